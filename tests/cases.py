@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradguard.clip.gradients import Gradients, gradients_of, module_of, named_tensors
+from gradguard.clip.gradients import gradients_of, module_of, named_tensors
+from gradguard.rules import Gradients
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 ORDERS = [0.5, 1.0, 1.5, 2.0, 3.0, math.inf]

@@ -2,13 +2,16 @@
 
     python tests/mutants.py clip --count 25 --seed 1
 
-draws 25 of all mutants of `src/gradguard/clip` and runs, for each, those tests of `tests/clip` that reach the changed
-function, the fastest first, until one fails. PyTorch and the tests are imported once: a mutant lives in a fork of that
+draws 25 of all mutants of `src/gradguard/clip` and runs, for each, those tests of `tests/clip` that execute the changed
+statement, until one fails. One row of each table comes before a second of any, the fastest first, for as long as they
+take less than half of `--seconds` together. PyTorch and the tests are imported once: a mutant lives in a fork of that
 process, where its code takes the place of the function's own, and in the processes of `distributed/pool.py` that the
-fork starts. What survives is printed to be read: it is equivalent, or nobody tests what it breaks.
+fork starts. What survives is printed to be read, with how many of the tests that execute it were run: the mutant is
+equivalent, or no test checks what it breaks.
 
-Code outside functions, decorators, defaults of arguments and words of errors are left as they are. A mutant that no
-quick test reaches is called that; slow tests and those of other rooms may reach it: name them as further arguments.
+Code outside functions, decorators, defaults of arguments and words of errors are left as they are. A statement that no
+quick test executes is reported as such; slow tests and those of other rooms may execute it: name them as further
+arguments.
 """
 
 import argparse
@@ -41,9 +44,6 @@ import gradguard
 
 SOURCE = Path(gradguard.__file__).parent
 TESTS = Path(__file__).parent
-MOST_TESTS = 400
-"""How many tests are run of one mutant."""
-
 OTHER_COMPARISON: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -63,8 +63,12 @@ class InFunctions(ast.NodeTransformer):
     def __init__(self) -> None:
         self.names: list[str] = []
         self.depth = 0
+        self.statement = 0
+        """The line on which the present statement begins."""
 
     def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.stmt):
+            self.statement = node.lineno
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return self._inside(node)
         if self.depth or isinstance(node, ast.Module):
@@ -90,17 +94,20 @@ class Mutation(InFunctions):
     Attributes:
         count: How many changes there are.
         made: The line, the function and the words of the change that was made.
+        changed_statement: The line on which the changed statement begins.
     """
 
     def __init__(self, number: int = -1) -> None:
         super().__init__()
         self.number, self.count = number, 0
         self.made: tuple[int, str, str] | None = None
+        self.changed_statement = 0
 
     def here(self, node: ast.stmt | ast.expr, words: str) -> bool:
         self.count += 1
         if self.count - 1 != self.number:
             return False
+        self.changed_statement = self.statement
         self.made = node.lineno, ".".join(self.names), f"{words}: {' '.join(ast.unparse(node).split())[:120]}"
         return True
 
@@ -177,19 +184,30 @@ class Mutation(InFunctions):
 
 
 class Marked(InFunctions):
-    """Each function notes that it was reached."""
+    """Each statement of a function notes that it was reached."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
         self.file = file
 
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for field in ("body", "orelse", "finalbody"):
+            if self.depth and isinstance(getattr(node, field, None), list):
+                setattr(node, field, self.marked(getattr(node, field)))
+        return node
+
     def body(self, statements: list[ast.stmt], node: ast.AST) -> list[ast.stmt]:
-        if isinstance(node, ast.ClassDef):
-            return statements
-        (mark,) = ast.parse(f"__reached__({self.file!r}, {'.'.join(self.names)!r})").body
+        return statements if isinstance(node, ast.ClassDef) else self.marked(statements)
+
+    def marked(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        return [one for statement in statements for one in (self.mark(statement), statement)]
+
+    def mark(self, statement: ast.stmt) -> ast.stmt:
+        (mark,) = ast.parse(f"__reached__({self.file!r}, {statement.lineno})").body
         for part in ast.walk(mark):
-            ast.copy_location(part, node)
-        return [mark, *statements]
+            ast.copy_location(part, statement)
+        return mark
 
 
 # -- how it gets into a process ----------------------------------------------------------------------------------------
@@ -239,18 +257,18 @@ def mutate(file: Path, number: int) -> bool:
     return put_in(file, tree, living_functions([file])[str(file)])
 
 
-_reached = set[tuple[str, str]]()
+_reached = set[tuple[str, int]]()
 
 
 def mark(room: str) -> None:
-    """Let each function of a room note in this process that it was reached."""
+    """Let each statement of a room note in this process that it was reached."""
     setattr(builtins, "__reached__", lambda *where: _reached.add(where))  # noqa: B010
     files = files_of(room)
     for name, functions in living_functions(files).items():
         put_in(Path(name), Marked(name).visit(ast.parse(Path(name).read_text(encoding="utf-8"))), functions)
 
 
-def reached() -> list[tuple[str, str]]:
+def reached() -> list[tuple[str, int]]:
     found = list(_reached)
     _reached.clear()
     return found
@@ -306,7 +324,7 @@ class Mutants:
         multiprocessing.get_context("forkserver").set_forkserver_preload(pool._PRELOADED)
         multiprocessing.forkserver.ensure_running()
         items = {item.nodeid: item for item in session.items}
-        tests = self.tests_by_function(items)
+        tests = self.tests_by_statement(items)
         drawn = [(file, k) for file in files_of(self.options.room) for k in range(count_of(file))]
         random.Random(self.options.seed).shuffle(drawn)
         kinds = defaultdict[str, int](int)
@@ -315,16 +333,27 @@ class Mutants:
             mutation.visit(ast.parse(file.read_text(encoding="utf-8")))
             assert mutation.made is not None
             line, function, words = mutation.made
-            reaching = [items[name] for name in tests[str(file), function][:MOST_TESTS]]
-            kind = self.outcome(file, number, reaching) if reaching else "reached by no test"
+            reaching = tests[str(file), mutation.changed_statement]
+            chosen = [items[name] for name in self.within_budget(reaching)]
+            kind = self.outcome(file, number, chosen) if chosen else "reached by no test"
             kinds[kind] += 1
             if kind != "killed":
-                print(f"\n{kind}: {file.relative_to(SOURCE)}:{line} {function}: {words}", flush=True)
+                run = f"{kind} {len(chosen)} of {len(reaching)} tests"
+                print(f"\n{run}: {file.relative_to(SOURCE)}:{line} {function}: {words}", flush=True)
         print("\n" + ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
         return True
 
-    def tests_by_function(self, items: dict[str, pytest.Item]) -> dict[tuple[str, str], list[str]]:
-        """Return the tests that reach each function, the fastest first."""
+    def within_budget(self, reaching: list[tuple[float, str]]) -> Iterator[str]:
+        """Yield tests until they take half of the time of a mutant: beyond all of it, it counts as hanging."""
+        left = self.options.seconds / 2
+        for seconds, name in in_turn(reaching):
+            left -= seconds
+            if left < 0:
+                return
+            yield name
+
+    def tests_by_statement(self, items: dict[str, pytest.Item]) -> dict[tuple[str, int], list[tuple[float, str]]]:
+        """Return the seconds and the name of each test that executes a statement, by its file and first line."""
         with tempfile.TemporaryDirectory() as folder:
             notes = Path(folder, "reached.json")
 
@@ -337,11 +366,11 @@ class Mutants:
 
             assert in_fork(note) == 0
             found, failed = json.loads(notes.read_text(encoding="utf-8"))
-        tests = defaultdict[tuple[str, str], list[str]](list)
-        for _, name, functions in sorted(found):
-            for where in functions:
+        tests = defaultdict[tuple[str, int], list[tuple[float, str]]](list)
+        for seconds, name, statements in found:
+            for where in statements:
                 if name not in failed:
-                    tests[tuple(where)].append(name)
+                    tests[tuple(where)].append((seconds, name))
         return tests
 
     def outcome(self, file: Path, number: int, items: list[pytest.Item]) -> str:
@@ -354,7 +383,8 @@ class Mutants:
             prepare_pools(mutate, file, number)
             return int(any(self.failed for _ in self.runs(items)))
 
-        return {0: "SURVIVED", 1: "killed", 2: "not applied"}.get(in_fork(trial), "killed")
+        ends = {0: "SURVIVED", 2: "not applied", -signal.SIGALRM: "OUT OF TIME"}
+        return ends.get(in_fork(trial), "killed")  # also one that dies, or that uses up its processor time
 
     def runs(self, items: list[pytest.Item]) -> Iterator[tuple[pytest.Item, float]]:
         """Run one after the other; yields each with its seconds."""
@@ -362,6 +392,14 @@ class Mutants:
             began = time.monotonic()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             yield item, time.monotonic() - began
+
+
+def in_turn(tests: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Sort tests so that the fastest row of each table comes before the second row of any."""
+    tables = defaultdict[str, list[tuple[float, str]]](list)
+    for seconds, name in sorted(tests):
+        tables[name.split("[")[0]].append((seconds, name))
+    return [one for turn in zip_longest(*sorted(tables.values())) for one in turn if one is not None]
 
 
 def count_of(file: Path) -> int:
@@ -396,7 +434,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=25, help="how many mutants")
     parser.add_argument("--seed", type=int, default=1, help="another number draws others")
     parser.add_argument("--seconds", type=int, default=40, help="of a processor for each mutant")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     arguments = ["-m", "not exhaustive and not slow", "-p", "no:cacheprovider", "-s", str(TESTS / options.room)]
     return pytest.main([*arguments, *options.tests], plugins=[Mutants(options)])
 

@@ -1,13 +1,18 @@
 """The floors of the house that import-linter cannot see."""
 
 import ast
+import importlib
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src/gradguard"
+import gradguard
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/gradguard"
 GROUND = sorted(SOURCE.glob("tensors/*.py"))
 
 
@@ -49,12 +54,70 @@ def test_each_new_tensor_names_its_device():
 
 
 def test_docstrings_begin_with_their_subject():
-    """The first word of "What it does", "The same for a list" or "That of a tensor" says nothing alone."""
-    clipped = re.compile(r'\s*(?:"""(?:Return )?|\w+: )(?:What|The same|the same|That) ')
+    """The first word of "What it does", "The same for a list", "That of a tensor" or "Of the mean" is not a subject."""
+    clipped = re.compile(r'\s*(?:"""(?:Return )?|\w+: )(?:What|The same|the same|That) |\s+\w+: Of ')
     found = [
         f"{file.relative_to(SOURCE)}:{number}: {line.strip()}"
         for file in sorted(SOURCE.rglob("*.py"))
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
         if clipped.match(line)
+    ]
+    assert not found, found
+
+
+def test_tests_use_the_public_names():
+    """A test that imports `gradguard.clip.guard.Guard` breaks when the file moves, which users do not notice."""
+    members = [getattr(gradguard, name) for name in gradguard.__all__]
+    modules = [gradguard, *filter(inspect.ismodule, members)]
+    public = {name: (one.__name__, getattr(one, name)) for one in modules for name in one.__all__}
+    internal = [
+        f"{file.name}:{node.lineno}: {alias.name} of {public[alias.name][0]} is taken from {node.module}"
+        for file in sorted(Path(__file__).parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gradguard.")
+        for alias in node.names
+        if alias.name in public
+        and node.module not in {one.__name__ for one in modules}
+        and getattr(importlib.import_module(str(node.module)), alias.name, None) is public[alias.name][1]
+    ]
+    assert not internal, internal
+
+
+ARCHAIC = re.compile(
+    r"\b(?:told|came(?! from)|lies? alike|whoever|nobody|somebody|of late|dear|shall|in vain|for ever|as then)\b",
+    re.IGNORECASE,
+)
+"""Words that name no subject, or are not of today; a page may quote what the program prints."""
+
+
+def public_docstrings():
+    modules = [gradguard, *filter(inspect.ismodule, (getattr(gradguard, name) for name in gradguard.__all__))]
+    for module in modules:
+        yield module.__name__, module
+        for name in module.__all__:
+            value = getattr(module, name)
+            yield name, value
+            if inspect.isclass(value):
+                yield from ((f"{name}.{key}", one) for key, one in vars(value).items() if not key.startswith("_"))
+
+
+def test_public_docstrings_are_in_plain_words():
+    found = {
+        f"{name}: {line.strip()}"
+        for name, value in public_docstrings()
+        for line in str(getattr(value, "__doc__", "")).splitlines()
+        if ARCHAIC.search(line)
+    }
+    assert not found, sorted(found)
+
+
+def test_pages_are_in_plain_words():
+    """What stands in a block, in a quotation or in code is what the program says, and has tests of its own."""
+    quoted = re.compile(r"^```.*?^```|`[^`\n]*`|\"[^\"\n]*\"|^> [^\n]*", flags=re.MULTILINE | re.DOTALL)
+    found = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        for line in quoted.sub("", page.read_text(encoding="utf-8")).splitlines()
+        if ARCHAIC.search(line)
     ]
     assert not found, found

@@ -19,7 +19,7 @@ def check_threshold(name: str, value: float | Tensor) -> float | Tensor:
 
     Raises:
         InvalidValueError: If it is NaN, negative, or a tensor of more than one element.
-        InvalidTypeError: If it is no number.
+        InvalidTypeError: If the argument is not a number.
     """
     if not isinstance(value, Tensor):
         return _check_number(name, value)
@@ -60,7 +60,7 @@ def check_number(name: str, value: float, expected: str = "a number") -> float:
         expected: The range that it must lie in, one of `_RANGES`; by default any number, NaN included.
 
     Raises:
-        InvalidTypeError: If it is no number.
+        InvalidTypeError: If the argument is not a number.
         InvalidValueError: If it is another one.
     """
     if isinstance(value, str | bool) or not hasattr(value, "__float__"):
@@ -127,7 +127,7 @@ def check_interval(
         names: The names that the caller has for them.
 
     Raises:
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
         InvalidValueError: If they are no bounds.
     """
     if low is None:

@@ -1,6 +1,6 @@
 """Every exception that gradguard raises, in one place.
 
-An error message says what was expected, what came, and what to type instead. Each class is also the built-in
+An error message says what was expected, what was given, and what to type instead. Each class is also the built-in
 exception that a PyTorch user would expect to catch, so ``except ValueError`` keeps working. Below the message, a
 traceback shows the page of the documentation.
 """
@@ -84,7 +84,7 @@ def _page_of_caller() -> str:
 
 
 class InvalidValueError(GradguardError, ValueError):
-    """An argument has the right type and a value that cannot be meant, such as a negative threshold."""
+    """An argument has the right type and a value that is not allowed, such as a negative threshold."""
 
 
 class InvalidTypeError(GradguardError, TypeError):
@@ -92,7 +92,7 @@ class InvalidTypeError(GradguardError, TypeError):
 
 
 class NonFiniteGradientError(GradguardError, RuntimeError):
-    """A gradient holds NaN or infinity and the caller asked to be told; no gradient was changed."""
+    """A gradient holds NaN or infinity and the caller asked for an error; no gradient was changed."""
 
     page = "nan"
 
@@ -110,11 +110,11 @@ class FreedGraphError(GradguardError, RuntimeError):
 
 
 class GradientCheckError(GradguardError, AssertionError):
-    """A gradient is not the derivative that it should be, or it could not be told and that was not allowed."""
+    """A gradient is not the derivative that it should be, or the check was inconclusive and that was not allowed."""
 
 
 class ParityError(GradguardError, AssertionError):
-    """Two runs do not have the same gradients, or it could not be told and that was not allowed."""
+    """Two runs do not have the same gradients, or the comparison was inconclusive and that was not allowed."""
 
 
 class MissingPackageError(GradguardError, ImportError):

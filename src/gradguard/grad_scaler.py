@@ -91,7 +91,7 @@ def listen_to_steps(
     Args:
         before: Called with the optimizer when ``scaler.step`` begins, and with what is known of it.
         after: Called with the same when it has ended, or raised.
-        optimizer: Of which optimizer; None for all. Of one, both must be methods, whose object is not kept alive.
+        optimizer: The optimizer; None for all. For one, both must be methods, whose object is not kept alive.
 
     Returns:
         A function that ends it; calling it again does nothing. It ends by itself when ``optimizer`` is gone.

@@ -66,7 +66,7 @@ class ClipEvent:
             scale, ``"nonfinite"`` if the clip itself did, ``"spike"`` if it was finite and stood out. None
             where no step can be left out.
         norm_type: The order of ``norm``.
-        elements: Of an error clip, the number of elements of all gradients on their way that it looked at; it has no
+        elements: For an error clip, the number of elements of all gradients on their way that it looked at; it has no
             parameters, norm or coefficient. None for clips of parameters' gradients.
         spike: Whether it is left out as a finite spike, whatever ``skip_reason`` says: a bool, or a 0-dim tensor where
             only the device knows.

@@ -54,14 +54,14 @@ def assert_grad(
 
 
 def assert_parity(reference: Run, new: Run, *, allow_inconclusive: bool = False) -> ParityReport:
-    r"""Raise unless two runs have the same gradients, but for what rounding does to each.
+    r"""Raise unless two runs have the same gradients, apart from what rounding does to each.
 
     A parameter's gradients :math:`r` and :math:`c` are equal if :math:`\lVert c - r \rVert \le 3 b`, where the bar
     :math:`b` is what runs that differ by rounding alone differ by, as `gradguard.save_gradients` has measured it in
     both set-ups. There is no tolerance to choose.
 
-    **Edge cases.** What cannot be told raises too, unless ``allow_inconclusive=True``: other weights, other dropout
-    masks, and gradients of which nothing is known.
+    **Edge cases.** An inconclusive comparison raises too, unless ``allow_inconclusive=True``: other weights, other
+    dropout masks, and gradients of which nothing is known.
 
     | gradient of a parameter | counts as |
     |---|---|
@@ -81,7 +81,7 @@ def assert_parity(reference: Run, new: Run, *, allow_inconclusive: bool = False)
         The report of the comparison.
 
     Raises:
-        ParityError: If a gradient is another, or nobody can tell.
+        ParityError: If a gradient is another, or the comparison is inconclusive.
         RecordError: If a file cannot be read, or the two cannot be compared.
 
     Example:

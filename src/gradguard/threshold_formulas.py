@@ -252,8 +252,8 @@ def z_score_bounds(
     Args:
         ops: The operations.
         norm: The norm of this step.
-        mean: Of the norms before.
-        variance: Of the norms before.
+        mean: The mean of the norms before.
+        variance: The variance of the norms before.
         limit: The z-score that is too high.
         factor: The factor of ``"adaptive_scaling"``'s bound.
         mode: As `ZClip` has it.
@@ -373,7 +373,7 @@ def per_tensor_average(
         average: The average before.
         seen: How many norms are in it.
         warm: Whether it is in its warm-up.
-        decay: Of the average.
+        decay: The decay of the average.
     """
     least = ops.where(scaled < average, scaled, average)  # not a minimum, which NaN would spoil
     later = decay * average + (1 - decay) * scaled

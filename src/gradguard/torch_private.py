@@ -859,7 +859,7 @@ class FlatShard(NamedTuple):
 
     Attributes:
         name: Relative to the wrapped module.
-        shape: Of the whole original parameter.
+        shape: The shape of the whole original parameter.
         tensor: The parameter that holds weights and gradient: the flat one, or with ``use_orig_params=True`` the
             original one.
         offset: Where in ``tensor`` it begins.

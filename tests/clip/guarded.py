@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from gradguard.clip.clip_rules import ClipByGlobalNorm
+from gradguard import ClipByGlobalNorm
 
 MAX_NORM = 0.5
 

@@ -15,13 +15,12 @@ from torch import nn
 
 import gradguard as gg
 from cases import DTYPES, GRADIENTS, ORDERS, gradients_in, parameter, random
+from gradguard import ClipAdaptive, ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue
 from gradguard.clip import clip_rules as rules
-from gradguard.clip.adaptive import ClipAdaptive
-from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue
-from gradguard.clip.clipper import Clipper, Decision, describe
-from gradguard.clip.gradients import measured, norms_of, total_of
+from gradguard.clip.gradients import measured
 from gradguard.clip.lock_in import LockIn
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
+from gradguard.rules import Clipper, Decision, describe, norms_of, total_of
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
 from strategies import parameter_lists

@@ -9,14 +9,11 @@ from torch import nn
 
 import gradguard as gg
 from cases import GRADIENTS, gradients_in, parameter, random
+from gradguard import Chain, ClipAdaptive, ClipByGlobalNorm, ClipByNorm, ClipByValue, Groups
 from gradguard.clip import compose
 from gradguard.clip import gradients as gradients_of_clip
-from gradguard.clip.adaptive import ClipAdaptive
-from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from gradguard.clip.clipper import Clipper, Decision, describe
-from gradguard.clip.compose import Chain, Groups
-from gradguard.clip.gradients import norms_of
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
+from gradguard.rules import Clipper, Decision, describe, norms_of
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
 

@@ -14,8 +14,7 @@ from guarded import ALL, MAX_NORM, assert_same, clipper, held, model, put_gradie
 from torch import nn
 
 import gradguard as gg
-from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByValue
-from gradguard.clip.guard import Guard
+from gradguard import ClipByGlobalNorm, ClipByValue, Guard
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError
 from gradguard.rules import Clipper, Decision, describe, norms_of
 

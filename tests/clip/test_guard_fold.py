@@ -7,8 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradguard as gg
-from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByValue
-from gradguard.clip.guard import Guard
+from gradguard import ClipByGlobalNorm, ClipByValue, Guard
 from gradguard.clip.optimizer_proxy import OptimizerProxy
 from gradguard.errors import UnsupportedGradientError
 

@@ -7,8 +7,7 @@ import torch
 from guarded import FOLDING, MAX_NORM, assert_same, clipper, held, model, put_gradients, spoil
 from torch import nn
 
-from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByValue
-from gradguard.clip.guard import Guard
+from gradguard import ClipByGlobalNorm, ClipByValue, Guard
 from gradguard.errors import NonFiniteGradientError
 
 PLAIN = {

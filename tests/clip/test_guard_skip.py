@@ -6,7 +6,7 @@ from guarded import ALL, PLAIN, Third, assert_same, clipper, held, model, put_gr
 from torch import nn
 
 import gradguard as gg
-from gradguard.clip.guard import Guard
+from gradguard import Guard
 from gradguard.clip.guard_counts import Counts
 from gradguard.errors import NonFiniteGradientError
 

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from cases import gradients_in, parameter
-from gradguard.clip.clipper import Clipper, ClipResult
-from gradguard.clip.thresholds.adagc import AdaGC
-from gradguard.clip.thresholds.autoclip import AutoClip
-from gradguard.clip.thresholds.clip_fraction import ClipFraction
-from gradguard.clip.thresholds.median import ClipByMedian
-from gradguard.clip.thresholds.zclip import ZClip
+from gradguard import AdaGC, AutoClip, ClipByMedian, ClipFraction, ZClip
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
+from gradguard.results import ClipResult
+from gradguard.rules import Clipper
 
 pytestmark = pytest.mark.sampled(4)  # rows of each table
 

@@ -8,10 +8,7 @@ import threshold_twins as twins
 import torch
 from torch import Tensor, nn
 
-from gradguard.clip.thresholds.adagc import AdaGC
-from gradguard.clip.thresholds.autoclip import AutoClip
-from gradguard.clip.thresholds.median import ClipByMedian
-from gradguard.clip.thresholds.zclip import ZClip
+from gradguard import AdaGC, AutoClip, ClipByMedian, ZClip
 
 
 def noise(count: int, seed: int = 0, level: float = 1.0) -> list[float]:

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Network, backward
 
 import gradguard as gg
-from gradguard.resilience.ladder import SpikeRecovery
-from gradguard.state.snapshot import Snapshot
+from gradguard import Snapshot, SpikeRecovery
 from sharded import local, mesh
 
 

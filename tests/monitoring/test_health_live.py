@@ -7,9 +7,9 @@ import torch
 from synthetic import make_record, steps_of
 from torch import nn
 
+from gradguard import Monitor
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.live import Judge
-from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.monitoring.show.report import text_summary

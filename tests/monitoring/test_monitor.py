@@ -14,10 +14,10 @@ from torch import nn
 
 import gradguard as gg
 from forked_python import run_python
+from gradguard import Monitor
 from gradguard.cli import main
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
 from gradguard.monitoring.observe import record_buffer
-from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.record.file import read_record
 from gradguard.tensors.norms import tensor_norms
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradguard import Monitor
 from gradguard.monitoring.observe import observer
-from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.observe.observer import Observer
 from gradguard.script_events import listening
 

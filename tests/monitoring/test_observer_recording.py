@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import gradguard as gg
+from gradguard import watch
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
 from gradguard.monitoring.observe import meta, record_buffer
 from gradguard.monitoring.observe import watch as process
 from gradguard.monitoring.observe.observer import Observer
-from gradguard.monitoring.observe.watch import watch
 from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.script_events import listening
 

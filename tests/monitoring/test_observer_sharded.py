@@ -15,13 +15,13 @@ from torch.nn.utils import clip_grad_norm_
 
 import gradguard as gg
 from distributed.pool import Pools
-from gradguard.clip.clipper import Clipper
+from gradguard import Monitor
 from gradguard.clip.guards_of_a_script import ClipEachOptimizer
 from gradguard.errors import DistributedError
 from gradguard.monitoring.observe import shared_norms
-from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.record.file import read_record
+from gradguard.rules import Clipper
 from gradguard.script_events import listening
 
 pytestmark = pytest.mark.slow

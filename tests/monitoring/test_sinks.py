@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from gradguard import Monitor
 from gradguard.errors import GradguardError, MissingPackageError
 from gradguard.monitoring.observe import record_buffer
-from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.show.sinks import Sinks, open_sink
 from gradguard.monitoring.show.sinks.sink import DashboardWindow

@@ -2,7 +2,8 @@
 
 import torch
 
-from gradguard.parity.saved import SavedGradients, SavedParameter
+from gradguard.parity.saved import SavedParameter
+from gradguard.results import SavedGradients
 from gradguard.tensors.sketch import in_chunks, row_sketches, sketch_of
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from gradguard.cli import main
 from gradguard.errors import RecordError
 from gradguard.parity import saved as saved_module
 from gradguard.parity.compare import compare
-from gradguard.parity.saved import SavedGradients, SavedParameter, read, write
+from gradguard.parity.saved import SavedParameter, read, write
+from gradguard.results import SavedGradients
 
 KEY = "gradguard_parity"
 

@@ -6,8 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from gradguard.per_sample.norm_clippers import FlatNormClipper
-from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
+from gradguard import FlatNormClipper, PerSampleGradientClipper
 from per_sample.case import Case
 from per_sample.models import build
 from reference import per_sample_gradients, sample_norms

@@ -8,12 +8,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from gradguard import grad_scaler
+from gradguard import FlatNormClipper, PerLayerNormClipper, PerSampleGradientClipper, grad_scaler
 from gradguard.errors import GradguardError, InvalidValueError
 from gradguard.per_sample import call_tracker, refusals
 from gradguard.per_sample import sample_clipper as clipper_file
-from gradguard.per_sample.norm_clippers import FlatNormClipper, PerLayerNormClipper
-from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
 from gradguard.private import make_private, set_up
 from private.runs import COMMON, data_set, network
 

@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gradguard import FlatNormClipper, PerSampleGradientClipper
 from gradguard.errors import GradguardError, UnsupportedGradientError
-from gradguard.per_sample.norm_clippers import FlatNormClipper
-from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
 from per_sample.case import B, Model, case, numbers
 from per_sample.models import build
 from per_sample.steps import error, filled, make, oracle, total

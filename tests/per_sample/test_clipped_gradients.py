@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from gradguard.errors import InvalidValueError
-from gradguard.per_sample.norm_clippers import (
+from gradguard import (
     AutoNormClipper,
     FlatNormClipper,
     PerLayerNormClipper,
     PerParameterNormClipper,
+    PerSampleGradientClipper,
 )
-from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
+from gradguard.errors import InvalidValueError
 from per_sample.case import B, Model
 from per_sample.models import build
 from per_sample.steps import accumulate, error, filled, middle_norm, oracle

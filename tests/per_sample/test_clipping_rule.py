@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradguard import AutoNormClipper, FlatNormClipper, QuantileNormClipper
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, layer_of
-from gradguard.per_sample.norm_clippers import AutoNormClipper, FlatNormClipper, QuantileNormClipper
+from gradguard.per_sample.clipping_rule import checked_factors, checked_groups, layer_of
+from gradguard.rules import NormClipper
 
 INF, NAN = math.inf, math.nan
 

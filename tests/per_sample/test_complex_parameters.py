@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.per_sample import mini_batch
-from gradguard.private.noise import GaussianNoise
+from gradguard.private import GaussianNoise
 
 B = 5
 

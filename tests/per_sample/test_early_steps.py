@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from gradguard import FlatNormClipper, PerSampleGradientClipper
 from gradguard.errors import InvalidValueError
 from gradguard.per_sample import refusals
-from gradguard.per_sample.norm_clippers import FlatNormClipper
-from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
 from private.runs import network, private_run
 
 X = torch.linspace(-1, 1, 24).view(6, 4)

@@ -7,15 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.per_sample.clipping_rule import SLACK, NormClipper, checked_factors
-from gradguard.per_sample.norm_clippers import (
+from gradguard import (
     AutoNormClipper,
     FlatNormClipper,
     PerLayerNormClipper,
     PerParameterNormClipper,
     QuantileNormClipper,
 )
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.per_sample.clipping_rule import SLACK, checked_factors
+from gradguard.rules import NormClipper
 
 INF, NAN = math.inf, math.nan
 FLAT = {

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from gradguard.errors import GradguardError
-from gradguard.per_sample.norm_clippers import (
+from gradguard import (
     AutoNormClipper,
     FlatNormClipper,
     PerLayerNormClipper,
     PerParameterNormClipper,
+    PerSampleGradientClipper,
 )
-from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
+from gradguard.errors import GradguardError
 from per_sample.call_models import OWNERSHIP
 from per_sample.case import B, case, numbers
 from per_sample.models import CASES, DETERMINISTIC, EVERY, MIXING, REFUSED, STOCHASTIC, build

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradguard import FlatNormClipper, PerLayerNormClipper, PerParameterNormClipper, PerSampleGradientClipper
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample import capture
-from gradguard.per_sample.norm_clippers import FlatNormClipper, PerLayerNormClipper, PerParameterNormClipper
 from gradguard.per_sample.plain_sum import Leaves
-from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
 from per_sample.case import B, Case, Model, case, numbers, squares
 from per_sample.models import build
 from per_sample.steps import accumulate, error, filled, make, middle_norm, oracle, plain, reduce, total

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from gradguard import QuantileNormClipper
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.norm_clippers import QuantileNormClipper
 from gradguard.private import make_private
 
 SIZE, BATCH, EPOCHS = 40, 4, 2

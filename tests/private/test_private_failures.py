@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from gradguard import QuantileNormClipper
 from gradguard.errors import GradguardError, InvalidValueError
-from gradguard.per_sample.norm_clippers import QuantileNormClipper
 from gradguard.per_sample.sample_results import Accumulation
-from gradguard.private.noise import GaussianNoise
+from gradguard.private import GaussianNoise
 from private.runs import one_step, private_run, train, weights
 
 OVER = "this pass over private.loader is over"

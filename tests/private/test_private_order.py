@@ -14,11 +14,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from gradguard import FlatNormClipper, QuantileNormClipper
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.norm_clippers import (
-    FlatNormClipper,
-    QuantileNormClipper,
-)
 from gradguard.private import make_private
 from private.runs import COMMON, SIZE, WIDTH, data_set, network, one_step, private_run, train, weights
 

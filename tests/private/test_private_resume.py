@@ -3,10 +3,8 @@
 import pytest
 import torch
 
+from gradguard import QuantileNormClipper
 from gradguard.errors import InvalidValueError
-from gradguard.per_sample.norm_clippers import (
-    QuantileNormClipper,
-)
 from private.runs import one_step, private_run, train, weights
 
 

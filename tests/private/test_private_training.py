@@ -11,15 +11,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from gradguard import AutoNormClipper, FlatNormClipper, PerLayerNormClipper, QuantileNormClipper
 from gradguard.errors import InvalidValueError
-from gradguard.per_sample.norm_clippers import (
-    AutoNormClipper,
-    FlatNormClipper,
-    PerLayerNormClipper,
-    QuantileNormClipper,
-)
-from gradguard.private import make_private
-from gradguard.private.noise import GaussianNoise
+from gradguard.private import GaussianNoise, make_private
 from private.runs import COMMON, SIZE, WIDTH, clipped_sum, data_set, network, one_step, private_run, train, weights
 
 

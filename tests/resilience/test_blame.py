@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import gradguard as gg
+from gradguard import SpikeRecovery
 from gradguard.resilience import BadSamples, Culprit, MicroBatch
 from gradguard.resilience.culprit import to_leave_out
 from gradguard.resilience.evidence import read_evidence
-from gradguard.resilience.ladder import SpikeRecovery
 from gradguard.resilience.step_replay import replay_step
 
 USUAL, SPIKE = 1.0, 20.0

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import gradguard as gg
+from gradguard import SpikeRecovery
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
 from gradguard.resilience import BadSamples
 from gradguard.resilience.event import Event
-from gradguard.resilience.ladder import SpikeRecovery
 
 CAP, WARMUP, LAG = 6, 8, 2
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradguard as gg
+from gradguard import Snapshot
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.state.snapshot import Snapshot
 
 
 class Network(nn.Module):

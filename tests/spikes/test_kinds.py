@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gradguard as gg
+from gradguard import SpikeDetector
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.spikes.detector import SpikeDetector
 
 SIZES = {"a": 1.0, "b": 1000.0, None: 30.0}
 

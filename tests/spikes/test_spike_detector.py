@@ -8,8 +8,8 @@ import pytest
 import torch
 from spike_twins import TwinDetector
 
+from gradguard import SpikeDetector
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.spikes.detector import SpikeDetector
 
 SMALL = {"window": 16, "warmup": 6, "cap": 3, "alone": 1}
 """Each step that stands out is a spike: what is tested with these is anything but when it is one."""

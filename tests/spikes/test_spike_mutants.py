@@ -10,7 +10,7 @@ from spike_twins import TwinDetector
 from test_spike_detector import WEIGHTS, assert_alike, noisy
 
 import gradguard.spikes.detector as rule
-from gradguard.spikes.detector import SpikeDetector
+from gradguard import SpikeDetector
 
 OPTIONS = {"window": 12, "warmup": 6, "cap": 3, "recent": 8, "alone": 1}
 LONE = {"window": 40, "warmup": 10, "cap": 4, "recent": 8, "alone": 20}

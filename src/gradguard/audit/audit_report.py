@@ -13,12 +13,12 @@ from gradguard.words import counted, listed, verdict_text
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
 UNDECIDED = ("claim", "unknown", "unfit", "unread", "epsilon", "blind", "unseen", "unclipped", "refused")
-"""Kinds of findings that say that something cannot be told; every other one says that something is wrong."""
+"""Kinds of findings that say that something cannot be known; every other one says that something is wrong."""
 
 
 @dataclass(frozen=True)
 class NormFinding:
-    """One thing that is wrong with a norm, or cannot be told.
+    """One thing that is wrong with a norm, or cannot be known.
 
     Attributes:
         kind: ``"factor"``: a class of tensors counts another number of times than once, ``"ranks"``: only what some
@@ -28,7 +28,7 @@ class NormFinding:
             classes, ``"reported"``: the reported norm is not the true one, ``"coefficient"``: gradients are multiplied
             by something else than min(1, max / norm); ``"claim"``: values contradict what is said of copies and
             parts; ``"unknown"``, ``"unfit"``, ``"unread"``, ``"epsilon"``, ``"blind"``, and of a script
-            ``"unseen"``, ``"unclipped"``, ``"refused"``: it cannot be told.
+            ``"unseen"``, ``"unclipped"``, ``"refused"``: it cannot be known.
         message: The fault, in words.
         names: The parameters that it is about.
         factor: How often their squares count, where that is one number; of ``"reported"`` and ``"coefficient"`` the
@@ -46,7 +46,7 @@ class NormFinding:
 
 @dataclass(frozen=True)
 class NormClass:
-    """Tensors that lie alike on the processes.
+    """Tensors that are laid out in one way on the processes.
 
     Attributes:
         layout: How they lie, in words.
@@ -70,7 +70,7 @@ class NormAudit:
     """The outcome of `audit_norm`: print it, or ask for its ``verdict`` and ``findings``.
 
     Attributes:
-        verdict: PASS; FAIL if a finding says that something is wrong; INCONCLUSIVE if one says that it cannot be told.
+        verdict: PASS; FAIL if a finding says that something is wrong; INCONCLUSIVE if one says that it cannot be known.
         findings: Why the verdict is not PASS.
         notes: Facts worth knowing that are no fault.
         true_norm: The 2-norm of all gradients, each element once; NaN where values do not tell what is a copy.

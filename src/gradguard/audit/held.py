@@ -68,7 +68,7 @@ class HeldPiece:
         square: The sum of the squares of its gradient.
         gradient: The gradient in short.
         weight: The weight in short.
-        dtype: Of the gradient.
+        dtype: The dtype of the gradient.
         group: The processes that the tensor is spread over, as its layout says; empty for an ordinary tensor.
         part: Which part of it this is, as its layout says.
         claim: Role of an ordinary tensor across processes by its attributes; None if they tell none.

@@ -62,15 +62,15 @@ def audit_norm(
     once however many processes hold it. An engine answers :math:`R^2 = \sum_c m_c s_c`, and each :math:`m_c` should be
     1. Where the norm function can be called, it is asked: all gradients are zero but those of some tensors of one
     class, whose squares are known. Where a norm was only reported, all :math:`m_c` of known mistakes are tried, and one
-    is told only if no other explains the number.
+    is reported only if no other explains the number.
 
     Call it after backward and before the step, on all processes alike, with gradients as the norm function needs them.
 
     Guarantees:
         - Gradients are bit-identical afterwards and the same objects, also where the norm function clips or raises.
         - All processes get the same verdict and findings.
-        - What is a copy of what is told by values: by weights, which are equal on copies and not on parts; where these
-          are constant, by gradients. Layouts of DTensor, FSDP1 and DistributedDataParallel name the parts and copies
+        - Values show what is a copy of what: weights, which are equal on copies and not on parts; where these are
+          constant, gradients. Layouts of DTensor, FSDP1 and DistributedDataParallel name the parts and copies
           that they make; Megatron's attributes are claims that count only where values do not tell.
 
     Edge cases:

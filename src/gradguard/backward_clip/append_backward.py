@@ -38,6 +38,9 @@ def append_backward(
 
     ``.grad`` of the parameters is added to, as ``loss.backward()`` does.
 
+    **Guarantees.** No hook stays in the graph, also after an error. Tensors of ``no_grad_set`` get no gradient, and
+    no gradient passes through them. Gradients of another shape or dtype than those made are refused.
+
     Args:
         loss: A scalar with a graph behind it.
         parameter_list: The parameters to find gradients for; all that the loss depends on if None. A module, tensors,
@@ -110,6 +113,8 @@ def minimize(
     The clip follows the letter of the document: every gradient that the backward of an operation makes is clipped,
     those of parameters included, before contributions to one value are added up. `error_clip` is the call for
     everything else: per module, on the sum, with a loss scale.
+
+    **Guarantees.** Where the backward raises, every ``.grad`` is the tensor that it was before, and no step is made.
 
     Args:
         optimizer: Any optimizer whose ``step`` needs no closure.

@@ -25,7 +25,7 @@ COMPILED = "CompiledFunctionBackward"
 
 
 class Metadata(Protocol):
-    """The metadata that PyTorch has of the value of a slot."""
+    """PyTorch's record of the value of a slot."""
 
     shape: list[int]
     dtype: torch.dtype
@@ -51,7 +51,7 @@ VIEWS_AND_CASTS = REARRANGES | frozenset(
 
 
 def operation(node: Node) -> str:
-    """Return the operation of a node, ``"Mul"`` for ``MulBackward0``, and the whole name of what is not PyTorch's."""
+    """Return the operation of a node, ``"Mul"`` for ``MulBackward0``; of a custom function, its whole name."""
     match = _OPERATION.fullmatch(node.name())
     return match[1] if match else node.name()
 
@@ -62,7 +62,7 @@ def is_leaf(node: Node) -> bool:
 
 
 def holds_a_leaf(node: Node) -> bool:
-    """Return whether ``node`` is a chain of views and casts that ends at a leaf: a parameter in other clothes."""
+    """Return whether ``node`` ends a chain of views and casts that begins at a leaf, and so still holds a parameter."""
     while operation(node) in VIEWS_AND_CASTS:
         edges = [child for child, _ in node.next_functions if child is not None]
         if len(edges) != 1:
@@ -87,7 +87,7 @@ class Graph:
     roots: tuple[Slot, ...] = ()
     index: dict[Node, int] = field(default_factory=dict, repr=False)
     consumers: dict[Slot, list[tuple[int, int]]] = field(default_factory=dict)
-    """For each slot the (node, input number) pairs whose backward makes its gradient; an empty list for a mere root."""
+    """For each slot the (node, input number) pairs whose backward makes its gradient; empty for an unused root."""
 
     def backward_order(self) -> list[int]:
         """Return the nodes so that each comes after all whose backward makes its gradient."""
@@ -133,10 +133,10 @@ def walk(roots: Iterable[tuple[Node, int]], stop: Callable[[Node], bool] | None 
 
 
 def refuse_reentrant(graph: Graph) -> None:
-    """Raise if ``graph`` holds a reentrant checkpoint: what it computes again within the backward is another graph.
+    """Raise if ``graph`` holds a reentrant checkpoint, whose recomputation within the backward makes another graph.
 
     Raises:
-        InvalidValueError: Naming it.
+        InvalidValueError: If there is one; the message names it.
     """
     for node in graph.nodes:
         if hasattr(node, "run_function"):
@@ -150,10 +150,10 @@ _PYTORCH_SAYS = "backward through the graph a second time"
 
 
 def raise_if_freed(error: RuntimeError, nodes: list[Node]) -> None:
-    """Raise our error in place of PyTorch's if that is about a freed graph.
+    """Raise `FreedGraphError` in place of PyTorch's error about a freed graph.
 
     Raises:
-        FreedGraphError: If it is.
+        FreedGraphError: If ``error`` is about a freed graph.
     """
     if _PYTORCH_SAYS not in str(error):
         return

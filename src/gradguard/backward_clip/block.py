@@ -33,8 +33,8 @@ def error_clip(
 
     **What is clipped** is the gradient of each intermediate value, accumulated over all operations that use the value,
     once, before the operation that made it takes it. Not the root: the loss's own 1, the loss scale, a ``gradient=``
-    of yours; nor the scalar terms that a loss is a sum of, with constant weights. Not parameters in other clothes:
-    chains of views and casts of a leaf, such as ``weight.t()``, a shard's split, autocast's copy. Not the leaves
+    of yours; nor the scalar terms that a loss is a sum of, with constant weights. Not a leaf behind
+    chains of views and casts, such as ``weight.t()``, a shard's split, autocast's copy. Not the leaves
     themselves, unless ``leaves``. A value is what one autograd node made: a fused attention, an RNN of cuDNN, a custom
     function, a compiled block are one each.
 
@@ -116,7 +116,7 @@ def checked_rule(rule: object) -> BaseErrorClip:
     """Return ``rule``, or the rule that does nothing for None.
 
     Raises:
-        InvalidTypeError: If it is no rule.
+        InvalidTypeError: If it is not a rule.
         InvalidValueError: If one of its thresholds has no value.
     """
     if rule is None:

@@ -246,7 +246,7 @@ def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
     """Return ``clipped`` if the backward can go on with it.
 
     Raises:
-        InvalidTypeError: If it is no tensor of the same shape, dtype and device.
+        InvalidTypeError: If it is not a tensor of the same shape, dtype and device.
     """
     if is_trusted(rule):
         return clipped
@@ -304,7 +304,7 @@ class ErrorClipByValue(BaseErrorClip):
 
     Raises:
         InvalidValueError: If ``max < min`` (so also for ``max < 0`` alone), or one is NaN.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> import gradguard as gg, torch
@@ -372,7 +372,7 @@ class ErrorClipByNorm(BaseErrorClip):
 
     Raises:
         InvalidValueError: If ``max_norm`` is negative or NaN.
-        InvalidTypeError: If it is no number.
+        InvalidTypeError: If the argument is not a number.
 
     Example:
         >>> import gradguard as gg, torch
@@ -407,7 +407,7 @@ class ErrorClipBySampleNorm(BaseErrorClip):
 
     Raises:
         InvalidValueError: If ``max_norm`` is negative or NaN.
-        InvalidTypeError: If it is no number.
+        InvalidTypeError: If the argument is not a number.
 
     Example:
         >>> import gradguard as gg, torch
@@ -445,7 +445,7 @@ class ErrorClipZeroAbove(BaseErrorClip):
 
     Raises:
         InvalidValueError: If ``max`` is negative or NaN.
-        InvalidTypeError: If it is no number.
+        InvalidTypeError: If the argument is not a number.
 
     Example:
         >>> import gradguard as gg, torch

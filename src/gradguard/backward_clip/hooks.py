@@ -40,14 +40,14 @@ class Clipping:
     """Whether non-finite elements become NaN in every dtype, not in float16 alone: there is a loss scale to lower."""
     handles: list[RemovableHandle] = field(default_factory=list)
     reached: int = 0
-    """How many nodes with something to clip were found, whoever clips it."""
+    """How many nodes with something to clip were found, whichever scope clips it."""
     _leaves_done: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.rule = self.unscaled_rule
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """Take gradients for those of a loss that was multiplied by ``scale``."""
+        """Treat gradients as those of a loss that was multiplied by ``scale``."""
         self.scale, self.rule, self.overflow_stays = scale, self.unscaled_rule.scaled(scale), True
 
     def install(

@@ -1,7 +1,7 @@
 """The attributes of a rule as texts: compiled code is made anew when they change, and can be handed nothing else.
 
-The compiler takes a number among a function's arguments for one that may vary, and an object for one that it must look
-into; a text it compares, no more.
+The compiler treats a number among a function's arguments as one that may vary, and traces into an object; texts are
+only compared.
 """
 
 import ast

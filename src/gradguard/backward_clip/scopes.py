@@ -50,7 +50,7 @@ class Scope:
         self.clipping, self.scale = clipping, scale
         self.serial, self.thread = next(_serial), threading.get_ident()
         self.taken: list[tuple[weakref.ref[Claim], int]] = []
-        """Return the clips that this scope has suspended in others."""
+        """The claims of other scopes, and the slots of them that this scope has taken over until it ends."""
 
     def enter(self) -> None:
         """Install what can be installed now."""
@@ -288,7 +288,7 @@ class TargetScope(Scope):
         node, number = root_of(value)
         if value.grad_fn is None:
             self.clipping.hook_leaf(value)
-            self.kept.append(node)  # lives only as long as somebody holds it
+            self.kept.append(node)  # a leaf's node is freed where nothing holds it
             claim_slots(self, node, Claim((number,)))
         else:
             claim_slots(self, node, self.clipping.hook_slot(node, number))

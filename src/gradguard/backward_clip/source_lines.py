@@ -1,4 +1,4 @@
-"""Where in the source the operations stand whose backward makes a gradient, if PyTorch was asked to remember that."""
+"""The source lines of the operations whose backward makes a gradient, where anomaly detection has recorded them."""
 
 import re
 from pathlib import Path

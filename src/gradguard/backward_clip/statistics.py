@@ -62,8 +62,10 @@ class ErrorClipStats:
     The last lines name the first gradient in backward order that was not finite, with the operation whose backward
     made it: the culprit, where `torch.autograd.set_detect_anomaly` names the last one.
 
-    Who listens to `gradguard.listeners` hears at the end of each block, and of each backward through an attached
-    clip, the rule, its threshold, and how many of how many elements were clipped.
+    A listener of `gradguard.listeners` gets, at the end of each block and of each backward through an attached clip,
+    the rule, its threshold, and how many of how many elements were clipped.
+
+    **Guarantees.** Counting changes no gradient, and the host never waits for a count until it is read.
 
     Args:
         model: The module whose submodules should be named. Its forward must run after this; hooks on its submodules
@@ -96,7 +98,7 @@ class ErrorClipStats:
         self._blocks = 0
 
     def observer(self, rule: BaseErrorClip) -> "BlockCounts":
-        """Return what the gradients of blocks with ``rule`` are shown to; who listens hears of each at its end."""
+        """Return a counter of the gradients of blocks with ``rule``; listeners get its sums after each block."""
         return BlockCounts(self, rule)
 
     def detach(self) -> None:
@@ -169,7 +171,7 @@ class ErrorClipStats:
         self._read(wait=False)
 
     def note(self, row: "_OpCounts", made_by: str, elements: int, nonfinite: Count) -> None:
-        """Remember who was first."""
+        """Remember the first gradient that was not finite."""
         if isinstance(nonfinite, Tensor):
             self._pending.append((row, made_by, elements, nonfinite))
         elif nonfinite and self._first is None and not self._unread:

@@ -63,7 +63,7 @@ class Contract:
     Args:
         function: The function to probe.
         cotangent: A flat one, to probe with.
-        generator: Of what moves inputs.
+        generator: The generator of what moves inputs.
         rtol: The relative error that the function itself has.
 
     Attributes:

@@ -98,7 +98,7 @@ def gradcheck(
             may be off by. A report that fails by little proposes one.
         sizes: Other lengths to check too: ``{7: 16}`` tries 1, 15, 16 and 17 wherever an argument has a length of 7,
             the edges of a tile of 16; ``{7: [1, 100]}`` tries these.
-        seed: Of directions and the cotangent; equal seeds give equal reports.
+        seed: The seed of the directions and the cotangent; equal seeds give equal reports.
 
     Returns:
         The report: print it, or ask for ``verdict``, ``findings``, ``notes`` and ``power``.

@@ -102,7 +102,7 @@ class Conditioning:
         Args:
             found: The gradient.
             who: Whose it is.
-            kind: Of the finding.
+            kind: The kind of the finding.
 
         Returns:
             The finding; None if the gradient is right.

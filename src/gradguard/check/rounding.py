@@ -87,7 +87,7 @@ class Scatter:
         vector: Where.
         cotangent: The gradient of the outputs.
         dtype: The low dtype that results are rounded to.
-        generator: Of the rounding.
+        generator: The generator of the rounding.
 
     Attributes:
         gradients: One in each row.

@@ -27,7 +27,7 @@ def with_other_sizes(
     Args:
         arguments: Positional ones and those by keyword.
         sizes: For a length, the size of a tile, which stands for 1, one less, itself, one more; or the lengths.
-        generator: Of the numbers.
+        generator: The generator of the numbers.
 
     Yields:
         Words, and the arguments.

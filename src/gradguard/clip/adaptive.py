@@ -106,7 +106,7 @@ def clip_grad_adaptive_(
         parameters: As for `clip_grad_norm_`; preferably the module.
         clipping_threshold: λ, at least 0. The paper uses 0.01 for batches of 1,024 to 4,096 and up to 0.08 for small
             ones; a 0-dim tensor stays on its device.
-        eps: ε, the least weight norm that is reckoned with, at least 0.
+        eps: ε, at least 0: a smaller weight norm counts as this.
         exclude: Parameters to leave alone: parameters, modules, or name patterns (``"fc"`` for all in that module,
             ``"*.bias"`` with wildcards). One that matches nothing is an error.
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
@@ -163,8 +163,8 @@ class ClipAdaptive(FixedRule):
     Call it with the *module* (or give the `Guard` the model), so that it knows the output channels of transposed
     convolutions and Hugging Face ``Conv1D`` layers.
 
-    **Guarantees.** Gradients become what `clip_grad_adaptive_` makes of them. The result tells about all gradients,
-    those excluded too, which are measured and not changed. Where processes hold parts of them, units and gradients are
+    **Guarantees.** Gradients become what `clip_grad_adaptive_` makes of them. The result covers all gradients: those
+    excluded are measured and not changed. Where processes hold parts of them, units and gradients are
     measured in one all-reduce; as a member of `Groups` or `Chain`, which have measured the gradients already, in one
     more.
 
@@ -172,7 +172,7 @@ class ClipAdaptive(FixedRule):
 
     Args:
         threshold: λ, at least 0. The paper uses 0.01 for batches of 1,024 to 4,096 and up to 0.08 for small ones.
-        eps: ε, the least weight norm that is reckoned with, at least 0.
+        eps: ε, at least 0: a smaller weight norm counts as this.
         exclude: Parameters to leave alone, as for `clip_grad_adaptive_`: the paper exempts the last linear layer.
 
     Raises:

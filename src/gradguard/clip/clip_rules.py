@@ -44,7 +44,7 @@ class FixedRule(Clipper):
         return {"lock_in": self._lock_in.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is the state of something else.
@@ -75,7 +75,7 @@ class ClipByGlobalNorm(FixedRule):
 
     Raises:
         InvalidValueError: If ``max_norm`` is negative or NaN, or ``norm_type`` is not above 0.
-        InvalidTypeError: If ``max_norm`` is no number.
+        InvalidTypeError: If ``max_norm`` is not a number.
 
     Example:
         >>> import torch
@@ -136,7 +136,7 @@ class ClipByNorm(FixedRule):
 
     Raises:
         InvalidValueError: If ``max_norm`` is negative or NaN, or ``norm_type`` is not above 0.
-        InvalidTypeError: If ``max_norm`` is no number.
+        InvalidTypeError: If ``max_norm`` is not a number.
 
     Example:
         >>> import torch
@@ -184,7 +184,7 @@ class ClipByRMS(FixedRule):
 
     Raises:
         InvalidValueError: If ``max_rms`` is negative or NaN.
-        InvalidTypeError: If ``max_rms`` is no number.
+        InvalidTypeError: If ``max_rms`` is not a number.
 
     Example:
         >>> import torch
@@ -270,7 +270,7 @@ class ClipByValue(FixedRule):
 
     Raises:
         InvalidValueError: If the bounds are no interval.
-        InvalidTypeError: If a bound is no number.
+        InvalidTypeError: If a bound is not a number.
 
     Example:
         >>> import torch

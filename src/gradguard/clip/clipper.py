@@ -51,7 +51,7 @@ class ClipResult:
         threshold: The rule's threshold on this step, for gradients without a loss scale; 0-dim, or None where
             there is not one number.
         locked_in: Whether the clip has bound on more than half of the last steps at one threshold: 0-dim bool, or
-            None where nobody counts. See `LockIn`.
+            None where it is not counted. See `LockIn`.
         group_norms: 2-norm before the clip of each group of `Groups`, 0-dim each; None without groups.
         counts: The number of non-finite elements of each gradient, for `culprits`; None if not counted.
 
@@ -130,7 +130,7 @@ class Decision:
 class Clipper(ABC):
     """A rule for clipping: call it with parameters whose gradients are complete; it clips them and says what it did.
 
-    A rule of your own writes `decide`; `norms_of` and `describe` do the measuring and the telling for it.
+    A rule of your own writes `decide`; `norms_of` and `describe` measure and report for it.
 
     Example:
         >>> import torch
@@ -211,7 +211,7 @@ class Clipper(ABC):
 
     @abstractmethod
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure the gradients, decide, and let the state follow; write to no gradient.
+        """Measure the gradients, decide, and update the state; write to no gradient.
 
         Args:
             grads: The gradients, all with their parameters.
@@ -290,7 +290,7 @@ class Clipper(ABC):
         skipped: bool | Tensor = False,
         skip_reason: SkipReason | None = None,
     ) -> ClipEvent:
-        """Return what to tell who watches.
+        """Return the event for monitors and other listeners.
 
         Args:
             decision: The decision on the gradients.
@@ -307,7 +307,7 @@ class Clipper(ABC):
         )  # fmt: skip
 
     def learn(self, parameters: Parameters) -> None:
-        """Look at all parameters before their first `decide`: a module tells more than its gradients do.
+        """Look at all parameters before their first `decide`: a module shows more than its gradients do.
 
         `Clipper.__call__` does this on each call, and a `Guard` that knows the model once. Most rules need nothing.
 
@@ -321,7 +321,7 @@ class Clipper(ABC):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; training goes on as if it had not been interrupted."""
+        """Load what `state_dict` returned; training goes on as if it had not been interrupted."""
         del state_dict
 
 
@@ -393,7 +393,7 @@ def describe(
         group_norms: The norm of each group.
 
     Returns:
-        The result, for the clipper's caller and for who watches.
+        The result, for the clipper's caller and for monitors.
 
     Example:
         >>> import gradguard as gg, torch

@@ -32,15 +32,15 @@ class _Composite(Clipper):
         raise NotImplementedError
 
     def choices(self, grads: Gradients) -> Settings:
-        """Return those of all members."""
+        """Return the settings of all members."""
         return tuple(chosen for member in self._clippers() for chosen in member.choices(grads))
 
     def leaves(self) -> list[Clipper]:
-        """Return those of all members."""
+        """Return the settings of all members."""
         return [leaf for member in self._clippers() for leaf in member.leaves()]
 
     def orders(self) -> set[float]:
-        """Return those of all members."""
+        """Return the settings of all members."""
         return {2.0}.union(*(member.orders() for member in self._clippers()))
 
     def is_per_tensor(self) -> bool:
@@ -59,7 +59,7 @@ class Chain(_Composite):
     .. math:: g \leftarrow \text{clip}_m(\cdots \text{clip}_2(\text{clip}_1(g)))
 
     **Guarantees.** While the members multiply all gradients by one number each, the gradients are read once and
-    written once, by the product :math:`c = c_1 c_2 \cdots`: the second member is told the gradients as
+    written once, by the product :math:`c = c_1 c_2 \cdots`: the second member gets the gradients as
     :math:`c_1` times what is in memory, so the norm that it sees is the norm after the first. Only behind a member that
     does something else (a clamp, units, groups) are the gradients written and measured again.
 
@@ -79,7 +79,7 @@ class Chain(_Composite):
         clippers: The members, in order; at least one.
 
     Raises:
-        InvalidTypeError: If a member is no clipper.
+        InvalidTypeError: If a member is not a clipper.
         InvalidValueError: If there is no member, or one comes twice.
 
     The result's norms are those before the first member; ``coefficient`` is the product; ``threshold`` is None.
@@ -115,7 +115,7 @@ class Chain(_Composite):
         return f"Chain({', '.join(map(repr, self.members))})"
 
     def settings(self) -> Settings:
-        """Return those of all members."""
+        """Return the settings of all members."""
         return "Chain", *(setting for member in self.members for setting in member.settings())
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ class Chain(_Composite):
         return {str(i): member.state_dict() for i, member in enumerate(self.members)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is of another number of members, or of other ones; then no member has changed.
@@ -283,7 +283,7 @@ class Groups(_Composite):
         return f"Groups({{{', '.join(f'{selector!r}: {member!r}' for selector, member in groups)}}}{rest})"
 
     def settings(self) -> Settings:
-        """Return those of all members, with what is in their groups."""
+        """Return the settings of all members, with what is in their groups."""
         chosen = [*map(str, self._selectors), "rest"]
         own = [() if member is None else member.settings() for member in self.members.values()]
         both = zip(self.members, chosen, own, strict=False)  # there may be no rest
@@ -361,7 +361,7 @@ class Groups(_Composite):
         return {label: {} if m is None else m.state_dict() for label, m in self.members.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is of other groups, or of other clippers; then no clipper has changed.

@@ -159,7 +159,7 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
     (Except where a gradient is laid out unlike its parameter, Partial for instance, and must be added up first.)
 
     Args:
-        names: Of the parameters, if they have some.
+        names: The names of the parameters, if they have some.
         tensors: The parameters.
         module: The module that they come from, if it is known.
     """

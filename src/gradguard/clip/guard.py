@@ -92,7 +92,7 @@ class Guard:
     * A skipped step leaves weights, optimizer state and step counters bit-identical, from the first step on. (The
       exception: if the first step of a fused optimizer on an accelerator is skipped, its state exists, as zeros.)
     * Where the optimizer is a stock fused Adam, AdamW, SGD or Adagrad and the clip multiplies all gradients by one
-      number, its kernel does that on the way: one pass over the gradients less. Nothing is set on the optimizer.
+      number, its kernel does that too, which saves a pass over the gradients. Nothing is set on the optimizer.
     * `ClipAdaptive` measures and clips in one pass over memory, on one process and unless ``"raise"`` or ``spikes`` has
       to know the norm first. Gradients of a step that is then skipped have been clipped.
     * In the folded path the host never waits for an accelerator, and the step can be captured in a CUDA graph; only
@@ -145,7 +145,7 @@ class Guard:
         spikes: As given.
 
     Raises:
-        InvalidTypeError: If ``optimizer`` cannot be hooked or is a wrapper, or ``clipper`` is no clipper.
+        InvalidTypeError: If ``optimizer`` cannot be hooked or is a wrapper, or ``clipper`` is not a clipper.
         InvalidValueError: If the optimizer has a guard, ``model`` shares no parameter with it, or the policy or the
             cap is not one.
 
@@ -461,16 +461,16 @@ class Guard:
     def last_skip(self) -> SkipReason | None:
         """Why the last step was skipped, None if it was taken; the host waits where only the device knows.
 
-        ``"grad_scaler"``: a GradScaler found infinity or NaN. ``"nonfinite"``: the guard did. ``"spike"``: it was
-        finite, and what ``spikes=`` is there for.
+        ``"grad_scaler"``: a GradScaler found infinity or NaN. ``"nonfinite"``: the guard did. ``"spike"``: the
+        step was finite, and ``spikes=`` called it a spike.
         """
         return self._outcome.why()
 
     def record_loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
-        """Tell the loss of one micro-batch before its step, for ``spikes=``; return it as it came.
+        """Record the loss of one micro-batch before its step, for ``spikes=``; return it unchanged.
 
         The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`. A loss
-        of an evaluation is of no step and is left out: one that has no graph, told where gradients are off
+        of an evaluation is of no step and is left out: one that has no graph, recorded where gradients are off
         (`torch.no_grad`, `torch.inference_mode`) and the guard's ``model``, if it has one, is not in training mode.
 
         Args:
@@ -494,7 +494,7 @@ class Guard:
         return loss
 
     def is_evaluation(self, loss: Tensor | float) -> bool:
-        """Tell whether ``loss``, passed now, is that of an evaluation, and of no step: see `record_loss`."""
+        """Tell whether ``loss``, passed now, belongs to an evaluation, and to no step: see `record_loss`."""
         if torch.is_grad_enabled() or (isinstance(loss, Tensor) and loss.requires_grad):
             return False
         model = self._guarded.model
@@ -506,13 +506,13 @@ class Guard:
         return {"clipper": self.clipper.state_dict(), **self._counts.state_dict(), **spikes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, into a guard made like the one that returned it.
+        """Load what `state_dict` returned, into a guard made like the one that returned it.
 
         Args:
             state_dict: A state that `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is no state of a guard.
+            InvalidValueError: If it is not a state of a guard.
         """
         expected = {"clipper", *self._counts.state_dict(), *(() if self.spikes is None else ("spikes",))}
         if set(state_dict) != expected:

@@ -103,7 +103,7 @@ class Counts:
         return {"steps": self.steps, "skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         self.steps, self._on_device = int(state["steps"]), None
         self._skipped, self._in_a_row = int(state["skipped"]), int(state["skipped_in_a_row"])
         self._history.clear()

@@ -81,7 +81,7 @@ class LockIn:
         return {"steps": self._steps.clone(), "seen": self._seen.clone()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` returned, on whatever device it lies.
+        """Load what `state_dict` returned, on whatever device it lies.
 
         Raises:
             InvalidValueError: If it is not the state of a `LockIn`.

@@ -34,9 +34,9 @@ class AttentionCall(NamedTuple):
     """The arguments of a call of `scaled_dot_product_attention` or FlexAttention, apart from dropout.
 
     Attributes:
-        query: Of shape (..., heads, L, E).
-        key: Of shape (..., key heads, S, E).
-        value: Of shape (..., key heads, S, Ev).
+        query: A tensor of shape (..., heads, L, E).
+        key: A tensor of shape (..., key heads, S, E).
+        value: A tensor of shape (..., key heads, S, Ev).
         mask: ``attn_mask``.
         causal: ``is_causal``.
         scale: The factor of the products.
@@ -314,7 +314,7 @@ class LogitWatch:
     training forward the query and the key are looked at: any mask, ``is_causal``, ``scale``, ``enable_gqa``, any dtype.
     FlexAttention's kernel is asked for the largest logit, eager or compiled, however the script has imported it.
 
-    **Guarantees.** The forward computes what it did. A maximum is taken over micro-batches, over calls of one module,
+    **Guarantees.** The forward stays bit-identical. A maximum is taken over micro-batches, over calls of one module,
     and over both forwards of a checkpoint. Evaluations (gradients off, or the module in eval mode) do not count. The
     host does not wait for an accelerator until a number is read. Where a `Monitor` or ``gradguard run`` records, each
     step has the largest of all heads, and a finding says when it grows.
@@ -324,7 +324,7 @@ class LogitWatch:
     ==================================  ========================================================================
     case                                what happens
     ==================================  ========================================================================
-    a query of three dimensions         one number: heads cannot be told from a batch
+    a query of three dimensions         one number: heads look like a batch
     a mask that is added                -1e4 or less is masked; what is added elsewhere is not a part of the logit
     NaN                                 is the largest
     half precision, autocast            products in float32 of what the call gets
@@ -339,7 +339,7 @@ class LogitWatch:
     FlexAttention, ``exact=False``      exact all the same
     FlexAttention whose queries and     not seen: these logits do not change
     keys need no gradient
-    FlexAttention's kernel ``FLASH``,   an error: it does not tell
+    FlexAttention's kernel ``FLASH``,   an error: it reports no logits
     devices other than CPU, CUDA, XPU
     flash_attn, softmax by hand,        not seen: no entry. So is `torch.nn.MultiheadAttention` with its default
     scaled_dot_product_attention that   ``need_weights=True``

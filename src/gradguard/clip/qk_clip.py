@@ -59,10 +59,9 @@ class QKClip:
       constant, so that one rescaling may come of it; a call in which the ratio differs is an error before its step.
     * On an accelerator these two are read without a wait: what they say is rescaled on no step, and the error comes at
       one of the next steps.
-    * An attention that calls `scaled_dot_product_attention` or `flex_attention` and is told by no projections is an
-      error. So is a training
-      forward of a known attention that attends otherwise, at once, and a step with gradients of a weight of one of
-      which no such forward was seen.
+    * An attention that calls `scaled_dot_product_attention` or `flex_attention` and whose projections are unknown is an
+      error. So is a training forward of a known attention that attends otherwise, at once, and a step with gradients
+      of a weight of one of which no such forward was seen.
     * At each step weights must be those that were found, trained and plain, and in each forward layers; otherwise an
       error.
     * A weight or layer that is registered in several places is an error. So are values that are a multiple of the
@@ -88,7 +87,7 @@ class QKClip:
     frozen projections,
     ``need_weights``, FlexAttention
     with a ``score_mod`` or a kernel
-    that does not tell, as FLASH,
+    that reports none, as FLASH,
     ``add_bias_kv``, a second QKClip,
     a factor that is learned or
     depends on the length
@@ -105,8 +104,8 @@ class QKClip:
     weights kept twice (a master copy)  only those of the model are rescaled
     one token, or tokens that are all   norms cannot differ, so that a QK-norm is not noticed on that batch
     alike
-    heads cut by hand, plain tensors    pass as ``process_group`` those that hold the same heads: which are whose
-                                        cannot be told
+    heads cut by hand, plain tensors    pass as ``process_group`` those that hold the same heads: nothing shows which
+                                        heads a process holds
     ==================================  ========================================================================
 
     Args:
@@ -298,7 +297,7 @@ class _Attention:
     """The projections of one attention, and what has been measured of it since the last step.
 
     Attributes:
-        name: Of the module.
+        name: The name of the module.
         module: The module.
         query: The layer that makes queries; a `torch.nn.MultiheadAttention` itself.
         key: The layer that makes keys, the same one if it makes queries, keys and values.
@@ -599,8 +598,8 @@ def _apart(vectors: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, float]:
     Both are compared in order of size: a rescaling of rows is right whichever token has which.
 
     Args:
-        vectors: Of shape (batch, heads, tokens, size).
-        outputs: Of shape (batch * tokens, heads, size), in any order of batch and tokens.
+        vectors: A tensor of shape (batch, heads, tokens, size).
+        outputs: A tensor of shape (batch * tokens, heads, size), in any order of batch and tokens.
 
     Returns:
         How far they are, above 1 too far; the factor of each head, NaN where it cannot be told; and the relative

@@ -84,7 +84,7 @@ class ClipUpdate:
         clipper: The clipper.
 
     Raises:
-        InvalidTypeError: If ``optimizer`` cannot be hooked or is a wrapper, or ``clipper`` is no clipper.
+        InvalidTypeError: If ``optimizer`` cannot be hooked or is a wrapper, or ``clipper`` is not a clipper.
         InvalidValueError: If ``model`` shares no parameter with it, or a group has no learning rate.
 
     Example:
@@ -151,13 +151,13 @@ class ClipUpdate:
         return {"clipper": self.clipper.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Args:
             state_dict: A state that `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is no state of a `ClipUpdate`.
+            InvalidValueError: If it is not a state of a `ClipUpdate`.
         """
         if not isinstance(state_dict, dict) or set(state_dict) != {"clipper"}:
             raise InvalidValueError(

@@ -65,10 +65,10 @@ def scale_sensitive_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
     .. math:: \lVert \mathrm{step}(2 g) - \mathrm{step}(g) \rVert > \tfrac{1}{10} \lVert \mathrm{step}(g) \rVert
 
-    Measured, not told by a name: of each group one tensor is stepped as a copy, with gradients of 1 and of 2, each from
-    a fresh state, without weight decay and at a learning rate of 1. A factor that all gradients of a run have doubles
-    the steps of SGD, and changes none of Adam, Adafactor, Lion or Muon. A clip of a *few* steps changes theirs as well,
-    by what it leaves in their averages: this says where a clip bounds the step itself.
+    Steps are measured, not inferred from a name: of each group one tensor is stepped as a copy, with gradients of 1 and
+    of 2, each from a fresh state, without weight decay and at a learning rate of 1. A factor that all gradients of a
+    run have doubles the steps of SGD, and changes none of Adam, Adafactor, Lion or Muon. A clip of a *few* steps
+    changes theirs as well, by what it leaves in their averages: this says where a clip bounds the step itself.
 
     Args:
         optimizer: The optimizer; its step may be called without a closure.

@@ -26,11 +26,11 @@ class LocalShard:
     """A part of a whole tensor.
 
     Attributes:
-        shape: Of the whole.
-        own: Of the part; its elements are in the whole's order.
+        shape: The shape of the whole.
+        own: The shape of the part; its elements are in the whole's order.
         along: For each dimension, which entries of the whole the part has, in one block or several; None where it has
             all. Empty where it has all of each.
-        start: Of a flat shard, its first element in the whole.
+        start: For a flat shard, its first element in the whole.
     """
 
     shape: tuple[int, ...]

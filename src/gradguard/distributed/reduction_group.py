@@ -113,7 +113,7 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
     """Return who must take part so that gradients placed like this add up; None if nobody else must.
 
     Args:
-        placements: Of all listed tensors.
+        placements: The placements of all listed tensors.
         stages: The result of `stages_group`.
 
     Raises:
@@ -158,7 +158,7 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
     Along any other dimension that they do not lie on, as along ``dp`` beside tensor parallelism, they are replicated.
 
     Args:
-        placements: Of all listed tensors.
+        placements: The placements of all listed tensors.
         union: The result of `reduction_group_of` for them.
 
     Raises:

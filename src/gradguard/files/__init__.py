@@ -1,4 +1,9 @@
-"""Files from elsewhere: the one room that opens, bounds and takes them apart, and that writes without half a file.
+"""Reading files of unknown origin, and writing files in one piece. The formats themselves belong to the other rooms.
 
-Nothing in it runs what a file says: plain numbers, text and raw blocks of bytes are all that comes out.
+A reader opens a regular file (`opening`), parses bounded JSON (`json_text`), and checks each field by a table of rules
+(`foreign_fields`); tensors are raw bytes behind a JSON header (`blocks`). A writer fills a file or a directory under
+another name and renames it at the end (`writing`).
+
+**Guarantees.** Nothing that a file says is run: the results are plain numbers, text and bytes. Sizes are compared with
+the length of the file before memory is allocated. A file that does not keep to its format is refused by a ValueError.
 """

@@ -1,6 +1,7 @@
-"""One file of text and raw blocks of bytes, laid out as safetensors: what is said of them, then the bytes.
+"""A file of texts and raw blocks of bytes, laid out as safetensors: a JSON header that describes them, then the bytes.
 
-No part of such a file is code. Its sizes are compared with the file's before anything is read or allocated.
+No part of such a file is code. The sizes in the header are compared with the length of the file before any block is
+read or allocated.
 """
 
 import json
@@ -15,10 +16,10 @@ from gradguard.files.json_text import decode_json
 from gradguard.files.opening import open_regular, size_of
 
 LONGEST_HEADER = 256 * 2**20
-"""No header has as many bytes: that of a model of a million tensors is a third as long."""
+"""The longest header that is read, in bytes: three times that of a model of a million tensors."""
 
-MOST_DIMENSIONS = 64
-_AT_ONCE = 2**24
+MOST_DIMENSIONS = 64  # of a shape that is read
+_AT_ONCE = 2**24  # bytes that are read or written by one call
 _ITEMSIZE = {"U8": 1, "F64": 8}
 
 Buffer = bytes | bytearray | memoryview
@@ -29,7 +30,7 @@ class Block(NamedTuple):
 
     Attributes:
         dtype: ``"U8"`` or ``"F64"``, in little-endian order.
-        shape: How many there are along each dimension.
+        shape: The number of elements along each dimension.
         start: Where its bytes begin in the file.
         end: Where they end.
     """
@@ -41,12 +42,12 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """The number of bytes of the block."""
         return self.end - self.start
 
 
 class NewBlock(NamedTuple):
-    """A block that is to be written."""
+    """A block to be written."""
 
     dtype: str
     shape: Sequence[int]
@@ -79,7 +80,7 @@ def _write_all(file: Any, content: memoryview) -> None:
 
 
 class BlockFile:
-    """A file that `write_blocks` has written, or that somebody says it has; to be used in a ``with`` block.
+    """Reader of a file in the format of `write_blocks`; use it in a ``with`` block.
 
     Args:
         path: The file.
@@ -89,8 +90,8 @@ class BlockFile:
         blocks: The description of each block: within the file, as long as dtype and shape say.
 
     Raises:
-        OSError: It cannot be read, or it is no regular file.
-        ValueError: It is another file, or it is cut off, or longer than its blocks.
+        OSError: If the file cannot be read, or is not a regular file.
+        ValueError: If the file is of another format, is cut off, or is longer than its blocks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -132,29 +133,29 @@ class BlockFile:
         """Return the bytes of a block.
 
         Args:
-            name: Its name.
+            name: The name of the block.
 
         Raises:
-            KeyError: There is none of this name.
-            ValueError: The file has been cut off meanwhile.
+            KeyError: If no block has this name.
+            ValueError: If the file was cut off after it was opened.
         """
         content = bytearray(self.blocks[name].nbytes)
         self.read_into(name, memoryview(content))
         return bytes(content)
 
     def read_into(self, name: str, memory: memoryview) -> int:
-        """Read a block into ``memory``, which has as many bytes.
+        """Read a block into ``memory``, which has the block's number of bytes.
 
         Args:
-            name: Its name.
-            memory: Where to, as bytes.
+            name: The name of the block.
+            memory: The destination, as bytes.
 
         Returns:
-            Their CRC-32.
+            The CRC-32 of the bytes.
 
         Raises:
-            KeyError: There is none of this name.
-            ValueError: It has another number of bytes, or the file has been cut off meanwhile.
+            KeyError: If no block has this name.
+            ValueError: If ``memory`` has another number of bytes, or the file was cut off after it was opened.
         """
         block, checksum = self.blocks[name], 0
         if len(memory) != block.nbytes:
@@ -177,15 +178,15 @@ class BlockFile:
 
 
 def is_count(value: object) -> bool:
-    """Tell whether ``value`` is a whole number from 0 to 2**63, as JSON has them, and no truth value."""
+    """Tell whether ``value`` is an int from 0 to 2**63 - 1 and not a bool."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def number_of_elements(shape: object) -> int:
-    """Return how many elements a shape has that was read from a file.
+    """Return the number of elements of a shape that was read from a file.
 
     Raises:
-        ValueError: It is no shape.
+        ValueError: If ``shape`` is not a list of counts, or its elements are 2**63 or more.
     """
     if type(shape) not in (list, tuple) or len(shape) > MOST_DIMENSIONS or not all(map(is_count, shape)):  # type: ignore[arg-type]
         raise ValueError("a shape is no list of some whole numbers")

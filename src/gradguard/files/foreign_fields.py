@@ -1,6 +1,6 @@
-"""Rules for the types and bounds of fields in files that somebody else may have made; readers put them in tables.
+"""Rules for the types and bounds of fields in files of unknown origin; a reader has a table of one rule a field.
 
-A rule takes the value that JSON has for a field. It returns what to keep of it, or raises ValueError.
+A rule takes the decoded JSON value of a field, and returns the value to keep, or raises ValueError.
 """
 
 import sys
@@ -11,13 +11,13 @@ Rule = Callable[[Any], Any]
 
 LARGEST = sys.float_info.max
 MOST = 2**53
-"""Beyond it floats do not tell whole numbers apart."""
+"""From here on floats do not represent every whole number."""
 
 
 def number(low: float = -LARGEST, high: float = LARGEST, *, null: bool = False) -> Rule:
     """Return the rule of a number from ``low`` to ``high``.
 
-    A whole number from `MOST` on becomes a float: what is computed with it then overflows as floats do.
+    A whole number from `MOST` on becomes a float, so that arithmetic with it overflows as floats do.
 
     Args:
         low: The least number.
@@ -46,7 +46,7 @@ def number(low: float = -LARGEST, high: float = LARGEST, *, null: bool = False) 
 
 
 def whole(low: int = 0, high: int = MOST - 1) -> Rule:
-    """Return the rule of a whole number from ``low`` to ``high``; a truth value is none.
+    """Return the rule of a whole number from ``low`` to ``high``; a bool is refused.
 
     Args:
         low: The least number.
@@ -62,7 +62,7 @@ def whole(low: int = 0, high: int = MOST - 1) -> Rule:
 
 
 def of_type(kind: type) -> Rule:
-    """Return the rule of a value of exactly one type, so that a truth value is no number.
+    """Return the rule of a value of exactly this type: a bool is not an int.
 
     Args:
         kind: The type.
@@ -108,9 +108,9 @@ def mapping_of(rule: Rule, name: Rule = text) -> Rule:
 
 
 def object_of(table: Mapping[str, Rule]) -> Rule:
-    """Return the rule of an object, each field of which follows its own; another field raises KeyError.
+    """Return the rule of an object, each field of which has a rule of its own; an unknown field raises KeyError.
 
     Args:
-        table: The rule of each field that it may have.
+        table: The rule of each field that the object may have.
     """
     return lambda value: {key: table[key](one) for key, one in _object(value).items()}

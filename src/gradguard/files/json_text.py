@@ -1,29 +1,28 @@
-"""Read JSON whose depth and size are known before it is parsed."""
+"""Read JSON of unknown origin: its number of values is bounded before it is parsed, its depth before it is returned."""
 
 import json
 from typing import Any
 
 DEEPEST = 150
-"""Brackets within brackets. Who walks through what was read may call itself so often."""
+"""The most brackets within brackets: a function that walks through the value may recurse to this depth."""
 
 MOST_VALUES = 4_000_000
-"""Numbers, texts and containers of one text: some 64 bytes each in memory."""
+"""The most numbers, strings and containers of one text; each takes some 64 bytes of memory."""
 
 _SHORT = 1 << 16
-"""A text as long as that cannot have many values."""
+"""The length, in bytes, up to which a text cannot have too many values."""
 
 
 def decode_json(text: bytes, *, finite: bool = True) -> Any:
-    """Return what a JSON text says.
-
-    A key that an object has twice is refused.
+    """Return the value of a JSON text; an object that has a key twice is refused.
 
     Args:
-        text: UTF-8.
-        finite: Whether NaN and infinity, which are no JSON, are refused.
+        text: The JSON, in UTF-8.
+        finite: Whether NaN and infinity, which JSON does not have, are refused.
 
     Raises:
-        ValueError: It is no JSON, nested more deeply than `DEEPEST`, or it has more than `MOST_VALUES` values.
+        ValueError: If the text is not JSON, is nested more deeply than `DEEPEST`, or has more than `MOST_VALUES`
+            values.
 
     Example:
         >>> decode_json(b'{"a": [1, 2.5, null]}')
@@ -43,17 +42,17 @@ def decode_json(text: bytes, *, finite: bool = True) -> Any:
 
 
 def refuse_many_values(text: bytes) -> None:
-    """Refuse a text that would take much more memory than it is long.
+    """Refuse a text whose values would take much more memory than the text.
 
     Raises:
-        ValueError: It may have more than `MOST_VALUES` values: so many commas and brackets, also within strings.
+        ValueError: If the text has more than `MOST_VALUES` commas and opening brackets, those in strings included.
     """
     if len(text) > _SHORT and text.count(b",") + text.count(b"[") + text.count(b"{") > MOST_VALUES:
         raise ValueError(f"more than {MOST_VALUES:,} values")
 
 
 def is_deep(value: Any) -> bool:
-    """Tell whether what was read is nested more deeply than `DEEPEST`; without calling itself."""
+    """Tell whether a decoded value is nested more deeply than `DEEPEST`; the function itself does not recurse."""
     level = [value]
     for _ in range(DEEPEST):
         level = [

@@ -1,4 +1,4 @@
-"""Open a file that somebody else may have made: a regular one, which is never waited for."""
+"""Open a file of unknown origin: only a regular one, so that no call waits for a pipe or a device."""
 
 import errno
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file to read its bytes.
 
-    **Guarantees**: a pipe, a socket, a device or a folder is refused and never waited for, also if it takes the place
-    of a file between a look and the call: what was opened is what is looked at. A link to a regular file is followed.
+    **Guarantees**: a pipe, a socket, a device or a folder is refused and never waited for, also if it replaces
+    a file just before the call: the kind is read from the open file. A link to a regular file is followed.
 
     Args:
         path: The file.
@@ -21,7 +21,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
         The file, open at its start.
 
     Raises:
-        OSError: There is no such file, it may not be read, or it is not a regular one; ``strerror`` says what it is.
+        OSError: If there is no such file, it may not be read, or it is not a regular one; ``strerror`` names its kind.
 
     Example:
         >>> open_regular("/dev/null")
@@ -45,10 +45,10 @@ def read_whole(path: str | os.PathLike[str], most: int) -> bytes:
 
     Args:
         path: The file.
-        most: So many bytes are the most that are read.
+        most: The largest size that is accepted, in bytes.
 
     Raises:
-        OSError: It cannot be read, or it is longer.
+        OSError: If the file cannot be read, or is larger.
     """
     with open_regular(path) as file:
         if (size := size_of(file)) > most:
@@ -57,12 +57,12 @@ def read_whole(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def size_of(file: BufferedReader) -> int:
-    """Return how many bytes an open file has."""
+    """Return the size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def is_regular(path: Path) -> bool:
-    """Tell whether there is a regular file."""
+    """Tell whether ``path`` is a regular file, or a link to one."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError:
@@ -73,10 +73,10 @@ def refuse_compressed(file: BufferedReader) -> None:
     """Refuse an archive, such as torch.save writes, that would take more memory than it has bytes.
 
     Args:
-        file: Open at its start, where it is again afterwards. What is no archive is left to its reader.
+        file: The open file, at its start, to which it returns. A file that is no archive is accepted.
 
     Raises:
-        ValueError: A part of it is compressed, or all together are longer than the file.
+        ValueError: If a part of the archive is compressed, or its parts together are longer than the file.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:

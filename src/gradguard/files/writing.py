@@ -1,4 +1,7 @@
-"""Write a file, or a directory of files, in one piece: a reader sees the old one, the new one, or none."""
+"""Write a file, or a directory of files, in one piece: a reader sees the old one, the new one, or none.
+
+A directory is begun (`begin_directory`), filled under another name (`beside_name`), and renamed (`end_directory`).
+"""
 
 import errno
 import os
@@ -21,13 +24,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BufferedWriter]:
     and the first two leave no other file behind. Nothing is written through a link, nor into a pipe or a device.
 
     Args:
-        path: Where it goes; its folder is there.
+        path: The file to write; its folder exists.
 
     Yields:
         The file, open for bytes.
 
     Raises:
-        OSError: It cannot be written, or ``path`` is a link, a folder, a pipe or a device.
+        OSError: If it cannot be written, or ``path`` is a link, a folder, a pipe or a device.
     """
     path = Path(path)
     refuse_link(path)
@@ -46,27 +49,27 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file in one piece, as `replacing` does.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: If the file cannot be written.
     """
     with replacing(path) as file:
         file.write(content)
 
 
 def sync(file: BufferedWriter) -> None:
-    """Let what was written reach the disk: a full one is told here at the latest.
+    """Flush an open file to the disk, where a full disk raises at the latest.
 
     Raises:
-        OSError: It does not.
+        OSError: If the bytes do not reach the disk.
     """
     file.flush()
     os.fsync(file.fileno())
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a path that is there and is no regular file of its own.
+    """Refuse an existing path that is not a regular file.
 
     Raises:
-        OSError: It is a link, a folder, a pipe, or a device.
+        OSError: If the path is a link, a folder, a pipe, or a device.
     """
     with suppress(FileNotFoundError):
         mode = path.lstat().st_mode
@@ -86,11 +89,11 @@ def beside_name(directory: Path, number: int) -> Path:
 
 
 def begin_directory(directory: Path, filled: Path) -> None:
-    """Make the directory that `beside_name` names; with the rights of ``directory`` where that is there and empty.
+    """Make the directory that `beside_name` names, with the access rights of ``directory`` where that exists.
 
     Raises:
-        FileExistsError: ``directory`` is there and not empty.
-        OSError: It cannot be made.
+        FileExistsError: If ``directory`` exists and is not empty.
+        OSError: If the directory cannot be made.
     """
     refuse_used(directory)
     filled.parent.mkdir(parents=True, exist_ok=True)
@@ -100,11 +103,11 @@ def begin_directory(directory: Path, filled: Path) -> None:
 
 
 def end_directory(directory: Path, filled: Path) -> None:
-    """Give a filled directory its name: in one piece, and of two processes that try at once only one succeeds.
+    """Rename a filled directory in one piece; of two processes that try at once only one succeeds.
 
     Raises:
-        FileExistsError: ``directory`` is there and not empty; another process was earlier, for example.
-        OSError: It cannot be renamed.
+        FileExistsError: If ``directory`` exists and is not empty, such as where another process was earlier.
+        OSError: If the directory cannot be renamed.
     """
     try:
         if os.name == "nt" and directory.is_dir():
@@ -118,15 +121,15 @@ def end_directory(directory: Path, filled: Path) -> None:
 
 
 def drop_directory(filled: Path) -> None:
-    """Remove a directory that was begun and gets no name."""
+    """Remove a directory that `begin_directory` made, where an error prevents `end_directory`."""
     shutil.rmtree(filled, ignore_errors=True)
 
 
 def refuse_used(directory: Path) -> None:
-    """Refuse a directory that holds anything, or a path that is something else.
+    """Refuse a path that exists and is not an empty directory.
 
     Raises:
-        FileExistsError: It is there and no empty directory.
+        FileExistsError: If the path holds anything, or is not a directory.
     """
     if os.path.lexists(directory) and (directory.is_symlink() or not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(errno.EEXIST, _USED, str(directory))
@@ -137,7 +140,7 @@ def _beside(path: Path) -> Path:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the name reach the disk, where folders can be opened for that."""
+    """Flush the folder's list of names to the disk, on systems where a folder can be opened."""
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:

@@ -58,7 +58,7 @@ class PerSampleClip:
         return self._clips.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; ``accelerator.load_state`` calls this."""
+        """Load what `state_dict` returned; ``accelerator.load_state`` calls this."""
         self._clips.load_state_dict(state_dict)
 
 

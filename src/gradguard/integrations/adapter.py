@@ -90,7 +90,7 @@ class Job:
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, now or when the run begins."""
+        """Load what `state_dict` returned, now or when the run begins."""
         if self._acting:
             self._load(state_dict)
         else:

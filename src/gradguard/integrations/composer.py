@@ -101,7 +101,7 @@ class ClipGradients:
         last: The result of the last clip; None before the first.
 
     Raises:
-        InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidTypeError: If ``clipper`` is not a clipper.
         InvalidValueError: If the policy is not one.
 
     Example:
@@ -137,7 +137,7 @@ class ClipGradients:
         return False
 
     def match(self, event: Any, state: Any) -> bool:
-        """Return whether Composer shall call `apply` on this event."""
+        """Return whether Composer should call `apply` on this event."""
         del state
         return _name(event) in ("init", "after_train_batch")
 
@@ -170,7 +170,7 @@ class ClipGradients:
         return {"repr": repr(self), "clipper": self.clipper.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; from a checkpoint of Composer's own algorithm there is nothing to take.
+        """Load what `state_dict` returned; from a checkpoint of Composer's own algorithm there is nothing to take.
 
         Args:
             state: A result of `state_dict`.
@@ -212,7 +212,7 @@ class GradientClipping(ClipGradients):
 
     Raises:
         InvalidValueError: If the type, the threshold or the policy is not one.
-        InvalidTypeError: If the threshold is no number.
+        InvalidTypeError: If the threshold is not a number.
 
     Example:
         >>> from types import SimpleNamespace

@@ -11,7 +11,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.integrations.versions import require
 from gradguard.listeners import ClipEvent, announce, is_heard, tell
 
-require("deepspeed", "0.19", "0.20", extra="deepspeed")  # not imported: whoever has an engine has done that
+require("deepspeed", "0.19", "0.20", extra="deepspeed")  # not imported: an engine has imported it
 
 
 def last_clip(engine: Any) -> gg.results.ClipResult | None:
@@ -60,7 +60,7 @@ def last_clip(engine: Any) -> gg.results.ClipResult | None:
 def tell_clips(engine: Any) -> Callable[[], None]:
     """Let `gradguard run`, `gg.watch` and `gg.Monitor` see the clip that a ZeRO engine makes itself.
 
-    The optimizer inside an engine gets this process' part of the gradients, clipped already: whoever watches only that
+    The optimizer inside an engine gets this process' part of the gradients, clipped already: a monitor of only that
     writes the norm of a part. From now on the engine tells, at each step, the norm of the whole gradient before its
     clip, its threshold and its coefficient; a record has them.
 

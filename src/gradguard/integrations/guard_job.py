@@ -178,7 +178,7 @@ def check_clippers(clippers: object) -> None:
         clippers: The argument of the user.
 
     Raises:
-        InvalidTypeError: If one of them is no clipper.
+        InvalidTypeError: If one of them is not a clipper.
     """
     if isinstance(clippers, list | tuple) and clippers:
         for one in clippers:

@@ -76,7 +76,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``, as for `gradguard.Guard`. ``"skip"`` reads
             one number a step.
         max_consecutive_skips: More skipped updates in a row than this raise an error; None never does.
-        name: Of this optimizer.
+        name: The name of this optimizer.
 
     Attributes:
         inner_optimizer: The optimizer inside.
@@ -85,7 +85,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         skipped_steps: How many updates were skipped.
 
     Raises:
-        InvalidTypeError: If ``inner_optimizer`` is no Keras optimizer, or ``clipper`` is no clipper.
+        InvalidTypeError: If ``inner_optimizer`` is no Keras optimizer, or ``clipper`` is not a clipper.
         InvalidValueError: If the optimizer clips by itself, scales the loss or is guarded already, if the clipper is
             adaptive, or if the policy is not one.
 

@@ -112,7 +112,7 @@ class PrivateBatches:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Load what `state_dict` returned."""
 
 
 class PrivateJob(PerSampleJob):

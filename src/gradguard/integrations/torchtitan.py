@@ -74,7 +74,7 @@ class ReplacedClip:
         return {"clipper": memory.getvalue()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is the state of another kind of clipper, or of none.

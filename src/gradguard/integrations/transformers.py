@@ -96,7 +96,7 @@ class GradGuardCallback(GuardJob, TrainersClip):
         guard: The guard of the current or the last training; None before the first.
 
     Raises:
-        InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidTypeError: If ``clipper`` is not a clipper.
         InvalidValueError: If ``nonfinite`` or ``max_consecutive_skips`` is none that `Guard` takes.
         UnsupportedVersionError: If the Trainer lacks a method that is needed.
 
@@ -249,7 +249,7 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
         resilience: The `gradguard.SpikeRecovery` of the current or the last training; None before the first.
 
     Raises:
-        InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidTypeError: If ``clipper`` is not a clipper.
         InvalidValueError: If ``options`` has a name that `gradguard.SpikeRecovery` does not take.
 
     Example:

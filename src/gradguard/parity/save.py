@@ -59,7 +59,7 @@ def save_gradients(
 
     **Guarantees.** Weights, optimizers, their schedulers of PyTorch, GradScalers, ``others``, buffers and random
     generators are as before, to the last bit, also when
-    ``step`` raises; gradients are None, and Megatron's ``main_grad`` is zero. Each run begins with the same of all, so
+    ``step`` raises; gradients are None, and Megatron's ``main_grad`` is zero. Each run begins from the same state, so
     dropout draws the same masks. Nothing is gathered but the sketches: temporaries have 65,536 elements; buffers are
     copied, and with ``optimizer=`` weights and states, to the CPU.
 
@@ -80,12 +80,12 @@ def save_gradients(
         step: Runs forward and backward on one batch, which is the same each time.
         perturbed: How many runs with changed weights; 8 for a model that routes.
         parts: Other steps of whose gradients a wrong one may be a mixture: each micro-batch alone, the step before.
-        rows: Patterns of names, such as ``"embed*"``: of these, wrong rows can be told.
+        rows: Patterns of names, such as ``"embed*"``: of these, the report names wrong rows.
         facts: Positive numbers that a factor may be, such as ``{"tokens": 4096, "micro-batches": 8}``. The world size
             and the sizes of device meshes are known.
         dtype: The coarsest dtype that is computed or communicated in; by default the coarsest that layers return.
-        shard_of: Of a name in this process' model, the name and the shape of the whole parameter and where this
-            part begins; None of a parameter that is whole.
+        shard_of: Returns for a name in this process' model the name and the shape of the whole parameter, and where
+            this part begins; None for a parameter that is whole.
         optimizer: The optimizer, or several, whose updates are kept; none for gradients alone.
         update: Everything behind backward in the training loop: clip, optimizer step, ``zero_grad``. By default
             the optimizers' ``step`` and ``zero_grad``.
@@ -98,8 +98,8 @@ def save_gradients(
         The saved sketches, equal on all processes.
 
     Raises:
-        InvalidValueError: If an argument cannot be meant, or ``step`` leaves no gradient.
-        InvalidTypeError: If ``model`` is no module or ``step`` cannot be called.
+        InvalidValueError: If an argument is out of range, or ``step`` leaves no gradient.
+        InvalidTypeError: If ``model`` is not a module or ``step`` cannot be called.
         UnsupportedGradientError: If the parts of a parameter do not make a whole, copies of one have different weights,
             ``step`` changes weights, a gradient is complex or sparse, or an update is not the same twice.
 

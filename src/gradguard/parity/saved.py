@@ -55,7 +55,7 @@ class SavedParameter:
 
     Attributes:
         name: Its name in the model without wrappers.
-        shape: Of the whole parameter.
+        shape: The shape of the whole parameter.
         rounding: Error of storing its gradient and adding it up, relative.
         has_gradient: Whether any process has a gradient.
         copies: How many ranks hold the same part.
@@ -135,7 +135,7 @@ def at_first(name: str) -> str:
 
 
 def write(path: str | os.PathLike[str], saved: SavedGradients) -> None:
-    """Write ``saved``, in one piece: whoever reads meanwhile sees the old file or the new one."""
+    """Write ``saved``, in one piece: a reader sees the old file or the new one."""
     runs = {**saved.sketches, **{f"{_ROWS}{name}": one for name, one in saved.rows.items()}}
     for stage, one in saved.stages.items():
         runs |= {f"{_STAGES}{stage}/{kind}": sketches for kind, sketches in one.sketches.items()}

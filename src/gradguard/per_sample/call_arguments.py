@@ -63,7 +63,7 @@ def signature(arguments: Arguments, sizes: bool) -> Hashable:
     """Return what tells one way of calling a module from another: all but the sizes of tensors.
 
     Args:
-        arguments: Of one call.
+        arguments: The arguments of one call.
         sizes: Tell sizes of 1 from others, too: what is one token now may be several in the next call.
     """
     leaves, spec = tree_flatten(arguments)
@@ -86,7 +86,7 @@ def take_samples(
     """Return the arguments for the samples ``indices``.
 
     Args:
-        arguments: Of the whole batch.
+        arguments: The arguments of the whole batch.
         batch_first: Whether the batch is their first dimension.
         size: Number of samples; every tensor whose batch dimension has it is cut.
         indices: Which samples.

@@ -109,7 +109,7 @@ def reaches_inside(roots: Sequence[Any], collector: GradientCollector) -> bool:
 
     Args:
         roots: Tensors, gradient edges or nodes.
-        collector: Of the module; its outermost outputs are those of looped and witnessed calls.
+        collector: The collector of the module; its outermost outputs are those of looped and witnessed calls.
 
     Returns:
         Whether it does.

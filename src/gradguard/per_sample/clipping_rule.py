@@ -48,7 +48,7 @@ class NormClipper(ABC):
         groups: Which parameters have a norm together, by their names; every trained parameter stands in one group.
             Empty for one group of them all. A rule with several fills it in `prepare`.
         slack: Relative room for rounding; a clipper of half-precision gradients raises it by half their eps.
-        names: Of the trained parameters, in the order of the norms; known after `prepare`.
+        names: The names of the trained parameters, in the order of the norms; known after `prepare`.
 
     Example:
         >>> class Normalize(NormClipper):
@@ -91,7 +91,7 @@ class NormClipper(ABC):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned: nothing. A subclass that saves something takes it back itself.
+        """Load what `state_dict` returned: nothing. A subclass that saves something takes it back itself.
 
         Raises:
             InvalidValueError: If something was saved.
@@ -164,7 +164,7 @@ def checked_groups(norm_clipper: NormClipper, names: Sequence[str]) -> list[list
 
     Args:
         norm_clipper: Any rule, after `NormClipper.prepare`.
-        names: Of the trained parameters.
+        names: The names of the trained parameters.
 
     Raises:
         InvalidValueError: If not every trained parameter stands in one group: one in none would not be clipped.

@@ -92,7 +92,7 @@ def judge(name: str, error: float, own: float, whole: float, precision: float) -
     """Judge one parameter of one sample by its own norm, and by what is rounding beside the whole gradient.
 
     Args:
-        name: Of the parameter.
+        name: The name of the parameter.
         error: Norm of the difference.
         own: Norm of the parameter's gradient.
         whole: Norm of the sample's gradient.

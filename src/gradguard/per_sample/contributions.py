@@ -421,7 +421,7 @@ def sample_norms(contributions: Mapping[str, Contribution], scale: Tensor | floa
     """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once.
 
     Args:
-        contributions: Of each parameter.
+        contributions: The contribution to each parameter.
         scale: Factor of the norms; ``[B]`` or one number.
     """
     measured = {name: c.measured for name, c in contributions.items()}

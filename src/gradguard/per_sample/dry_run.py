@@ -197,7 +197,7 @@ class DryRun:
         slots: The trained parameters.
         observed_by: A block in which an `CallObserver` hears of the calls of modules.
         whole: Positions of tensors in the arguments that belong to no sample.
-        seed: Of the random numbers that the module draws.
+        seed: The seed of the random numbers that the module draws.
         structure: The layers inside are to be followed; otherwise only what the module itself gets and returns counts.
 
     Attributes:

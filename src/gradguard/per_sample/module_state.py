@@ -54,7 +54,7 @@ class _Container(NamedTuple):
     """Something whose values are looked at.
 
     Attributes:
-        name: Of it.
+        name: The name of the container.
         values: Live view of its values.
         items: Gives names and values.
     """

@@ -39,7 +39,7 @@ class FlatNormClipper(NormClipper):
 
     Raises:
         InvalidValueError: If ``max_norm`` is NaN or negative.
-        InvalidTypeError: If it is no number.
+        InvalidTypeError: If the argument is not a number.
 
     Example:
         >>> clipper = FlatNormClipper(2.0)
@@ -145,7 +145,7 @@ class PerLayerNormClipper(_PartNormClipper):
 
     Raises:
         InvalidValueError: If one is NaN or negative, or there is none.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> clipper = PerLayerNormClipper({"0": 3.0, "2": 4.0})
@@ -174,7 +174,7 @@ class PerParameterNormClipper(_PartNormClipper):
 
     Raises:
         InvalidValueError: If one is NaN or negative, or there is none.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> clipper = PerParameterNormClipper({"weight": 3.0, "bias": 4.0})
@@ -200,7 +200,7 @@ class AutoNormClipper(NormClipper):
 
     Raises:
         InvalidValueError: If ``max_norm`` or ``gamma`` is outside its range, or their ratio outside float32.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> AutoNormClipper(gamma=0.5).calc_clipping_factors([torch.tensor([0.0, 0.5, 3.5])])[0].round(decimals=4)
@@ -259,7 +259,7 @@ class QuantileNormClipper(NormClipper):
 
     Raises:
         InvalidValueError: If a number is outside its range.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Attributes:
         max_norm: C.
@@ -337,7 +337,7 @@ class QuantileNormClipper(NormClipper):
         """Return the noise multiplier of the gradients that, with the count's noise, costs ``noise_multiplier``.
 
         Args:
-            noise_multiplier: z, what the accountant is told; in thresholds C, not in twice that for "replace_one".
+            noise_multiplier: z, the number for the accountant; in thresholds C, not in twice that for "replace_one".
 
         Raises:
             InvalidValueError: If the count alone spends more than z allows, so ``count_noise <= z / 2``.
@@ -358,7 +358,7 @@ class QuantileNormClipper(NormClipper):
         return {**state, "generator": None if self.generator is None else self.generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; a generator's state is used if this rule has a generator too."""
+        """Load what `state_dict` returned; a generator's state is used if this rule has a generator too."""
         check_keys(self, state_dict, self.state_dict())
         max_norm = in_range("the saved max_norm", state_dict["max_norm"], self.min_max_norm, self.max_max_norm)
         if self.generator is not None and state_dict["generator"] is not None:

@@ -120,7 +120,7 @@ def planned(
 
     Args:
         two: The operations of a call for two samples.
-        three: Of the same call for three.
+        three: The operations of the same call for three.
     """
     found: dict[str, PlannedOperation] = {}
     if len(two) != len(three):

@@ -96,7 +96,7 @@ def refuse_unsupported(module: nn.Module) -> None:
     """Check a module once.
 
     Raises:
-        InvalidTypeError: If it is no module.
+        InvalidTypeError: If it is not a module.
         InvalidValueError: If nothing in it is trained.
         UnsupportedGradientError: If it, or a module in it, cannot be followed.
     """

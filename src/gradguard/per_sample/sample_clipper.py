@@ -87,7 +87,7 @@ class PerSampleGradientClipper:
     Edge case                   What happens
     ==========================  =====================================================================================
     zero gradient               added as it is (factor 1)
-    no samples (B = 0)          adds nothing; ``pre_step`` gives zeros if nothing else came
+    no samples (B = 0)          adds nothing; ``pre_step`` gives zeros if there were no others
     layer unused in a step      adds zero; its ``.grad`` is zeros
     frozen parameter            left out of the norm; ``.grad`` stays as it is
     BatchNorm in training mode  refused: it mixes samples; use GroupNorm
@@ -261,9 +261,9 @@ class PerSampleGradientClipper:
         numbers of `functools.partial`, of modules, and numbers that code closes over, has as a default, or names in its
         file or object. Not compared are numbers given as arguments of this call, attributes of a callable object that
         is no module, what lies in dicts, lists or NumPy arrays, the weights of layers, and the environment. A number of
-        the batch that comes in that way couples the samples, and nobody sees it: give tensors with a row each.
+        the batch that comes in that way couples the samples unnoticed: give tensors with a row each.
 
-        Call it after the forward of the module, with what the module returned and the batch as it came from the loader.
+        Call it after the forward of the module, with what the module returned and the batch as the loader gave it.
         Whatever is computed from several samples before is out of sight.
 
         **Guarantees.** The function is called once for each sample, with a copy of its row of each tensor.
@@ -350,7 +350,7 @@ class PerSampleGradientClipper:
         return {"norm_clipper": self.norm_clipper.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is not the state of a clipper, or of another rule.
@@ -370,8 +370,8 @@ class PerSampleGradientClipper:
 
         Raises:
             InvalidValueError: If there was no backward since, or it stopped with an error, or a GradScaler scaled the
-                loss and the clipper was not told.
-            UnsupportedGradientError: If per-sample gradients cannot be told exactly.
+                loss and the clipper does not know of it.
+            UnsupportedGradientError: If per-sample gradients cannot be computed exactly.
 
         An error from within the computation itself (no memory, a wrong `NormClipper`) drops the whole step, as
         `discard` does, so that no sample counts twice.

@@ -31,7 +31,7 @@ class ClippedSums:
     """The clipped per-sample gradients of a whole batch, summed.
 
     Attributes:
-        names: Of the trained parameters.
+        names: The names of the trained parameters.
         parameters: The trained parameters.
         sums: For each, the sum of its clipped per-sample gradients: float32, or float64 for a float64 parameter.
         batch_size: Number of samples.
@@ -45,7 +45,7 @@ class ClippedSums:
 
 @dataclass(frozen=True)
 class PerSampleStatistics:
-    """Norms and factors of one mini-batch. They are **not private**: no accounting covers who looks at them.
+    """Norms and factors of one mini-batch. They are **not private**: no accounting covers a look at them.
 
     Attributes:
         norms: Norm of each sample's gradient over all parameters, float64 ``[B]``; NaN or inf where it is not finite.

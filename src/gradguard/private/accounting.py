@@ -59,7 +59,7 @@ def epsilon(
 
     Raises:
         InvalidValueError: If a number is out of its range or the accountant is another one.
-        InvalidTypeError: If an argument is no number, or ``steps`` no integer.
+        InvalidTypeError: If an argument is not a number, or ``steps`` no integer.
         MissingPackageError: If dp-accounting is not installed.
 
     Example:
@@ -98,7 +98,7 @@ def noise_multiplier_for(
 
     Raises:
         InvalidValueError: If a number is out of its range, or no noise multiplier up to a million suffices.
-        InvalidTypeError: If an argument is no number, or ``steps`` no integer.
+        InvalidTypeError: If an argument is not a number, or ``steps`` no integer.
         MissingPackageError: If dp-accounting is not installed.
 
     Example:
@@ -198,7 +198,7 @@ class Accountant:
 
         Raises:
             InvalidValueError: If a number is out of its range.
-            InvalidTypeError: If an argument is no number, or ``steps`` no integer.
+            InvalidTypeError: If an argument is not a number, or ``steps`` no integer.
         """
         entry = (
             check_number("noise_multiplier", noise_multiplier, "a finite number >= 0"),
@@ -215,7 +215,7 @@ class Accountant:
 
         Raises:
             InvalidValueError: If ``delta`` is not between 0 and 1.
-            InvalidTypeError: If it is no number.
+            InvalidTypeError: If the argument is not a number.
         """
         return _told(self.spent(delta), self.name)
 

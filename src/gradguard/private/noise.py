@@ -40,8 +40,8 @@ class GaussianNoise:
     out to 5.8 standard deviations. So the same seed gives other noise there.
 
     **Where it comes from.** Without ``seed``, from a key that the operating system's generator gave.
-    ``torch.manual_seed`` has no part in it. With ``seed``, from that number: then whoever knows the seed can take the
-    noise away again, so this is for tests. A key is never saved: a checkpoint that held it would hold the noise.
+    ``torch.manual_seed`` has no part in it. With ``seed``, from that number: then anyone who knows the seed can take
+    the noise away again, so this is for tests. A key is never saved: a checkpoint that held it would hold the noise.
 
     **After a resume** (`renew`) fresh bits are mixed into the key, with a seed too. A run that goes on from an old
     checkpoint repeats steps that an earlier run has already done; with the same noise on them, the difference of both
@@ -59,7 +59,7 @@ class GaussianNoise:
 
     Raises:
         InvalidValueError: If ``secure`` comes with a seed, or the seed is out of range.
-        InvalidTypeError: If ``seed`` is no integer.
+        InvalidTypeError: If ``seed`` is not an integer.
 
     Example:
         >>> import torch
@@ -97,7 +97,7 @@ class GaussianNoise:
 
         Args:
             sums: float32 or float64 tensors.
-            standard_deviation: Of the noise, the same for all elements; finite and >= 0. 0 adds nothing.
+            standard_deviation: Standard deviation of the noise on all elements, finite and >= 0. 0 adds nothing.
             unit: The factor of the sums before noise is added.
             divisor: The number that sum and noise are divided by.
 
@@ -160,7 +160,7 @@ def key_from(seed: int | None, purpose: str) -> bytes:
 
     Raises:
         InvalidValueError: If ``seed`` is not from 0 to 2^64 - 1.
-        InvalidTypeError: If ``seed`` is no integer.
+        InvalidTypeError: If ``seed`` is not an integer.
     """
     if seed is None:
         return os.urandom(32)

@@ -95,10 +95,10 @@ def make_private(
         accountant: ``"pld"`` or ``"rdp"``, see `epsilon`.
         secure: Draw noise from the operating system, bit by bit, see `GaussianNoise`.
         seed: Makes noise and batches repeatable, which is for tests; the same for all processes.
-        mode: Of the clipper.
-        process_group: Of several processes that hold copies of ``model`` without DistributedDataParallel.
+        mode: The clipper's mode.
+        process_group: The group of several processes that hold copies of ``model`` without DistributedDataParallel.
         scaler: A ``GradScaler`` that scales the loss. Its scale stays what it is, because a scale that follows
-            overflows would tell of single samples: choose ``init_scale``; samples that overflow count as zero.
+            overflows would reveal single samples: choose ``init_scale``; samples that overflow count as zero.
 
     Returns:
         The training; loop over its ``loader`` and call its ``step()`` after each backward.

@@ -251,7 +251,7 @@ class PrivateTraining:
 
         Noise is fresh from here on, with ``seed`` too: the steps after an old checkpoint may have been done before,
         and the same noise on them again would cancel in the difference. Steps done after the state was saved are not
-        counted in it: to publish what came of them too, count them with ``private.accountant.step``.
+        counted in it: to publish their results too, count them with ``private.accountant.step``.
 
         Raises:
             InvalidValueError: If the state is not one of a private training of this kind.

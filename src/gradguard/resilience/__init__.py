@@ -1,4 +1,4 @@
-"""Surviving bursts of bad steps: snapshots and the ladder that goes back to them; who was in the batch."""
+"""Surviving bursts of bad steps: snapshots and the ladder that goes back to them; which samples a batch had."""
 
 from gradguard.resilience.bad_samples import BadSample, BadSamples
 from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleIds

@@ -25,7 +25,7 @@ class BadSample:
     Attributes:
         id: The sample.
         reason: In words.
-        step: Of the spike.
+        step: The step of the spike.
         rank: Process that had it.
     """
 
@@ -50,10 +50,10 @@ class BadSamples:
     range(len(dataset)) if i not in bad]))``. So the numbers stay those of the dataset, which a ``Subset`` counts anew.
 
     Args:
-        file: Where the list is, or shall be; None for memory only.
+        file: Where the list is, or is to be written; None for memory only.
 
     Raises:
-        RecordError: If a line is no sample.
+        RecordError: If a line is not a sample.
 
     Example:
         >>> from gradguard.resilience import BadSamples
@@ -88,7 +88,7 @@ class BadSamples:
         Args:
             ids: Whole numbers or strings, in a list, a tuple, an array or a 1-d tensor; or a single one.
             reason: In words.
-            step: Of the spike.
+            step: The step of the spike.
             rank: Process that had them.
             gather: Whether each process gives samples of its own, or none, which all of them are to leave out: all
                 processes must call.

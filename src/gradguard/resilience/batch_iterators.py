@@ -28,8 +28,8 @@ class MicroBatch:
         step: Number of the step.
         rank: Process that had it.
         number: Its place among the micro-batches of that process' step, from 0.
-        ids: Its samples; None where nobody said.
-        loss: Its loss; None where nobody said.
+        ids: Its samples; None where they were not given.
+        loss: Its loss; None where it was not given.
     """
 
     step: int
@@ -56,9 +56,9 @@ class Batches:
     ``saw`` begins a micro-batch and ``end_step`` ends the step; a training loop that uses `SampleIds` calls only the
     second. Losses are copied on their device, ids that are tensors too, so that no step waits; `of_step` waits.
 
-    **Guarantees.** A loss or ids that are changed in place later are remembered as they were. Of a step that has left
-    the ring nothing is said. With ``keep=True`` the batch itself is kept, not copied, and where it has been changed in
-    place `content` refuses it.
+    **Guarantees.** A loss or ids that are changed in place later are remembered as they were. Nothing is known of a
+    step that has left the ring. With ``keep=True`` the batch itself is kept, not copied, and where it has been changed
+    in place `content` refuses it.
 
     | case | result |
     |---|---|
@@ -114,10 +114,10 @@ class Batches:
         self._ring[-1].append(one)
 
     def record_loss(self, loss: Tensor | float) -> None:
-        """Say the loss of the micro-batch under way; where there is none, or it has one, of another one without ids.
+        """Record the loss of the micro-batch under way; a loss without one, or a second of one, begins one without ids.
 
         Raises:
-            InvalidTypeError: If it is no single number.
+            InvalidTypeError: If it is not a single number.
         """
         now = self._ring[-1]
         if not now or now[-1].loss is not None:
@@ -178,7 +178,7 @@ class Batches:
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Count on from there, with an empty ring."""
+        """Continue counting from a saved step, with an empty ring."""
         self.step = int(state_dict["step"])
         self._ring.clear()
         self._ring.append([])
@@ -262,7 +262,7 @@ class SampleIds:
     Args:
         loader: A DataLoader of `torch.utils.data` or a StatefulDataLoader, that has not begun; with ``ids_of``
             anything that yields batches.
-        batches: Who is told, before each batch is yielded.
+        batches: The `Batches` that gets the ids, before each batch is yielded.
         ids_of: Returns the ids of a batch.
 
     Raises:

@@ -25,11 +25,11 @@ class Culprit:
     """The result of `find_culprit`, the same on all processes, as plain numbers.
 
     Attributes:
-        step: Of the spike.
-        blamed: The micro-batches whose loss stands out, the highest first; empty where nobody can be blamed.
+        step: The number of the spike's step.
+        blamed: The micro-batches whose loss stands out, the highest first; empty where none can be blamed.
         scores: How far the loss of each of ``micro_batches`` stands above the usual ones, in deviations.
         micro_batches: Those of the step, of all ranks.
-        reason: Why these, or why nobody, in a sentence.
+        reason: Why these, or why none, in a sentence.
     """
 
     step: int
@@ -40,7 +40,7 @@ class Culprit:
 
     @property
     def ids(self) -> tuple[SampleId, ...]:
-        """The samples of the blamed micro-batches: some or all of them are suspect, which ones the loss cannot tell."""
+        """The samples of the blamed micro-batches: some or all of them are suspect; the loss does not show which."""
         return tuple(dict.fromkeys(one for batch in self.blamed for one in batch.ids or ()))
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,17 +59,17 @@ def find_culprit(batches: Batches, step: int, *, group: Any = None) -> Culprit:
     (by the losses themselves, with a floor of 5 % of the median, where one is not positive). It costs one gather of
     plain numbers, so call it only after a spike.
 
-    **Guarantees.** Nobody is blamed by being the largest: only by standing out. Where most of a step's micro-batches
-    stand out it is not the data of one of them, and nobody is blamed.
+    **Guarantees.** No sample is blamed for being the largest: only for standing out. Where most of a step's
+    micro-batches stand out it is not the data of one of them, and none is blamed.
 
     | case | blamed |
     |---|---|
     | one loss of several stands out | its micro-batch |
     | a step of one micro-batch, which stands out | that one: the data or the weights, `gradguard replay-step` tells |
-    | most stand out, of several | nobody: bad weights, or a change in the data of all |
-    | none stands out | nobody: the norm rose without the loss |
+    | most stand out, of several | none: bad weights, or a change in the data of all |
+    | none stands out | none: the norm rose without the loss |
     | a loss that is NaN or infinite | its micro-batch |
-    | fewer than 8 losses to compare with | nobody |
+    | fewer than 8 losses to compare with | none |
 
     Args:
         batches: The object that has watched the batches.
@@ -77,7 +77,7 @@ def find_culprit(batches: Batches, step: int, *, group: Any = None) -> Culprit:
         group: The processes that take part; None for all.
 
     Returns:
-        Who is blamed, the same on all processes.
+        The blamed micro-batches, the same on all processes.
 
     Raises:
         InvalidValueError: If the step is no longer in the ring, on any process.

@@ -65,7 +65,7 @@ class StepEvidence:
         states: Weights and buffers by the number of the step that they were before.
         training: Whether the model was in training mode.
         eval_modules: The modules in evaluation mode, where others were in training mode.
-        versions: Of torch.
+        versions: The versions of torch.
     """
 
     step: int
@@ -91,12 +91,12 @@ def write_evidence(
 ) -> Path | None:
     r"""Write what `gradguard replay-step` needs to compute a spike again. All processes call it.
 
-    The rank that is blamed writes its suspect micro-batches; where nobody is, rank 0 those of the step that it had.
+    The rank that is blamed writes its suspect micro-batches; where none is, rank 0 writes its own of the step.
     Weights that are spread over processes (FSDP2, DTensors) are gathered, one at a time, and named as in the model
     without wrappers, so that one process can load them.
 
-    **Guarantees.** The file holds tensors, numbers and strings only: reading it runs no code. Whoever reads meanwhile
-    sees the old file or the new one.
+    **Guarantees.** The file holds tensors, numbers and strings only: reading it runs no code. A reader sees the old
+    file or the new one, never a half-written one.
 
     | case | result |
     |---|---|
@@ -112,9 +112,9 @@ def write_evidence(
         culprit: The result of `find_culprit`.
         model: The model, with the weights that it has now.
         older: Weights of another time by the number of the step that they were before, such as those of a snapshot
-            from before the spike: without them bad data cannot be told from this batch on these weights.
-        before: Number of the step that the weights of ``model`` are before; by default the one under way. If nothing
-            but skipped steps came since the spike it is the spike's: give ``culprit.step``.
+            from before the spike: without them nothing separates bad data from this batch on these weights.
+        before: Number of the step that the weights of ``model`` are before; by default the one under way. If only
+            skipped steps followed the spike it is the spike's: give ``culprit.step``.
         others: How many batches of other steps to write, to compare with.
 
     Returns:

@@ -74,12 +74,12 @@ class SpikeRecovery:
     3. 6, 16 and 36 steps later these older weights are **tried** on the data that come then. If two steps in a
        row are no spike to them, the burst is over: they are kept, with their optimizer state, and what was learnt from
        the burst is gone (**rolled back**). The data are not rewound, nor are schedules and generators. At the first
-       step that spikes it was no end yet: the newer weights come back bit by bit, and training goes on.
+       step that spikes the trial ends: the newer weights come back bit by bit, and training goes on.
     4. If the last trial fails, the data have **shifted**: training goes on as usual.
     5. Gradients that are not finite on 18 steps in a row are answered by going back at once.
     6. From the second roll-back within 1,000 steps on the **learning rate** is ``lr_factor`` times as high for 64
        steps: it may be the weights, and not the data. Schedulers do not see it.
-    7. More than ``budget`` roll-backs within 1,000 steps end the run with an error that tells the whole story.
+    7. More than ``budget`` roll-backs within 1,000 steps end the run with an error that lists the events.
 
     A legitimate shift of the data so costs ``cap`` skipped steps, and ``detection_delay`` + 1 steps a trial.
 
@@ -104,7 +104,7 @@ class SpikeRecovery:
     ===================================  ======================================================================
     bursts below ``detector.cap``        skipped whole; nothing to roll back
     bursts longer than the last trial    taken for a shift of the data, and learnt
-    the loss is not told                 judged by gradient norms alone
+    the loss is not recorded             judged by gradient norms alone
     a scheduler                          pass it in ``extra_state``; its schedule goes on, it is not rewound
     a data loader in ``extra_state``     refused: going back must not bring the same data again
     several optimizers                   refused, unless one has the others as attributes, and steps them
@@ -227,13 +227,13 @@ class SpikeRecovery:
     # -- what the loop tells --------------------------------------------------------------------------------------
 
     def record_loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
-        """Tell the loss of one micro-batch before its step; return it as it came. See `Guard.record_loss`."""
+        """Record the loss of one micro-batch before its step; return it unchanged. See `Guard.record_loss`."""
         if not self.guard.is_evaluation(loss):
             self.batches.record_loss(loss)
         return self.guard.record_loss(loss, weight, kind)
 
     def batch(self, ids: Any = None, batch: Any = None) -> None:
-        """Tell which samples the next micro-batch holds, and what it is where that is kept, before its `record_loss`.
+        """Record the samples of the next micro-batch, and the batch itself where it is kept, before its `record_loss`.
 
         Args:
             ids: Whole numbers or strings.
@@ -465,7 +465,7 @@ class SpikeRecovery:
         return {"guard": self.guard.state_dict(), "steps": self.steps, "slow_until": self._slow_until, "events": events}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; the next step takes a first snapshot.
+        """Load what `state_dict` returned; the next step takes a first snapshot.
 
         Raises:
             InvalidValueError: If it is no such state.

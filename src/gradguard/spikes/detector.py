@@ -37,7 +37,7 @@ ORDINARY, STOOD_OUT, SKIPPED = 1, 2, 3
 
 
 class SpikeDetector(Detector):
-    r"""Tell spikes: steps that stand far above the recent past, and more often than such steps did before.
+    r"""Recognise spikes: steps that stand far above the recent past, and more often than such steps did before.
 
     A signal is a loss or a gradient norm. With x the logarithms of the last ``window`` accepted values of one, and r
     the last ``recent`` of them,
@@ -65,7 +65,7 @@ class SpikeDetector(Detector):
 
     **A rejected value never becomes the measure.** It goes to a second memory, so that an outlier never hides the
     next one. But after ``cap`` spikes in a row what was rejected is the new level, and replaces the history of the
-    signals that were too high (**adoption**): a rule without a cap skips for ever after a lasting rise. So a lasting
+    signals that were too high (**adoption**): a rule without a cap skips every step after a lasting rise. So a lasting
     rise costs at most ``cap`` steps, and a burst of more than ``cap`` bad batches gets in after them.
 
     **Losses of 0 and below**, as in reinforcement learning or of a density, have no logarithm. While the history of a
@@ -100,7 +100,7 @@ class SpikeDetector(Detector):
 
     Raises:
         InvalidValueError: If a number is outside its range.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> import gradguard as gg, torch
@@ -155,7 +155,7 @@ class SpikeDetector(Detector):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, also of a version that kept what an adoption had replaced."""
+        """Load what `state_dict` returned, also of a version that kept what an adoption had replaced."""
         super().load_state_dict({name: one for name, one in state_dict.items() if not name.startswith("replaced")})
 
     def _judge(self, values: Tensor) -> SpikeVerdict:

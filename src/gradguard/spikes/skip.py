@@ -23,7 +23,7 @@ _MOST_KINDS = 64
 class SkipSpikes:
     r"""Leave out an optimizer step whose loss or gradient norm is a spike: ``Guard(..., spikes=SkipSpikes())``.
 
-    The signals are the loss, where ``guard.record_loss(loss)`` tells it, and the norm of all gradients, unscaled and
+    The signals are the loss, where ``guard.record_loss(loss)`` records it, and the norm of all gradients, unscaled and
     before the clip; under `Groups` the norm of each group. Over all processes the loss is the weighted mean
 
     .. math:: \bar L = \sum_{r, i} w_{r i} L_{r i} \Big/ \sum_{r, i} w_{r i}
@@ -32,17 +32,17 @@ class SkipSpikes:
     up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits, if their detectors have
     the same history: load a state, or reset it, on all ranks or on none (nothing compares them). Pipeline stages that
     are named to the guard (``process_group=``, ``mesh=``) have one norm; of others it is the mean of the stages' norms.
-    Only those that know the loss tell it. Its weight is the step's: one of few samples is judged by a wider scale.
+    Processes that know the loss record it. Its weight is the step's: one of few samples is judged by a wider scale.
 
-    **Kinds.** Steps of several tasks or players, whose losses differ in size, are told apart by
+    **Kinds.** Steps of several tasks or players, whose losses differ in size, are kept apart by
     ``guard.record_loss(loss, kind="rare task")``: each is compared with its own past only, from its own warm-up on. A
-    step whose micro-batches are of several kinds is of a kind of its own; one of which processes tell different kinds,
-    or some none, counts as one without a kind. A process that does not know the loss tells the kind by
+    step whose micro-batches are of several kinds is of a kind of its own; one whose processes record different kinds,
+    or of which some record none, has no kind. A process that does not know the loss records the kind by
     ``guard.record_loss(0.0, weight=0, kind=...)``.
 
-    **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
-    Where it acts, all ranks take such a step for what it is, also a rank whose own gradients are finite.
-    A loss that is NaN or infinite where all gradients are finite is told, once, as a RuntimeWarning, which on an
+    **Guarantees.** Those of the detector; and a step that is not finite is not judged and leaves no trace.
+    Where it acts, all ranks treat such a step as not finite, also a rank whose own gradients are finite.
+    A loss that is NaN or infinite where all gradients are finite is reported once, as a RuntimeWarning, which on an
     accelerator comes some steps late: the host never waits for it.
 
     **Updates.** With ``updates=True`` the last signal is the norm of what the step takes from the weights: Adam's
@@ -53,9 +53,9 @@ class SkipSpikes:
     spike is undone, bit by bit; weights and state are copied before each step for that.
 
     Args:
-        detector: The rule that tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
+        detector: The rule that recognises a spike; None for ``SpikeDetector()``. It belongs to one guard.
         updates: Whether the norm of the update is a signal.
-        act: Whether spikes are skipped; if not, they are only told, by ``detector.last`` and to who watches.
+        act: Whether spikes are skipped; if not, they are only reported, by ``detector.last`` and to monitors.
         process_group: The processes that train this model together; None for all that `torch.distributed` joins.
             Processes that train models of their own name a group of their own.
 
@@ -71,7 +71,7 @@ class SkipSpikes:
             processes; 0-dim bool where only the device knows.
 
     Raises:
-        InvalidTypeError: If ``detector`` is no detector.
+        InvalidTypeError: If ``detector`` is not a detector.
 
     Example:
         >>> import gradguard as gg, torch
@@ -121,7 +121,7 @@ class SkipSpikes:
                 scale and a warm-up of its own. None for the kind of all others.
 
         Raises:
-            InvalidTypeError: If ``loss`` or ``weight`` is no number, or ``kind`` no text.
+            InvalidTypeError: If ``loss`` or ``weight`` is not a number, or ``kind`` no text.
             InvalidValueError: If ``loss`` has several elements, ``weight`` is negative or not finite, or there are
                 more than 64 kinds.
         """
@@ -206,7 +206,7 @@ class SkipSpikes:
         return spike
 
     def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
-        """As `judge`, for who has the norms as plain numbers on the CPU, and where no other process has a part."""
+        """Do what `judge` does with norms that are plain numbers on the CPU, where no other process has a part."""
         total, weight = (0.0, 0.0) if self._loss is None else self._loss.tolist()
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
         self.nonfinite_loss = weight > 0 and not math.isfinite(values[0]) and not bad
@@ -279,7 +279,7 @@ class SkipSpikes:
         return {"detector": self.detector.state_dict(), "kinds": list(self._kinds), **counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is not the state of such an object.

@@ -24,7 +24,7 @@ class SpikeVerdict:
             was not judged.
         in_a_row: How many spikes have come in a row, this one included; 0-dim int64.
         adopted: Whether this spike was the last that is rejected: what was rejected is usual from now on; 0-dim bool.
-        stands_out: Whether a signal is far above what is usual, be it alone, which is no spike; 0-dim bool. None of a
+        stands_out: Whether a signal is far above what is usual, also alone, which is no spike; 0-dim bool. None for a
             rule that calls each such step a spike.
     """
 
@@ -42,7 +42,7 @@ _AS_BEFORE = (
 
 
 class Detector(ABC):
-    """A rule that tells spikes: `observe` it once a step. Subclasses write `_empty` and `_judge`.
+    """A rule that recognises spikes: `observe` it once a step. Subclasses write `_empty` and `_judge`.
 
     **Guarantees.** All state is in tensors on one device, changed in place by a fixed sequence of operations without a
     look from the host, so that a CUDA graph can hold it, and ranks that observe the same bits decide the same. The
@@ -158,7 +158,7 @@ class Detector(ABC):
         return {name: tensor.clone() for name, tensor in self._tensors.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; decisions go on as if nothing had been interrupted.
+        """Load what `state_dict` returned; decisions go on as if nothing had been interrupted.
 
         Raises:
             InvalidValueError: If it is not the state of such a detector with the same windows. Its other numbers may

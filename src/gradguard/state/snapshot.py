@@ -38,7 +38,7 @@ class Snapshot:
       tear one. (A GradScaler in ``extra_state`` reads one number.)
 
     **Memory.** As much as the weights, buffers and optimizer state of this process: 12 bytes a parameter for AdamW in
-    float32. For a model on an accelerator it is on the host. `nbytes` tells it.
+    float32. For a model on an accelerator it is on the host. `nbytes` is the number.
 
     **Edge cases.**
 
@@ -164,7 +164,7 @@ class Snapshot:
         """Write what was taken to files of plain data, for `load`; all processes call it.
 
         Each process writes its own part: of shards no more than it holds, of weights that all hold a copy for each.
-        The directory appears when all is written: whoever looks before finds none, of two jobs that save into one
+        The directory appears when all is written: before, there is none. Of two jobs that save into one
         the second is refused, and after an error nothing is left, so that the same name serves again.
 
         Args:
@@ -192,7 +192,7 @@ class Snapshot:
         """Return the snapshot that `save` has written, for `restore`; the run itself is not changed yet.
 
         A run in a new process goes on from it to the bit. Nothing in the files is run: they hold numbers, text and
-        tensors. Whoever has written them decides these, so load only weights that you would train on.
+        tensors. Their author decides these, so load only weights that you would train on.
 
         Args:
             directory: As given to `save`.

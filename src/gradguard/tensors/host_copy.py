@@ -1,4 +1,4 @@
-"""A copy from a device to the host for which nobody waits, and whether a CUDA graph is being recorded."""
+"""A copy from a device to the host without a host sync, and whether a CUDA graph is being recorded."""
 
 from typing import Protocol
 
@@ -23,7 +23,7 @@ def copy_to_host(flat: Tensor) -> tuple[Tensor, DeviceEvent | None]:
     """Copy ``flat`` without a wait where the device can (CUDA); on others the copy itself waits.
 
     Returns:
-        Where it arrives, and the event that says when (None: now). A number that is read earlier is some old number.
+        The copy, and the event after which it holds the numbers (None: it holds them now); before, it holds garbage.
     """
     if not flat.is_cuda:
         return flat.cpu(), None
@@ -36,7 +36,7 @@ def copy_to_host(flat: Tensor) -> tuple[Tensor, DeviceEvent | None]:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Return whether a CUDA graph is recorded: it would replay our own work without us."""
+    """Return whether a CUDA graph is being recorded: its replays repeat the kernels and run no Python."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -44,7 +44,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
     """Check that ``what`` is not made while a CUDA graph is recorded, whose replays would make it anew each time.
 
     Raises:
-        UnsupportedGradientError: If it is.
+        UnsupportedGradientError: If a CUDA graph is being recorded.
     """
     if is_captured(device):
         raise UnsupportedGradientError(

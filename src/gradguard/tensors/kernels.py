@@ -3,7 +3,7 @@
 `Blocks.of` and `UnitBlocks.of` return None for everything else, and callers then take torch's own kernels, which are
 right for all: that is the whole dispatch. What is taken: dense float32, float64, bfloat16 and float16 tensors on the
 CPU, of any shape and order of dimensions, each a block of memory. The kernels give the same bits whatever the number
-of threads and the instruction set; how they add up is told in ``native/kernels.cpp``.
+of threads and the instruction set; ``native/kernels.cpp`` says in which order they add up.
 """
 
 import ctypes
@@ -25,15 +25,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """In the order of ``DType`` in native/kernels.h."""
 
 TILE = 256
-"""Normal numbers that go together: ``TILE`` of native/kernels.h."""
+"""How many normal numbers are drawn together: ``TILE`` of native/kernels.h."""
 
 _ORDERS = {1.0: 1, 2.0: 2, math.inf: 3}
 _ORDINARY = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _library_for(tensors: Sequence[Tensor]) -> native.Library | None:
-    """The library, if it may look at the memory of ``tensors``: no stand-ins, and nobody watches operations."""
-    if torch.compiler.is_compiling() or are_operations_watched():  # first: what follows is not for a compiler's eyes
+    """Return the library if it may read the memory of ``tensors``: they are real, and no mode intercepts operations."""
+    if torch.compiler.is_compiling() or are_operations_watched():  # first: the compiler cannot trace what follows
         return None
     library = native.library()
     if library is None:
@@ -46,7 +46,7 @@ def _address(room: bytearray) -> int:
 
 
 class _Collected:
-    """Tensors whose addresses, sizes and dtypes lie in room that the kernels read. It holds them while these work."""
+    """Tensors with a buffer of their addresses, sizes and dtypes for the kernels; it keeps the tensors alive."""
 
     _before_dtypes: int
     """Bytes of the address and the sizes of each tensor."""
@@ -102,7 +102,7 @@ class Blocks(_Collected):
         increment_version(self._tensors)
 
     def clamp_(self, low: float, high: float) -> bool:
-        """Clamp every element to the bounds as its dtype holds them; False, and nothing done, if these cannot."""
+        """Clamp every element to the bounds as its dtype holds them; False, and nothing done, if the kernels cannot."""
         if self._is_mirrored(low, high):
             return False
         (lows, highs), written = _bounds(low, high), bytearray(len(self._tensors) + 1)
@@ -113,7 +113,7 @@ class Blocks(_Collected):
         return True
 
     def exceed(self, low: float, high: float) -> bool | None:
-        """Tell whether any element lies outside the bounds as its dtype holds them; None if these cannot tell."""
+        """Tell whether any element lies outside the bounds as its dtype holds them; None if the kernels cannot."""
         if self._is_mirrored(low, high):
             return None
         (lows, highs), found = _bounds(low, high), ctypes.c_int()
@@ -174,16 +174,16 @@ class UnitBlocks(_Collected):
         return norms
 
     def scale_(self, factors: Tensor) -> None:
-        """Multiply every unit by its factor, a float64 each; those that are 1 write nothing. Versions are not told."""
+        """Multiply every unit by its factor, a float64 each; 1 writes nothing. Versions are not incremented."""
         self._library.call("gg_unit_scale", self._where, factors.data_ptr())
 
     def clip_(self, weights: "UnitBlocks", units: int, threshold: float, eps: float) -> tuple[Tensor, Tensor]:
         """Hold the norm of each unit to ``threshold * max(eps, norm of the unit of the weights)``, reading it once.
 
-        Versions are not told.
+        The tensors' versions are not incremented.
 
         Returns:
-            The norm of each unit before, and what each was multiplied by.
+            The norm of each unit before, and the factor of each.
         """
         norm, norms = ctypes.c_double(), torch.empty(2, units, dtype=torch.float64, device="cpu")
         rows = norms.data_ptr(), norms[1].data_ptr(), ctypes.addressof(norm)

@@ -1,4 +1,4 @@
-"""How many digits float32 products have: 24 bits, or the 11 of TF32 or 8 of bfloat16 where PyTorch may take these."""
+"""The precision of float32 products: 24 bits, or the 11 of TF32 or 8 of bfloat16 where PyTorch may use these."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,11 +19,11 @@ def is_tf32_allowed(device: torch.device, *kinds: Kind) -> bool:
     For convolutions and recurrent layers cuDNN may by default, for products only where the user allows it.
 
     Args:
-        device: Where they run.
-        kinds: Their kinds.
+        device: The device on which the operations run.
+        kinds: The kinds of the operations.
 
     Returns:
-        Whether one of them may; never on another device than a CUDA one.
+        Whether one of the kinds may; False on devices other than CUDA.
     """
     if device.type != "cuda":
         return False
@@ -62,16 +62,16 @@ def full_float32(*kinds: Kind) -> Iterator[None]:
     """Compute float32 products, convolutions and recurrent layers in float32 in a block, whatever the program allows.
 
     Args:
-        kinds: The computations of the block; everything where nothing is given. To look at the switches of products
-            alone is cheap, and writes nothing by default; of convolutions PyTorch allows cuDNN to round.
+        kinds: The computations of the block; all kinds if none is given. By default products are not rounded, so
+            that for them alone nothing is written; convolutions are, by cuDNN.
 
-    PyTorch has an older switch for products and one for cuDNN, and newer ones, of which a lower one that says nothing
-    does as the one above it. Where only newer ones were used, reading an older one raises, and so it is left alone;
-    otherwise the older ones say "float32" too, so that code in the block may read them.
+    PyTorch has an older switch for products and one for cuDNN, and newer ones in a tree: a switch that is not set
+    follows the one above it. Where only newer ones were set, reading an older one raises, and so it is left alone;
+    otherwise the older ones are set to float32 too, so that code in the block may read them.
 
-    **Guarantees.** Afterwards each switch says what it said, and a switch that followed the one above follows it again;
-    but for cuDNN's own default of TF32, which PyTorch cannot be told to forget: it is then written out. Nothing is
-    written where nothing is rounded. Switches of CUDA are looked at only where there is a GPU.
+    **Guarantees.** Afterwards each switch has its former value, and a switch that followed the one above follows it
+    again; except cuDNN's own default of TF32, which cannot be restored as a default: it is then set explicitly.
+    Nothing is written where nothing is rounded. Switches of CUDA are read only where there is a GPU.
     """
     has_gpu = torch.cuda.is_available()
     if all(one.fp32_precision in _FULL for kind in kinds or _NAMES for one in _switches_of(kind, has_gpu)):
@@ -117,7 +117,7 @@ def _switches_of(kind: Kind, has_gpu: bool) -> tuple[Any, ...]:
 
 
 def _tell_uppermost(switches: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Set these to float32, from the top down, but for those which follow; return what each of the others said."""
+    """Set the switches to float32, from the top down, except those that follow another; return the former values."""
     changed = []
     for switch in switches:
         if (said := switch.fp32_precision) != "ieee":
@@ -127,7 +127,7 @@ def _tell_uppermost(switches: Sequence[Any]) -> list[tuple[Any, str]]:
 
 
 def _older(read: Callable[[], _Said]) -> _Said | None:
-    """Return what an older switch says, None where only newer ones have been used."""
+    """Return the value of an older switch, None where only newer ones have been set."""
     try:
         return read()
     except RuntimeError:

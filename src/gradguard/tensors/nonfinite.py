@@ -21,7 +21,7 @@ def refuse_nonfinite(
         norm: 0-dim.
         tensors: The tensors of the norm; looked at one by one only if it is not finite.
         name: The name of the i-th tensor.
-        norms: The norm of each, where other processes hold parts of them.
+        norms: The norm of each tensor over all processes, where other processes hold parts of it.
 
     Raises:
         NonFiniteGradientError: Naming the tensors, with the number of NaN and infinite elements in each.

@@ -1,10 +1,10 @@
 r"""p-norms of many tensors as one vector, :math:`\bigl(\sum_i |x_i|^p\bigr)^{1/p}`, right for every magnitude.
 
-Two engines give the same number, and each first takes the norm of every tensor:
+Two engines give the same number. Each first takes the norm of every tensor:
 
 * **Compiled kernels** on the CPU, where they are built and take all of the tensors (`gradguard.tensors.kernels`).
 * **PyTorch** elsewhere: one multi-tensor launch for each dtype, accumulated in float64, which holds the square of every
-  float32. What Python can read for free is looked at: a norm that overflowed, or is so small that powers were lost (of
+  float32. On the CPU Python reads each norm: one that overflowed, or is so small that powers were lost (of
   float64, or beyond p = 6), is computed again with every element divided by the largest. On an accelerator the host
   never waits, so there powers beyond p = 8 can leave float64; and MPS has no float64, so that there float32 squares
   bound the range, to norms between 1e-18 and 1e18.

@@ -1,4 +1,4 @@
-"""Arithmetic on tensors under the names that `gradguard.threshold_formulas` has for it: the host reads nothing."""
+"""The operations of `gradguard.threshold_formulas` on tensors, without a host sync."""
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ def median_of_stored(rows: Tensor, stored: Tensor) -> Tensor:
 
     Args:
         rows: ``[..., length]``.
-        stored: How many numbers a row has, ``[...]``; all others are larger, such as infinity. Of 0 the result is the
-            smallest.
+        stored: The number of stored numbers of each row, ``[...]``; all others are larger, such as infinity. For 0 the
+            result is the smallest number of the row.
     """
     middle = torch.stack([(stored - 1) // 2, stored // 2], dim=-1).clamp(0, rows.shape[-1] - 1)
     return rows.sort(dim=-1).values.gather(-1, middle).mean(dim=-1)

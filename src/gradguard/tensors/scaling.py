@@ -153,7 +153,7 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
 
 
 def _for_kernels(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that multi-tensor kernels write, and those that show the negative of what they hold, which these refuse."""
+    """Split tensors into those that multi-tensor kernels write, and lazily negated ones, which these kernels refuse."""
     if torch.compiler.is_compiling():  # which makes them functional first
         return list(tensors), []
     negated = [t.is_neg() for t in tensors]
@@ -189,7 +189,7 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
 
 
 def _extremes(tensors: Sequence[Tensor], symmetric: bool) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest element of each tensor; if only the larger counts, in one kernel for all."""
+    """Return the smallest and the largest element of each tensor; for symmetric bounds by one kernel for all."""
     if symmetric and not are_readable(*tensors):  # on the CPU that kernel is ten times slower
         largest = torch.stack(foreach_norm(tensors, math.inf))
         return -largest, largest

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 SUMS = 32
-"""How many sums there are: as many as a hash has bits that are used."""
+"""The number of sums: one for each of the 32 bits of a hash that are used."""
 
 ROW_SUMS = 8
-"""How many there are of a single row."""
+"""The number of sums of a single row."""
 
 HASH_VERSION = 1
 """Changes with the signs: files of two versions cannot be compared."""
@@ -39,7 +39,7 @@ def hashed(places: Tensor) -> Tensor:
 
 
 def sketch_of(pieces: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    r"""Return the sketch of a tensor that comes in pieces.
+    r"""Return the sketch of a tensor that is given in pieces.
 
     .. math:: s_j = \sum_i \sigma_j(i)\, g_i, \qquad \sigma_j(i) = 1 - 2\,\mathrm{bit}_j(\mathrm{hash}(i))
 
@@ -47,7 +47,7 @@ def sketch_of(pieces: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> 
 
     Args:
         pieces: Values, and the place of each in the whole tensor, as int64 which is overwritten.
-        device: Where they are.
+        device: The device of the pieces.
 
     Returns:
         32 float64 numbers; NaN where a value is not finite.
@@ -76,7 +76,7 @@ def row_sketches(pieces: Iterable[tuple[Tensor, Tensor]], rows: int, length: int
         pieces: As for `sketch_of`.
         rows: Length of the first dimension of the whole tensor.
         length: Elements in one row.
-        device: Where they are.
+        device: The device of the pieces.
 
     Returns:
         A float64 tensor of shape ``[rows, 8]``.
@@ -91,7 +91,7 @@ def row_sketches(pieces: Iterable[tuple[Tensor, Tensor]], rows: int, length: int
 
 
 def in_chunks(values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a tensor that is whole here into pieces; nothing is copied where it is contiguous."""
+    """Cut a tensor that is whole on this process into the pieces of `sketch_of`; a contiguous one is not copied."""
     yield from ((part, torch.arange(at, at + len(part), device=part.device)) for at, part in flat_chunks(values))
 
 

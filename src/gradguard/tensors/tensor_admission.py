@@ -1,4 +1,4 @@
-"""Which tensors can be clipped: asked before any engine measures or writes, so that all refuse the same ones."""
+"""Which tensors can be clipped: checked before an engine measures or writes, so that all engines refuse the same."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _Returned = TypeVar("_Returned")
 def check_admitted(tensors: Sequence[Tensor], name: Callable[[int], str], *, writes: bool) -> None:
     """Check that ``tensors`` are of a kind that can be clipped; passes over the whole list, for this runs each step.
 
-    Layouts are not looked at here, because the engines take no other: see `refused_by_name`.
+    Layouts are not checked here, because the engines refuse those that they cannot take.
 
     Args:
         tensors: The gradients, or tensors to be measured.
@@ -49,7 +49,7 @@ def check_admitted(tensors: Sequence[Tensor], name: Callable[[int], str], *, wri
 
 
 def refuse_others(tensors: Sequence[Tensor], name: Callable[[int], str], frozen: bool) -> None:
-    """Look at each tensor, and refuse the first that cannot be clipped.
+    """Refuse the first tensor that cannot be clipped.
 
     Args:
         tensors: As for `check_admitted`.
@@ -57,7 +57,7 @@ def refuse_others(tensors: Sequence[Tensor], name: Callable[[int], str], frozen:
         frozen: Whether tensors of inference mode are refused too.
 
     Raises:
-        UnsupportedGradientError: If there is one.
+        UnsupportedGradientError: If a tensor cannot be clipped.
     """
     for i, tensor in enumerate(tensors):
         kind = _kind(tensor, frozen)
@@ -87,7 +87,7 @@ def keeping_subnormals(function: Callable[_Given, _Returned]) -> Callable[_Given
     """Return ``function``, during which this thread does not flush subnormal numbers to 0.
 
     Threads of torch's pool flush them or not, whatever `torch.set_flush_denormal` said, so that under it results would
-    depend on which thread did what. The compiled kernels look after each thread of theirs.
+    depend on which thread did what. The compiled kernels set this in each of their threads.
     """
 
     @wraps(function)

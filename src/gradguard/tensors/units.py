@@ -74,7 +74,7 @@ ROWS = UnitLayout()
 
 
 def layout_of(tensor: Tensor) -> UnitLayout:
-    """Return the units that a shape tells: whole scalars and vectors, else the entries of dimension 0."""
+    """Return the usual units of a shape: a scalar or vector is one unit, else each entry of dimension 0 is one."""
     return WHOLE if tensor.dim() <= 1 else ROWS
 
 
@@ -155,11 +155,11 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
 
 @torch.no_grad()
 def scale_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply each tensor by its own factor, rounding once, in place: what `scale_` does, one by one.
+    """Multiply each tensor by its own factor, rounding once, in place: `scale_` for one after the other.
 
     Args:
         tensors: As for `scale_`.
-        factors: One for each: float64, on their device or the one where they meet.
+        factors: One float64 number for each tensor, on their device or on the meeting device of several.
     """
     for tensor, factor in zip(tensors, factors.unbind(), strict=True):
         scale_([tensor], factor)
@@ -176,9 +176,8 @@ def clip_units_(
 ) -> tuple[Tensor, Tensor] | None:
     r"""Hold each unit's norm to ``threshold * max(norm of its weight, eps)``, in place.
 
-    One pass over memory on the CPU.
-
-    What it writes is what `unit_norms`, the factors :math:`\min(1, \text{bound} / \text{norm})` and `scale_units_` do.
+    One pass over memory on the CPU, with the result of `unit_norms`, then the factors
+    :math:`\min(1, \text{bound} / \text{norm})`, then `scale_units_`.
 
     Args:
         grads: As for `scale_units_`.
@@ -204,7 +203,7 @@ def clip_units_(
 
 
 def _any_below_one(factors: Tensor, sizes: Sequence[int]) -> list[bool]:
-    """For each run of ``sizes`` entries: is one of them below 1?"""
+    """Return for each run of ``sizes`` entries whether one of them is below 1."""
     below = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (factors < 1).cumsum(0)])
     ends = torch.tensor([0, *sizes], device="cpu").cumsum(0)
     return (below[ends].diff() > 0).tolist()

@@ -26,7 +26,7 @@ class AdaGC(StatefulClipper):
     r"""Hold each tensor's gradient to a moving average :math:`\gamma_i` of its own norm.
 
     In the warm-up, step t < ``warmup``, all tensors are scaled together and each average is the smallest norm so far;
-    later each tensor is by itself:
+    later each tensor is scaled by itself:
 
     .. math:: h_i = \min\Bigl(1, \frac{\lambda_{abs}}{\lVert g \rVert}\Bigr), \quad
               \gamma_i \leftarrow \min(\gamma_i, \lVert h_i g_i \rVert) \qquad \text{then} \qquad
@@ -59,7 +59,7 @@ class AdaGC(StatefulClipper):
     NaN or inf in a tensor                                            as ``nonfinite`` says; under ``"propagate"`` the
                                                                       warm-up spreads NaN to all tensors, and later it
                                                                       stays in its own
-    ``strict_paper=True``: 0 in the warm-up                           γ is 0, so that the tensor is frozen for ever; 0
+    ``strict_paper=True``: 0 in the warm-up                           γ is 0, so that the tensor is frozen for good; 0
                                                                       again after the warm-up is 0/0, NaN
     ``strict_paper=True``: a tensor whose first gradient comes later  the paper does not say; its average begins as its
                                                                       first norm
@@ -74,7 +74,7 @@ class AdaGC(StatefulClipper):
 
     Raises:
         InvalidValueError: If a number is outside its range.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> import torch
@@ -124,7 +124,7 @@ class AdaGC(StatefulClipper):
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure the gradients, decide, and let the state follow; write to no gradient."""
+        """Measure the gradients, decide, and update the state; write to no gradient."""
         if grads.reduction is not None:
             refuse_flat_parameters(grads.parameters, "AdaGC")
         if grads.names is None:
@@ -154,7 +154,7 @@ class AdaGC(StatefulClipper):
         return {**super().state_dict(), "names": list(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; training goes on as if it had not been interrupted.
+        """Load what `state_dict` returned; training goes on as if it had not been interrupted.
 
         Raises:
             InvalidValueError: If it is not the state of an `AdaGC`.

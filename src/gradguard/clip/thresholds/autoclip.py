@@ -24,8 +24,8 @@ class AutoClip(PercentileRule, ThresholdClipper):
     .. math:: c_t = \operatorname{percentile}_p(n_1, \dots, n_t), \qquad g \leftarrow g \min(1, c_t / n_t)
 
     The recommended p = 10 clips nine steps in ten by design, so that ``result.locked_in`` is true in an ordinary run:
-    it nearly normalises the gradient. The whole history cannot follow a lasting rise: of a threefold one a third of
-    the gradient passes. A window can.
+    it nearly normalises the gradient. With the whole history the threshold cannot follow a lasting rise: after a
+    threefold one a third of the gradient passes. With a window it can.
 
     **Guarantees.** Those of `ThresholdClipper`. With ``strict_paper=True`` thresholds and coefficients are, on the
     CPU, to the last digit those of the published update.
@@ -50,7 +50,7 @@ class AutoClip(PercentileRule, ThresholdClipper):
 
     Raises:
         InvalidValueError: If a number is outside its range.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> import torch
@@ -87,7 +87,7 @@ class AutoClip(PercentileRule, ThresholdClipper):
         return pytorch_coefficient(TENSORS, norm, threshold)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take back what `state_dict` returned; training goes on as if it had not been interrupted."""
+        """Load what `state_dict` returned; training goes on as if it had not been interrupted."""
         saved = state_dict.get("history")
         if self.window is None and isinstance(saved, Tensor) and saved.dim() == 1:
             self._take(state_dict, history=len(saved))

@@ -39,7 +39,7 @@ class ClipFraction(FractionRule, ThresholdClipper):
 
     Raises:
         InvalidValueError: If a number is outside its range.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> import torch

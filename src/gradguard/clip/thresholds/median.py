@@ -44,8 +44,8 @@ class ClipByMedian(MedianRule, ThresholdClipper):
 
     for SGD, with the largest of several rates: no plain step moves the weights by more than ``update``, a tenth, of
     their norm. Weight decay comes on top, and momentum counts as for gradients that do not depend on each other.
-    h counts the steps on which this bound holds; each step on which it does not takes one back. So a run whose rate is
-    too high goes on in steps that become shorter, and one that learns at a rate that it bears hardly meets the bound.
+    h counts the steps on which this bound acts; every other step lowers h by one. So a run whose rate is
+    too high goes on in steps that become shorter, and one whose rate is right hardly meets the bound.
     In the first ``warmup`` steps a norm passes, and enters the window, as at most :math:`3 \, e^m`.
 
     **Without a guard, and with other optimizers,** the start is gentle. For the first ``warmup``
@@ -59,7 +59,7 @@ class ClipByMedian(MedianRule, ThresholdClipper):
     its moments less. After the start, a rate that is too high is not held.
 
     **Guarantees.** Those of `ThresholdClipper`. Without a ceiling and a bound on the update, multiplying the loss by a
-    constant changes no coefficient. After a lasting rise of any size, the start behind it, the median lets the whole
+    constant changes no coefficient. After a lasting rise of any size that follows the start, the median lets the whole
     gradient pass again within ``window`` + 2 steps. Where processes hold parts of the weights, all of them have the
     same threshold, bit by bit.
 
@@ -89,7 +89,7 @@ class ClipByMedian(MedianRule, ThresholdClipper):
 
     Raises:
         InvalidValueError: If a number is outside its range.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> import torch
@@ -152,5 +152,5 @@ class ClipByMedian(MedianRule, ThresholdClipper):
         return ("norms alone" if grads.reach is None else "norms and the update",)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, also in a version without a bound on the update."""
+        """Load what `state_dict` returned, also in a version without a bound on the update."""
         super().load_state_dict({"held": scalar(0.0), **state_dict})

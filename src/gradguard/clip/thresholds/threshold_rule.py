@@ -68,7 +68,7 @@ class StatefulClipper(Clipper):
         return {name: tensor.clone() for name, tensor in self.state.items()} | {"lock_in": self.lock_in.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; training goes on as if it had not been interrupted.
+        """Load what `state_dict` returned; training goes on as if it had not been interrupted.
 
         Raises:
             InvalidValueError: If it comes from another rule, or from one with other windows.
@@ -190,7 +190,7 @@ class ThresholdClipper(StatefulClipper):
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure the gradients, choose, and let the state follow; write to no gradient."""
+        """Measure the gradients, choose, and update the state; write to no gradient."""
         norms = norms_of(grads, scale, self.norm_type)
         norm = total_of(norms, self.norm_type)
         if not grads.gradients:
@@ -223,7 +223,7 @@ def ceiling_of(ceiling: float | None) -> float:
 
     Raises:
         InvalidValueError: If it is negative or NaN.
-        InvalidTypeError: If it is no number.
+        InvalidTypeError: If the argument is not a number.
     """
     return math.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
 

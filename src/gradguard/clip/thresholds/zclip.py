@@ -40,7 +40,7 @@ class ZClip(ZScoreRule, ThresholdClipper):
 
     Two things to know: ``ceiling=1.0`` is a fixed threshold besides, on by default as published, and None turns
     it off. And the rule remembers the *clipped* norm: after a lasting threefold rise it passes 36 % of the gradient
-    for ever (`ClipByMedian` does not); ``result.locked_in`` tells.
+    from then on (`ClipByMedian` does not); ``result.locked_in`` shows it.
 
     **Guarantees.** Those of `ThresholdClipper`. With ``strict_paper=True`` mean, variance, thresholds and
     coefficients are, on the CPU, to the last digit those of the published update. Multiplying the loss by a constant
@@ -53,7 +53,7 @@ class ZClip(ZScoreRule, ThresholdClipper):
     ================================  ==========================================================================
     a spike inside the warm-up        σ is ruined: spikes as large pass for some hundred steps
     constant norms                    σ is 0, so that the next larger norm is cut back to μ
-    NaN, ``strict_paper=True``        μ and σ are NaN for ever: from then on only ``ceiling`` clips
+    NaN, ``strict_paper=True``        μ and σ stay NaN: from then on only ``ceiling`` clips
     ================================  ==========================================================================
 
     Args:
@@ -70,7 +70,7 @@ class ZClip(ZScoreRule, ThresholdClipper):
 
     Raises:
         InvalidValueError: If a number is outside its range, or the mode is unknown.
-        InvalidTypeError: If one is no number.
+        InvalidTypeError: If an argument is not a number.
 
     Example:
         >>> import torch

@@ -94,7 +94,7 @@ def shares_in_words(clips: Sequence[ActingClip], steps: int) -> str:
 
     Args:
         clips: The clips.
-        steps: Of how many steps these are shares.
+        steps: The number of steps that these are shares of.
 
     Example:
         >>> shares_in_words([ActingClip("the first", 1.0, 9, 3), ActingClip("the second", 2.0, 9, None)], 10)

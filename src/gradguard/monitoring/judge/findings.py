@@ -53,7 +53,7 @@ class Finding:
         first_step: The step where it began.
         last_step: The last step where it was seen.
         params: The parameters it is about, if it is about some.
-        optimizer: Of which optimizer, where the record has several.
+        optimizer: The optimizer that it is about, where the record has several.
         value: The number that says how bad it is, if there is one: a norm, a share, a coefficient or a scale.
         confidence: ``"high"`` where the numbers leave no other reading, ``"medium"`` where this is the likely one.
     """
@@ -76,7 +76,7 @@ class Episode:
 
     Attributes:
         kind: The kind of the finding.
-        optimizer: Of which optimizer.
+        optimizer: The optimizer that it is about.
         first: Its first step.
         last: The last step on which it was seen.
         count: On how many steps it was seen.
@@ -139,7 +139,7 @@ class Episode:
         """Let the largest and the smallest number follow, where the episode has them.
 
         Args:
-            numbers: Of another step, or a later episode.
+            numbers: The numbers of another step, or a later episode.
         """
         for extreme, pick in (("largest", max), ("smallest", min)):
             if extreme in self.numbers and extreme in numbers:

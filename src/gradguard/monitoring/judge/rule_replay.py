@@ -39,7 +39,7 @@ class WhatIf:
         largest_passed: The largest norm after the clip.
         lock_in: The share of the steps on which its lock-in alarm would have been on.
         note: Why it cannot be replayed, or what to know; empty if nothing.
-        optimizer: Of which optimizer, where the record has several.
+        optimizer: The optimizer that it is about, where the record has several.
     """
 
     rule: str

@@ -94,15 +94,15 @@ class Monitor(Observer):
         model: Names the parameters. Without it they are looked for in all modules that exist.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
             some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.
-        on_finding: Called with each health finding as it is told: an object with ``kind``, ``severity``, ``message``,
+        on_finding: Called with each health finding as it is made: an object with ``kind``, ``severity``, ``message``,
             ``advice``, ``first_step``, ``last_step``, ``params``, ``optimizer`` and ``value``. It runs in a thread of
             its own, on the process of rank 0; what it raises is an event in the record. `close` waits for it, up to
             10 s.
 
     Raises:
-        InvalidTypeError: If it is no optimizer or guard, a sink is none, or ``on_finding`` is no function.
-        InvalidValueError: If ``every`` is below 1, ``model`` has none of the parameters, or a sink cannot be meant; if
-            the gradients are sharded and the guard has stepped without a monitor, so that nobody sends what it needs.
+        InvalidTypeError: If it is not an optimizer or guard, a sink is not one, or ``on_finding`` is not a function.
+        InvalidValueError: If ``every`` is below 1, ``model`` has none of the parameters, or a sink is not valid; if
+            the gradients are sharded and the guard has stepped without a monitor, and so without sending what it needs.
         RecordError: If the file cannot be written.
         MissingPackageError: If the package of a dashboard is not installed; it says what to type.
 
@@ -226,7 +226,7 @@ class Monitor(Observer):
         """Write what is left and the last line, close what was opened here, and stop; a second call does nothing.
 
         Args:
-            exit_code: The exit code in the ``end`` line; 0 for a training that came to its end.
+            exit_code: The exit code in the ``end`` line; 0 for a training that has ended as it should.
             interrupted: Whether Ctrl-C ended it.
         """
         for hooks in self._hooks:

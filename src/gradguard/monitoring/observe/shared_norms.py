@@ -145,7 +145,7 @@ class SharedNorms:
         except Exception as error:
             self._failed = True
             return None, error
-        finally:  # what `hold` brought in line is the script's, which shall find it as it was
+        finally:  # what `hold` brought in line is the script's, which must find it unchanged
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 if tensor.grad is not gradient:
                     tensor.grad = gradient

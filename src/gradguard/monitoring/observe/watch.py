@@ -122,7 +122,7 @@ def watch(
     the record exists                      a number is added to its name; a record is never replaced
     several processes                      only that of rank 0 writes
     the folder cannot be written to        one warning, and no record; the training goes on
-    SIGTERM, SIGHUP                        last rows and end are written, then it does what it would have done
+    SIGTERM, SIGHUP                        last rows and end are written, then the signal acts as without
     a forked child                         writes nothing
     =====================================  ====================================================================
 
@@ -130,7 +130,7 @@ def watch(
         path: The record, or a folder for it; by default a new folder ``runs/watch-<time>``.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
             some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.
-        on_finding: Called with each health finding as it is told: an object with ``kind``, ``severity``, ``message``,
+        on_finding: Called with each health finding as it is made: an object with ``kind``, ``severity``, ``message``,
             ``advice``, ``first_step``, ``last_step``, ``params``, ``optimizer`` and ``value``. It runs in a thread of
             its own, on the process of rank 0, at the latest 50 steps or 2 s after the step; what it raises is an event
             in the record. `close` waits up to 10 s for it.

@@ -1,6 +1,6 @@
 """The fields of a record: one table of their types, and the one place where lines are read.
 
-A record may have been cut, edited, joined from two, or damaged, and it may come from somebody else. Whoever reads a
+A record may have been cut, edited, joined from two, or damaged, and it may come from somebody else. The reader of a
 line that `parse_line` returned need not look at types again.
 """
 

@@ -16,8 +16,8 @@ CLOSE_SECONDS = 10.0
 class Alerts:
     """Calls a function with each finding, one after the other, in a thread of its own.
 
-    **Guarantees**: whoever tells a finding never waits for the function; what it raises ends nothing, and is told once;
-    the process ends whether or not the function returns.
+    **Guarantees**: the reporter of a finding never waits for the function; what it raises ends nothing, and is told
+    once; the process ends whether or not the function returns.
 
     **Edge cases**: where no thread can begin any more, because Python is ending, the function is called at once.
 

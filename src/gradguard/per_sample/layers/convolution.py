@@ -80,7 +80,7 @@ class ConvolutionWeight(Recomputed):
     Args:
         module: The convolution.
         inputs: ``[B, k, C, *size]``.
-        grad: Of its output, likewise.
+        grad: The gradient of its output, likewise.
 
     Attributes:
         few_positions: Norms take less time from pairs of positions than from gradients.

@@ -191,7 +191,7 @@ def _rounding(values: Tensor, least: float) -> float:
     where PyTorch allows it, as it does by default inside cuDNN.
 
     Args:
-        values: Of the first run.
+        values: The values of the first run.
         least: Machine epsilon of what was computed in on the way.
     """
     precision = max(torch.finfo(values.dtype).eps, least)

@@ -162,7 +162,7 @@ class LossCheck:
         """Take the samples' own losses for something that the module has returned: their graph is not read.
 
         Args:
-            losses: Of each sample, computed from its own rows.
+            losses: The loss of each sample, computed from its own rows.
             watched: The sample whose loss is looked at: must it depend on its own outputs only? All where the step is
                 verified.
             due: Look at it; else only where it comes from the outputs by other operations than any before.

@@ -121,7 +121,7 @@ def setup_episode(
     Args:
         kind: `NO_OPTIMIZER` or `NO_GRADIENT`.
         i: The step on which it is told.
-        params: Of which parameters.
+        params: The parameters that it is about.
         value: On how many steps it was seen.
         harmless: Whether it may be meant.
     """

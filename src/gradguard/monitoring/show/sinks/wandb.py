@@ -13,7 +13,7 @@ class WandbSink:
 
     In a run of the user's nothing may move the step that their own ``run.log`` counts: wandb drops rows that come for
     a step which is over. So the scalars are added to the row that the user's next ``run.log`` ends, and they cover
-    all steps since the row before. Whoever logs nothing themselves lets gradguard open the run.
+    all steps since the row before. A script that logs nothing itself lets gradguard open the run.
 
     Args:
         run: A ``wandb.Run``, which stays open; None takes the run that is active, or makes one, in the project
