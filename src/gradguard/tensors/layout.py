@@ -21,7 +21,7 @@ _SPARSE_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torc
 def are_readable(*tensors: Tensor) -> bool:
     """Tell whether Python may look at values of ``tensors`` at no cost: on the CPU, and not while tracing."""
     return (
-        all([tensor.is_cpu for tensor in tensors])  # a list: twice as fast as a generator, and this runs each step
+        all([tensor.is_cpu for tensor in tensors])
         and all(kind.__torch_dispatch__ is _ORDINARY for kind in set(map(type, tensors)))
         and not torch.compiler.is_compiling()
     )
