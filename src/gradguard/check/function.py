@@ -190,7 +190,7 @@ class Function:
         for name, output in zip(names, outputs, strict=True):
             refuse_unfit(f"{name} of {name_of(self.fn)}", output, "output")
         named = zip(names, outputs, strict=True)
-        self.outputs = [Slot(name, o.detach(), has_graph=o.requires_grad) for name, o in named]
+        self.outputs = [Slot(n, o.detach().new_empty(()).expand(o.shape), has_graph=o.requires_grad) for n, o in named]
         self.base = joined(outputs)
         self.size = len(self.base)
         """How many real numbers the outputs are."""
