@@ -53,6 +53,17 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def move_state(state: dict[str, Tensor], device: torch.device | str) -> None:
+    """Move the tensors of ``state`` to ``device``, its floating-point ones as `wide_dtype` there.
+
+    Later steps, in whatever mode, may write to their memory.
+    """
+    device = torch.device(device)
+    with torch.inference_mode(False):
+        for name, tensor in state.items():
+            state[name] = tensor.to(device, wide_dtype(device) if tensor.is_floating_point() else tensor.dtype)
+
+
 def public_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Return the dtype of a norm that a user sees: float32, or float64 if any tensor is that wide."""
     wide = {torch.float64, torch.complex128}
