@@ -408,7 +408,8 @@ class Contract:
             moves = [drawn(size.shape, self.generator).to(size.device) * size for size in sizes]
             inputs = [one + moved * move.to(one) for one, move in zip(inputs, moves, strict=True)]
         outputs = self.function.record(inputs)
-        return Run(self.function.backward(outputs, leaves, self.shaped, shapes=shapes), joined(outputs))
+        grads = zip(self.function.gradients(outputs, leaves, self.shaped, keep=False), shapes, strict=True)
+        return Run(joined(grad.to_dense().expand(shape) for grad, shape in grads), joined(outputs))
 
     def _changes(self, slices: list[Tensor], sources: list[int], usual: Run, moved: float) -> list[Tensor] | None:
         """Return how far gradient and values go from the ``usual`` ones where inputs move; None where they cannot."""

@@ -157,13 +157,9 @@ class Function:
         leaves: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
         keep: bool = False,
-        shapes: Sequence[torch.Size] | None = None,
     ) -> Tensor:
-        """Return the gradient of Σ cotangent · output as one vector, of slices repeated to fill ``shapes``."""
-        grads = self.gradients(outputs, leaves, cotangents, keep)
-        if shapes is not None:
-            grads = [grad.to_dense().expand(shape) for grad, shape in zip(grads, shapes, strict=True)]
-        return joined(grads)
+        """Return the gradient of Σ cotangent · output as one vector."""
+        return joined(self.gradients(outputs, leaves, cotangents, keep))
 
     def gradients(
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None], keep: bool
