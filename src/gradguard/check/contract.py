@@ -12,9 +12,9 @@ backwards read memory is left to PyTorch's tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from gradguard.check.function import Function
 from gradguard.check.gradient_report import Finding
 from gradguard.check.layouts import FLAGGED, InputLayout, layouts_of, orders_of
+from gradguard.check.vectors import are_the_same, drawn, joined, largest
 from gradguard.torch_private import each_operation
 
 _REPEATS = 6
@@ -53,8 +54,11 @@ _LARGE = 1e250
 """From here on a product with a cotangent may overflow."""
 
 
-Run = tuple[Tensor, Tensor]
-"""The outputs of a forward, and the gradient."""
+class Run(NamedTuple):
+    """The gradient of a backward, and the outputs of its forward."""
+
+    gradient: Tensor
+    values: Tensor
 
 
 class Contract:
@@ -74,7 +78,7 @@ class Contract:
 
     def __init__(self, function: Function, cotangent: Tensor, generator: torch.Generator, rtol: float = 0.0) -> None:
         self.function, self.generator = function, generator
-        dtypes = {o.dtype.to_real() for o in function.outputs} | {o.value.dtype.to_real() for o in function.inputs}
+        dtypes = (one.dtype for one in [*function.outputs, *function.inputs])
         self.dtype = dtype = max(dtypes, key=lambda d: torch.finfo(d).eps)
         self.relative = max(rtol, _TOLERANCE[dtype] * torch.finfo(dtype).eps)
         self.least = 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
@@ -82,8 +86,6 @@ class Contract:
         self.findings: list[Finding] = []
         self.notes: list[Finding] = []
         self.shaped = function.shaped(cotangent)
-        self.is_odd = True
-        """Whether the gradient of -1 times the cotangent is -1 times its own, bit for bit."""
         self._graph: tuple[list[Tensor], list[Tensor]] = [], []
         """The leaves and outputs of the forward whose backward is looked at."""
 
@@ -96,14 +98,15 @@ class Contract:
     @torch.no_grad()
     def probe_needs(self) -> None:
         """Let only some inputs need a gradient, and look at nothing else."""
-        self._begin()
-        self.first = self._backward()
-        self.usual = _largest(self.first)
+        self._record()
+        self.first, self.usual_values = self._run()
+        self.usual = largest(self.first)
         self._some_needed()
 
     def _probe(self) -> None:
-        self._begin()
-        overwritten = self._take_gradients()
+        self._record()
+        self.usual_values = joined(self._graph[1])
+        is_odd, overwritten = self._take_gradients()
         self.function.keeps_inputs = not self.findings
         if self.findings:
             return
@@ -114,7 +117,7 @@ class Contract:
             wrong = _raised("state", "after another forward", error)
             self.findings.append(replace(wrong, guess=self._stale()))
             return
-        if not _are_the_same(again, self.first):
+        if not are_the_same(again, self.first):
             self._repeat()
         self.findings = self.findings or overwritten
         if self.findings:
@@ -123,7 +126,7 @@ class Contract:
         self._disturbed(calls, again)
         if self.findings:
             return
-        self._scaled()
+        self._scaled(is_odd)
         if self.function.has_own_code:
             self._laid_out()
             self._stride_0()
@@ -135,10 +138,6 @@ class Contract:
             self._other_inputs()
         self._hidden_float32()
 
-    def _begin(self) -> None:
-        self._record()
-        self.usual_values = self._values()
-
     def _record(self, leaves: list[Tensor] | None = None) -> None:
         """Call the function anew, with these leaves or its inputs; the first call is used if nobody has done so."""
         recorded, self.function.recorded = self.function.recorded, None
@@ -148,58 +147,60 @@ class Contract:
             recorded = leaves, self.function.record(leaves)
         self._graph = recorded
 
-    def _values(self) -> Tensor:
-        return self.function.flatten(self._graph[1])
+    def _run(self) -> Run:
+        """Return outputs and gradient of the graph."""
+        return Run(self._backward(), joined(self._graph[1]))
 
     def _backward(self, cotangents: Sequence[Tensor | None] | None = None) -> Tensor:
         leaves, outputs = self._graph
         return self.function.backward(outputs, leaves, self.shaped if cotangents is None else cotangents, keep=True)
 
-    def _take_gradients(self) -> list[Finding]:
-        """Take the gradient: nothing that was given may change. Return what is wrong with those returned first."""
+    def _take_gradients(self) -> tuple[bool, list[Finding]]:
+        """Take the gradient: nothing that was given may change.
+
+        Returns:
+            Whether the gradient of -1 times the cotangent is -1 times its own, bit for bit, and what is wrong with the
+            gradients that the first backward returned.
+        """
         function, fresh, (leaves, outputs) = self.function, [v.clone() for v in self.shaped], self._graph
         given, names = [one.value for one in function.inputs], [one.name for one in function.inputs]
         self._unchanged("the forward overwrites input", names, leaves, given)  # of which the leaves are copies
         returned = function.gradients(outputs, leaves, fresh, keep=True)
-        copies = [None if grad is None else grad.clone() for grad in returned]
-        self.first = function.join(copies)
-        self.usual = _largest(self.first)
+        copies = [grad.clone() for grad in returned]
+        self.first = joined(copies)
+        self.usual = largest(self.first)
         self._unchanged("the backward overwrites input", names, leaves, given)
         self._unchanged("the backward overwrites grad_output of output", range(len(fresh)), fresh, self.shaped)
-        self.is_odd = _are_the_same(-self._backward([-v for v in self.shaped]), self.first)
-        if not (self.is_odd or self.findings):
+        is_odd = are_the_same(-self._backward([-v for v in self.shaped]), self.first)
+        if not (is_odd or self.findings):
             self._repeat()
         message = "a backward overwrites the gradient of {} that the one before has returned"
-        return [
-            Finding("mutation", message.format(name), name)
-            for name, grad, copy in zip(names, returned, copies, strict=True)
-            if grad is not None and copy is not None and not _are_the_same(grad.to_dense(), copy.to_dense())
-        ]
+        changed = _changed(names, [grad.to_dense() for grad in returned], [copy.to_dense() for copy in copies])
+        return is_odd, [Finding("mutation", message.format(name), str(name)) for name in changed]
 
     def _unchanged(self, words: str, names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-        changed = [name for name, a, b in zip(names, now, before, strict=True) if not _are_the_same(a, b)]
-        self.findings += [Finding("mutation", f"{words} {name}") for name in changed]
+        self.findings += [Finding("mutation", f"{words} {name}") for name in _changed(names, now, before)]
 
     def _repeat(self) -> None:
         """Say by how much backward runs of one graph differ: in place of what else was found, if by much."""
         kept = self._graph
         self._record()
-        runs = [self._backward() for _ in range(_REPEATS)]
+        first, *others = [self._backward() for _ in range(_REPEATS)]
         self._graph = kept
-        message = "the same backward, run again, gives something else"
-        for run in runs:
-            found = self._difference("non-determinism", message, run, runs[0])
+        for run in others:
+            found = self._difference(
+                "non-determinism", "the same backward, run again, gives something else", run, first
+            )
             if found is not None:
                 self.findings = [found]
                 return
-        if not self.findings and not all(_are_the_same(run, runs[0]) for run in runs):
-            note = Finding("non-determinism", "equal backward runs differ in the last bits")
-            self.notes += [] if note in self.notes else [note]
+        if not self.findings and not all(are_the_same(run, first) for run in others):
+            self.notes = [Finding("non-determinism", "equal backward runs differ in the last bits")]
 
     def _other_calls(self) -> list[str]:
         """Call the function elsewhere, and with each length shorter by one; say which calls were possible."""
         given = self.function.inputs
-        done = [words for words in ["another forward in between"] if self._call(self._flipped())]
+        done = ["another forward in between"] if self._call(self._flipped()) else []
         arguments = [one.value for one in given if one.is_argument]
         lengths = dict.fromkeys(n for v in arguments for n in v.shape if n > 1)
         tried = {tuple(one.value.shape for one in given)}
@@ -230,7 +231,7 @@ class Contract:
     def _disturbed(self, calls: list[str], again: Tensor) -> None:
         """Compare the outputs of the forward after ``calls``, and the gradient of that before, with the usual ones."""
         words = f"the same inputs after {' and '.join(calls[1:] or calls)}"
-        wrong = self._values_differ("state", self._values(), self.usual_values, words)
+        wrong = self._values_differ("state", words, joined(self._graph[1]))
         if wrong is None:
             wrong = self._difference("state", "another forward in between changes the backward", again, self.first)
             if wrong is not None:
@@ -249,14 +250,15 @@ class Contract:
             others = [one.clone().requires_grad_() for one in self._flipped()]
             between = self.function.record(others)
             found = self._backward()
-            is_last = _are_the_same(found, self.function.backward(between, others, self.shaped, keep=True))
+            is_last = are_the_same(found, self.function.backward(between, others, self.shaped, keep=True))
         except Exception:
             return ""
         return "stale saved tensor: that of the last forward" if is_last else ""
 
-    def _scaled(self) -> None:
+    def _scaled(self, is_odd: bool) -> None:
         """Give grad_outputs with other signs and sizes, and zeros."""
-        for times in ([] if self.is_odd else [-1.0]) + [2.0**power for power in _POWERS[self.dtype]]:
+        factors = [2.0**power for power in _POWERS[self.dtype]]
+        for times in factors if is_odd else [-1.0, *factors]:
             scaled = [v * times for v in self.shaped]
             self._owes("linearity", f"grad_output times {_power(times)}", scaled, self.first * times, times)
         if self.function.has_own_code:
@@ -269,15 +271,15 @@ class Contract:
         for layout in layouts_of(self.shaped):
             if any(part in wrong for part in layout.parts):
                 continue
-            words, may_refuse = layout.words.format("grad_output"), layout is FLAGGED  # to refuse a bit is no fault
             placed = [layout.place(v) for v in self.shaped]
-            if not self._owes("layout", words, placed, self.first, guess=_STRIDED, may_refuse=may_refuse):
+            words = layout.words.format("grad_output")
+            if not self._owes("layout", words, placed, self.first, guess=_STRIDED, may_refuse=layout is FLAGGED):
                 wrong.append(layout)
 
     def _stride_0(self) -> None:
         """Give a grad_output of stride 0, in all dimensions or along one, as sums make it."""
         shaped = self.shaped
-        others = {_ONES: [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in shaped]}
+        others = {_ONES: [v.new_ones(()).expand(v.shape) for v in shaped]}
         for dim in range(max((v.dim() for v in shaped if v.dim() > 1), default=0)):
             rows = [v.narrow(dim, 0, 1).expand(v.shape) if dim < v.dim() and v.numel() else v for v in shaped]
             others[f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"] = rows
@@ -296,17 +298,18 @@ class Contract:
             return [v if i in some else torch.zeros_like(v) if zeros else None for i, v in enumerate(self.shaped)]
 
         singles = {i: self._backward(only(i, zeros=True)) for i in used}
-        largest = max(map(_largest, singles.values())) / max(self.usual, self.least)
+        size = max(map(largest, singles.values())) / max(self.usual, self.least)
         for i in used:
-            if not self._owes("outputs", f"only output {i} used", only(i), singles[i], largest):
+            if not self._owes("outputs", f"only output {i} used", only(i), singles[i], size):
                 return
         words = "the gradients for one output each, zeros for the others, added up"
-        total = torch.stack([*singles.values()]).sum(0)
-        is_right = self._compare("outputs", words, total, self.first, largest)
-        for i in used if is_right and 2 < len(used) <= _FEW_OUTPUTS else ():
+        wrong = self._difference("outputs", words, torch.stack([*singles.values()]).sum(0), self.first, size)
+        if wrong is not None:
+            self.findings.append(wrong)
+        for i in used if wrong is None and 2 < len(used) <= _FEW_OUTPUTS else ():
             others, rest = [j for j in used if j != i], self.first - singles[i]
             for words, zeros in ((f"output {i} unused", False), (f"zeros for output {i}", True)):
-                if not self._owes("outputs", words, only(*others, zeros=zeros), rest, largest):
+                if not self._owes("outputs", words, only(*others, zeros=zeros), rest, size):
                     return
 
     def _other_inputs(self) -> None:
@@ -328,19 +331,17 @@ class Contract:
 
     def _some_needed(self) -> None:
         """Let only some inputs need a gradient."""
-        function = self.function
-        names, count = [one.name for one in function.inputs], len(function.inputs)
+        names, count = [one.name for one in self.function.inputs], len(self.function.inputs)
         if count <= _MOST_SUBSETS:
-            subsets = [{i for i in range(count) if mask >> i & 1} for mask in range(1, 2**count - 1)]
+            subsets = [[i for i in range(count) if mask >> i & 1] for mask in range(1, 2**count - 1)]
         else:
             digits = range((count - 1).bit_length())
-            subsets = [{i for i in range(count) if i >> bit & 1 == digit} for bit in digits for digit in (1, 0)]
+            subsets = [[i for i in range(count) if i >> bit & 1 == digit] for bit in digits for digit in (1, 0)]
         for some in subsets:
-            chosen = [names[i] for i in sorted(some)]
-            shown = ", ".join(chosen[:3]) + (", …" if len(chosen) > 3 else "")
-            words = f"only {shown} need{'s' if len(chosen) == 1 else ''} a gradient"
-            leaves = [leaf if i in some else leaf.detach() for i, leaf in enumerate(function.leaves())]
-            expected = [part * (i in some) for i, part in enumerate(self.first.split(function.sizes))]
+            shown = ", ".join([names[i] for i in some[:3]] + ["…"] * (len(some) > 3))
+            words = f"only {shown} need{'s' if len(some) == 1 else ''} a gradient"
+            leaves = [leaf.requires_grad_(i in some) for i, leaf in enumerate(self.function.leaves())]
+            expected = [part * (i in some) for i, part in enumerate(self.first.split(self.function.sizes))]
             if not self._runs_alike("needs_input_grad", words, leaves, torch.cat(expected)):
                 return
 
@@ -357,25 +358,23 @@ class Contract:
         except Exception:  # it refuses them, or takes a derivative inside
             return True
         try:
-            found = self._values(), self._backward()
+            found = self._run()
         except Exception as error:
-            self.findings += [] if layout is FLAGGED else [_raised(kind, words, error)]
-            return layout is FLAGGED
-        wrong = self._run_differs(kind, words, found, (self.usual_values, expected))
-        if wrong is None or (layout is not None and self._is_rounding(found)):
-            return True
-        self.findings.append(wrong)
-        return False
+            wrong = None if layout is FLAGGED else _raised(kind, words, error)
+        else:
+            wrong = self._run_differs(kind, words, found, Run(expected, self.usual_values))
+            wrong = None if wrong is not None and layout is not None and self._is_rounding(found) else wrong
+        self.findings += filter(None, [wrong])
+        return wrong is None
 
     def _shared_memory(self) -> None:
         """Give one tensor for several inputs, and inputs of stride 0: as if they were copies of it.
 
         Input i is slice ``sources[i]``, repeated to fill its shape.
         """
-        given = self.function.inputs
-        values = [one.value for one in given]
-        same, alike = list(range(len(values))), {}
-        own = [one.is_argument and one.size > 0 for one in given]
+        values, alike = [one.value for one in self.function.inputs], {}
+        same = list(range(len(values)))
+        own = [one.is_argument and one.size > 0 for one in self.function.inputs]
         sources = [alike.setdefault((v.shape, v.dtype), i) if own[i] else i for i, v in enumerate(values)]
         tried = [("one tensor for several inputs", values, sources)] if sources != same else []
         for dim in range(max((v.dim() for v in values), default=0)):
@@ -384,63 +383,60 @@ class Contract:
                 tried.append((f"inputs of stride 0 along dimension {dim}", slices, same))
         for words, slices, sources in tried:
             try:
-                expected = self._of_copies(slices, sources)
-                found = self._of_slices(slices, sources, lambda one: one)
+                expected = self._of_slices(slices, sources, moved=0.0)
+                found = self._of_slices(slices, sources)
             except Exception:  # it refuses them, or the point is outside of the domain
                 continue
             wrong = self._run_differs("layout", words, found, expected)
-            if wrong is not None and self._is_regular(slices, sources, expected, 1 if wrong.input else 0):
+            if wrong is not None and self._is_regular(slices, sources, expected, 0 if wrong.input else 1):
                 self.findings.append(wrong)
                 return
 
-    def _of_slices(self, slices: list[Tensor], sources: list[int], change: Callable[[Tensor], Tensor]) -> Run:
-        """Return outputs and gradient where inputs share memory, after a ``change`` of each."""
+    def _of_slices(self, slices: list[Tensor], sources: list[int], moved: float | None = None) -> Run:
+        """Return outputs and gradient where inputs share memory.
+
+        With ``moved`` inputs are copies instead, moved by so much relative to their size, or to its mean if that is
+        more.
+        """
         shapes = [one.value.shape for one in self.function.inputs]
         leaves = [one.clone().requires_grad_() for one in slices]
-        inputs = [change(leaves[source].expand(shape)) for source, shape in zip(sources, shapes, strict=True)]
+        inputs = [leaves[source].expand(shape) for source, shape in zip(sources, shapes, strict=True)]
+        if moved is not None:
+            inputs = [one.clone(memory_format=torch.contiguous_format) for one in inputs]
+        if moved:
+            sizes = [torch.maximum(one.detach().abs(), one.detach().abs().mean()) for one in inputs]
+            moves = [drawn(size.shape, self.generator).to(size.device) * size for size in sizes]
+            inputs = [one + moved * move.to(one) for one, move in zip(inputs, moves, strict=True)]
         outputs = self.function.record(inputs)
-        gradient = self.function.backward(outputs, leaves, self.shaped, shapes=shapes)
-        return self.function.flatten(outputs), gradient
-
-    def _of_copies(self, slices: list[Tensor], sources: list[int], moved: float = 0.0) -> Run:
-        """Return outputs and gradient for copies, ``moved`` relative to their size, or to its mean if that is more."""
-
-        def copy(one: Tensor) -> Tensor:
-            copied, size = one.clone(memory_format=torch.contiguous_format), one.detach().abs()
-            if not moved:
-                return copied
-            drawn = torch.rand(one.shape, generator=self.generator, dtype=torch.float64, device="cpu")
-            return copied + moved * ((drawn.to(one.device) * 2 - 1) * torch.maximum(size, size.mean())).to(one)
-
-        return self._of_slices(slices, sources, copy)
+        grads = zip(self.function.gradients(outputs, leaves, self.shaped, keep=False), shapes, strict=True)
+        return Run(joined(grad.to_dense().expand(shape) for grad, shape in grads), joined(outputs))
 
     def _changes(self, slices: list[Tensor], sources: list[int], usual: Run, moved: float) -> list[Tensor] | None:
-        """Return how far values and gradient go from the ``usual`` ones where inputs move; None where they cannot."""
-        largest = [torch.zeros_like(one) for one in usual]
+        """Return how far gradient and values go from the ``usual`` ones where inputs move; None where they cannot."""
+        most = [torch.zeros_like(one) for one in usual]
         for _ in range(_ROUNDED_TIMES):
             try:
-                found = self._of_copies(slices, sources, moved)
+                found = self._of_slices(slices, sources, moved)
             except Exception:
                 return None
-            if found[0].shape != usual[0].shape:
+            if (off := _apart(found, usual)) is None:
                 return None
-            changes = [(one - other).abs() for one, other in zip(found, usual, strict=True)]
-            largest = list(map(torch.maximum, largest, changes))
-        return largest
+            most = list(map(torch.maximum, most, off))
+        return most
 
     def _is_regular(self, slices: list[Tensor], sources: list[int], expected: Run, which: int) -> bool:
-        """Tell whether values (0) or gradient (1) are finite where inputs are alike, and nearly the same nearby."""
+        """Tell whether gradient (0) or values (1) are finite where inputs are alike, and nearly the same nearby."""
         moved, share = _NEARBY[self.dtype]
         changes = self._changes(slices, sources, expected, moved)
         return changes is not None and bool((changes[which] <= share * expected[which].abs().max()).all())
 
     def _is_rounding(self, found: Run) -> bool:
         """Whether a run is off by what inputs rounded otherwise change: sums in another order."""
-        values, usual = [one.value for one in self.function.inputs], (self.usual_values, self.first)
+        values, usual = [one.value for one in self.function.inputs], Run(self.first, self.usual_values)
         changes = self._changes(values, list(range(len(values))), usual, torch.finfo(self.dtype).eps)
-        if changes is None or found[0].shape != usual[0].shape:
+        off = _apart(found, usual)
+        if changes is None or off is None:
             return False
-        off = [(one - other).abs() for one, other in zip(found, usual, strict=True)]
         noise = [one.nan_to_num(0.0) for one in changes]
         return all(bool((o <= _ROUNDING * (n + n.mean())).all()) for o, n in zip(off, noise, strict=True))
 
@@ -457,25 +453,23 @@ class Contract:
 
     def _hidden_float32(self) -> None:
         """In float64 some bits of a gradient are beyond float32, unless it was computed in that."""
-        dtypes = [*(one.value.dtype for one in self.function.inputs), *(o.dtype for o in self.function.outputs)]
-        if self.dtype is not torch.float64 or not all(d in (torch.float64, torch.complex128) for d in dtypes):
-            return
         telling = int((self.first.bfloat16().double() != self.first).sum())  # of few bits is a constant, or rounding
-        if telling >= 4 and torch.equal(self.first.float().double(), self.first):
+        if self.dtype is torch.float64 and telling >= 4 and torch.equal(self.first.float().double(), self.first):
             message = "all gradients are float32 numbers although inputs and outputs are float64"
             self.findings.append(Finding("precision", message, guess="float32 inside the backward"))
 
     def _run_differs(self, kind: str, words: str, found: Run, expected: Run) -> Finding | None:
         """Compare the outputs, then the gradients, of two runs that should agree."""
         guess = f"only for {words}" if kind == "layout" else ""
-        wrong = self._values_differ(kind, found[0], expected[0], words)
-        return wrong or self._difference(kind, words, found[1], expected[1], guess=guess)
+        wrong = self._values_differ(kind, words, found.values, expected.values)
+        return wrong or self._difference(kind, words, found.gradient, expected.gradient, guess=guess)
 
-    def _values_differ(self, kind: str, found: Tensor, expected: Tensor, words: str) -> Finding | None:
-        """Compare outputs."""
+    def _values_differ(self, kind: str, words: str, found: Tensor, expected: Tensor | None = None) -> Finding | None:
+        """Compare outputs, with the usual ones if no others are ``expected``."""
+        expected = self.usual_values if expected is None else expected
         if found.shape != expected.shape:
             return Finding(kind, f"the forward gives {len(found)} numbers in place of {len(expected)} for {words}")
-        wrong = self._worst(found, expected, _largest(self.usual_values))
+        wrong = self._worst(found, expected, largest(self.usual_values))
         return None if wrong is None else Finding(kind, f"the forward gives {wrong[1]} for {words}")
 
     def _owes(
@@ -484,31 +478,23 @@ class Contract:
         words: str,
         cotangents: Sequence[Tensor | None],
         expected: Tensor,
-        cotangent: float = 1,
+        size: float = 1,
         *,
         guess: str = "",
         may_refuse: bool = False,
     ) -> bool:
         """Run the backward for ``cotangents``, and note what is wrong with the gradient; tell whether nothing is."""
         try:
-            found = self._backward(cotangents)
+            wrong = self._difference(kind, words, self._backward(cotangents), expected, size, guess)
         except Exception as error:
-            self.findings += [] if may_refuse else [_raised(kind, words, error)]
-            return may_refuse
-        return self._compare(kind, words, found, expected, cotangent, guess)
-
-    def _compare(
-        self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1, guess: str = ""
-    ) -> bool:
-        """Note what is wrong where two gradients should agree; tell whether they do."""
-        wrong = self._difference(kind, message, found, expected, cotangent, guess)
+            wrong = None if may_refuse else _raised(kind, words, error)
         self.findings += filter(None, [wrong])
         return wrong is None
 
     def _difference(
-        self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1, guess: str = ""
+        self, kind: str, message: str, found: Tensor, expected: Tensor, size: float = 1, guess: str = ""
     ) -> Finding | None:
-        """Compare two gradients that should agree, for cotangents of a size relative to the usual one.
+        """Compare two gradients that should agree, for cotangents of a ``size`` relative to the usual one.
 
         Under a cotangent of ones the sums of a normalization cancel: in half precision what remains is measured by the
         largest element of the usual gradient.
@@ -516,13 +502,12 @@ class Contract:
         Returns:
             The finding; None if the gradients agree.
         """
-        largest = max(abs(cotangent) * self.usual, _largest(found), _largest(expected))
+        most = max(abs(size) * self.usual, largest(found), largest(expected))
         small = 1e-2 if self.dtype in _NEARBY else 1.0 if message == _ONES else 0.2
-        wrong = self._worst(found, expected, small * largest)
+        wrong = self._worst(found, expected, small * most)
         if wrong is None:
             return None
-        name, index = self.function.name_of(wrong[0])
-        return Finding(kind, f"{message}: {wrong[1]}", name, index, guess=guess)
+        return Finding(kind, f"{message}: {wrong[1]}", *self.function.name_of(wrong[0]), guess=guess)
 
     def _worst(self, found: Tensor, expected: Tensor, size: float) -> tuple[int, str] | None:
         """Return the place of the element that differs most, and words for it; None if all agree.
@@ -545,17 +530,16 @@ def _raised(kind: str, words: str, error: Exception) -> Finding:
     return Finding(kind, f"{words}: the backward raises {type(error).__name__}: {error}")
 
 
-def _largest(values: Tensor) -> float:
-    """Return the largest finite |x|."""
-    return float(values.abs().nan_to_num_(0.0, 0.0).max()) if values.numel() else 0.0
+def _changed(names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> list[object]:
+    """Return the names of tensors that are no longer what they were."""
+    return [name for name, one, other in zip(names, now, before, strict=True) if not are_the_same(one, other)]
 
 
-def _are_the_same(first: Tensor, second: Tensor) -> bool:
-    """Compare bit for bit, NaN equal to itself."""
-    if torch.equal(first, second):
-        return True
-    one, other = (torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in (first, second))
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+def _apart(found: Run, other: Run) -> list[Tensor] | None:
+    """Return how far two runs are apart; None where they have other numbers of outputs."""
+    if found.values.shape != other.values.shape:
+        return None
+    return [(one - two).abs() for one, two in zip(found, other, strict=True)]
 
 
 def _power(factor: float) -> str:

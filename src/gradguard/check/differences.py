@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.function import Function
+from gradguard.check.vectors import are_finite, clear_of_zero, mean_size, norm, numbers
 
 STEPS = tuple(1e-3 / 2**k for k in (0, 1, 2, 3)) + tuple(1e-3 / 8 / 4**k for k in range(1, 9))
 LOW_STEPS = tuple(6e-2 / 2**k for k in range(10))
@@ -29,9 +30,6 @@ _FEW = 10_000
 
 _AMPLIFIED = 1.5
 """So many times the rounding at a step is in what is extrapolated from it and from twice that step."""
-
-_UNDERFLOWS = 1e-140
-"""At a 2-norm below this, squares of elements have lost digits."""
 
 MULTIPLE = 4.0
 RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
@@ -66,16 +64,20 @@ class Limit(NamedTuple):
     """The part of ``bar`` that is due to rounding."""
 
 
+NOTHING = Limit(math.nan, math.inf, math.nan, math.nan)
+"""The limit where there is none."""
+
+
 class Differences:
     """The function at its point, a cotangent, and the gradient that is checked."""
 
     def __init__(self, function: Function, cotangent: Tensor, gradient: Tensor, rtol: float = 0.0) -> None:
         self.function, self.base, self.cotangent, self.gradient = function, function.base, cotangent, gradient
         self.point = function.point
-        outputs = {o.dtype.to_real() for o in function.outputs}
+        outputs = {one.dtype for one in function.outputs}
         self.rtol = rtol
         self.relative = max(rtol, *(RELATIVE[dtype] for dtype in outputs))
-        self.input_eps = max(torch.finfo(one.value.dtype).eps for one in function.inputs)
+        self.input_eps = max(torch.finfo(one.dtype).eps for one in function.inputs)
         self.coarsest = max(self.input_eps, *(torch.finfo(dtype).eps for dtype in outputs))
         self.is_low = self.coarsest > 1e-10
         self.noise, self.has_noise = self.rounding, False
@@ -168,27 +170,28 @@ class Differences:
             if _are_settled(limits, enough):
                 break
         largest = max(map(abs, central[:2]), default=0.0)
-        best = min(limits, key=_bar, default=Limit(0.0, math.inf, 0.0, 0.0))
+        best = min(limits, key=_bar, default=NOTHING._replace(value=0.0))
         return Disagreement(best.value, best.bar, scale, max(scale, largest))
 
     def _add_central(
         self, direction: Tensor, steps: Sequence[float], taken: list[float], central: list[float]
     ) -> Tensor:
         """Add the disagreement at each of ``steps`` where all is finite; return which outputs these move."""
-        sizes = torch.tensor(steps, dtype=torch.float64, device="cpu")[:, None]
-        offsets = sizes * direction
-        above = self.function.rounded(self.point + offsets)
-        values = self.function.values_at(above)
-        below = self.function.rounded(offsets.neg_().add_(self.point))
-        change = self.usable_part(values.sub_(self.function.values_at(below)))
-        gone = above.sub_(below)
+        gone, change = self.central(numbers(steps)[:, None] * direction)
         if not self.has_finite_point:
             gone = torch.where(direction != 0, gone, 0.0)
         found = (change @ self.cotangent - gone @ self.gradient).tolist()
-        finite = [i for i, one in enumerate(found) if math.isfinite(one)]
-        taken += [steps[i] for i in finite]
-        central += [found[i] / (2 * steps[i]) for i in finite]
-        return (change if len(finite) == len(steps) else change[finite]).any(dim=0)
+        usable = [i for i, one in enumerate(found) if math.isfinite(one)]
+        taken += [steps[i] for i in usable]
+        central += [found[i] / (2 * steps[i]) for i in usable]
+        return change[usable].any(dim=0)
+
+    def central(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how far the point and the outputs move from below the point to above it, by each of ``offsets``."""
+        above = self.function.rounded(self.point + offsets)
+        values = self.function.values_at(above)
+        below = self.function.rounded(self.point - offsets)
+        return above.sub_(below), self.usable_part(values.sub_(self.function.values_at(below)))
 
     def rounding_of(self, moved: Tensor) -> float:
         """Return how far off cotangent · outputs may be by rounding, from the outputs that move along a direction.
@@ -202,8 +205,8 @@ class Differences:
     @property
     def negligible(self) -> float:
         """The size below which cotangent · change, for relative changes of the inputs, is rounding alone."""
-        few, finite = min(1e3, 1e-3 / self.coarsest), torch.where(self.usable, self.rounding, 0.0)
-        return 2 * few * float(self.cotangent.abs().dot(finite))
+        few = min(1e3, 1e-3 / self.coarsest)
+        return 2 * few * float(self.cotangent.abs().dot(torch.where(self.usable, self.rounding, 0.0)))
 
     def usable_part(self, change: Tensor) -> Tensor:
         """Return changes of the outputs, 0 for those that are not finite at the point."""
@@ -249,32 +252,9 @@ def directions(function: Function, generator: torch.Generator) -> Iterator[Tenso
 
 
 def _direction(point: Tensor, lengths: list[int], keeps_zeros: bool, generator: torch.Generator) -> Tensor:
-    found = torch.rand(point.shape, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
-    found.add_(found.sign(), alpha=0.5)
+    found = clear_of_zero(point.shape, generator)
     for part, own in zip(point.split(lengths), found.split(lengths), strict=True):
         mean, sizes = mean_size(part), part.abs()
         sizes = sizes if are_finite(sizes) else torch.where(sizes.isfinite(), sizes, 0.0)
         own *= torch.where(sizes == 0, mean, sizes) if keeps_zeros else torch.maximum(sizes, mean, out=sizes)
     return found
-
-
-def norm(vector: Tensor) -> float:
-    """Return the 2-norm, however large or small the elements are."""
-    plain = float(torch.linalg.vector_norm(vector))
-    if _UNDERFLOWS < plain < math.inf or not vector.numel():
-        return plain
-    largest = float(torch.linalg.vector_norm(vector, torch.inf))
-    return largest * float((vector / largest).norm()) if 0 < largest < math.inf else plain
-
-
-def are_finite(values: Tensor) -> bool:
-    """Tell whether all of ``values`` are finite: their sum is quick, and may only overflow."""
-    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
-
-
-def mean_size(part: Tensor) -> Tensor:
-    """Return the mean of the finite |x|, 1 if that is 0."""
-    sizes = part.abs()
-    sizes = sizes if are_finite(sizes) else sizes[sizes.isfinite()]
-    mean = sizes.mean() if sizes.numel() else torch.zeros((), dtype=torch.float64, device="cpu")
-    return torch.where(mean > 0, mean, 1.0)

@@ -10,11 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import LOW_STEPS, Differences, Limit, extrapolated, norm
+from gradguard.check.differences import LOW_STEPS, NOTHING, Differences, Limit, extrapolated
+from gradguard.check.vectors import finite, norm, numbers
 
 _DECADES = 11
 _MOST_STEPS = 40
@@ -35,9 +37,7 @@ class ElementVerdict:
     kind: str
     is_wrong: bool
     analytical: float
-    numerical: float
-    bar: float
-    step: float
+    numerical: Limit
     low: float = math.nan
     high: float = math.nan
 
@@ -57,8 +57,9 @@ class _StepSize:
     """The rounding that the dtype of the outputs implies: the least that ``rounding`` can be."""
 
     @property
-    def central(self) -> float:
-        return (self.above + self.below) / 2
+    def central(self) -> Limit:
+        """The derivative from both sides, as it is at this step."""
+        return Limit((self.above + self.below) / 2, self.rounding, self.size, self.rounding)
 
 
 def examine(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> ElementVerdict:
@@ -68,32 +69,31 @@ def examine(differences: Differences, direction: Tensor, sizes: Sequence[float])
     value = float((own * direction[moved]).sum()) if bool(own.isfinite().all()) else float(own.sum())
     nothing = differences.negligible / max(sizes)
     steps = _steps(differences, direction, sizes)
-    return diagnose(value, steps, differences.relative, typical_size(differences), nothing)
+    kind, is_wrong, *shown = _diagnosis(value, steps, differences.relative, typical_size(differences), nothing)
+    return ElementVerdict(kind, is_wrong, value, *shown)
 
 
-def diagnose(
-    analytical: float, steps: list[_StepSize], relative: float, typical: float, nothing: float = 0.0
-) -> ElementVerdict:
-    """Return what the one-sided derivatives say of ``analytical``.
+def _diagnosis(
+    analytical: float, steps: list[_StepSize], relative: float, typical: float, nothing: float
+) -> tuple[Any, ...]:
+    """Return kind, fault, derivative and subgradients, as `ElementVerdict` has them.
 
     ``typical`` is the size that a derivative of this function usually has: bars far below it are no lack of power.
     Below ``nothing`` all derivatives are rounding.
     """
     two_sided = [s for s in steps if math.isfinite(s.above) and math.isfinite(s.below)]
     if analytical == typical == 0 and two_sided and all(_is_level(s, relative) for s in two_sided):
-        best = min(two_sided, key=lambda s: s.rounding)
-        return ElementVerdict("ok", False, 0.0, best.central, best.rounding, best.size)
-    typical = max([typical, *(abs(s.central) for s in two_sided)])
+        return "ok", False, min((s.central for s in two_sided), key=lambda one: one.bar)
+    typical = max([typical, *(abs(s.central.value) for s in two_sided)])
     kind, series, order = _usable_side(steps, two_sided)
     limits = extrapolated(series, order)
     if not limits:
-        return ElementVerdict(kind, False, analytical, math.nan, math.inf, math.nan)
+        return kind, False, NOTHING
     candidates = _candidates(limits)
     for one in candidates:
         if _agrees(analytical, one, relative, typical, nothing):
-            return ElementVerdict(kind, False, analytical, one.value, one.bar, one.step)
+            return kind, False, one
     chosen = candidates[-1]
-    as_chosen = (analytical, chosen.value, chosen.bar, chosen.step)
     decisive = chosen.bar < _DECISIVE * max(abs(chosen.value), abs(analytical))
     kink = _kink(two_sided) if kind == "ok" else []
     if kink and decisive and chosen.step < min(s.size for s in kink):
@@ -102,21 +102,19 @@ def diagnose(
     if between is not None:
         slack = 5 * between.rounding + relative * max(abs(between.low), abs(between.high), abs(analytical))
         if between.low - slack <= analytical <= between.high + slack:
-            return _at_kink(analytical, between, is_wrong=False)
+            return "kink", False, between.central, between.low, between.high
     if _grows(series) and not abs(analytical) <= abs(chosen.value):
-        return ElementVerdict("singular", False, *as_chosen)
+        return "singular", False, chosen
     if not math.isfinite(analytical):
-        has_derivative = kink or chosen.bar < 1e-2 * max(abs(chosen.value), typical)
-        return (
-            ElementVerdict("nan", True, *as_chosen) if has_derivative else ElementVerdict("singular", False, *as_chosen)
-        )
+        has_derivative = bool(kink) or chosen.bar < 1e-2 * max(abs(chosen.value), typical)
+        return "nan" if has_derivative else "singular", has_derivative, chosen
     if abs(analytical) <= nothing and _is_constant(two_sided, chosen.value):
-        return ElementVerdict("jump", False, analytical, 0.0, chosen.bar, chosen.step)
+        return "jump", False, chosen._replace(value=0.0)
     if between is not None:
-        return _at_kink(analytical, between, is_wrong=True)
+        return "kink", True, between.central, between.low, between.high
     if decisive and abs(chosen.value - analytical) > 5 * chosen.bar and not _wavers(limits, chosen, analytical):
-        return ElementVerdict("mismatch", True, *as_chosen)
-    return ElementVerdict("undecided", False, *as_chosen)
+        return "mismatch", True, chosen
+    return "undecided", False, chosen
 
 
 def _usable_side(
@@ -130,7 +128,7 @@ def _usable_side(
     if jumps_above and jumps_below:
         return "jump", [], 1
     if not jumps_above and not jumps_below and len(two_sided) >= 3:
-        return "ok", [(s.size, s.central, s.rounding) for s in two_sided], 2
+        return "ok", [(s.size, s.central.value, s.rounding) for s in two_sided], 2
     side = "below" if jumps_above or _count(steps, "below") > _count(steps, "above") else "above"
     series = [(s.size, getattr(s, side), s.rounding) for s in steps if math.isfinite(getattr(s, side))]
     return "jump" if jumps_above or jumps_below else "singular", series, 1
@@ -139,7 +137,7 @@ def _usable_side(
 def _is_level(step: _StepSize, relative: float) -> bool:
     """Whether a function rises by as much on both sides, but for rounding: at a minimum, such as that of a loss."""
     slope = max(abs(step.above), abs(step.below))
-    return abs(step.central) <= max(_FEW_ROUNDINGS * step.rounding, relative * slope)
+    return abs(step.central.value) <= max(_FEW_ROUNDINGS * step.rounding, relative * slope)
 
 
 def _agrees(analytical: float, limit: Limit, relative: float, typical: float, nothing: float) -> bool:
@@ -149,10 +147,6 @@ def _agrees(analytical: float, limit: Limit, relative: float, typical: float, no
     decisive = limit.bar < _DECISIVE * largest or limit.bar <= LITTLE_OF_TYPICAL * typical
     off = abs(limit.value - analytical)
     return math.isfinite(analytical) and decisive and off <= 5 * limit.bar + relative * largest
-
-
-def _at_kink(analytical: float, s: _StepSize, is_wrong: bool) -> ElementVerdict:
-    return ElementVerdict("kink", is_wrong, analytical, s.central, s.rounding, s.size, s.low, s.high)
 
 
 def typical_size(differences: Differences) -> float:
@@ -168,7 +162,7 @@ def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) 
     chosen = _chosen_sizes(differences, float(point[own].abs().max()), sizes)
     together = max(1, len(chosen)) if differences.are_few else 1
     for start in range(0, len(chosen), together):
-        block = torch.tensor(chosen[start : start + together], dtype=torch.float64, device="cpu")[:, None]
+        block = numbers(chosen[start : start + together])[:, None]
         above, below = function.rounded(point + block * direction), function.rounded(point - block * direction)
         up, down = _lengths(above - point, direction, own), _lengths(point - below, direction, own)
         taken = ((up > 0) & (down > 0))[:, 0]
@@ -185,9 +179,9 @@ def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) 
         found += torch.cat([block[taken], *sums, torch.minimum(up, down)], dim=1).tolist()
         moved |= (((rise != 0) & rise.isfinite()) | ((fall != 0) & fall.isfinite())).any(dim=0)
     shares = differences.cotangent.abs() * moved
-    floor = float(shares @ differences.rounding.nan_to_num(0.0, 0.0, 0.0))
+    floor = float(shares @ finite(differences.rounding))
     each = torch.maximum(differences.noise, torch.maximum(*(quantum.size() for quantum in quanta)))
-    noise = float(shares @ each.nan_to_num(0.0, 0.0, 0.0))
+    noise = float(shares @ finite(each))
     return [
         _StepSize(size, above, below, low, high, noise / length, floor / length)
         for size, above, below, low, high, length in found
@@ -214,7 +208,7 @@ class _Quantum:
 
     def see(self, changes: Tensor) -> None:
         """Take in what steps do, the largest step first, one in each row."""
-        sizes = changes.abs().nan_to_num(0.0, 0.0, 0.0)
+        sizes = finite(changes).abs()
         before = torch.cat([self.most[None], sizes]).cummax(dim=0).values
         self.stuck |= ((sizes == 0) & (before[:-1] > 0)).any(dim=0)
         self.least = torch.minimum(self.least, torch.where(sizes > 0, sizes, torch.inf).amin(dim=0))

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import STEPS, Differences, directions, norm
+from gradguard.check.differences import STEPS, Differences, directions
 from gradguard.check.function import Function
 from gradguard.check.gradient_report import Finding
+from gradguard.check.vectors import norm, numbers, zeros
 
 if TYPE_CHECKING:
     from gradguard.check.search import Search
@@ -83,13 +84,12 @@ def _all_groups(differences: Differences) -> Iterator[Group]:
 
 def _compare(differences: Differences, group: Group) -> tuple[Tensor, Tensor] | None:
     """Return disagreement and bar for the elements of a group, None if an output moved that belongs to none of them."""
-    function, point = differences.function, differences.point
-    offsets = torch.zeros(len(_LADDER), len(point), dtype=torch.float64, device="cpu")
+    point = differences.point
+    offsets = zeros(len(_LADDER), len(point))
     sizes = point[group.elements].abs().clamp(min=differences.mean)
-    offsets[:, group.elements] = torch.tensor(_LADDER, dtype=torch.float64, device="cpu")[:, None] * sizes
-    above, below = function.rounded(point + offsets), function.rounded(point - offsets)
-    taken = (above - below)[:, group.elements]
-    changes = differences.usable_part(function.values_at(above) - function.values_at(below))
+    offsets[:, group.elements] = numbers(_LADDER)[:, None] * sizes
+    moved, changes = differences.central(offsets)
+    taken = moved[:, group.elements]
     noise = differences.cotangent.abs() * torch.where((changes != 0).any(dim=0), differences.noise, 0.0)
     rows = [_credited(row, group) for row in (*(differences.cotangent * changes).unbind(), noise)]
     credits = [row for row in rows if row is not None]

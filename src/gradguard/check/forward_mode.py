@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradguard.check.differences import Differences, Disagreement
-from gradguard.check.function import element_of
 from gradguard.check.gradient_report import Finding
+from gradguard.check.vectors import element_of, joined
 
 ForwardMode = Literal["agrees", "wrong", "not defined", "not checked"]
 
@@ -44,7 +44,7 @@ def check_forward_mode(
             if any(o.tangent is None and own.has_graph for o, own in pairs):  # lost on the way, without a word
                 return "not defined", None
             parts = [torch.zeros_like(o.primal) if o.tangent is None else o.tangent for o in outputs]
-            found = function.flatten([part.resolve_conj().resolve_neg() for part in parts]).clone()
+            found = joined([part.resolve_neg() for part in parts])
     except NotImplementedError:
         return "not defined", None
     except Exception as error:
@@ -62,10 +62,10 @@ def check_forward_mode(
 def _worst(differences: Differences, direction: Tensor, found: Tensor) -> Finding:
     """Return the output whose derivative is furthest from the numerical one."""
     function, step = differences.function, _LOW_STEP if differences.is_low else _STEP
-    above, below = (function.values(differences.point + h * direction) for h in (step, -step))
-    numerical = differences.usable_part(above - below) / (2 * step) * function.with_graph()
+    _, change = differences.central(step * direction[None])
+    numerical = change[0] / (2 * step) * function.with_graph()
     position = int((found * function.with_graph() - numerical).abs().nan_to_num(torch.inf).argmax())
     values = float(found[position]), float(numerical[position])
     message = "the derivative along a random direction in forward mode (jvp) is another one"
-    place = element_of([(one.name, one) for one in function.outputs], position)
+    place = element_of(function.outputs, position)
     return Finding("forward mode", message, *place, *values)

@@ -22,6 +22,7 @@ from gradguard.check.precision import Conditioning, coarseness_of, compare_backe
 from gradguard.check.search import Search
 from gradguard.check.second_order import GradientOf
 from gradguard.check.sizes import with_other_sizes
+from gradguard.check.vectors import clear_of_zero, joined, largest
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states, numpy_bits, restore_generators
 from gradguard.tensors.matmul_precision import full_float32
@@ -280,7 +281,7 @@ class _Check:
             self._learn(exact)
         except Exception:
             exact.outputs = []
-        if exact.outputs and all(WIDE[o.dtype] is o.dtype for o in exact.outputs):
+        if exact.outputs and all(one.dtype is torch.float64 for one in exact.outputs):
             return exact
         exact.state.restore()
         self.functions.remove(exact)
@@ -312,7 +313,7 @@ class _Check:
         Raises:
             InvalidValueError: If they have other inputs or outputs, or other values.
         """
-        shapes = [[tuple(o.shape) for o in f.outputs] for f in (exact, low)]
+        shapes = [[tuple(one.value.shape) for one in f.outputs] for f in (exact, low)]
         given = [[tuple(one.value.shape) for one in f.inputs] for f in (exact, low)]
         if shapes[0] != shapes[1] or given[0] != given[1]:
             raise InvalidValueError(
@@ -323,9 +324,7 @@ class _Check:
         eps = max(torch.finfo(o.dtype).eps for o in low.outputs)
         found, expected = low.values(low.point), exact.values(low.point)
         low.base = found  # from random numbers that are now the same
-        off = (found - expected).abs().nan_to_num(0.0, 0.0, 0.0)
-        largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax() if expected.numel() else 0.0
-        if bool((off <= 100 * eps**0.5 * largest).all()):
+        if largest(found - expected) <= 100 * eps**0.5 * largest(expected):
             return True
         if exact.state.generators is not None:
             self.notes.append(Finding("random", f"{name} draws other random numbers in float64, and was not compared"))
@@ -381,10 +380,9 @@ class _Check:
 
     def _cotangent(self, function: Function) -> Tensor:
         """Return a random one, of elements between 0.5 and 1.5 in size: each output counts."""
-        drawn = torch.rand(function.size, generator=self.generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
-        drawn.add_(drawn.sign(), alpha=0.5)
+        drawn = clear_of_zero([function.size], self.generator)
         drawn.masked_fill_(~(function.base.isfinite() & function.with_graph()), 0.0)
-        return function.flatten(function.shaped(drawn))
+        return joined(function.shaped(drawn))
 
     def _search(self, function: Function, taken: tuple[Tensor, Tensor], exhaustive: bool, what: str = "") -> None:
         differences = Differences(function, *taken, self.rtol)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.gradient_report import Finding, digits_apart
+from gradguard.check.vectors import signs
 
 if TYPE_CHECKING:
     from gradguard.check.search import Search
@@ -50,20 +51,19 @@ def _ratio(one: Finding) -> str:
 
 
 def _alone(search: Search, one: Finding) -> str:
-    elements = len(search.differences.function.range_of(one.input))
+    elements = len(search.differences.function.ranges[one.input])
     return f"only 1 of {elements} elements" if elements > 1 else ""
 
 
 def _where(search: Search, one: Finding) -> str:
     """Return which rows, columns or signs are wrong, if not all are."""
     differences = search.differences
-    own = differences.function.range_of(one.input)
+    own = differences.function.ranges[one.input]
     value = next(i.value for i in differences.function.inputs if i.name == one.input)
     if value.is_complex() or value.numel() < 2:
         return ""
     point = differences.point[own.start : own.stop]
-    signs = torch.randint(0, 2, point.shape, generator=search.generator, dtype=torch.float64, device="cpu") * 2 - 1
-    sizes = torch.where(point == 0, torch.ones((), device="cpu"), point.abs()) * signs
+    sizes = torch.where(point == 0, 1.0, point.abs()) * signs(point.shape, search.generator)
 
     def is_wrong(mask: Tensor) -> bool:
         direction = torch.zeros_like(differences.point)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import Differences, mean_size
+from gradguard.check.differences import Differences
+from gradguard.check.vectors import finite, mean_size, normal
 
 _RAYS = 64
 _DISTANCES, _STEP = (1e-5, 1e-6, 1e-7), 1e-2
@@ -69,7 +70,7 @@ def _limits(differences: Differences, direction: Tensor, generator: torch.Genera
     size = torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)
     moved = direction != 0
     unit = direction / float((direction[moved].abs() / size[moved]).max())
-    rays = torch.randn((_RAYS, *size.shape), generator=generator, dtype=torch.float64, device="cpu")
+    rays = normal((_RAYS, *size.shape), generator)
     rays = size * torch.cat([rays, _apart(differences, generator.clone_state())])
     rates = []
     whole = 2 * relative * (unit @ direction) / (direction @ direction)
@@ -97,5 +98,5 @@ def _apart(differences: Differences, generator: torch.Generator) -> Tensor:
     rising = torch.linspace(0.5, 1.5, function.size, dtype=torch.float64, device="cpu") * function.with_graph()
     order = torch.randperm(function.size, generator=generator, device="cpu")
     moves = torch.stack([function.gradient(None, one) for one in (rising, rising.flip(0), rising[order])])
-    moves = moves.nan_to_num(0.0, 0.0, 0.0)
+    moves = finite(moves)
     return moves / moves.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradguard.check.function import Function
 from gradguard.check.gradient_report import Finding, Power
 from gradguard.check.rounding import Scatter
+from gradguard.check.vectors import finite, joined, largest, normal, signs, zeros
 
 _PERTURBATIONS = 8
 _UNITS = 20.0
@@ -41,18 +42,17 @@ class Conditioning:
         looks_inside: bool | None = None,
     ) -> None:
         self.exact, self.low = exact, low
-        dtypes = [o.dtype for o in low.outputs] + [one.value.dtype for one in low.inputs]
-        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        coarsest = max((one.value.dtype for one in [*low.outputs, *low.inputs]), key=lambda d: torch.finfo(d).eps)
         self.dtype, self.eps = str(coarsest).removeprefix("torch."), torch.finfo(coarsest).eps
-        drawn = torch.randn(exact.size, generator=generator, dtype=torch.float64, device="cpu")
+        drawn = normal([exact.size], generator)
         usable = torch.isfinite(exact.values(low.point))
-        self.cotangent = low.flatten(low.shaped(torch.where(usable, drawn, 0.0)))
+        self.cotangent = joined(low.shaped(torch.where(usable, drawn, 0.0)))
         self.gradient = exact.gradient(low.point, self.cotangent)
-        self._finite = self.gradient.nan_to_num(0.0, 0.0, 0.0)
+        self._finite = finite(self.gradient)
         looks_inside = self.eps > _HALF if looks_inside is None else looks_inside
         scatter = Scatter(exact, low.point, self.cotangent, coarsest, generator) if looks_inside else None
         if scatter is not None and scatter.is_seen:
-            off = (scatter.gradients - self.gradient).nan_to_num(0.0, 0.0, 0.0)
+            off = finite(scatter.gradients - self.gradient)
             self.unit = off.square().mean(0).sqrt() + self.eps / _DEVIATIONS * self._finite.abs()
             self.units, self.what = _DEVIATIONS, "standard deviations of rounding"
             self.in_all = [
@@ -115,20 +115,20 @@ class Conditioning:
     def _allow_for_values(self) -> bool:
         # By a share: a gradient element may be off by some times the same share of the largest of its input.
         found, expected = self.low.values(self.low.point), self.exact.values(self.low.point)
-        off, size = (one.nan_to_num(0.0, 0.0, 0.0) for one in (found - expected, expected))
-        coarse = float(off.norm(torch.inf) / size.norm(torch.inf)) if size.any() else 0.0
+        size = largest(expected)
+        coarse = largest(found - expected) / size if size else 0.0
         if self.eps > _HALF or not 4 * self.eps < coarse <= _COARSE:
             return False
         self.allowed = self.allowed + torch.cat(
-            [_OF_VALUES * coarse * _largest(part).expand(part.shape) for part in self._parts(self._finite)]
+            [torch.full_like(part, _OF_VALUES * coarse * largest(part)) for part in self._parts(self._finite)]
         )
         self.in_all = [one + _OF_VALUES * coarse for one in self.in_all]
         return True
 
     def _sway(self, off: Tensor, own: Tensor) -> float:
         """How far rounding moves the size of a gradient, of which ``off`` are the errors, one in each row."""
-        moved = (off @ own / (own @ own)).square().mean().sqrt() if own.any() else torch.tensor(1.0, device="cpu")
-        return self.eps / 2 + _DEVIATIONS * float(moved)
+        moved = float((off @ own / (own @ own)).square().mean().sqrt()) if own.any() else 1.0
+        return self.eps / 2 + _DEVIATIONS * moved
 
     def _spread_of_inputs(self, generator: torch.Generator) -> Tensor:
         spread = torch.zeros_like(self.gradient)
@@ -136,13 +136,12 @@ class Conditioning:
             moved = self.exact.gradient(
                 self._nudged(self.low.point, generator), self._nudged(self.cotangent, generator)
             )
-            spread = torch.maximum(spread, (moved - self.gradient).abs().nan_to_num(0.0, 0.0, 0.0))
+            spread = torch.maximum(spread, finite(moved - self.gradient).abs())
         size = self._finite.abs()
         return spread + _mean(spread) + self.eps * (size + _mean(size))
 
     def _nudged(self, vector: Tensor, generator: torch.Generator) -> Tensor:
-        signs = torch.randint(0, 2, vector.shape, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
-        return vector * (1 + self.eps * signs)
+        return vector * (1 + self.eps * signs(vector.shape, generator))
 
     def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
         """Return what belongs to each input."""
@@ -173,9 +172,5 @@ def coarseness_of(name: str, dtype: str) -> Finding:
     return Finding("precision", f"{who}values in {dtype} are coarser than {dtype}: gradients were judged by them")
 
 
-def _largest(values: Tensor) -> Tensor:
-    return values.abs().max() if values.numel() else torch.zeros((), dtype=values.dtype, device="cpu")
-
-
 def _mean(values: Tensor) -> Tensor:
-    return values.mean() if values.numel() else torch.zeros((), dtype=values.dtype, device="cpu")
+    return values.mean() if values.numel() else zeros()

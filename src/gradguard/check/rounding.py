@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradguard.check.function import Function
+from gradguard.check.vectors import drawn, finite, normal
 from gradguard.torch_private import (
     changes_its_arguments,
     decompositions,
@@ -102,8 +103,7 @@ class Scatter:
         self._decompositions = decompositions(_FUSED)
         exact = function.gradient(vector, cotangent)
         first = self._run(function, vector, cotangent)
-        size = exact.abs().nan_to_num(0.0, 0.0, 0.0)
-        self.is_seen = bool(((first - exact).abs().nan_to_num(0.0, 0.0, 0.0) > self._eps / 50 * size).any())
+        self.is_seen = bool((finite(first - exact).abs() > self._eps / 50 * finite(exact).abs()).any())
         runs = [
             self._run(function, self._rounded(vector), self._rounded(cotangent))
             for _ in range(_RUNS if self.is_seen else 0)
@@ -135,11 +135,10 @@ class Scatter:
         if values.dtype not in (torch.float64, torch.complex128) or values.numel() == 0:
             return values
         steps = torch.view_as_real(values).clone() if values.is_complex() else values
-        drawn = torch.rand(steps.shape, generator=self._generator, dtype=torch.float64, device="cpu")
-        noise = (drawn.to(steps.device) * 2 - 1) * (steps.abs() * (self._eps / 2) + self._least)
+        rounding = drawn(steps.shape, self._generator).to(steps.device)
+        noise = rounding * (steps.abs() * (self._eps / 2) + self._least)
         if isinstance(lost, Tensor) and lost.shape == steps.shape:
-            normal = torch.randn(steps.shape, generator=self._generator, dtype=torch.float64, device="cpu")
-            noise = noise + normal.to(steps.device) * lost
+            noise = noise + normal(steps.shape, self._generator).to(steps.device) * lost
         steps = torch.where(noise.isfinite(), steps + noise, steps)
         return torch.view_as_complex(steps) if values.is_complex() else steps
 

@@ -10,11 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import Differences, Disagreement, are_finite, directions, mean_size, norm
+from gradguard.check.differences import Differences, Disagreement, directions
 from gradguard.check.element import LITTLE_OF_TYPICAL, ElementVerdict, examine, typical_size
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.gradient_report import Finding
 from gradguard.check.nearby import Pieces, pieces_around
+from gradguard.check.vectors import are_finite, finite, mean_size, norm
 
 _ROUNDS = 12
 _MOST_FINDINGS = 5
@@ -195,7 +196,7 @@ class Search:
             message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
             self.undecided.append(Finding("singular", message))
         self.open[broken] = self.continuous[broken] = False
-        self.differences.gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+        self.differences.gradient = finite(gradient)
 
     @cached_property
     def _jumps_where_it_is_nan(self) -> bool:
@@ -212,7 +213,7 @@ class Search:
         direction = torch.zeros_like(differences.point)
         direction[position] = 1.0
         place = differences.function.name_of(position)
-        own = differences.function.range_of(place[0])
+        own = differences.function.ranges[place[0]]
         mean = float(mean_size(differences.point[own.start : own.stop]))
         shown = examine(differences, direction, [abs(float(differences.point[position])), mean, 1.0])
         if shown.kind == "nan" and differences.reaches_a_pole(direction):
@@ -231,7 +232,7 @@ class Search:
         if shown.kind != "ok" or shown.is_wrong or not self.differences.is_low:
             return shown
         found, moved = self.differences.along(direction), float(direction.abs().max())
-        bar = 10 * shown.bar * moved
+        bar = 10 * shown.numerical.bar * moved
         is_little = bar <= LITTLE_OF_TYPICAL * typical_size(self.differences) * moved
         in_doubt = found.allowed(self.differences.relative) < abs(found.error) < bar and not is_little
         return replace(shown, kind="undecided") if in_doubt else shown
@@ -279,9 +280,11 @@ class Search:
             self.kinks += [position] if shown.kind == "kink" else []
             self.continuous[position] = shown.kind == "kink"
             self.notes.append(_finding(shown, *place, _NOTES[shown.kind].format(low=shown.low, high=shown.high)))
-        if not shown.is_wrong and shown.kind != "undecided" and shown.numerical == shown.numerical:
+        if not shown.is_wrong and shown.kind != "undecided" and not math.isnan(shown.numerical.value):
             size = abs(shown.analytical) if shown.kind == "ok" else 0.0  # something to compare with
-            self.singly.append(max(shown.bar / size, self.differences.rtol) if size > self.negligible else 0.0)
+            self.singly.append(
+                max(shown.numerical.bar / size, self.differences.rtol) if size > self.negligible else 0.0
+            )
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
@@ -315,4 +318,4 @@ class Search:
 
 
 def _finding(shown: ElementVerdict, name: str, index: tuple[int, ...] | None, message: str) -> Finding:
-    return Finding(shown.kind, message, name, index, shown.analytical, shown.numerical, shown.bar, shown.step)
+    return Finding(shown.kind, message, name, index, shown.analytical, *shown.numerical[:3])

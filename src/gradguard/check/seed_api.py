@@ -12,8 +12,9 @@ from torch import Tensor
 
 from gradguard.arguments import check_number
 from gradguard.check.admission import WIDE, refuse_unless
-from gradguard.check.function import Function, index_of, name_of
+from gradguard.check.function import Function, name_of
 from gradguard.check.named_call import NamedCall
+from gradguard.check.vectors import index_of, joined, numbers
 from gradguard.errors import GradientCheckError, InvalidValueError
 from gradguard.tensors.matmul_precision import full_float32
 
@@ -193,7 +194,7 @@ def _numerical(call: NamedCall, name: str, delta: float, *, wide: bool = False, 
         gradient, summed = torch.zeros_like(point), _sum(function)
         for i in range(len(point)):
             both = point.repeat(2, 1)
-            both[:, i] += torch.tensor([delta, -delta], dtype=torch.float64, device="cpu")
+            both[:, i] += numbers([delta, -delta])
             upper, lower = function.rounded(both)[:, i].tolist()
             if upper == lower:
                 place = _place(name, value, i * value.numel() // len(point))
@@ -279,7 +280,7 @@ def _shown(tensor: Tensor, position: int) -> str:
 
 def _sum(function: Function) -> Tensor:
     """Return the cotangent of the sum of the output, of complex numbers its real part."""
-    return function.flatten([torch.ones(one.shape, dtype=one.dtype, device="cpu") for one in function.outputs])
+    return joined([torch.ones_like(one.value) for one in function.outputs])
 
 
 def _shaped(gradient: Tensor, value: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradguard.check.vectors import drawn
 from gradguard.errors import InvalidValueError
 from gradguard.torch_private import tree_leaves, tree_map
 
@@ -60,6 +61,6 @@ def _resized(value: Any, length: int, other: int, generator: torch.Generator) ->
     for dim in (dim for dim, size in enumerate(value.shape) if size == length):
         result = result.index_select(dim, torch.arange(other, device=value.device) % max(1, length))
     if result.is_floating_point() or result.is_complex():
-        drawn = torch.rand(result.shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
-        result = (result * (1 - _SHRUNK * drawn)).to(value.dtype)
+        shares = _SHRUNK / 2 * (1 + drawn(result.shape, generator))
+        result = (result * (1 - shares.to(value.device))).to(value.dtype)
     return result.requires_grad_(value.requires_grad)

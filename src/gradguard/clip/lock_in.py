@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.host_copy import refuse_capture
-from gradguard.tensors.layout import move, wide_dtype
+from gradguard.tensors.layout import move, move_state
 from gradguard.threshold_formulas import LOCK_IN_WINDOW, locked_in
 
 
@@ -36,9 +36,9 @@ class LockIn:
     """
 
     def __init__(self, window: int = LOCK_IN_WINDOW) -> None:
-        # One row of thresholds, one of whether the clip bound; `_seen` is where the next step goes.
-        self._steps = torch.zeros(2, window, dtype=torch.float64, device="cpu")
-        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu")
+        # One row of thresholds, one of whether the clip bound; the next step goes to place "seen", modulo the window.
+        steps = torch.zeros(2, window, dtype=torch.float64, device="cpu")
+        self._state = {"steps": steps, "seen": torch.zeros(1, dtype=torch.int64, device="cpu")}
 
     @torch.no_grad()
     def follow(self, clipped: Tensor, threshold: float | Tensor, finite: Tensor) -> Tensor:
@@ -49,36 +49,34 @@ class LockIn:
             threshold: The threshold of this step, at least 0.
             finite: Whether all gradients were finite, 0-dim bool: if not, the step is forgotten.
         """
-        if self._steps.device != clipped.device:
+        if self._state["seen"].device != clipped.device:
             self.to(clipped.device)
-        steps, window = self._steps, self._steps.shape[1]
+        steps, seen = self._state.values()
         if isinstance(threshold, Tensor):
             bound = move(threshold.detach(), steps.device, steps.dtype)
         else:
             bound = torch.full((), threshold, dtype=steps.dtype, device=steps.device)
-        place = (self._seen % window).expand(2, 1)
+        place = (seen % steps.shape[1]).expand(2, 1)
         new = torch.stack([bound, clipped.to(steps.dtype)])[:, None]
         steps.scatter_(1, place, torch.where(finite, new, steps.gather(1, place)))
-        self._seen.add_(finite)
+        seen.add_(finite)
         return self.verdict()
 
     def verdict(self) -> Tensor:
         """Return the verdict after the last step, 0-dim bool."""
-        steps, window = self._steps, self._steps.shape[1]
+        steps, seen = self._state.values()
         thresholds, bound_on = steps.unbind()
-        return locked_in(self._seen[0], bound_on.sum(), thresholds.min(), thresholds.max(), window)
+        return locked_in(seen[0], bound_on.sum(), thresholds.min(), thresholds.max(), len(thresholds))
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device``."""
-        place = torch.device(device)
-        refuse_capture(place, "the memory of the lock-in alarm")
-        with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
-            self._steps, self._seen = self._steps.to(place, wide_dtype(place)), self._seen.to(place)
+        refuse_capture(torch.device(device), "the memory of the lock-in alarm")
+        move_state(self._state, device)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the state."""
-        return {"steps": self._steps.clone(), "seen": self._seen.clone()}
+        return {name: tensor.clone() for name, tensor in self._state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` returned, on whatever device it lies.
@@ -91,10 +89,10 @@ class LockIn:
                 f"the state of the lock-in alarm has {sorted(state_dict)}: expected 'seen' and 'steps', as "
                 "state_dict() returns them."
             )
-        if state_dict["steps"].shape != self._steps.shape:
+        if state_dict["steps"].shape != self._state["steps"].shape:
             raise InvalidValueError(
                 f"the state of the lock-in alarm has a window of {state_dict['steps'].shape[-1]} steps, but this one "
-                f"has {self._steps.shape[1]}: it comes from another version or another rule."
+                f"has {self._state['steps'].shape[1]}: it comes from another version or another rule."
             )
-        self._steps.copy_(state_dict["steps"])  # in place: a captured graph goes on with these tensors
-        self._seen.copy_(state_dict["seen"])
+        for name, tensor in self._state.items():  # in place: a captured graph goes on with these tensors
+            tensor.copy_(state_dict[name])

@@ -50,7 +50,7 @@ class GaussianNoise:
     **Secure.** Normal numbers of float32 are a deterministic function of few random bits, and rounded: enough in
     practice to tell neighbouring sums apart now and then (Mironov, 2012). ``secure=True`` takes every bit from the
     operating system, and adds four normal numbers of 52 bits each in float64, so that the set of possible results has
-    no gaps that an attacker could search (Holohan and Braghin). It takes 25 to 100 times as long to draw. It blunts
+    no gaps that an attacker could search (Holohan and Braghin). It takes 20 to 250 times as long to draw. It blunts
     that attack; it is no discrete mechanism with a proof.
 
     Args:

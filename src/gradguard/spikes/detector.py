@@ -170,8 +170,8 @@ class SpikeDetector(Detector):
     def _take_ordinary(self, values: Sequence[float], weight: float) -> SpikeVerdict | None:
         """Return the verdict on an ordinary step and let the state follow; None for a step that stands out.
 
-        On the CPU nearly all steps are ordinary, and plain numbers tell so in a tenth of the time. A step that stands
-        out is judged by the tensors.
+        On the CPU nearly all steps are ordinary, and plain numbers tell so in a fifth of the time (benchmarks/LOG.md).
+        A step that stands out is judged by the tensors.
         """
         state, weight = self._tensors, weight if 0 < weight < math.inf else math.nan
         histories, counts, weights = (state[name].tolist() for name in ("history", "count", "weights"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.host_copy import refuse_capture
-from gradguard.tensors.layout import wide_dtype
+from gradguard.tensors.layout import move_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,11 +146,8 @@ class Detector(ABC):
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device`` and return the detector; it also follows what is observed by itself."""
-        device = torch.device(device)
-        refuse_capture(device, "the memory of the spike detector")
-        state = self._tensors
-        for name, tensor in state.items():
-            state[name] = tensor.to(device, wide_dtype(device) if tensor.is_floating_point() else tensor.dtype)
+        refuse_capture(torch.device(device), "the memory of the spike detector")
+        move_state(self._tensors, device)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:

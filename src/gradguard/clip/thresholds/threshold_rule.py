@@ -17,7 +17,7 @@ from gradguard.clip.gradients import Gradients, norms_of, total_of
 from gradguard.clip.lock_in import LockIn
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.host_copy import refuse_capture
-from gradguard.tensors.layout import wide_dtype
+from gradguard.tensors.layout import move_state
 from gradguard.tensors.number_operations import TENSORS, median_of_stored
 from gradguard.threshold_formulas import Memory, coefficient_of
 
@@ -55,11 +55,7 @@ class StatefulClipper(Clipper):
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device`` and return the clipper; it also follows the gradients by itself."""
-        device = torch.device(device)
-        with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
-            for name, tensor in self.state.items():
-                dtype = wide_dtype(device) if tensor.is_floating_point() else tensor.dtype
-                self.state[name] = tensor.to(device, dtype)
+        move_state(self.state, device)
         self.lock_in.to(device)
         return self
 

@@ -126,7 +126,7 @@ def _amounts(value: Any) -> list[float | None]:
     """A list of numbers of at least 0, with None for those that were not finite.
 
     Records have numbers of four digits there, so that a million lines have some ten thousand different ones: equal
-    numbers become one object, which takes a third of the memory.
+    numbers become one object, which halves the memory of a line (benchmarks/LOG.md).
 
     Returns:
         The list.

@@ -16,7 +16,8 @@ _Row = tuple[Any, ...]
 class Lines(Sequence[dict[str, Any]]):
     """Lines of a record, such as all its steps.
 
-    A line is kept as a tuple of its values, which takes about half of the memory of a dictionary.
+    A line is kept as a tuple of its values, which takes less than half of the memory of a dictionary
+    (benchmarks/LOG.md).
 
     **Guarantees**: each line is read as it was added: the same keys in the same order, and the same values. A
     dictionary is made anew for each look, so that changing it changes nothing here.
