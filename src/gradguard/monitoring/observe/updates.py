@@ -76,19 +76,14 @@ class Moving:
     def moved(self) -> Moved:
         """Return what the step has done."""
         counts = [sample.numel() for sample in self._samples]
-        change = torch.cat(self._samples).sub_(self._before)
-        changes, weights = change.split(counts), self._before.split(counts)
-        found = Moved(
-            gradient_norms(changes),
-            gradient_norms(weights),
-            counts,
-            [p.numel() for p in self._parameters],
-            self._rates,
-        )
+        changes = torch.cat(self._samples).sub_(self._before).split(counts)
+        weights, sizes = self._before.split(counts), [p.numel() for p in self._parameters]
+        norms, n = gradient_norms([*changes, *weights]), len(counts)
+        over_rule = None
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
-                return found._replace(over_rule=self._over_rule(self._rule, changes, weights))
-        return found
+                over_rule = self._over_rule(self._rule, changes, weights)
+        return Moved(norms[:n], norms[n:], counts, sizes, self._rates, over_rule)
 
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
         """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
@@ -121,11 +116,15 @@ class Moving:
 
 def _sample(parameter: Tensor, device: torch.device) -> Tensor:
     """Return some elements of a parameter as one dimension that shares its memory; none where that is not possible."""
-    local = local_part(parameter)
-    values = torch.view_as_real(local) if local.is_complex() and not local.is_conj() else local
-    known = type(values) in _ORDINARY and values.dtype in _DTYPES and values.device == device
-    if not known or values.is_meta or not is_dense(values):
+    values = parameter if type(parameter) in _ORDINARY else local_part(parameter)
+    if values.dtype.is_complex and not values.is_conj():
+        values = torch.view_as_real(values)
+    known = type(values) in _ORDINARY and values.dtype in _DTYPES and values.device == device and not values.is_meta
+    if known and values.is_contiguous():
+        values = values.view(-1)
+    elif known and is_dense(values):
+        values = flat(values)
+    else:
         return torch.empty(0, device=device)
     elements = values.numel()
-    values = flat(values)
     return values if elements <= ELEMENTS else values[:: every_so_many(elements, ELEMENTS)]

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -248,8 +249,7 @@ class Rule:
         """The size that updates do not go below, where many have just that one, and many are above it."""
         sizes = sorted(size for _, of_line in self._lines for size in of_line.values())
         least = sizes[0]
-        at = sum(size <= (1 + SAME) * least for size in sizes)
-        above = sum(size > ABOVE * least for size in sizes)
+        at, above = bisect_right(sizes, (1 + SAME) * least), len(sizes) - bisect_right(sizes, ABOVE * least)
         return least if at > AT_FLOOR * len(sizes) and above > IS_ABOVE * len(sizes) else None
 
     def _decay(self, i: int, weights: Numbers, updates: Numbers, rates: Sequence[float]) -> None:
