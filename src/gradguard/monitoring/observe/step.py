@@ -381,6 +381,7 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
     if moved is not None and len(moved.counts) == len(places):
         line["moved"] = _root_mean_squares(moved, places, table)
         line["rates"] = [_number(rate) for rate in moved.rates] if len(moved.rates) > 1 else None
+        line["added"] = table.array(places, moved.added) if any(_numbers(moved.added)) else None
     if found is not None:
         line["weight"] = table.array(places, found.weight)
         line["update"] = None if found.update is None else table.array(places, found.update)

@@ -41,6 +41,8 @@ class Moved(NamedTuple):
         counts: How many elements are looked at; 0 where none can be.
         sizes: How many elements there are.
         rates: The learning rate of each group of the optimizer.
+        added: Root mean square of what the step added to the momentum of each parameter, where the optimizer has no
+            rule here and the parameter at most `ELEMENTS` elements; else 0.
         over_rule: The step over what the rule of the optimizer makes of its state and gradients, where these
             are one factor times each other; else NaN, or None where that is not looked at.
     """
@@ -50,7 +52,8 @@ class Moved(NamedTuple):
     counts: list[int]
     sizes: list[int]
     rates: list[Any]
-    over_rule: Tensor | None = None
+    added: Norms
+    over_rule: Tensor | None
 
 
 class Moving:
@@ -64,9 +67,13 @@ class Moving:
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], step: int = 0) -> None:
-        device = parameters[0].device
-        self._optimizer, self._parameters = optimizer, parameters
-        self._rule = None if step % RULE_EVERY else rule_of(optimizer)
+        self._optimizer, self._parameters, device = optimizer, parameters, parameters[0].device
+        self._nothing = torch.empty(0, device=device)
+        rule = rule_of(optimizer)
+        self._rule, self._momenta = None if step % RULE_EVERY else rule, list[Tensor]()
+        if rule is None:
+            with suppress(Exception):  # it may have groups and a state of its own kind
+                self._momenta = self._decayed_momenta()
         self._samples = [_sample(p, device) for p in parameters]
         rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
@@ -78,12 +85,30 @@ class Moving:
         counts = [sample.numel() for sample in self._samples]
         changes = torch.cat(self._samples).sub_(self._before).split(counts)
         weights, sizes = self._before.split(counts), [p.numel() for p in self._parameters]
-        norms, n = gradient_norms([*changes, *weights]), len(counts)
-        over_rule = None
+        pairs = zip(map(self._momentum, self._parameters), self._momenta, strict=False)
+        added = [now - before if now.shape == before.shape else self._nothing for now, before in pairs]
+        norms, n, over_rule = gradient_norms([*changes, *weights, *added]), len(counts), None
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
                 over_rule = self._over_rule(self._rule, changes, weights)
-        return Moved(norms[:n], norms[n:], counts, sizes, self._rates, over_rule)
+        return Moved(norms[:n], norms[n : 2 * n], counts, sizes, self._rates, norms[2 * n :], over_rule)
+
+    def _decayed_momenta(self) -> list[Tensor]:
+        """Return what a step leaves of the momentum of each parameter that is short enough to be judged as a whole."""
+        factors: dict[int, float] = {}
+        for group in self._optimizer.param_groups:
+            factor = group.get("momentum") or group.get("betas", (0.0,))[0]
+            factors.update((id(p), float(factor)) for p in group["params"])
+        return [self._momentum(p) * factors[id(p)] for p in self._parameters]
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        """Return a copy of the running mean or sum that an optimizer keeps, its 2-norm the root mean square."""
+        state, numel = self._optimizer.state.get(parameter, {}), parameter.numel()
+        kept = state.get("exp_avg", state.get("momentum_buffer"))
+        if not isinstance(kept, Tensor) or not kept.numel() == numel <= ELEMENTS:
+            return self._nothing
+        values = _sample(kept, self._nothing.device)
+        return values.float().div(numel**0.5) if values.numel() == numel else self._nothing
 
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
         """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
