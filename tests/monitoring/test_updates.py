@@ -237,8 +237,6 @@ KNOWN = {
     "SGD": lambda kind, p: kind(torch.optim.SGD)(p, lr=1e-2, weight_decay=0.1, maximize=True),
     "SGD, momentum": lambda kind, p: kind(torch.optim.SGD)(p, lr=1e-2, momentum=0.9, dampening=0.2, fused=True),
     "SGD, nesterov": lambda kind, p: kind(torch.optim.SGD)(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "RMSprop": lambda kind, p: kind(torch.optim.RMSprop)(p, lr=1e-2, centered=True, weight_decay=0.1),
-    "RMSprop, momentum": lambda kind, p: kind(torch.optim.RMSprop)(p, lr=1e-2, momentum=0.9),
     "Muon": lambda kind, p: kind(torch.optim.Muon)([q for q in p if q.dim() == 2], lr=1e-2),
     "Muon, plain": lambda kind, p: kind(torch.optim.Muon)(
         [q for q in p if q.dim() == 2], lr=1e-2, nesterov=False, adjust_lr_fn="match_rms_adamw"),

@@ -3,7 +3,7 @@
 A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and a sharded one by this process's part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -41,8 +41,8 @@ class Moved(NamedTuple):
         counts: How many elements are looked at; 0 where none can be.
         sizes: How many elements there are.
         rates: The learning rate of each group of the optimizer.
-        added: Root mean square of what the step added to the momentum of each parameter, where the optimizer has no
-            rule here and the parameter at most `ELEMENTS` elements; else 0.
+        added: 2-norm of what it added to the momentum of each parameter of at most `ELEMENTS` elements, 0 for others;
+            empty where the optimizer has a rule here, or no momentum.
         over_rule: The step over what the rule of the optimizer makes of its state and gradients, where these
             are one factor times each other; else NaN, or None where that is not looked at.
     """
@@ -67,13 +67,14 @@ class Moving:
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], step: int = 0) -> None:
-        self._optimizer, self._parameters, device = optimizer, parameters, parameters[0].device
-        self._nothing = torch.empty(0, device=device)
-        rule = rule_of(optimizer)
-        self._rule, self._momenta = None if step % RULE_EVERY else rule, list[Tensor]()
+        device, rule = parameters[0].device, rule_of(optimizer)
+        self._optimizer, self._parameters = optimizer, parameters
+        self._rule, self._momenta = None if step % RULE_EVERY else rule, list[tuple[Tensor, Tensor]]()
         if rule is None:
-            with suppress(Exception):  # it may have groups and a state of its own kind
-                self._momenta = self._decayed_momenta()
+            with suppress(Exception):  # it may have no momentum, or a state of its own kind
+                self._momenta = [
+                    (kept, factor * kept.float()) for kept, factor in _momenta(optimizer, parameters, device)
+                ]
         self._samples = [_sample(p, device) for p in parameters]
         rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
@@ -85,38 +86,20 @@ class Moving:
         counts = [sample.numel() for sample in self._samples]
         changes = torch.cat(self._samples).sub_(self._before).split(counts)
         weights, sizes = self._before.split(counts), [p.numel() for p in self._parameters]
-        pairs = zip(map(self._momentum, self._parameters), self._momenta, strict=False)
-        added = [now - before if now.shape == before.shape else self._nothing for now, before in pairs]
+        added = [kept.float() - left for kept, left in self._momenta]
         norms, n, over_rule = gradient_norms([*changes, *weights, *added]), len(counts), None
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
                 over_rule = self._over_rule(self._rule, changes, weights)
         return Moved(norms[:n], norms[n : 2 * n], counts, sizes, self._rates, norms[2 * n :], over_rule)
 
-    def _decayed_momenta(self) -> list[Tensor]:
-        """Return what a step leaves of the momentum of each parameter that is short enough to be judged as a whole."""
-        factors: dict[int, float] = {}
-        for group in self._optimizer.param_groups:
-            factor = group.get("momentum") or group.get("betas", (0.0,))[0]
-            factors.update((id(p), float(factor)) for p in group["params"])
-        return [self._momentum(p) * factors[id(p)] for p in self._parameters]
-
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        """Return a copy of the running mean or sum that an optimizer keeps, its 2-norm the root mean square."""
-        state, numel = self._optimizer.state.get(parameter, {}), parameter.numel()
-        kept = state.get("exp_avg", state.get("momentum_buffer"))
-        if not isinstance(kept, Tensor) or not kept.numel() == numel <= ELEMENTS:
-            return self._nothing
-        values = _sample(kept, self._nothing.device)
-        return values.float().div(numel**0.5) if values.numel() == numel else self._nothing
-
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
         """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
         group, rate = self._optimizer.param_groups[0], self._rates[0]
         own = set(map(id, group["params"]))
-        done, made, rounding = [], [], []
+        rows = []
         for p, change, weight in zip(self._parameters, changes, weights, strict=True):
-            if len(done) == OF_RULE:
+            if len(rows) == OF_RULE:
                 break
             if id(p) not in own or p.grad is None or not weight.numel():
                 continue
@@ -126,17 +109,29 @@ class Moving:
             }
             step = rule(Taken(group, state, _sample(p.grad, p.device), weight, p.shape))
             if step is not None:
-                done.append(-change)
-                made.append(step.mul(rate))
-                rounding.append(weight * torch.finfo(p.dtype).eps)
-        if not done:
+                rows.append((-change, step.mul(rate), weight * torch.finfo(p.dtype).eps))
+        if not rows:
             return None
-        done, made, rounding = (torch.cat(parts).to(self._before.dtype) for parts in (done, made, rounding))
+        done, made, rounding = (torch.cat(parts).to(self._before.dtype) for parts in zip(*rows, strict=True))
         lengths = [torch.linalg.vector_norm(one) for one in (done, made, rounding)]
         factor = torch.dot(done, made) / lengths[1].square()
         is_known = lengths[2] < ROUNDING * torch.minimum(*lengths[:2])
         is_one = torch.linalg.vector_norm(done - factor * made) < 2 * ROUNDING * lengths[0]
         return torch.where(is_known & is_one, factor, torch.nan)
+
+
+def _momenta(
+    optimizer: Optimizer, parameters: Sequence[Tensor], device: torch.device
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield the running mean or sum of each parameter's gradients or updates, and its factor at each step.
+
+    It is empty where it is unknown, or longer than `ELEMENTS`.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for p in parameters:
+        state, group = optimizer.state.get(p, {}), groups[id(p)]
+        kept = _sample(state.get("exp_avg", state.get("momentum_buffer", p.new_empty(0))), device)
+        yield kept if kept.numel() == p.numel() else kept[:0], group.get("momentum") or group["betas"][0]
 
 
 def _sample(parameter: Tensor, device: torch.device) -> Tensor:
