@@ -1,9 +1,10 @@
 """Do updates and attention logits warn before the loss, and stay silent where nothing is wrong? Prints tables.
 
-python benchmarks/updates.py [--part spikes healthy rules logits price ...] [--seeds 10]
+python benchmarks/updates.py [--part spikes healthy rules logits price ...] [--seeds 10] [--first 100]
 
-Each run is watched by a `gg.Monitor` as it is by default. A *warning* is an event of the record that was told while the
-run went on; its step is the one on which it was told. The loss *breaks* where it is above 1.5 times the median of
+Each run is watched by a `gg.Monitor` that measures the update of every step, as it does by default where a step takes
+long enough; steps of these models take a few milliseconds. A *warning* is an event of the record that was told while
+the run went on; its step is the one on which it was told. The loss *breaks* where it is above 1.5 times the median of
 the last 50 (1.3 times under `logits`).
 
     spikes   transformers without normalisation, AdamW at a learning rate at which most diverge: the first ten seeds
@@ -11,7 +12,7 @@ the last 50 (1.3 times under `logits`).
     healthy  the eight scenarios of `muon_and_clipping.py` without a clip, five seeds each: what was told of updates
              while a run went on, and what stands as a warning on its page, which knows the whole run
     rules    updates that are not what their rule makes of gradients, the two public bugs first, each beside its twin,
-             at a learning rate that is constant after a warm-up; the next to last is one that is not told
+             at a learning rate that is constant after a warm-up
     price    a GPT of 10.8 million parameters: processor time of a step that measures its update over one that does not
     logits   Muon moves queries and keys too far, the first ten seeds whose loss breaks: whether `logits_grow` was told
              50 steps before or more; and ten healthy twins
@@ -98,10 +99,10 @@ def first(events: Iterable[Event], kind: str) -> int | None:
     return min((event["i"] for event in events if event["kind"] == kind), default=None)
 
 
-def spikes(seeds: int) -> None:
+def spikes(seeds: int, first_seed: int) -> None:
     print("| seed | warned on step | the loss breaks on step | steps before |\n|---|---|---|---|")
     leads: list[int | None] = []
-    for seed in range(100, 100 + 3 * seeds):
+    for seed in range(first_seed, first_seed + 3 * seeds):
         model, loss = language(seed, normalised=False)
         losses, events = trained(model, [AdamW(model.parameters(), 0.025, weight_decay=0.0)], loss, 600, warm_up)
         told, at = first(events, "update_spike"), broke(losses, 1.5)
@@ -113,12 +114,12 @@ def spikes(seeds: int) -> None:
     print(f"\n{sum(lead is not None and lead >= 5 for lead in leads)} of {len(leads)} at least 5 steps before\n")
 
 
-def healthy(seeds: int) -> None:
+def healthy(seeds: int, first_seed: int) -> None:
     print("| scenario | runs | told while the run went on | stand as warnings |\n|---|---|---|---|")
     for name, make in SCENARIOS.items():
         told: list[Event] = []
         stand = 0
-        for seed in range(seeds // 2):
+        for seed in range(first_seed, first_seed + seeds // 2):
             torch.manual_seed(seed)
             run, draws = make(), torch.Generator().manual_seed(1000 + seed)
             loss = lambda step, run=run, draws=draws: run.loss(run.model, draws, step)  # noqa: E731
@@ -134,10 +135,12 @@ def healthy(seeds: int) -> None:
 
 
 class Adafactor(Optimizer):
-    """Adafactor without factors and without momentum, with a clip of updates."""
+    """Adafactor without factors, with a clip of updates, and timm's momentum in bfloat16 behind it."""
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, clip: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(parameters, {"lr": lr})
+    def __init__(
+        self, parameters: Iterable[Tensor], lr: float, clip: Callable[[Tensor], Tensor], momentum: float | None = 0.9
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum})
         self.clip = clip
 
     @torch.no_grad()
@@ -150,20 +153,11 @@ class Adafactor(Optimizer):
                 square = state.setdefault("square", torch.zeros_like(p))
                 square.lerp_(p.grad.square() + 1e-30, max(0.001, state["step"] ** -0.8))
                 update = p.grad / square.sqrt()
-                p -= group["lr"] * update / self.clip(update.square().mean().sqrt())
-
-
-class WithMomentum(Adafactor):
-    """Takes a running mean of the updates that its clip returns."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        own = [p for group in self.param_groups for p in group["params"]]
-        before = [p.clone() for p in own]
-        super().step(closure)
-        for p, start in zip(own, before, strict=True):
-            mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p - start, 0.1)
-            p.copy_(start + mean)
+                update /= self.clip(update.square().mean().sqrt())
+                if group["momentum"]:
+                    mean = state.setdefault("exp_avg", torch.zeros_like(p, dtype=torch.bfloat16))
+                    update = mean.lerp_(update.bfloat16(), 1 - group["momentum"]).to(p.dtype)
+                p -= group["lr"] * update
 
 
 def twice(kind: type[Optimizer]) -> Any:
@@ -194,18 +188,17 @@ RULES: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
         Adafactor(m.parameters(), 5e-3, lambda rms: rms.clamp(max=1.0))
     ],
     "Adafactor": lambda m: [Adafactor(m.parameters(), 5e-3, lambda rms: rms.clamp(min=1.0))],
+    "the same without momentum": lambda m: [Adafactor(m.parameters(), 5e-3, lambda rms: rms.clamp(max=1.0), None)],
+    "Adafactor without momentum": lambda m: [Adafactor(m.parameters(), 5e-3, lambda rms: rms.clamp(min=1.0), None)],
     "the learning rate twice, AdamW": lambda m: [twice(AdamW)(m.parameters(), lr=5e-3)],
     "AdamW": lambda m: [AdamW(m.parameters(), lr=5e-3, weight_decay=0.1)],
     "the learning rate twice, SGD": lambda m: [twice(torch.optim.SGD)(m.parameters(), lr=0.1, momentum=0.9)],
     "SGD": lambda m: [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)],
-    "an inverted clip of updates in front of a momentum": lambda m: [
-        WithMomentum(m.parameters(), 5e-3, lambda rms: rms.clamp(max=1.0))
-    ],
     "weight decay of 20, AdamW": lambda m: [AdamW(m.parameters(), lr=1e-3, weight_decay=20.0)],
 }
 
 
-def rules(_: int) -> None:
+def rules(*_seeds: int) -> None:
     print("| optimizer | told on step | words |\n|---|---|---|")
     for name, make in RULES.items():
         model, loss = language(0)
@@ -227,10 +220,10 @@ def of_logits(seed: int, rate: float, normalised: bool) -> tuple[list[float], li
     return found
 
 
-def logits(seeds: int) -> None:
+def logits(seeds: int, first_seed: int) -> None:
     print("| queries and keys | seed | warned on step | the loss breaks on step |\n|---|---|---|---|")
     leads: list[bool] = []
-    for seed in range(200, 200 + 3 * seeds):
+    for seed in range(first_seed, first_seed + 3 * seeds):
         losses, events = of_logits(seed, 0.3, normalised=False)
         told, at = first(events, "logits_grow"), broke(losses, 1.3)
         print(f"| too far | {seed} | {told} | {at} |", flush=True)
@@ -239,7 +232,7 @@ def logits(seeds: int) -> None:
         if len(leads) == seeds:
             break
     print(f"told 50 steps before the loss or more: {sum(leads)} of {len(leads)}")
-    for seed in range(200, 200 + seeds):
+    for seed in range(first_seed, first_seed + seeds):
         losses, events = of_logits(seed, 0.02, normalised=True)
         print(f"| as usual | {seed} | {first(events, 'logits_grow')} | {broke(losses, 1.3)} |", flush=True)
 
@@ -259,7 +252,7 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-def price(_: int) -> None:
+def price(*_seeds: int) -> None:
     """A GPT of 10.8 million parameters: processor time of steps that measure their update, over steps that do not."""
     width, words = 384, 256
     model = nn.Sequential(nn.Embedding(words, width), *(Layer() for _ in range(6)), nn.Linear(width, words))
@@ -281,7 +274,7 @@ def price(_: int) -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, a step with and without its update: {numbers}")
 
 
-PARTS: dict[str, Callable[[int], None]] = {
+PARTS: dict[str, Callable[[int, int], None]] = {
     "spikes": spikes,
     "healthy": healthy,
     "rules": rules,
@@ -294,9 +287,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--seeds", type=int, default=10, help="runs that break, or runs of each kind")
+    parser.add_argument("--first", type=int, default=100, help="the first seed")
     options = parser.parse_args()
+    observer.FREE = math.inf
     for part in options.part:
-        PARTS[part](options.seeds)
+        PARTS[part](options.seeds, options.first)
 
 
 if __name__ == "__main__":

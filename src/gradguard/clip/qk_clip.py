@@ -165,14 +165,17 @@ class QKClip:
         self._alpha = check_number("alpha", alpha, "a number from 0 to 1")
         self._exact, self._group = exact, process_group
         self._attentions = _found(model, projections or {})
-        _check_weights(model, self._attentions, optimizer)
+        self._told = [one for one in self._attentions.values() if one is not None]
+        _check_weights(model, self._told, optimizer)
+        for one in self._told:
+            one.measured = one.nothing()
         self._overflow: Tensor | None = None
         self._is_agreed = False  # whether all processes are known to have the same attentions
         self._late = LateReader(self._refuse_changed)
         self._listener = AttentionListener(model, self._heard)
-        self._hooks = [hook for one in self._told() for hook in one.keep_outputs()]
+        self._hooks = [hook for one in self._told for hook in one.keep_outputs()]
         self._steps = EveryStep(self._before, self._after, optimizer=optimizer)
-        _clipped.update(one.query for one in self._told())
+        _clipped.update(one.query for one in self._told)
 
     def __repr__(self) -> str:
         """Return the call that makes such a clip, of what is called ``optimizer`` and ``model`` here."""
@@ -186,12 +189,9 @@ class QKClip:
         """Stop acting, for good; may be repeated."""
         self._listener.remove()
         self._steps.remove()
-        _clipped.difference_update([one.query for one in self._told()] if self._hooks else [])
+        _clipped.difference_update([one.query for one in self._told] if self._hooks else [])
         while self._hooks:
             self._hooks.pop().remove()
-
-    def _told(self) -> list["_Attention"]:
-        return [one for one in self._attentions.values() if one is not None]
 
     def _heard(self, names: Sequence[str], call: AttentionCall) -> None:
         """Take in one call, for the innermost module whose projections are known."""
@@ -213,10 +213,9 @@ class QKClip:
         del number
         self._overflow = getattr(optimizer, "found_inf", None)
         self._steps.act_last()  # a `ClipUpdate` that came later is to see the step alone
-        told = self._told()
-        for one in told:
+        for one in self._told:
             one.check()
-        parts = [one.nothing() if one.measured is None else one.measured for one in told]
+        parts = [one.measured.to(one.nothing()) for one in self._told]
         joined = torch.cat([move(part, parts[0].device) for part in parts])
         if not self._is_agreed and len(set(numbers_of_all(len(joined), self._group, _TASK))) > 1:
             raise InvalidValueError(
@@ -225,7 +224,7 @@ class QKClip:
             )
         self._is_agreed = True
         joined = largest_over(joined, self._group, _TASK).split(list(map(len, parts)))
-        for one, part, everywhere in zip(told, parts, joined, strict=True):
+        for one, part, everywhere in zip(self._told, parts, joined, strict=True):
             one.measured = move(everywhere, part.device)
             one.look()
         self._late.push(torch.stack([part[_FAULTS] for part in joined]).flatten())
@@ -234,9 +233,9 @@ class QKClip:
     def _after(self, optimizer: Optimizer) -> None:
         guard = guard_of(optimizer)
         self.last = {}
-        for one in self._told():
+        for one in self._told:
             one.is_seen = False
-            if one.measured is None or one.shape is None:
+            if one.shape is None:
                 continue
             home, measured = one.measured.device, one.measured
             skipped = False if guard is None else guard.skipped
@@ -255,11 +254,11 @@ class QKClip:
         Raises:
             UnsupportedGradientError: Naming it.
         """
-        is_late = self._told()[0].nothing().device.type != "cpu"
+        is_late = self._told[0].nothing().device.type != "cpu"
         done = "It was never rescaled; steps since then were taken" if is_late else _NOTHING_DONE
         for place, fault in enumerate(faults):
             if fault > 1:
-                one, words = self._told()[place // len(_FAULT_WORDS)], _FAULT_WORDS[place % len(_FAULT_WORDS)]
+                one, words = self._told[place // len(_FAULT_WORDS)], _FAULT_WORDS[place % len(_FAULT_WORDS)]
                 raise UnsupportedGradientError(
                     f"{one.title} {words} Name the right layers, or leave this one alone, {one.left_alone}. {done}."
                 )
@@ -313,7 +312,7 @@ class _Attention:
     query: Any
     key: Any
     rotary: int = 0
-    measured: Tensor | None = None
+    measured: Tensor = field(init=False)
     shape: tuple[int, int, int] | None = None
     is_seen: bool = False
     _outputs: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -493,7 +492,7 @@ class _Attention:
             new[place].fill_(number)  # an assignment of a number would wait for the device
         largest = torch.nan_to_num(largest_logits(call, exact).to(new), -torch.inf, -torch.inf)
         new[_HEADER + start * size : _HEADER + (start + here) * size] = largest.repeat_interleave(size)
-        self.measured = new if self.measured is None else torch.maximum(self.measured, new)
+        self.measured = torch.maximum(self.measured.to(new), new)
 
     def _faults(self, call: AttentionCall, outputs: Sequence[Tensor], heads: int) -> list[Tensor]:
         """Return what `_FAULT_WORDS` says of, above 1 where it is so."""
@@ -554,7 +553,7 @@ class _Attention:
         Raises:
             UnsupportedGradientError: If no process has seen an attention whose weights have gradients.
         """
-        if self.measured is None or self.is_seen:
+        if self.is_seen:
             return
         size, heads, keys = self.measured[: _FAULTS.start].tolist()
         if size > 0:
@@ -566,7 +565,7 @@ class _Attention:
     def largest(self) -> Tensor:
         """Return the largest logit of each head."""
         size, heads, _ = cast("tuple[int, int, int]", self.shape)
-        return cast("Tensor", self.measured)[_HEADER:][: heads * size : size]
+        return self.measured[_HEADER:][: heads * size : size]
 
     def rescale(self, gamma: Tensor, alpha: float) -> None:
         """Rescale the rows of each head by its ``gamma``; the smallest of those that share a key."""
@@ -688,7 +687,7 @@ def _named(name: str, module: nn.Module, layers: Any) -> _Attention:
     return _Attention(name, module, query, key, rotary)
 
 
-def _check_weights(model: nn.Module, attentions: Mapping[str, _Attention | None], optimizer: Optimizer) -> None:
+def _check_weights(model: nn.Module, attentions: Sequence[_Attention], optimizer: Optimizer) -> None:
     """Check that a step of ``optimizer`` moves the weights of each attention, and that rescaling rows rescales outputs.
 
     Raises:
@@ -696,7 +695,7 @@ def _check_weights(model: nn.Module, attentions: Mapping[str, _Attention | None]
         UnsupportedGradientError: If a layer is no plain linear one, or frozen.
     """
     own, places = set(map(id, parameters_of(optimizer))), _places(model)
-    for one in filter(None, attentions.values()):
+    for one in attentions:
         one.check()
         if one.query in _clipped:
             raise InvalidValueError(

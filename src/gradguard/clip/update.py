@@ -124,7 +124,6 @@ class ClipUpdate:
         self._rates: list[float | Tensor] = []  # of the step that is running, for each parameter
         self._names: list[str] = []
         self._is_learned = False  # whether the clipper has seen these parameters
-        self._begun = False
         take(self)
         self._hooks = EveryStep(lambda *_: None, self._after, optimizer=optimizer, enter=self._enter)
 
@@ -144,7 +143,7 @@ class ClipUpdate:
         """Stop acting, for good; may be repeated."""
         self._hooks.remove()
         give_back(self)
-        self._moving, self._begun = [], False
+        self._moving, self._rates = [], []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clipper's state."""
@@ -180,29 +179,28 @@ class ClipUpdate:
             self._names, self._is_learned = names_of(self.optimizer, self._model_names), False
         for one in self._moving:
             local_part(one.before).copy_(local_part(one.parameter))
-        self._begun = True
 
     @torch.no_grad()
     @keeping_subnormals
     def _after(self, optimizer: Optimizer) -> None:
         del optimizer
-        if not self._begun or not self._moving:
+        rates, self._rates = self._rates, []
+        if not rates:
             return
-        self._begun = False
-        for one, rate in zip(self._moving, self._rates, strict=True):
+        for one, rate in zip(self._moving, rates, strict=True):
             one.measure(rate)
         plain = all(type(leaf) in _OF_GRADIENTS_ALONE for leaf in self.clipper.leaves())
         with _in_place_of_gradients(self._moving), nullcontext() if plain else _as_before(self._moving):
-            decision = self._decide()
+            decision = self._decide(rates)
             self.last, bad = decision.result, decision.result.clipped | decision.result.nonfinite
             # Whether a member of a composition binds may show only when those before it have written.
             if type(self.clipper) in _OF_GRADIENTS_ALONE and are_readable(bad) and not bool(bad):
                 return
             decision.apply()
-        for one, rate in zip(self._moving, self._rates, strict=True):
+        for one, rate in zip(self._moving, rates, strict=True):
             one.write(rate)
 
-    def _decide(self) -> Decision:
+    def _decide(self, rates: list[float | Tensor]) -> Decision:
         """Return the decision of the clipper on the updates, which stand in place of the gradients."""
         names, parameters = self._names, [one.parameter for one in self._moving]
         grads = gradients_of(names, parameters, self._stages, self._model)
@@ -210,7 +208,7 @@ class ClipUpdate:
             named = ListedParameters(grads, self._model) if self._stages.group is not None else self._model
             self.clipper.learn(list(zip(names, parameters, strict=True)) if named is None else named)
             self._is_learned = True
-        reach = Reach([{"params": [p]} for p in parameters], self._rates)
+        reach = Reach([{"params": [p]} for p in parameters], rates)
         grads = self.clipper.compared(replace(grads, reach=reach), "update")
         with refused_by_name(grads):
             return self.clipper.decide(grads)

@@ -7,6 +7,7 @@ The diagnostics are the norms of the weights and of what a step changes.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +91,7 @@ def measure_update(diagnostics: Diagnostics) -> Diagnostics:
     return diagnostics._replace(update=gradient_norms([old.sub_(now) for now, old in diagnostics.before]), before=())
 
 
+@lru_cache
 def every_so_many(elements: int, wanted: int) -> int:
     """Return the k for which every k-th of some elements is about as many as ``wanted``; 1 where there are no more.
 

@@ -104,17 +104,13 @@ def living_optimizers(first: Optimizer) -> list[Optimizer]:
     """
     seen = {id(p) for p in parameters_of(first)}
     found = [first]
-    for thing in sorted(all_optimizers(), key=_shapes):
+    for thing in sorted(all_optimizers(), key=lambda one: list(map(_shape, parameters_of(one)))):
         if thing is not first:
             own = {id(p) for p in parameters_of(thing)}
             if not own & seen:
                 found.append(thing)
                 seen |= own
     return found
-
-
-def _shapes(optimizer: Optimizer) -> list[tuple[int, ...]]:
-    return list(map(_shape, parameters_of(optimizer)))
 
 
 def all_optimizers() -> list[Optimizer]:
@@ -189,7 +185,7 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def described(
-    names: Sequence[str], parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], graph: GraphFacts | None = None
+    names: Sequence[str], parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], graph: GraphFacts | None
 ) -> list[Line]:
     """Return what ``meta`` says of each parameter; ``optimizer`` where there are several, ``frozen`` where it is.
 
@@ -252,7 +248,7 @@ def meta_line(
     optimizers: Sequence[Optimizer],
     parameters: Sequence[Tensor],
     names: Sequence[str],
-    graph: GraphFacts | None = None,
+    graph: GraphFacts | None,
 ) -> Line:
     """Return the first line of a record.
 

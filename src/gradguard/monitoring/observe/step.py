@@ -333,16 +333,12 @@ def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[
     yield from map(known_fields, lines)
 
 
-def _every(turn: int, parameters: int) -> int:
-    return max(1, parameters // 20) << (turn // THINNED_FROM).bit_length()
-
-
 def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int | None) -> Iterator[Line]:
     step, user_max_norm = _with_user_clip(step)
     norms, places = _numbers(step.gradients.norms), step.gradients.places
     line = _step_line(step, norms, user_max_norm)
     yield line
-    every = every or _every(step.turn, len(table.names))
+    every = every or max(1, len(table.names) // 20) << (step.turn // THINNED_FROM).bit_length()
     due = step.turn % every == 0 or step.diagnostics is not None
     if due and max(places, default=-1) >= 0:  # else it is not known whose norms they are
         # on the others the step line has what moved all together
@@ -379,17 +375,20 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
     line["norm"] = table.array(places, norms)
     line["absent"] = table.absent(step.optimizer, places) or None
     if moved is not None and len(moved.counts) == len(places):
-        line["moved"] = _root_mean_squares(moved, places, table)
+        line["moved"] = _root_mean_squares(moved.update, moved.counts, places, table)
         line["rates"] = [_number(rate) for rate in moved.rates] if len(moved.rates) > 1 else None
+        line["added"] = _root_mean_squares(moved.added, moved.sizes, places, table) if len(moved.added) else None
     if found is not None:
         line["weight"] = table.array(places, found.weight)
         line["update"] = None if found.update is None else table.array(places, found.update)
     return line
 
 
-def _root_mean_squares(moved: Moved, places: Sequence[int], table: ParameterTable) -> list[float | None]:
-    """Return the root mean square of what a step changed in each parameter; None where that is not known."""
-    known = zip(_numbers(moved.update), moved.counts, strict=True)
+def _root_mean_squares(
+    norms: Norms, counts: Sequence[int], places: Sequence[int], table: ParameterTable
+) -> list[float | None]:
+    """Return the root mean square for each parameter, from norms of so many elements; None where it is not known."""
+    known = zip(_numbers(norms), counts, strict=True)
     means = [norm / math.sqrt(count) if count else math.nan for norm, count in known]
     return [None if math.isnan(mean) else mean for mean in table.array(places, means, math.nan)]
 
@@ -406,14 +405,16 @@ def _update_of(moved: Moved | None) -> float | None:
 def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any) -> Line:
     total = step.gradients.whole
     clips, coefficient, within = _clips_of(step, total)
-    binding = min(clips, key=_strength) if clips else _Clip(None, None, None)
+    binding = min(
+        clips, key=lambda clip: math.inf if clip.coefficient is None else clip.coefficient, default=ScriptClip()
+    )
     is_scaled = step.scale is not None and step.scale.is_on
     attention = max(step.logits, key=lambda name: float(step.logits[name]), default=None)
     return {
         "t": "step",
         "i": step.number,
         "wall": step.wall,
-        "loss": _mean([float(x) for x in step.losses]),
+        "loss": sum(map(float, step.losses)) / len(step.losses) if step.losses else None,
         "backwards": len(step.losses) if len(step.losses) > 1 else None,
         "origin": None if step.origin is None else list(step.origin),
         "lr": _number(step.lr),
@@ -421,7 +422,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "post_norm": None if coefficient is None else total * (within if step.gradients.are_after else coefficient),
         "coefficient": coefficient,
         "threshold": None if step.clips.act_apart else binding.threshold,
-        "rule": binding.rule,
+        "rule": binding.rule or None,
         "clips": [[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
         "clips_disjoint": _flag(_are_disjoint(step.clips)),
         "user_max_norm": _number(user_max_norm),
@@ -441,15 +442,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
     }
 
 
-class _Clip(NamedTuple):
-    """The effect of one clip at a step; None for numbers that are not known."""
-
-    rule: str | None
-    threshold: float | None
-    coefficient: float | None
-
-
-def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float | None, float]:
+def _clips_of(step: StepMeasurement, total: float) -> tuple[list[ScriptClip], float | None, float]:
     """Tell what clipped, and how much.
 
     Returns:
@@ -458,7 +451,7 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
     """
     of_script, apart, post = step.clips.script, step.clips.act_apart, step.gradients.post
     clips = [
-        _Clip(clip.rule, _finite(clip.threshold), _of_clip(clip, total, alone=len(of_script) == 1))
+        clip._replace(threshold=_finite(clip.threshold), coefficient=_of_clip(clip, total, alone=len(of_script) == 1))
         for clip in of_script
     ]
     inner = without_none((step.clips.applied, step.clips.guard))
@@ -478,7 +471,7 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
     within = 1.0
     for clip in inner:
         own = _number(clip.coefficient)
-        clips.append(_Clip(clip.rule, _finite(clip.threshold), own))
+        clips.append(clip._replace(threshold=_finite(clip.threshold), coefficient=own))
         coefficient = own if coefficient is None or own is None else own * coefficient
         within *= 1.0 if own is None else own
     if not math.isfinite(total):
@@ -507,11 +500,6 @@ def _of_clip(clip: ScriptClip, total: float, alone: bool) -> float | None:
         return None
     norm = total if norm is None and alone else norm
     return None if norm is None or not math.isfinite(norm) else min(1.0, threshold / (norm + EPSILON))
-
-
-def _strength(clip: _Clip) -> float:
-    """Return the key by which the clip that bound is chosen among several: its coefficient."""
-    return math.inf if clip.coefficient is None else clip.coefficient
 
 
 def _dominant(places: Sequence[int], norms: Sequence[float], total: float) -> list[float] | None:
@@ -551,10 +539,6 @@ def _number(value: Any) -> float | None:
 
 def _flag(value: Any) -> bool | None:
     return True if _number(value) else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 _USER_CLIP = ("norm", "max_norm")

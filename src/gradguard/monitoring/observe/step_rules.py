@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Muon, Optimizer, RMSprop
+from torch.optim import SGD, Adam, Muon, Optimizer
 
 
 class Taken(NamedTuple):
@@ -64,14 +64,6 @@ def _sgd(taken: Taken) -> Tensor:
     return taken.decayed + momentum * mean if taken.group["nesterov"] else mean
 
 
-def _rmsprop(taken: Taken) -> Tensor:
-    group, state = taken.group, taken.state
-    if group["momentum"] > 0:
-        return state["momentum_buffer"]
-    squares = state["square_avg"] - state["grad_avg"].square() if group["centered"] else state["square_avg"]
-    return taken.decayed / (squares.sqrt() + group["eps"])
-
-
 def _muon(taken: Taken) -> Tensor | None:
     group, (rows, columns) = taken.group, taken.shape
     if taken.weight.numel() != rows * columns:
@@ -91,4 +83,4 @@ def _muon(taken: Taken) -> Tensor | None:
     return ratio * matrix.reshape(-1).to(taken.weight.dtype) + taken.decay
 
 
-_RULES: dict[type[Optimizer], Rule] = {Adam: _adam, SGD: _sgd, RMSprop: _rmsprop, Muon: _muon}
+_RULES: dict[type[Optimizer], Rule] = {Adam: _adam, SGD: _sgd, Muon: _muon}

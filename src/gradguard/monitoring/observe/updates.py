@@ -3,7 +3,7 @@
 A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and a sharded one by this process's part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ class Moved(NamedTuple):
         counts: How many elements are looked at; 0 where none can be.
         sizes: How many elements there are.
         rates: The learning rate of each group of the optimizer.
+        added: 2-norm of what it added to the momentum of each parameter of at most `ELEMENTS` elements, 0 for others;
+            empty where the optimizer has a rule here, or no momentum.
         over_rule: The step over what the rule of the optimizer makes of its state and gradients, where these
             are one factor times each other; else NaN, or None where that is not looked at.
     """
@@ -50,7 +52,8 @@ class Moved(NamedTuple):
     counts: list[int]
     sizes: list[int]
     rates: list[Any]
-    over_rule: Tensor | None = None
+    added: Norms
+    over_rule: Tensor | None
 
 
 class Moving:
@@ -64,9 +67,14 @@ class Moving:
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], step: int = 0) -> None:
-        device = parameters[0].device
+        device, rule = parameters[0].device, rule_of(optimizer)
         self._optimizer, self._parameters = optimizer, parameters
-        self._rule = None if step % RULE_EVERY else rule_of(optimizer)
+        self._rule, self._momenta = None if step % RULE_EVERY else rule, list[tuple[Tensor, Tensor]]()
+        if rule is None:
+            with suppress(Exception):  # it may have no momentum, or a state of its own kind
+                self._momenta = [
+                    (kept, factor * kept.float()) for kept, factor in _momenta(optimizer, parameters, device)
+                ]
         self._samples = [_sample(p, device) for p in parameters]
         rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
@@ -76,27 +84,22 @@ class Moving:
     def moved(self) -> Moved:
         """Return what the step has done."""
         counts = [sample.numel() for sample in self._samples]
-        change = torch.cat(self._samples).sub_(self._before)
-        changes, weights = change.split(counts), self._before.split(counts)
-        found = Moved(
-            gradient_norms(changes),
-            gradient_norms(weights),
-            counts,
-            [p.numel() for p in self._parameters],
-            self._rates,
-        )
+        changes = torch.cat(self._samples).sub_(self._before).split(counts)
+        weights, sizes = self._before.split(counts), [p.numel() for p in self._parameters]
+        added = [kept.float() - left for kept, left in self._momenta]
+        norms, n, over_rule = gradient_norms([*changes, *weights, *added]), len(counts), None
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
-                return found._replace(over_rule=self._over_rule(self._rule, changes, weights))
-        return found
+                over_rule = self._over_rule(self._rule, changes, weights)
+        return Moved(norms[:n], norms[n : 2 * n], counts, sizes, self._rates, norms[2 * n :], over_rule)
 
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
         """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
         group, rate = self._optimizer.param_groups[0], self._rates[0]
         own = set(map(id, group["params"]))
-        done, made, rounding = [], [], []
+        rows = []
         for p, change, weight in zip(self._parameters, changes, weights, strict=True):
-            if len(done) == OF_RULE:
+            if len(rows) == OF_RULE:
                 break
             if id(p) not in own or p.grad is None or not weight.numel():
                 continue
@@ -106,12 +109,10 @@ class Moving:
             }
             step = rule(Taken(group, state, _sample(p.grad, p.device), weight, p.shape))
             if step is not None:
-                done.append(-change)
-                made.append(step.mul(rate))
-                rounding.append(weight * torch.finfo(p.dtype).eps)
-        if not done:
+                rows.append((-change, step.mul(rate), weight * torch.finfo(p.dtype).eps))
+        if not rows:
             return None
-        done, made, rounding = (torch.cat(parts).to(self._before.dtype) for parts in (done, made, rounding))
+        done, made, rounding = (torch.cat(parts).to(self._before.dtype) for parts in zip(*rows, strict=True))
         lengths = [torch.linalg.vector_norm(one) for one in (done, made, rounding)]
         factor = torch.dot(done, made) / lengths[1].square()
         is_known = lengths[2] < ROUNDING * torch.minimum(*lengths[:2])
@@ -119,13 +120,31 @@ class Moving:
         return torch.where(is_known & is_one, factor, torch.nan)
 
 
+def _momenta(
+    optimizer: Optimizer, parameters: Sequence[Tensor], device: torch.device
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield the running mean or sum of each parameter's gradients or updates, and its factor at each step.
+
+    It is empty where it is unknown, or longer than `ELEMENTS`.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for p in parameters:
+        state, group = optimizer.state.get(p, {}), groups[id(p)]
+        kept = _sample(state.get("exp_avg", state.get("momentum_buffer", p.new_empty(0))), device)
+        yield kept if kept.numel() == p.numel() else kept[:0], group.get("momentum") or group["betas"][0]
+
+
 def _sample(parameter: Tensor, device: torch.device) -> Tensor:
     """Return some elements of a parameter as one dimension that shares its memory; none where that is not possible."""
-    local = local_part(parameter)
-    values = torch.view_as_real(local) if local.is_complex() and not local.is_conj() else local
-    known = type(values) in _ORDINARY and values.dtype in _DTYPES and values.device == device
-    if not known or values.is_meta or not is_dense(values):
+    values = parameter if type(parameter) in _ORDINARY else local_part(parameter)
+    if values.dtype.is_complex and not values.is_conj():
+        values = torch.view_as_real(values)
+    known = type(values) in _ORDINARY and values.dtype in _DTYPES and values.device == device and not values.is_meta
+    if known and values.is_contiguous():
+        values = values.view(-1)
+    elif known and is_dense(values):
+        values = flat(values)
+    else:
         return torch.empty(0, device=device)
     elements = values.numel()
-    values = flat(values)
     return values if elements <= ELEMENTS else values[:: every_so_many(elements, ELEMENTS)]

@@ -263,6 +263,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "weight": _amounts,
         "update": _amounts,
         "moved": _amounts,
+        "added": _amounts,
         "rates": list_of(_number),
         "absent": list_of(_count),
         "histogram": _histogram,

@@ -2,8 +2,10 @@
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Log, said
@@ -39,9 +41,9 @@ CONSTANT = 0.1
 LEAST_SPREAD = 0.003
 """By less than this, in logarithms, the updates of sign descent vary as well."""
 
-AT_FLOOR, SAME, ABOVE, IS_ABOVE = 0.25, 0.002, 1.05, 0.15
+AT_FLOOR, SAME, SAME_ADDED, ABOVE, IS_ABOVE = 0.25, 0.002, 0.01, 1.05, 0.15
 """The share of updates that have the smallest size to within `SAME`, and the share that is more than `ABOVE` times it,
-where a bound from below acts in place of one from above."""
+where a bound from below acts in place of one from above. What was added to a momentum in bfloat16 was rounded."""
 
 APART, FACTORS, STEADY = 0.05, 6, 0.02
 """How far from 1 the factor between a step and what the optimizer's rule makes may be; so many steps in a row where it
@@ -159,6 +161,7 @@ class Rule:
         self._roots = [math.sqrt(one.get("numel") or 0) for one in params]
         self._are_small = all((one.get("numel") or 0) <= ELEMENTS for one in params)
         self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
+        self._added = deque[list[float]](maxlen=_KEPT)  # sizes of what was added to momenta
         self._factors: deque[tuple[float, float]] = deque(maxlen=FACTORS)
         self._followed = 0
         self._decaying: dict[int, tuple[int, float, float]] = {}  # since which step, its weight then, and the share
@@ -197,16 +200,20 @@ class Rule:
         if line.get("weight") and line.get("update"):
             self._weights = line["weight"]
             self._decay(i, line["weight"], line["update"], of_each)
-        sizes = self._sizes(line, of_each)
-        if len(sizes) < 2:
-            return
-        self._lines.append((gradient, sizes))
+        sizes, added = self._sizes(line, of_each), [size for size in line.get("added") or () if size]
+        if len(sizes) >= 2:
+            self._lines.append((gradient, sizes))
+        if len(added) >= 2:
+            self._added.append(added)
         self._followed += 1
-        if len(self._lines) >= LINES and self._followed % _LINES_BETWEEN == 0:
-            if self._is_one_length():
-                self._tell(ONE_LENGTH, i)
-            elif (floor := self._floor()) is not None:
-                self._tell(FLOOR, i, floor)
+        if self._followed % _LINES_BETWEEN:
+            return
+        if len(self._lines) >= LINES and self._is_one_length():
+            self._tell(ONE_LENGTH, i)
+        moved = [sizes.values() for _, sizes in self._lines]
+        for kind, lines, same in ((FLOOR, moved, SAME), (ADDED_FLOOR, self._added, SAME_ADDED)):
+            if len(lines) >= LINES and (floor := _floor(lines, same)) is not None:
+                self._tell(kind, i, floor)
 
     def _rate(self, place: int, rates: Numbers) -> float:
         group = self._params[place].get("group") or 0
@@ -244,14 +251,6 @@ class Rule:
         follows = len(gradients) < LINES or _spread(gradients) < 10 * max(spread, 1e-3)
         return expected > LEAST_SPREAD and spread < CONSTANT * expected and not follows
 
-    def _floor(self) -> float | None:
-        """The size that updates do not go below, where many have just that one, and many are above it."""
-        sizes = sorted(size for _, of_line in self._lines for size in of_line.values())
-        least = sizes[0]
-        at = sum(size <= (1 + SAME) * least for size in sizes)
-        above = sum(size > ABOVE * least for size in sizes)
-        return least if at > AT_FLOOR * len(sizes) and above > IS_ABOVE * len(sizes) else None
-
     def _decay(self, i: int, weights: Numbers, updates: Numbers, rates: Sequence[float]) -> None:
         """Follow which share of a step is weight decay, and tell of weights that have lost much since it is most."""
         decaying, shrunk = self._decaying, list[int]()
@@ -275,6 +274,14 @@ class Rule:
     def _tell(self, kind: Kind, i: int, size: float = 0.0) -> None:
         if self._log.goes_on("rule", i) is None:
             self._log.begin("rule", kind, i, i, numbers={"size": size})
+
+
+def _floor(lines: Iterable[Iterable[float]], same: float) -> float | None:
+    """The size that updates do not go below, where many have just that one, and many are above it."""
+    sizes = sorted(chain.from_iterable(lines))
+    least = sizes[0]
+    at, above = bisect_right(sizes, (1 + same) * least), len(sizes) - bisect_right(sizes, ABOVE * least)
+    return least if at > AT_FLOOR * len(sizes) and above > IS_ABOVE * len(sizes) else None
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -310,7 +317,7 @@ LOGITS_GROW = Kind(
     value="largest",
     confidence="medium",
 )
-ONE_LENGTH, FLOOR, FACTOR = (
+ONE_LENGTH, FLOOR, ADDED_FLOOR, FACTOR = (
     Kind("update_rule", said("warning", message, advice), of_layers=True)
     for message, advice in (
         (
@@ -320,6 +327,10 @@ ONE_LENGTH, FLOOR, FACTOR = (
         (
             "updates have a root mean square of {size} times the learning rate or more, and never less",
             "a clip of updates is inverted: it makes small ones larger; divide by max(1, rms / threshold)",
+        ),
+        (
+            "what a step adds to the momentum has a root mean square of {size} or more, and never less",
+            "a clip of updates in front of the momentum is inverted: divide by max(1, rms / threshold)",
         ),
         (
             "each step is {size} times what the optimizer's rule makes of its learning rate and gradients",
