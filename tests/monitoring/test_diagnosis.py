@@ -433,6 +433,34 @@ CASES = {
         changed(run(falling(), lr=[0.1 * 0.99**i for i in range(COUNT)]),
                 lambda step: step.update(update=0.1 * step["lr"] ** 2, over_rule=step["lr"])),
         "update_rule", "what the optimizer's rule makes.*multiplied in twice"),
+    "a leap of a loss that the first steps had thrown up": (
+        lost(run([2.0, 50.0, *flat(16, 2000.0, 0.5), 2e8, *flat(381, 1e10)],
+                 [7.0, *flat(17, 400.0, 0.5), 1e9, *calm(381)]), 24),
+        "nonfinite_growth", "grew until"),
+    "leaps of a loss that the first steps had thrown up": (
+        run([2.0, 50.0, *[x * (60 if i % 40 == 30 else 1) for i, x in enumerate(flat(398, 2000.0, 0.2))]],
+            [7.0, 90.0, *[x * (60 if i % 40 == 30 else 1) for i, x in enumerate(calm(398))]],
+            meta=FLAT_META, tensors=lines(TENTH, grow=8.0)),
+        "rate_too_high", "Weights grew"),
+    "data of another level, of a loss that the first steps had thrown up": (
+        run([2.0, 50.0, *flat(200, 10.0), *flat(198, 100.0)]), "rate_too_high", "went from 2.00 to"),
+    "a loss that is a sum over the batch": (
+        run(falling(), [300.0 * x for x in calm()], meta=FLAT_META, tensors=lines([900.0] * 10, weight=3.0)),
+        "healthy", "well"),
+    "a clip that lets hardly anything move, under a loss that has fallen a little": (
+        clipped(0.03, [1.3 + 0.1 * math.exp(-i / 40) + 0.01 * random.Random(i).gauss(0, 1) for i in range(COUNT)],
+                meta=FLAT_META, tensors=lines(TENTH, 3e-4)),
+        "clip_starves", "multiplies the learning rate by 0.03"),
+    "weights that are rounded in the forward": (
+        run(falling(), meta={"params": [*params(NAMES[:5]), *params(NAMES[5:], (16,))]},
+            tensors=lines([0.0] * 5 + [0.1] * 5)),
+        "no_gradient", r"5 of 10 parameters never get a gradient.*round\(\)"),
+    "a softmax before the loss": (
+        run(flat(level=math.log(16), noise=1e-4), meta=FLAT_META, tensors=lines(TENTH, 3e-4)),
+        "not_started", "cross_entropy: logits.*a guess among 16"),
+    "a trained model whose loss is not that of a guess": (
+        run(flat(level=1.3 * math.log(16), noise=1e-4), meta=FLAT_META, tensors=lines(TENTH, 3e-4)),
+        "healthy", "well"),
     "micro-batches summed, and numbers that were lost at once": (
         lost(run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), 4), "accumulation", "8 micro-batches"),
 }  # fmt: skip

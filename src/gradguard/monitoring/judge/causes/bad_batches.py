@@ -40,6 +40,9 @@ AS_FAST = 1.7
 UNLEARNED = 1.5
 """Times the first losses: more than an untrained model has, and less than one that has learned another class only."""
 
+RISEN = 2.0
+"""Times the first losses: batches of unequal losses reach less before they are learned."""
+
 RECENT, THROWN = 24, 1.5
 """Norms, and times the largest of them: what a gradient above that does to the loss is no change of the data."""
 
@@ -57,7 +60,7 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
-    if not places or _stay_up(signals, places):
+    if not places or _stay_up(signals, places) or _had_risen(signals, places[0]):
         return None
     broken = _broken_by(signals, places)
     if not broken and not _are_exceptions(signals, places):
@@ -167,7 +170,7 @@ def level_changes(signals: RunSignals) -> Sign | None:
         return None
     up, loss = _level_shift(signals), signals.loss
     place = up or _learned_anew(signals)
-    if place is None or _was_thrown(signals, place):
+    if place is None or _was_thrown(signals, place) or _had_risen(signals, place):
         return None
     rates = [rate for rate in signals.rates[place - 3 : place + 1] if rate]
     if rates and max(rates) > 2 * min(rates):
@@ -178,6 +181,11 @@ def level_changes(signals: RunSignals) -> Sign | None:
         level = f"leapt to {number(loss.at(place))} at step {step}, from where it came down step by step"
     words = f"The loss was {number(low)} up to step {signals.named(place - 1)} and {level}."
     return Sign((signals.seen(words, since=step),), {"step": step})
+
+
+def _had_risen(signals: RunSignals, place: int) -> bool:
+    """Whether the loss was far above its start before a step: the run was lost by then."""
+    return signals.loss.usual(place) > RISEN * signals.curve.start > 0
 
 
 def _was_thrown(signals: RunSignals, place: int) -> bool:
