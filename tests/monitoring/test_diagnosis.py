@@ -433,6 +433,14 @@ CASES = {
         changed(run(falling(), lr=[0.1 * 0.99**i for i in range(COUNT)]),
                 lambda step: step.update(update=0.1 * step["lr"] ** 2, over_rule=step["lr"])),
         "update_rule", "what the optimizer's rule makes.*multiplied in twice"),
+    "another level of a loss that is nearly 0": (
+        run([9.0 * math.exp(-i / 20) + 0.02 for i in range(250)] + flat(150, 0.2, 0.1)), "healthy", "well"),
+    "another level of a loss that is not": (
+        run([9.0 * math.exp(-i / 20) + 0.2 for i in range(250)] + flat(150, 2.0, 0.1)), "data_shift", "step 250"),
+    "weights that grow less with gradients that fall, under an energy that comes up again": (
+        run([-5.7 * math.sin(min(i, 300) / 240) + 0.02 * max(0, i - 300) for i in range(COUNT)],
+            [x * math.exp(-i / 300) for i, x in enumerate(calm())], meta=FLAT_META, tensors=lines(TENTH, grow=17.0)),
+        "healthy", "well"),
     "a leap of a loss that the first steps had thrown up": (
         lost(run([2.0, 50.0, *flat(16, 2000.0, 0.5), 2e8, *flat(381, 1e10)],
                  [7.0, *flat(17, 400.0, 0.5), 1e9, *calm(381)]), 24),
