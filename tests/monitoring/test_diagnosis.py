@@ -111,6 +111,11 @@ NAN_AT = 250
 LOST = {"loss": None, "norm": None, "nonfinite": 4}
 DEPTH = [10.0 ** (k - 9) for k in range(10)]
 FLAT_META = {"params": params()}
+TWO_LAYERS = {
+    "params": [
+        one for name in ("body", "head") for one in (*params([f"{name}.weight"]), *params([f"{name}.bias"], (16,)))
+    ]
+}
 
 
 def lost(record, at=NAN_AT, **first):
@@ -203,6 +208,9 @@ CASES = {
         "clip_starves", "The clip at 1.0 starves"),
     "clip that is the rate": (
         clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.01"),
+    "clip that is a seventh of the rate": (
+        clipped(0.15, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.15"),
+    "clip that is a third of the rate": (clipped(0.35, [2.0 - i / 2000 for i in range(COUNT)]), "healthy", "well"),
     "clip that is the rate, while the loss stands still within its noise": (
         clipped(0.01, [2.4] * 5 + flat(395, 2.1, 0.3)), "clip_starves", "multiplies the learning rate by 0.01"),
     "a run that diverged under a clip which it went far beyond": (
@@ -441,6 +449,27 @@ CASES = {
         run([-5.7 * math.sin(min(i, 300) / 240) + 0.02 * max(0, i - 300) for i in range(COUNT)],
             [x * math.exp(-i / 300) for i, x in enumerate(calm())], meta=FLAT_META, tensors=lines(TENTH, grow=17.0)),
         "healthy", "well"),
+    "a module that nothing reaches, with gradients of exactly 0": (
+        run(falling(), meta=TWO_LAYERS, tensors=lines([0.0, 0.0, 0.1, 0.1])),
+        "no_gradient", "2 of 4 parameters never get a gradient up to body.bias"),
+    "a weight below a dead activation, beside a bias that learns": (
+        run(falling(), meta=TWO_LAYERS, tensors=lines([0.0, 0.0, 0.0, 0.1])),
+        "healthy", "well"),
+    "a start at zeros that leaves its saddle late": (
+        run(flat(200, 2.0, 0.001) + falling(200), meta={"params": params(["a.weight", "b.weight"])}, tensors=[
+            {"t": "tensors", "i": i, "norm": [0.1 * (i >= 100), 0.1], "weight": [1.0 * (i >= 100), 4.0],
+             "update": [1e-3, 4e-3]} for i in range(0, COUNT, 10)]),
+        "not_started", "a.weight, which begins at 0, was exactly 0 in the first steps"),
+    "micro-batches summed, whose loss ends above its best": (
+        run([1.0 - 0.5 * math.sin(i / 150) for i in range(COUNT)], backwards=4), "accumulation", "4 micro-batches"),
+    "a loss that falls below 0 at one pace, under norms that stay": (
+        run([0.3 - i / 10 for i in range(COUNT)], meta=FLAT_META,
+            tensors=moving(lambda i: [1.0 + i] * 10)),
+        "drift", "no slower in the end.*weights grow"),
+    "inputs that are constant, so that only biases learn": (
+        run(flat(), meta={"params": [*params(["a.weight", "b.weight"]), *params(["a.bias", "b.bias"], (16,))]},
+            tensors=[line | {"update": [0.004, 0.004, 0.04, 0.04]} for line in lines([1e-5, 1e-5, 0.1, 0.1])]),
+        "not_started", "Check that labels belong"),
     "a leap of a loss that the first steps had thrown up": (
         lost(run([2.0, 50.0, *flat(16, 2000.0, 0.5), 2e8, *flat(381, 1e10)],
                  [7.0, *flat(17, 400.0, 0.5), 1e9, *calm(381)]), 24),

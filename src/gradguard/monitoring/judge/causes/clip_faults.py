@@ -16,8 +16,8 @@ from gradguard.monitoring.record.step_rows import bound_on, taken_steps
 ALWAYS = 0.5
 """Of the steps: a clip that binds on more sets their size."""
 
-STARVING = 0.1
-"""A coefficient below that leaves SGD a tenth of its learning rate."""
+STARVING = 0.2
+"""A coefficient below that leaves SGD a fifth of its learning rate."""
 
 HARDLY_MOVED = 0.5
 """Of itself: a weight that all steps together cannot have moved by more is not where the loss has its floor."""
