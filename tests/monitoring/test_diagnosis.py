@@ -470,6 +470,14 @@ CASES = {
         run(flat(), meta={"params": [*params(["a.weight", "b.weight"]), *params(["a.bias", "b.bias"], (16,))]},
             tensors=[line | {"update": [0.004, 0.004, 0.04, 0.04]} for line in lines([1e-5, 1e-5, 0.1, 0.1])]),
         "not_started", "Check that labels belong"),
+    "no warm-up: weights that grow fourfold under a loss that stands still half-way": (
+        run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
+            tensors=lines(TENTH, 0.01, grow=4.2)),
+        "rate_too_high", "Weights grew 4.* times, and the loss stands still"),
+    "weights that grow threefold under a loss that stands still half-way": (
+        run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
+            tensors=lines(TENTH, 0.01, grow=3.2)),
+        "healthy", "well"),
     "a leap of a loss that the first steps had thrown up": (
         lost(run([2.0, 50.0, *flat(16, 2000.0, 0.5), 2e8, *flat(381, 1e10)],
                  [7.0, *flat(17, 400.0, 0.5), 1e9, *calm(381)]), 24),
