@@ -1,7 +1,7 @@
 """Does the diagnosis name what is wrong with a run, and nothing where all is well? Prints a table.
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
-                               [--set developed more held_out fresh unseen optimizers new_fields]
+                               [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum]
 
 Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
@@ -40,6 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 import diagnosis_common_mistakes_tasks
+import diagnosis_forum_tasks
 import diagnosis_fresh_tasks
 import diagnosis_held_out
 import diagnosis_more_tasks
@@ -61,6 +62,7 @@ SETS = {
     "optimizers": diagnosis_optimizer_tasks,
     "new_fields": diagnosis_new_fields_tasks,
     "common_mistakes": diagnosis_common_mistakes_tasks,
+    "forum": diagnosis_forum_tasks,
 }
 
 CLEARLY = 1.15

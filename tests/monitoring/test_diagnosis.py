@@ -111,6 +111,11 @@ NAN_AT = 250
 LOST = {"loss": None, "norm": None, "nonfinite": 4}
 DEPTH = [10.0 ** (k - 9) for k in range(10)]
 FLAT_META = {"params": params()}
+TWO_LAYERS = {
+    "params": [
+        one for name in ("body", "head") for one in (*params([f"{name}.weight"]), *params([f"{name}.bias"], (16,)))
+    ]
+}
 
 
 def lost(record, at=NAN_AT, **first):
@@ -203,6 +208,9 @@ CASES = {
         "clip_starves", "The clip at 1.0 starves"),
     "clip that is the rate": (
         clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.01"),
+    "clip that is a seventh of the rate": (
+        clipped(0.15, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.15"),
+    "clip that is a third of the rate": (clipped(0.35, [2.0 - i / 2000 for i in range(COUNT)]), "healthy", "well"),
     "clip that is the rate, while the loss stands still within its noise": (
         clipped(0.01, [2.4] * 5 + flat(395, 2.1, 0.3)), "clip_starves", "multiplies the learning rate by 0.01"),
     "a run that diverged under a clip which it went far beyond": (
@@ -433,6 +441,71 @@ CASES = {
         changed(run(falling(), lr=[0.1 * 0.99**i for i in range(COUNT)]),
                 lambda step: step.update(update=0.1 * step["lr"] ** 2, over_rule=step["lr"])),
         "update_rule", "what the optimizer's rule makes.*multiplied in twice"),
+    "another level of a loss that is nearly 0": (
+        run([9.0 * math.exp(-i / 20) + 0.02 for i in range(250)] + flat(150, 0.2, 0.1)), "healthy", "well"),
+    "another level of a loss that is not": (
+        run([9.0 * math.exp(-i / 20) + 0.2 for i in range(250)] + flat(150, 2.0, 0.1)), "data_shift", "step 250"),
+    "weights that grow less with gradients that fall, under an energy that comes up again": (
+        run([-5.7 * math.sin(min(i, 300) / 240) + 0.02 * max(0, i - 300) for i in range(COUNT)],
+            [x * math.exp(-i / 300) for i, x in enumerate(calm())], meta=FLAT_META, tensors=lines(TENTH, grow=17.0)),
+        "healthy", "well"),
+    "a module that nothing reaches, with gradients of exactly 0": (
+        run(falling(), meta=TWO_LAYERS, tensors=lines([0.0, 0.0, 0.1, 0.1])),
+        "no_gradient", "2 of 4 parameters never get a gradient up to body.bias"),
+    "a weight below a dead activation, beside a bias that learns": (
+        run(falling(), meta=TWO_LAYERS, tensors=lines([0.0, 0.0, 0.0, 0.1])),
+        "healthy", "well"),
+    "a start at zeros that leaves its saddle late": (
+        run(flat(200, 2.0, 0.001) + falling(200), meta={"params": params(["a.weight", "b.weight"])}, tensors=[
+            {"t": "tensors", "i": i, "norm": [0.1 * (i >= 100), 0.1], "weight": [1.0 * (i >= 100), 4.0],
+             "update": [1e-3, 4e-3]} for i in range(0, COUNT, 10)]),
+        "not_started", "a.weight, which begins at 0, was exactly 0 in the first steps"),
+    "micro-batches summed, whose loss ends above its best": (
+        run([1.0 - 0.5 * math.sin(i / 150) for i in range(COUNT)], backwards=4), "accumulation", "4 micro-batches"),
+    "a loss that falls below 0 at one pace, under norms that stay": (
+        run([0.3 - i / 10 for i in range(COUNT)], meta=FLAT_META,
+            tensors=moving(lambda i: [1.0 + i] * 10)),
+        "drift", "no slower in the end.*weights grow"),
+    "inputs that are constant, so that only biases learn": (
+        run(flat(), meta={"params": [*params(["a.weight", "b.weight"]), *params(["a.bias", "b.bias"], (16,))]},
+            tensors=[line | {"update": [0.004, 0.004, 0.04, 0.04]} for line in lines([1e-5, 1e-5, 0.1, 0.1])]),
+        "not_started", "Check that labels belong"),
+    "no warm-up: weights that grow fourfold under a loss that stands still half-way": (
+        run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
+            tensors=lines(TENTH, 0.01, grow=4.2)),
+        "rate_too_high", "Weights grew 4.* times, and the loss stands still"),
+    "weights that grow threefold under a loss that stands still half-way": (
+        run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
+            tensors=lines(TENTH, 0.01, grow=3.2)),
+        "healthy", "well"),
+    "a leap of a loss that the first steps had thrown up": (
+        lost(run([2.0, 50.0, *flat(16, 2000.0, 0.5), 2e8, *flat(381, 1e10)],
+                 [7.0, *flat(17, 400.0, 0.5), 1e9, *calm(381)]), 24),
+        "nonfinite_growth", "grew until"),
+    "leaps of a loss that the first steps had thrown up": (
+        run([2.0, 50.0, *[x * (60 if i % 40 == 30 else 1) for i, x in enumerate(flat(398, 2000.0, 0.2))]],
+            [7.0, 90.0, *[x * (60 if i % 40 == 30 else 1) for i, x in enumerate(calm(398))]],
+            meta=FLAT_META, tensors=lines(TENTH, grow=8.0)),
+        "rate_too_high", "Weights grew"),
+    "data of another level, of a loss that the first steps had thrown up": (
+        run([2.0, 50.0, *flat(200, 10.0), *flat(198, 100.0)]), "rate_too_high", "went from 2.00 to"),
+    "a loss that is a sum over the batch": (
+        run(falling(), [300.0 * x for x in calm()], meta=FLAT_META, tensors=lines([900.0] * 10, weight=3.0)),
+        "healthy", "well"),
+    "a clip that lets hardly anything move, under a loss that has fallen a little": (
+        clipped(0.03, [1.3 + 0.1 * math.exp(-i / 40) + 0.01 * random.Random(i).gauss(0, 1) for i in range(COUNT)],
+                meta=FLAT_META, tensors=lines(TENTH, 3e-4)),
+        "clip_starves", "multiplies the learning rate by 0.03"),
+    "weights that are rounded in the forward": (
+        run(falling(), meta={"params": [*params(NAMES[:5]), *params(NAMES[5:], (16,))]},
+            tensors=lines([0.0] * 5 + [0.1] * 5)),
+        "no_gradient", r"5 of 10 parameters never get a gradient.*round\(\)"),
+    "a softmax before the loss": (
+        run(flat(level=math.log(16), noise=1e-4), meta=FLAT_META, tensors=lines(TENTH, 3e-4)),
+        "not_started", "cross_entropy: logits.*a guess among 16"),
+    "a trained model whose loss is not that of a guess": (
+        run(flat(level=1.3 * math.log(16), noise=1e-4), meta=FLAT_META, tensors=lines(TENTH, 3e-4)),
+        "healthy", "well"),
     "micro-batches summed, and numbers that were lost at once": (
         lost(run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), 4), "accumulation", "8 micro-batches"),
 }  # fmt: skip

@@ -131,6 +131,9 @@ FAULTS = [
         600, lambda i, norms: norms.__setitem__(2, 1e-9)))),
     ("dead_layer", "warning", "layers.4.weight, layers.7.weight was exactly 0 on 60 recorded",
      run(CALM, tensors=lines_of(600, zero(4, 7, since=300)))),
+    ("dead_layer", "warning", "exactly 0 on 80 recorded steps", run(  # on steps 100 to 495, one after the other
+        CALM, tensors=lines_of(600, lambda i, norms: (zero(4, since=100, until=400)(i, norms),
+                                                      zero(7, since=200, until=500)(i, norms))))),
     ("dead_layer", "info", "from the first one on", run(CALM, tensors=lines_of(600, zero(4)))),
     ("dominating_layer", "warning", "layers.5.weight alone makes more than 95 % of the",
      run(steps=steps_of(CALM, top=[5, 0.97]))),

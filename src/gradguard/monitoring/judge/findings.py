@@ -29,7 +29,6 @@ class Kind:
         words: Says an episode of it.
         value: Which of an episode's numbers says how bad it is, if one does.
         confidence: As a `Finding` has it.
-        of_layers: Whether each episode is about its own layers, so that one of others is not the same fault again.
         apart: Whether each layer has a finding of its own.
     """
 
@@ -37,7 +36,6 @@ class Kind:
     words: Callable[["Episode"], Words]
     value: str = ""
     confidence: str = "high"
-    of_layers: bool = False
     apart: bool = False
 
 
@@ -126,11 +124,16 @@ class Episode:
         Args:
             later: The other.
         """
-        if not self.kind.of_layers or set(later.params) & set(self.params):
-            self.later.append((later.first, later.last))
-        else:
-            self.last = max(self.last, later.last)
-        self.count += later.count
+        spans = [(self.first, self.last), *self.later]
+        last = spans[-1][1]
+        if later.first > last:
+            spans.append((later.first, later.last))
+            self.count += later.count
+        else:  # of other layers, at the same time: only the steps that come after are further ones
+            share = max(0, later.last - last) / max(1, later.last - later.first)
+            spans[-1] = spans[-1][0], max(last, later.last)
+            self.count += round(share * later.count)
+        (self.first, self.last), *self.later = spans
         self.params += [name for name in later.params if name not in self.params]
         self.harmless = self.harmless and later.harmless
         self.extend(later.numbers)

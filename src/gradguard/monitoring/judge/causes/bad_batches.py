@@ -17,7 +17,7 @@ ONE_TIMES, SEVERAL_TIMES = 1.7, 12
 """A loss that leaps more than once, and not so far, does so by its making: a target that is set anew now and then."""
 
 TINY = 0.1
-"""Of the first loss: leaps that stay below come of a loss that is nearly 0, and not of batches."""
+"""Of the first loss: leaps that stay below come of a loss that is nearly 0, and not of the data."""
 
 LEARNED = 0.5
 """Of a loss that leapt: one step of learning leaves more, and the batch after one that was unlike the others less."""
@@ -34,11 +34,17 @@ FASTER = 1.5
 SETTLES = 0.3
 """Of its growth in the second half: a weight that grew less settles."""
 
+CALMS = 0.7
+"""From the second quarter of the run to the last: norms that fall below that share come of weights that settle."""
+
 AS_FAST = 1.7
 """From the middle of the run to its end: a weight that grows as fast in both halves has twice that."""
 
 UNLEARNED = 1.5
 """Times the first losses: more than an untrained model has, and less than one that has learned another class only."""
+
+RISEN = 2.0
+"""Times the first losses: batches of unequal losses reach less before they are learned."""
 
 RECENT, THROWN = 24, 1.5
 """Norms, and times the largest of them: what a gradient above that does to the loss is no change of the data."""
@@ -57,7 +63,7 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
-    if not places or _stay_up(signals, places):
+    if not places or _stay_up(signals, places) or _had_risen(signals, places[0]):
         return None
     broken = _broken_by(signals, places)
     if not broken and not _are_exceptions(signals, places):
@@ -167,17 +173,24 @@ def level_changes(signals: RunSignals) -> Sign | None:
         return None
     up, loss = _level_shift(signals), signals.loss
     place = up or _learned_anew(signals)
-    if place is None or _was_thrown(signals, place):
+    if place is None or _was_thrown(signals, place) or _had_risen(signals, place):
         return None
     rates = [rate for rate in signals.rates[place - 3 : place + 1] if rate]
     if rates and max(rates) > 2 * min(rates):
         return None
     low, high, step = middle(loss.known(place - 20, place)), middle(loss.known(place, place + 20)), signals.named(place)
+    if max(high, loss.at(place)) < TINY * signals.curve.start:
+        return None
     level = f"{number(high)} from step {step} on"
     if not up:
         level = f"leapt to {number(loss.at(place))} at step {step}, from where it came down step by step"
     words = f"The loss was {number(low)} up to step {signals.named(place - 1)} and {level}."
     return Sign((signals.seen(words, since=step),), {"step": step})
+
+
+def _had_risen(signals: RunSignals, place: int) -> bool:
+    """Whether the loss was far above its start before a step: the run was lost by then."""
+    return signals.loss.usual(place) > RISEN * signals.curve.start > 0
 
 
 def _was_thrown(signals: RunSignals, place: int) -> bool:
@@ -236,7 +249,7 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
     leap = max((max(since[k + 1 : k + 3]) - since[k] for k in range(len(since) - 1)), default=0.0)
     above = max(statistics.median(since), curve.final) - curve.best
     lost = above > max(3 * curve.error, 0.25 * abs(curve.best)) and leap <= AT_ONCE * (max(since) - curve.best)
-    grows = grown and (lost or (rising and not curve.has_fallen))
+    grows = grown and _norm_growth(signals) > CALMS and (lost or (rising and not curve.has_fallen))
     if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
         return None
     evidence = [signals.seen(runs_away)] if runs_away else []
@@ -275,6 +288,13 @@ def _rising_norms(signals: RunSignals) -> float | None:
     return levels[-1] / levels[0]
 
 
+def _norm_growth(signals: RunSignals) -> float:
+    """The median norm of the last quarter over that of the second one; NaN where there are none."""
+    norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
+    size = max(1, len(norms) // 4)
+    return middle(norms[-size:]) / middle(norms[size : 2 * size])
+
+
 def _runs_away(signals: RunSignals, curve: Curve) -> str:
     """Whether the loss falls below 0, in the end as fast as before or faster, while norms or all weights grow."""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
@@ -282,9 +302,7 @@ def _runs_away(signals: RunSignals, curve: Curve) -> str:
     if curve.best >= 0 or quarter < 3:
         return ""
     second, third, last = (levels[-k * quarter - 1] - levels[(1 - k) * quarter - 1] for k in (3, 2, 1))
-    norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
-    size = max(1, len(norms) // 4)
-    rose = statistics.median(norms[size : 2 * size]) * 1.2 < statistics.median(norms[-size:])
+    rose = _norm_growth(signals) > 1.2
     weights = [layer.weights for layer in signals.layers if len(layer.weights) > 3]
     grew = bool(weights) and all(one[-1] > AS_FAST * one[len(one) // 2] for one in weights)
     faster = second > curve.error and last > FASTER * third > FASTER**2 * second

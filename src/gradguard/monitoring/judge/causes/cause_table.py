@@ -185,8 +185,8 @@ CAUSES = (
     Row(
         "no_gradient", loop.cut_off, "likely",
         "{count} of {all} parameters never get a gradient{where}, and stay as they began.",
-        "Look between {last} and the loss for detach(), torch.no_grad(), .data, .item(), or a part of the model "
-        "that the forward leaves out. If they are meant to stay as they are, give the optimizer the others only.",
+        "Look between {last} and the loss for detach(), torch.no_grad(), .data, .item(), round(), or a part of the "
+        "model that the forward leaves out. If they are meant to stay as they are, give the optimizer the others only.",
         _NO_GRADIENT,
     ),
     Row(
@@ -275,8 +275,9 @@ CAUSES = (
     Row(
         "not_started", loop.stands_still, "likely",
         "Nothing has been learned in {count} steps, though gradients and learning rate are ordinary.",
-        "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs are "
-        "normalised and reach the model. If they are right, train longer, with a learning rate three times higher.",
+        "Check that labels belong to their inputs (a shuffle of one and not of the other), that inputs are normalised "
+        "and reach the model, and that the loss gets what it expects (cross_entropy: logits, no softmax). If they are "
+        "right, train longer, with a learning rate three times higher.",
         "The learning rate is an ordinary one.",
     ),
     Row(

@@ -16,8 +16,11 @@ from gradguard.monitoring.record.step_rows import bound_on, taken_steps
 ALWAYS = 0.5
 """Of the steps: a clip that binds on more sets their size."""
 
-STARVING = 0.1
-"""A coefficient below that leaves SGD a tenth of its learning rate."""
+STARVING = 0.2
+"""A coefficient below that leaves SGD a fifth of its learning rate."""
+
+HARDLY_MOVED = 0.5
+"""Of itself: a weight that all steps together cannot have moved by more is not where the loss has its floor."""
 
 SEVERAL = 0.3
 """Of the steps: with more than one clip on more, no clip alone sets what the optimizer gets."""
@@ -81,7 +84,8 @@ def _named(clips: Sequence[ActingClip], of_all: bool) -> str:
 def starves_rate(signals: RunSignals) -> Sign | None:
     """Return whether clips act as a learning rate that is too low for a loss that falls slowly or not at all."""
     found, curve = _binding(signals), signals.curve
-    slow = -0.5 < curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen)
+    hardly_moves = signals.travel is not None and signals.travel < HARDLY_MOVED
+    slow = -0.5 < curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen or hardly_moves)
     if found is None or found.coefficient > STARVING or not slow or signals.cancels_scale:
         return None
     return Sign((signals.seen(found.seen),), found.words, threshold=found.threshold)

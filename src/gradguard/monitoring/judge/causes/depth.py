@@ -25,8 +25,9 @@ EXPLODED, EXPLODED_AT_ONCE = 1e3, 50.0
 AMPLIFIES, DAMPS = 1.2, 0.3
 """Factors of a recurrent weight for each step: over 50 steps the first makes 10^4, the second nothing."""
 
-ABOVE, FAR_ABOVE = 4.0, 100.0
-"""Times its weight: a first gradient as the usual weight hardly has, and none whose layers keep the size of values."""
+ABOVE, FAR_ABOVE = 4.0, 1000.0
+"""Times its weight: a first gradient as the usual weight hardly has, and none whose layers keep the size of values, not
+even where the loss is a sum over the batch."""
 
 LARGE_GAIN = 2.0
 """By which the usual weight begins to multiply sizes: the largest in use for plain layers is 1.7."""

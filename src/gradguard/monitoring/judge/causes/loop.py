@@ -1,5 +1,6 @@
 """Signs in the loop or the model's connections: gradients that are kept, missing, or zero from the start."""
 
+import math
 import statistics
 from collections.abc import Callable
 
@@ -14,6 +15,9 @@ MISSING_SHARE = 0.2
 
 MOVED = 1.0
 """Of itself: a weight that all steps together cannot have moved by that may be as good as it was meant to be."""
+
+GUESS = 0.01
+"""Of the loss: so near to the logarithm of the number of outputs, nothing is known of which is right."""
 
 STILL = 0.02
 """Of the first loss: a level of the loss that is not lower by more has not begun to fall."""
@@ -158,6 +162,10 @@ def _never_reached(signals: RunSignals) -> frozenset[int]:
     """The parameters of modules that begin with numbers and whose gradients are all exactly 0, on every line."""
     zero = [not any(of_one) for of_one in zip(*(line["norm"] for line in signals.lines), strict=True)]
     begins = signals.measured[0]["weight"] if signals.measured else [0.0] * len(zero)
+    matrices = [place for place in signals.own if len(signals.shape(place)) > 1]
+    if len(matrices) > 1 and all(zero[place] and begins[place] for place in matrices) and zero.count(False) > 1:
+        # vectors of several layers learn, and no weight does: what is done to the weights lets nothing through
+        return frozenset(matrices)
     modules: dict[str, list[int]] = {}
     for place in signals.own:
         modules.setdefault(signals.name(place).rpartition(".")[0], []).append(place)
@@ -228,5 +236,8 @@ def stands_still(signals: RunSignals) -> Sign | None:
     stays = signals.travel is not None and signals.travel < MOVED and not signals.only_vectors_learn
     blurred = 3 * curve.error > 0.5 * abs(curve.levels[0])  # a loss that halves would look flat as well
     words = f"The loss was {number(curve.levels[0])} in the first steps and is {signals.ends_at} at the end"
+    choices = max([2, *(signals.shape(place)[0] for place in signals.own[-1:] if signals.shape(place))])
+    if abs(curve.final - math.log(choices)) < GUESS * curve.final:
+        words, stays = f"{words}, that of a guess among {choices}", False
     seen = signals.seen(f"{words}, and gradients are there.")
     return Sign((seen,), {"count": f"{signals.count:,}"}, "possible" if stays or blurred else "likely")

@@ -58,19 +58,25 @@ def _end(signals: RunSignals) -> str:
 
 def _thrown(signals: RunSignals) -> Evidence | None:
     """Whether the first steps of an optimizer that makes them as long as its rate lost what the weights began with."""
-    count, first = len(signals.measured), signals.span[0]
-    layers = [layer for layer in signals.sized_layers if len(layer.weights) == count]
+    first = signals.span[0]
     early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
     learns = signals.curve.fallen > 0.9 and any(signals.norms[-10:])
-    if not layers or not early or not signals.cancels_scale or learns:
+    times = 0.0 if learns or not early else _times_thrown(signals, early[-1])
+    if not times:
         return None
-    last, step = early[-1], signals.measured[early[-1]]["i"]
-    times = statistics.median(layer.weights[last] / layer.weights[0] for layer in layers)
-    gains = [gain for layer in layers if (gain := signals.gain(layer, last)) is not None]
-    if times < THROWN or (gains and statistics.median(gains) < THROWN_GAIN):
-        return None
+    step = signals.measured[early[-1]]["i"]
     words = f"By step {step} the usual weight had {number(times)} times its first size: what it began with is lost."
-    return Evidence((signals.span[0], step), words)
+    return Evidence((first, step), words)
+
+
+def _times_thrown(signals: RunSignals, line: int) -> float:
+    """How many times its first size the usual weight has on a measured line; 0 where that may be no loss."""
+    layers = [layer for layer in signals.sized_layers if len(layer.weights) == len(signals.measured)]
+    if not layers or not signals.cancels_scale:
+        return 0.0
+    times = statistics.median(layer.weights[line] / layer.weights[0] for layer in layers)
+    gains = [gain for layer in layers if (gain := signals.gain(layer, line)) is not None]
+    return 0.0 if times < THROWN or (gains and statistics.median(gains) < THROWN_GAIN) else times
 
 
 def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
@@ -101,11 +107,14 @@ def _large_updates(signals: RunSignals, curve: Curve) -> Evidence | None:
 
 
 def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
-    """Whether weights have become others, and the loss has not fallen for it."""
+    """Whether weights have become others, and the loss has not fallen for it or stands still half-way."""
     grown = signals.growth
-    if curve.fallen > 0.1 or grown < GROWN:
+    stuck = curve.fallen < 0.5 and signals.is_stuck and _times_thrown(signals, -1) > 0
+    if grown < GROWN or (curve.fallen > 0.1 and not stuck):
         return None
-    return signals.seen(f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
+    return signals.seen(
+        f"Weights grew {number(grown)} times, and the loss {'stands still' if stuck else 'has not fallen'}."
+    )
 
 
 def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:

@@ -135,7 +135,6 @@ _DEAD = "the gradient of {names} was exactly 0 on {found.count} recorded steps"
 DEAD = Kind(
     "dead_layer",
     said("warning", _DEAD, "dead ReLUs or a saturated gate: lower the learning rate, or check the initialisation"),
-    of_layers=True,
 )
 NEVER_ALIVE = Kind(
     "dead_layer",
@@ -144,7 +143,6 @@ NEVER_ALIVE = Kind(
         f"{_DEAD}, from the first one on",
         "nothing if frozen or unused on purpose; else check that it is part of the forward pass",
     ),
-    of_layers=True,
 )
 DETACHED = Kind(
     "detached_layer",
@@ -154,7 +152,6 @@ DETACHED = Kind(
         "nothing if frozen on purpose; else look for detach(), torch.no_grad(), .data, requires_grad set to False, or "
         "a branch of the forward pass that leaves it out",
     ),
-    of_layers=True,
 )
 WEAK = Kind(
     "vanishing",
@@ -165,7 +162,6 @@ WEAK = Kind(
         "nothing flows back so far: check saturated activations and the initialisation, or add skip connections",
     ),
     value="smallest",
-    of_layers=True,
 )
 DOMINATING = Kind(
     "dominating_layer",

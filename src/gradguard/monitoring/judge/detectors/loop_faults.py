@@ -217,7 +217,6 @@ BELOW_EPS = Kind(
         "the threshold",
     ),
     value="smallest",
-    of_layers=True,
 )
 KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, BELOW_EPS)
 

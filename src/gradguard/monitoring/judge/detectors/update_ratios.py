@@ -82,7 +82,6 @@ LARGE_UPDATES = Kind(
     ),
     value="ratio",
     confidence="medium",
-    of_layers=True,
 )
 SMALL_UPDATES = Kind(
     "update_ratio",
@@ -95,6 +94,5 @@ SMALL_UPDATES = Kind(
     ),
     value="ratio",
     confidence="medium",
-    of_layers=True,
 )
 KINDS = (LARGE_UPDATES, SMALL_UPDATES)

@@ -318,7 +318,7 @@ LOGITS_GROW = Kind(
     confidence="medium",
 )
 ONE_LENGTH, FLOOR, ADDED_FLOOR, FACTOR = (
-    Kind("update_rule", said("warning", message, advice), of_layers=True)
+    Kind("update_rule", said("warning", message, advice))
     for message, advice in (
         (
             "all updates of a step together have one length on every step, whatever the gradients are",
@@ -346,6 +346,5 @@ DECAY = Kind(
         "lower weight_decay, or leave this group out of it",
     ),
     value="share",
-    of_layers=True,
 )
 KINDS = (SPIKE, DECAY, LOGITS_GROW)
