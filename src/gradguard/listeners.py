@@ -164,6 +164,9 @@ class Listener:
     def on_recover(self, event: RecoveryEvent) -> None:
         """Something was done about spikes."""
 
+    def on_empty_batches(self, count: Tensor) -> None:
+        """Of the batches that the next step accumulates, so many add nothing to its gradient."""
+
     def on_logits(self, name: str, largest: Tensor) -> None:
         """A `LogitWatch` has seen a call of the attention ``name``: its largest logit for each head."""
 
@@ -260,6 +263,12 @@ def tell_recovery(event: RecoveryEvent) -> None:
     """
     for listener in _listeners:
         listener.on_recover(event)
+
+
+def tell_empty_batches(count: Tensor) -> None:
+    """Say how many of the batches of a step, which comes next, add nothing to its gradient."""
+    for listener in _listeners:
+        listener.on_empty_batches(count)
 
 
 def tell_logits(name: str, largest: Tensor) -> None:

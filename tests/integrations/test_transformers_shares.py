@@ -11,6 +11,8 @@ from torch import nn
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.transformers import GradGuardCallback, SampleNormsCallback
+from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.record.file import read_record
 
 VOCABULARY, LENGTH = 12, 6
 
@@ -190,3 +192,15 @@ def test_a_copy_has_measured_nothing(tmp_path):
 def test_keep_is_a_number_of_steps():
     with pytest.raises(InvalidValueError, match="keep=0: expected a whole number >= 1"):
         SampleNormsCallback(keep=0)
+
+
+def test_a_batch_in_which_nothing_counts_is_a_finding_of_the_record(tmp_path):
+    rows = data()
+    for row in rows[8:16] + rows[20:24]:
+        row["advantage"] = torch.zeros(())
+    with gg.watch(tmp_path / "run.jsonl") as watch:
+        trained(tmp_path, [SampleNormsCallback()], rows=rows, max_steps=2, gradient_accumulation_steps=3)
+    record = read_record(watch.path)
+    assert [step.get("empty_batches") for step in record.steps] == [1, 2]
+    (found,) = [one for one in findings(record) if one.kind == "empty_micro_batch"]
+    assert "nothing counted in up to 2 of the batches that a step accumulates, on 2 steps" in found.message

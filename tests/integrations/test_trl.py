@@ -6,6 +6,8 @@ from tests.integrations.tiny_trainer import logged
 
 import gradguard as gg
 from gradguard.integrations.transformers import SampleNormsCallback
+from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.record.file import read_record
 from gradguard.parity.compare import compare
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
@@ -74,9 +76,12 @@ def trained(folder, loss, callbacks=(), cut=(), **options):
 def test_micro_batches_in_which_nothing_counts_are_told(tmp_path, loss):
     """unsloth#3006, verl#2505: with every completion of one cut, its share is zero, and it counts in the average."""
     callback = SampleNormsCallback()
-    done = trained(tmp_path, loss, [callback], cut=range(8))
+    with gg.watch(tmp_path / "run.jsonl") as watch:
+        done = trained(tmp_path, loss, [callback], cut=range(8))
     assert callback.steps[-1].without_a_share == [0, 1, 2, 3]
     assert logged(done, "sample_norm_empty_micro_batches") == [4]
+    (found,) = [one for one in findings(read_record(watch.path)) if one.kind == "empty_micro_batch"]
+    assert (found.value, found.first_step) == (4, 0)
 
 
 def test_a_denominator_that_counts_cut_completions_is_a_factor(tmp_path):

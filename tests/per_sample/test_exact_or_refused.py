@@ -649,3 +649,60 @@ def test_a_model_that_turns_its_batch_on_its_side_later_keeps_samples_apart():
     model(x).square().sum((0, 2)).mean().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=0)
+
+
+class Product(torch.autograd.Function):
+    """As a fused kernel has it: without a rule for `torch.func`."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ hidden
+
+
+class FusedHead(nn.Module):
+    """A language model's head in one kernel, of the places that count alone; it notes what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.calls = nn.Linear(3, 4), nn.Linear(4, 5, bias=False), 0
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        hidden, counts = self.body(x).tanh(), x[..., 0] > 0
+        self.calls += 1
+        self.seen += hidden.detach().mean((0, 1))
+        return hidden.new_zeros(*counts.shape, 5).masked_scatter(
+            counts[..., None], Product.apply(hidden[counts], self.head.weight)
+        )
+
+
+def test_a_kernel_that_torch_func_cannot_run_is_run_for_each_sample_and_the_layers_once():
+    model, x = made(FusedHead), data(torch.float64, 16, 7, 3)
+    x[3, :, 0] = -1.0  # nothing of this sample counts
+    plain, calls = made(FusedHead), []
+    plain(x)
+    model.body.register_forward_hook(lambda *_: calls.append(1))
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), mode="exact")
+    for _ in range(20):
+        model.seen.zero_()
+        model.calls = 0
+        calls.clear()
+        losses(model(x)).mean().backward()
+        found = clipper.per_sample_gradients()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        assert model.calls == 1
+        torch.testing.assert_close(model.seen, plain.seen, rtol=1e-12, atol=0)
+    assert len(calls) <= 5  # with four witnesses at most
+    clipper.detach()
+    for i in range(len(x)):
+        plain.zero_grad()
+        losses(plain(x[i : i + 1])).mean().backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name][i], parameter.grad, rtol=1e-10, atol=1e-12)

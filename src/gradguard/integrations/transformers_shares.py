@@ -19,6 +19,7 @@ from gradguard.integrations.adapter import Run, replaced
 from gradguard.integrations.sample_jobs import PerSampleJob
 from gradguard.integrations.transformers_clip import TrainersClip
 from gradguard.integrations.transformers_per_sample import refuse_unfollowed, run_of, without_autocast_in_forward
+from gradguard.listeners import tell_empty_batches
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class SampleNorms:
         Nothing counts in such a batch: no token is left by the mask, all advantages are zero, or the loss was divided
         by zero. Reads the device.
         """
-        return [i for i, norms in enumerate(self.norms) if not bool((norms.isfinite() & (norms > 0)).any())]
+        return _empty(self.norms).nonzero().flatten().tolist()
 
 
 class SampleNormsCallback(PerSampleJob, TrainersClip):
@@ -91,7 +92,8 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
 
     **What the Trainer logs**, of the step that is logged: ``sample_norm_max``, ``sample_norm_median`` over its finite
     samples, ``sample_norm_max_micro_batch`` and ``sample_norm_max_row``; and ``sample_norm_empty_micro_batches``, the
-    number of its batches that add nothing, and count in the average where the loss is divided by their number.
+    number of its batches that add nothing, and count in the average where the loss is divided by their number. A record of the
+    run (`gradguard.watch`, ``gradguard run``) has the finding ``empty_micro_batch``.
 
     ======================================  ====================================================================
     Edge case                               What happens
@@ -200,6 +202,7 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
             norms, inputs = zip(*self._measured, strict=True)
             self._spoil(torch.cat(norms).isfinite().all())
             self.steps.append(SampleNorms(trainer.state.global_step + 1, norms, inputs))
+            tell_empty_batches(_empty(norms).sum())
             self._measured = []
             self._norm = original(trainer, *args, **kwargs)
             return self._norm
@@ -235,6 +238,11 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
         super().end()
         self._hooks.close()
         self._norm, self._measured, self._inputs = None, [], {}
+
+
+def _empty(norms: Sequence[Tensor]) -> Tensor:
+    """Tell of each accumulated batch whether none of its samples has a share."""
+    return torch.stack([~(of_batch.isfinite() & (of_batch > 0)).any() for of_batch in norms])
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Per-sample gradients of code that uses parameters by itself, such as ``x + self.position`` or a layer without a rule.
 
-The code of one module is run again for one sample, with torch.func, and each layer that it calls is left out: what
-the layer returned is given, and what it was called with counts as a result, whose gradient is known. So the gradient
-is exact and the layers are not run twice.
+The code of one module is run again for one sample, with torch.func or, where that cannot, sample after sample; and each
+layer that it calls is left out: what the layer returned is given, and what it was called with counts as a result, whose
+gradient is known. So the gradient is exact and the layers are not run twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from gradguard.per_sample.call_arguments import Skeleton
 from gradguard.per_sample.contributions import Materialized, wide
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
-from gradguard.per_sample.rerun import Quietly, substituted
+from gradguard.per_sample.rerun import Quietly, substituted, undisturbed
 from gradguard.torch_private import call_slot
 
 Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -102,9 +102,9 @@ class VmapFallback:
         axes, grads = self._axes()
         owners = [_owned(t, axis, self.batch_size) for t, axis in zip([*self.saved, *grads], axes, strict=True)]
         try:
-            with self._set_up():
+            with self._set_up() as reset:
                 values = [self.values[name] for name in self.aliases]
-                gradients = self._differentiate(values, *zip(*owners, strict=True))
+                gradients = self._differentiate(values, *zip(*owners, strict=True), reset)
         except UnsupportedGradientError:
             raise
         except RuntimeError as error:  # of a function of torch's that cannot do it for one sample
@@ -130,14 +130,26 @@ class VmapFallback:
         return [*self.axes, *given, *results], filled
 
     def _differentiate(
-        self, values: list[Tensor], tensors: Sequence[Tensor], dims: Sequence[int | None]
+        self, values: list[Tensor], tensors: Sequence[Tensor], dims: Sequence[int | None], reset: Callable[[], None]
     ) -> list[Tensor]:
         def one_sample(parameters: Sequence[Tensor], *pieces: Tensor) -> Tensor:
             return self._surrogate(dict(zip(self.aliases, parameters, strict=True)), [*pieces])
 
         chunk = max(1, min(self.batch_size, _CHUNK // max(1, sum(v.nbytes for v in values))))
         vectorized = torch.func.vmap(torch.func.grad(one_sample), in_dims=(None, *dims), chunk_size=chunk)
-        return [wide(g) for g in vectorized(values, *tensors)]
+        try:
+            return [wide(g) for g in vectorized(values, *tensors)]
+        except RuntimeError:  # an autograd.Function without a rule for vmap, or a place that a sample's values choose
+            pass
+        leaves, rows = [value.detach().requires_grad_() for value in values], []
+        pieces = [t.detach() for t in tensors]
+        for i in range(self.batch_size):
+            reset()
+            own = [t if dim is None else t.select(dim, i) for t, dim in zip(pieces, dims, strict=True)]
+            with torch.enable_grad():
+                total = one_sample(leaves, *own)
+            rows.append(torch.autograd.grad(total, leaves, materialize_grads=True))
+        return [wide(torch.stack(of)) for of in zip(*rows, strict=True)]
 
     def _surrogate(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> Tensor:
         """The inner product of the results with their gradients."""
@@ -186,14 +198,12 @@ class VmapFallback:
         return [*results, *[returned[i] for i in self.computed]]
 
     @contextmanager
-    def _set_up(self) -> Iterator[None]:
+    def _set_up(self) -> Iterator[Callable[[], None]]:
         with ExitStack() as stack:
             stack.enter_context(self.quietly())
             if self.autocast:
                 stack.enter_context(torch.autocast(self.autocast[0], self.autocast[1]))
-            devices = sorted({t.device.index or 0 for t in self.saved if t.device.type == "cuda"})
-            stack.enter_context(torch.random.fork_rng(devices))
-            yield
+            yield stack.enter_context(undisturbed(self.module, drop_rate=None))
 
     def _check(self, gradients: Mapping[str, Tensor]) -> None:
         """Compare the sum of all samples with the plain gradient."""

@@ -153,6 +153,7 @@ class Observer(Listener):
         self._steps_at_update = -1
         self._losses, self._clips, self._shared = Losses(), HeardClips(), SharedNorms()
         self._logits: dict[str, Tensor] = {}  # the largest of each attention since the last step
+        self._told: dict[str, Tensor] = {}  # other numbers of the step to come
         self._graph, self._origin, self._looks_for_origin = GraphFacts(), None, True
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
@@ -247,6 +248,10 @@ class Observer(Listener):
         largest = largest.detach().amax()
         self._logits[name] = largest if known is None else torch.maximum(known, largest)
 
+    def on_empty_batches(self, count: Tensor) -> None:
+        """Keep their number until the next step."""
+        self._told["empty_batches"] = count
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
@@ -300,10 +305,10 @@ class Observer(Listener):
             self._forget(given.parameters)
         elif (seen := self._measured(optimizer, given)) is not None:
             gradients, clips, skip = seen
-            logits, self._logits = self._logits, {}
+            (logits, told), self._logits, self._told = (self._logits, self._told), {}, {}
             step = self._begun(optimizer, gradients, clips, skip)
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
-            self._thread.step = step._replace(logits=logits, kept_gradients=kept)
+            self._thread.step = step._replace(logits=logits, kept_gradients=kept, logged=told)
             self._thread.optimizer = weakref.ref(optimizer)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
             self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))

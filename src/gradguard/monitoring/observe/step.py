@@ -159,8 +159,8 @@ class StepMeasurement(NamedTuple):
         kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
         origin: Where the forward first had a number that is not finite, and its dtype.
         logits: The largest logit of each attention that a `LogitWatch` has seen since the step before.
-        logged: Other numbers that the user logged, by name: numbers, or tensors until they have been read. ``norm`` is
-            what the user's own clip returned, and ``max_norm`` its threshold.
+        logged: Other numbers that were told or logged, by name: numbers, or tensors until they have been read.
+            ``norm`` is what the user's own clip returned, and ``max_norm`` its threshold.
     """
 
     number: int

@@ -253,6 +253,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "scaled_clip": truth,
         "kept_gradients": truth,
         "backwards": _count,
+        "empty_batches": _amount,
         "origin": list_of(_text),
     },
     "tensors": {

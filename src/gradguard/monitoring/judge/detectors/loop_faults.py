@@ -64,6 +64,9 @@ class Setup:
             self._follow(SCALED_CLIP, self._scaled, SCALED_CLIPS, step["i"], threshold=threshold, scale=scale)
         if step.get("kept_gradients"):
             self._follow(KEPT, self._kept, KEPT_STEPS, step["i"])
+        if empty := step.get("empty_batches"):
+            about = {"largest": empty, "smallest": empty}
+            self._log.tell(EMPTY.name, EMPTY, step["i"], step["i"], empty, numbers=about)
 
     def tensors(self, i: int, norms: Sequence[float]) -> None:
         """Follow a line with the norm of each parameter.
@@ -207,6 +210,17 @@ KEPT = Kind(
         "call optimizer.zero_grad() once for each step, before its first backward()",
     ),
 )
+EMPTY = Kind(
+    "empty_micro_batch",
+    said(
+        "warning",
+        "nothing counted in up to {largest:.0f} of the batches that a step accumulates, on {steps}: where the loss is "
+        "divided by their number, the others count for too little",
+        "look at what the mask or the advantages leave of these batches, and divide the loss of each by the tokens of "
+        "all batches of the step",
+    ),
+    value="largest",
+)
 BELOW_EPS = Kind(
     "clip_below_eps",
     said(
@@ -218,7 +232,7 @@ BELOW_EPS = Kind(
     ),
     value="smallest",
 )
-KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, BELOW_EPS)
+KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, EMPTY, BELOW_EPS)
 
 _TOLD = {NO_OPTIMIZER.name: (NO_OPTIMIZER, "warning"), NO_GRADIENT.name: (NO_GRADIENT, "error")}
 """Events of the watched process, and the severity of each at worst."""
