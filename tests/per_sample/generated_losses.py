@@ -860,6 +860,15 @@ class Case:
         constant = any(t.combine in DIVIDED and t.divisor == "constant" for t in (*self.terms, *self.others))
         return self.reduction == "token_mean" and (self.by_a_number or constant) and not self.private
 
+    @property
+    def moves_none(self):
+        """Whether a sample's own loss is the mean over its rows by the reduction alone, in private training.
+
+        Among copies of itself a batch may be none: a sum over one row is a mean. It must be accepted in no batch, then,
+        in which it gives the sample another gradient.
+        """
+        return self.private and self.reduction == "token_mean"
+
     def phase(self, step):
         """A number for the loss of a step: equal ones give a sample one gradient."""
         if any(term.schedule for term in (*self.terms, *self.others)):
@@ -1323,9 +1332,12 @@ def judged(case, truth, run):
                 continue  # PyTorch refuses this batch
             bad = run(number, parts, scaled)
             reached += 1
-            if case.may_keep_a_number:  # what the sample's own loss is then, no batch can tell
+            moves = seen.moves(number, parts)
+            if case.moves_none and bad and not far:
+                moves = moves or next(filter(None, (moved(case, ids, number) for ids in parts)), "")
+            if case.may_keep_a_number or case.moves_none:  # what the sample's own loss is then, no batch can tell
                 doubt = doubt or (f"step {at}: {bad}" if bad else "")
-                bad = seen.moves(number, parts)
+                bad = moves
             if bad:
                 kind = "out of sight" if far and case.reduction == "token_mean" else "wrong"
                 return Outcome(kind, f"step {at} ({parts}): {bad}", reached)
@@ -1334,7 +1346,11 @@ def judged(case, truth, run):
             if words := seen.differs(number, parts, scaled):
                 return Outcome("out of sight" if far else "wrong", f"step {at}: {words}", reached)
             if words := "" if doubt else seen.doubtful(parts, scaled, own):
-                if case.private and not far and (moving := next(filter(None, (moved(case, ids) for ids in parts)), "")):
+                if (
+                    case.private
+                    and not far
+                    and (moving := next(filter(None, (moved(case, ids, number) for ids in parts)), ""))
+                ):
                     return Outcome("wrong", f"step {at}: {words}; {moving}", reached)
                 doubt = f"step {at}: {words}"
     except gg.errors.GradguardError as error:
@@ -1350,7 +1366,8 @@ def judged(case, truth, run):
     except Exception:
         return Outcome("crash", f"step {reached} ({parts}): " + traceback.format_exc()[-900:], reached)
     if doubt:  # among copies of itself the sample has another gradient, and nobody ever said so
-        return Outcome("out of sight" if far else "doubtful" if case.by_a_number else "wrong", doubt, reached)
+        known = case.by_a_number or case.moves_none
+        return Outcome("out of sight" if far else "doubtful" if known else "wrong", doubt, reached)
     return Outcome("exact", "", reached)
 
 
@@ -1433,12 +1450,12 @@ class Checked:
         return number
 
 
-def moved(case, ids=None):
+def moved(case, ids=None, number=0):
     """Say which other sample's gradient moves as one sample is replaced, added or taken away; "" if none does.
 
     Both batches are the first that a check sees. So it is what private training promises: the sum of clipped gradients
     changes by what the one sample adds. All such batches are tried around ``ids``; three of them around ids that are
-    drawn. None where that batch is refused.
+    drawn. None where that batch is refused. ``number`` is that of the step, which decides the loss.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -1454,9 +1471,9 @@ def moved(case, ids=None):
             neighbours = [[*ids, i] for i in others]
             neighbours += [_replaced(ids, at, i) for at in range(len(ids)) for i in others]
             neighbours += [_replaced(ids, at) for at in range(len(ids)) if len(ids) > 1]
-        before = _accepted(case, ids)
+        before = _accepted(case, ids, number)
         for neighbour in neighbours if before is not None else []:
-            after = _accepted(case, neighbour)
+            after = _accepted(case, neighbour, number)
             for i in set(ids) & set(neighbour) if after is not None else ():
                 row, other = before[ids.index(i)], after[neighbour.index(i)]
                 if (row - other).norm() > (1e-7 if case.dtype == torch.float64 else 1e-2) * row.norm() + 1e-9:
@@ -1464,33 +1481,81 @@ def moved(case, ids=None):
         return "" if before is not None else None
 
 
+def farthest(case):
+    """How far one sample moves the clipped sum, as a multiple of what is promised, by the whole clipper.
+
+    Samples that are drawn are clipped, and the same with one replaced, added or taken away, each batch by a clipper
+    that has seen no other. None where no two of these batches are accepted.
+    """
+    case, r = replace(case, collated=False), random.Random(case.seed)
+    data, ids = pool(case), r.sample(range(POOL), r.randint(2, 6))
+    others, at = [i for i in range(POOL) if i not in ids], r.randrange(len(ids))
+    norms = _clipped(case, data, ids, torch.inf)
+    if norms is None or not (bound := float(norms.statistics.norms.median())) > 0:
+        return None
+    before, found = _clipped_sum(case, data, ids, bound), []
+    for neighbour in (_replaced(ids, at, r.choice(others)), [*ids, r.choice(others)], _replaced(ids, at)):
+        after = None if before is None else _clipped_sum(case, data, neighbour, bound)
+        if after is not None:
+            found.append(float((after - before).norm()) / bound / (1 if len(neighbour) != len(ids) else 2))
+    return max(found, default=None)
+
+
+def _clipped_sum(case, data, ids, bound):
+    """The sum of clipped gradients, as one vector; None where the batch is refused."""
+    clipper = _clipped(case, data, ids, bound)
+    return clipper and torch.cat([each.flatten().double() for each in clipper.take().sums])
+
+
+def _clipped(case, data, ids, bound):
+    """A private clipper after a first batch; None where that is refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = Network(case).to(case.dtype)
+        rule, first = gg.FlatNormClipper(bound), not case.time_first
+        clipper = gg.PerSampleGradientClipper(
+            model, rule, loss_reduction=case.reduction, mode=case.mode, batch_first=first
+        )
+        clipper.refuse_ambiguous_losses()
+        case.constant = clipper.constant
+        try:
+            loss_of(case, model, collate(data, ids), 0).backward()
+            clipper.clip_and_accumulate()
+        except (gg.errors.GradguardError, RuntimeError, ValueError, IndexError):
+            return None
+        return clipper
+
+
 def _replaced(ids, at, *new):
     return [*ids[:at], *new, *ids[at + 1 :]]
 
 
-def _accepted(case, ids):
+def _accepted(case, ids, number=0):
     try:
-        return Checked(case).step(ids, 0)
+        return Checked(case).step(ids, number)
     except (gg.errors.GradguardError, RuntimeError, ValueError, IndexError):
         return None
+
+
+def loss_of(case, model, b, number):
+    """The loss of a batch, by the network and the dtypes of a case."""
+    b = b.to(torch.float32 if case.wider else case.dtype)
+    x = b.x.to(case.dtype)
+    context = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
+    if case.inside:
+        with context:
+            return model(x, {k: v for k, v in vars(b).items() if k not in ("size", "x")}, number)
+    with context:
+        out = model(x.transpose(0, 1) if case.time_first else x)
+    if case.wider:
+        out = tuple(each.float() for each in out) if case.two else out.float()
+    return case.loss(out, b, number)
 
 
 def one_step(case, model, clipper, data, number, parts, of, bound, tolerance):
     total, bad_words = None, ""
     for ids, expected in zip(parts, of, strict=True):
-        b = collate(data, ids, length_of(case, data, ids)).to(torch.float32 if case.wider else case.dtype)
-        context = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
-        if case.inside:
-            with context:
-                fields = {k: v for k, v in vars(b).items() if k not in ("size", "x")}
-                loss = model(b.x.to(case.dtype), fields, number)
-        else:
-            x = b.x.to(case.dtype)
-            with context:
-                out = model(x.transpose(0, 1) if case.time_first else x)
-            if case.wider:
-                out = tuple(each.float() for each in out) if case.two else out.float()
-            loss = case.loss(out, b, number)
+        loss = loss_of(case, model, collate(data, ids, length_of(case, data, ids)), number)
         clipper.scaler.scale(loss).backward()
         finite = flat(expected).isfinite().all(1)
         if case.mode == "exact":

@@ -430,6 +430,24 @@ def test_the_run_is_the_same_to_the_last_bit_with_and_without_a_witness():
         assert torch.equal(one, other)
 
 
+def test_a_mini_batch_whose_gradients_are_shown_before_they_are_clipped_counts_once():
+    model = fresh()
+    clipper = clipper_of(model, mode="exact")
+
+    def shown(mini_batches):
+        for _ in range(mini_batches):
+            squares(model(batch())).mean().backward()
+            clipper.per_sample_gradients()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            model.zero_grad()
+
+    shown(6)
+    WITNESSED["number in a tensor outside"](model, MIX)
+    with pytest.raises(UnsupportedGradientError, match=r"on mini-batch 7, .* right on mini-batch 6\. Nothing"):
+        shown(1)
+
+
 def test_nothing_of_the_step_is_taken_and_the_next_begins_anew():
     model = fresh()
     clipper = clipper_of(model)

@@ -7,7 +7,7 @@ with its reason; one that has been mended must be taken from it.
 from dataclasses import replace
 
 import pytest
-from generated_losses import NORMALISED, OVER_ALL_ROWS, PLAIN, draw, draw_widely, glance, moved, trial
+from generated_losses import NORMALISED, OVER_ALL_ROWS, PLAIN, draw, draw_widely, farthest, glance, moved, trial
 
 CASES, AT_ONCE = 12_000, 20
 KNOWN: dict[int, str] = {}
@@ -43,6 +43,32 @@ def test_in_private_training_a_sample_moves_no_other(reductions, first):
     found = {str(case): moved(case) for case in cases if not case.inside and not case.out_of_sight}
     assert not [f"{case}: {words}" for case, words in found.items() if words]
     assert any(words == "" for words in found.values()), "some are accepted"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
+def test_in_private_training_the_clipped_sum_has_sensitivity_of_the_threshold(first):
+    cases = [draw_widely(15 * 10**6 + seed) for seed in range(first, first + AT_ONCE)]
+    for case in cases:
+        case.private = True
+    found = [(case, farthest(case)) for case in cases if not case.out_of_sight]
+    # In 16 bits the gradients of all are rounded anew in a batch of another size.
+    assert not [f"{case}: {far}" for case, far in found if far and far > 1 + (1e-2 if case.wider else 1e-5)]
+    assert any(far and far > 0.1 for _, far in found), "some are accepted"
+
+
+def test_a_far_clipped_sum_is_seen():
+    case = draw(3)
+    case.terms, case.reduction, case.private, case.divided = [NORMALISED], "sum", True, False
+    assert max(farthest(replace(case, seed=seed)) or 0 for seed in (3, 5)) > 1.01
+
+
+def test_a_sum_over_one_row_is_a_mean_until_there_are_two():
+    case = draw_widely(13010256)
+    assert moved(case, [11, 6]) == ""
+    outcome = glance(case)
+    assert outcome.kind == "told later"
+    assert "numbers multiply a sum by 1, and 0.333333 was expected" in outcome.words
 
 
 def test_a_moved_sample_is_seen():

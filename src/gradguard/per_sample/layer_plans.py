@@ -257,7 +257,8 @@ class LayerPlanner:
 
     def run_one_by_one(self, pattern: CallPattern, arguments: Arguments, size: int, reason: str) -> None:
         """Run the samples of ``pattern`` one by one from now on, because of ``reason``."""
-        pattern.output_axes = self._outermost(pattern.module, arguments, size, pattern.whole).output_axes
+        outermost = self._outermost(pattern.module, arguments, size, pattern.whole)
+        pattern.output_axes, pattern.unowned = outermost.output_axes, outermost.unowned
         pattern.plans, pattern.reason = [], reason
 
     def resume(self, pattern: CallPattern) -> None:

@@ -61,22 +61,20 @@ def rehearse(tracker: CallTracker, call: OuterCall) -> None:
 
 def _try(tracker: CallTracker, call: OuterCall) -> None:
     pattern = call.pattern
-    trials = [_try_pair] if not pattern.sizes else []
+    trials = [] if pattern.sizes else [_try_pair]
     for trial in [*trials, _try_size] if call.batch_size > 1 else trials:
-        if not pattern.looped:
-            try:
-                trial(tracker, call)
-                continue
-            except Exception as error:
-                tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, _words_of(error))
-                pattern.sizes.clear()
         try:
             trial(tracker, call)
         except Exception as error:
             words = _words_of(error)
-            if words in pattern.reason:
-                raise UnsupportedGradientError(words) from error
-            raise UnsupportedGradientError(f"{pattern.reason} Nor can samples be run one by one: {words}") from error
+            if not pattern.looped:
+                tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, words)
+                pattern.sizes.clear()
+                _try(tracker, call)
+                return
+            if words not in pattern.reason:
+                words = f"{pattern.reason} Nor can samples be run one by one: {words}"
+            raise UnsupportedGradientError(words) from error
 
 
 def _try_pair(tracker: CallTracker, call: OuterCall) -> None:

@@ -393,7 +393,8 @@ class PerSampleGradientClipper:
         """Return what the last backward brought, once it is found to be right and a part of this step."""
         mini_batch = self._tracker.collector.completed()
         refuse_other_scaler(mini_batch.task, self._scaler)
-        self._verify(mini_batch)
+        if mini_batch.finished is None:  # else `per_sample_gradients` has come first
+            self._verify(mini_batch)
         if self._accumulation.batch_size is None:
             self._prepare()
         elif set(self._names) != self._tracker.trained:

@@ -222,18 +222,17 @@ class VmapFallback:
             if error > 1:
                 raise UnsupportedGradientError(
                     self._differs(
-                        f"the samples' gradients of {name} do not add up to its plain gradient. Does it draw random "
-                        "numbers or mix samples, or does a value that it makes reach the loss in another way than "
-                        "through what it returns (an attribute, a list, a hook)?"
+                        f"the samples' gradients of {name} do not add up to its plain gradient. It draws random "
+                        "numbers, mixes samples, or a value that it makes reaches the loss in another way than "
+                        "through what it returns (an attribute, a list, a hook)"
                     )
                 )
 
     def _differs(self, what: str) -> str:
-        names = ", ".join(self.aliases)
         return (
-            f"the code of {type(self.module).__name__} that uses {names} cannot be run again sample by sample: {what}. "
-            "Move dropout and the like into a layer of its own (nn.Dropout), write x = x + y in place of x += y, and "
-            "let each sample be computed by itself."
+            f"the code of {type(self.module).__name__} that uses {', '.join(self.aliases)} cannot be run again sample "
+            f"by sample: {what}. Move dropout and the like into a layer of its own (nn.Dropout), write x = x + y in "
+            "place of x += y, and let each sample be computed by itself."
         )
 
 

@@ -149,7 +149,8 @@ class Witness:
                     words = self._differs(calls, mini_batch.loops, sample, found)
                     if words is not None:
                         break
-                self.last_good = self.mini_batch if words is None else self.last_good
+                if words is None:
+                    self.last_good = self.mini_batch
         except UntoldDrawsError:
             pass
         finally:

@@ -91,6 +91,12 @@ EXPECTED: dict[str, dict[str, str]] = {
         "float32": "refused: the code of Beside that uses mu cannot be run again sample by sample",
         "bfloat16": "refused: the code of Beside that uses mu cannot be run again sample by sample",
     },
+    "penalty beside the output: output": {
+        "eval": "refused: Beside makes a value from its parameters alone",
+        "train": "refused: Beside makes a value from its parameters alone",
+        "float32": "refused: Beside makes a value from its parameters alone",
+        "bfloat16": "refused: Beside makes a value from its parameters alone",
+    },
     "penalty beside the output: closure": {
         "eval": "refused: the code of Model that uses mu cannot be run again sample by sample",
         "train": "refused: the code of Model that uses mu cannot be run again sample by sample",
@@ -133,6 +139,9 @@ EXPECTED: dict[str, dict[str, str]] = {
     },
     "reformer": {
         "train": "refused: the code of AxialPositionEmbeddings uses parameters by itself and",
+    },
+    "mamba2": {
+        "train": "refused: dt_bias cannot be run again sample by sample",
     },
     "nllb-moe": {
         "train": "refused: NllbMoeModel gives a sample by itself something else than in the batch",

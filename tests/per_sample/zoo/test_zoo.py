@@ -25,6 +25,7 @@ SAMPLE = {
     "scores of all pairs": "eval", "scores of all pairs, not in the loss": "eval", "dropout of positions": "train",
     "functional_call with values of weights": "eval", "a configuration that changes": "eval",
     "capacity over the batch": "eval", "penalty beside the output: attribute": "eval", "compiled": "eval",
+    "deberta, labels": "eval",
 }  # fmt: skip
 """What `make test` runs; `make exhaustive` runs all."""
 
