@@ -34,7 +34,7 @@ def test_names_do_not_depend_on_the_order_in_which_the_collector_holds_things(mo
     names = meta.name_parameters(held, meta.living_modules())
     own = ["Sequential#0.0.weight", "Sequential#0.0.bias", "1.weight", "1.bias"]
     assert names == [*own, "parameter 4", "Sequential#1.0.weight", "Sequential#1.0.bias"]
-    facts = {"t": "meta", "optimizers": ["Adam"] * 3, "params": meta.described(names, held, order)}
+    facts = {"t": "meta", "optimizers": ["Adam"] * 3, "params": meta.described(names, held, order, None)}
     record = Record(tmp_path, facts, [], [], [], None, False)
     assert [label_of(record, place) for place in (0, 1, 2, 3, None)] == [
         "optimizer 0 (Adam, Sequential#0.0.weight ...)",
