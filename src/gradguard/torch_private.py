@@ -3,8 +3,8 @@
 A name may go with any release of torch. Importing gradguard never fails for want of one: the function that reads it
 refuses in words, when it is called.
 
-Seen: torch 2.11.0, 2.12.1, 2.13.0 and 2.14.1, on Linux without a GPU, have every name of `NEEDS`. Names that an object
-may lack are read with a default: marks that torch leaves on some objects, and two that FSDP2 has since 2.12.
+Seen: torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, on Linux without a GPU, have every name of `NEEDS`. Names that an
+object may lack are read with a default: marks that torch leaves on some objects, and two that FSDP2 has since 2.12.
 `tests/test_torch_private.py` looks for all of them in the torch that is installed.
 """
 
