@@ -504,3 +504,10 @@ def test_parameters_with_one_tensor_for_a_gradient_are_each_clipped_once(call, p
     for a, b in zip(ours, twin, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
         torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0)
+
+
+def test_squares_that_are_subnormal_lose_no_digits(without_kernels):
+    """Squares of 1.2e-157 have nine digits: the sum is near enough to the smallest normal number to be mistrusted."""
+    values = torch.tensor([1.2345678e-157, 1.7654321e-157, 1.1111111e-157, 1.9e-157], dtype=torch.float64)
+    expected = math.hypot(*values.tolist())
+    assert float(gg.get_total_norm([values])) == pytest.approx(expected, rel=1e-14, abs=0)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradguard import (
@@ -43,6 +43,7 @@ def factors_of(rule: NormClipper, *norms: float) -> list[float]:
 any_float = st.floats(min_value=0.0, allow_infinity=False, allow_nan=False)
 
 
+@example(norms=[2.2250738585e-313], threshold=5e-324)  # 1 / norm is infinite
 @given(norms=st.lists(any_float, min_size=1, max_size=8), threshold=any_float)
 def test_flat_factors_bound_every_norm_and_fall_with_it(norms, threshold):
     norm = float64(*sorted(norms))

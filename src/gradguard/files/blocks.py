@@ -71,12 +71,9 @@ def write_blocks(file: Any, about: Mapping[str, str], blocks: Mapping[str, NewBl
     head += b" " * (-len(head) % 8)
     file.write(len(head).to_bytes(8, "little") + head)
     for block in blocks.values():
-        _write_all(file, memoryview(block.content))
-
-
-def _write_all(file: Any, content: memoryview) -> None:
-    for begin in range(0, len(content), _AT_ONCE):
-        file.write(content[begin : begin + _AT_ONCE])
+        content = memoryview(block.content)
+        for begin in range(0, len(content), _AT_ONCE):
+            file.write(content[begin : begin + _AT_ONCE])
 
 
 class BlockFile:

@@ -119,7 +119,8 @@ class NormClipper(ABC):
         """
         stretched = norms.to(wide_dtype(norms.device)) * (1 + self.slack)
         if 0 < threshold < math.inf:
-            factors = _rounded_down(torch.where(stretched > 0, threshold / stretched, math.inf))
+            quotient = torch.full_like(stretched, threshold) / stretched  # a number over a tensor goes by 1 / tensor
+            factors = _rounded_down(torch.where(stretched > 0, quotient, math.inf))
         else:
             factors = torch.full_like(stretched, threshold)
         return torch.where(norms.isfinite(), factors, 0)
