@@ -62,7 +62,6 @@ class Curve:
         levels: Its median in each twentieth of the run, at least ten.
         best: The lowest level.
         final: The level at the end.
-        peak: The highest single value.
         noise: How far two values in a row differ, as a robust standard deviation.
         count: How many values there are.
     """
@@ -71,7 +70,6 @@ class Curve:
     levels: tuple[float, ...]
     best: float
     final: float
-    peak: float
     noise: float
     count: int
 
@@ -163,7 +161,7 @@ class Series:
         return middle(list(filter(None, self.known(place - _RECENT, place))))
 
 
-UNKNOWN = Curve(math.nan, (math.nan,) * BLOCKS, math.nan, math.nan, math.nan, math.nan, 0)
+UNKNOWN = Curve(math.nan, (math.nan,) * BLOCKS, math.nan, math.nan, math.nan, 0)
 """The curve of losses that are not known or mean no progress: it has not fallen, does not stand still, and so on."""
 
 
@@ -280,7 +278,7 @@ class RunSignals:
         steps = [abs(after - before) for before, after in pairwise(known)]
         noise = _MAD_TO_SIGMA * statistics.median(steps[len(steps) // 2 :]) / math.sqrt(2)
         last = levels[-2:] if len(known) >= 2 * BLOCKS else levels[-1:]
-        return Curve(start, levels, min(levels), statistics.median(last), max(known), noise, len(known))
+        return Curve(start, levels, min(levels), statistics.median(last), noise, len(known))
 
     @cached_property
     def ends_at(self) -> str:

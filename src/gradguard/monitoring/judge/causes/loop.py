@@ -58,7 +58,7 @@ def summed_micro_batches(signals: RunSignals) -> Sign | None:
     if signals.record.meta.get("loss_factor", 1.0) <= 1.5 / usual:
         return None
     rises = curve.final - curve.best > 3 * curve.error
-    sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen < 0.1 or rises
+    sick = signals.ends_lost or curve.fallen < 0.1 or rises
     seen = signals.seen(f"For each step backward() was called {usual} times, and the loss was not divided by {usual}.")
     return Sign((seen,), {"count": usual}, "certain" if sick else "possible", rate_factor=1 / usual)
 
