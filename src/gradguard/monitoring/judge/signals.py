@@ -13,7 +13,6 @@ from itertools import compress, pairwise
 from typing import Any
 
 from gradguard.monitoring.judge.cause import Evidence
-from gradguard.monitoring.judge.detectors.update_ratios import LARGE_UPDATE
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import last_window, median, medians, number, only, window_means
@@ -535,11 +534,6 @@ class RunSignals:
         pairs = [[layer.gradient * self.root(layer.place) for layer in some] for some in (weights, vectors)]
         largest = max(vectors, key=lambda layer: layer.gradient)
         return math.hypot(*pairs[0]) < _HARDLY * math.hypot(*pairs[1]) and (largest.ratio or 0.0) > _MOVES
-
-    @property
-    def follows_noise(self) -> bool:
-        """Whether weights do not grow though each step changes them much: gradients are noise, as with wrong labels."""
-        return (self.ratio or 0.0) >= LARGE_UPDATE and self.growth < 1
 
     def gain(self, layer: Layer, line: int = 0) -> float | None:
         """Return by how much a random matrix of this norm multiplies the size of what goes in; None for a vector.

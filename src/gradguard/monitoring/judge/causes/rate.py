@@ -5,7 +5,6 @@ import statistics
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
-from gradguard.monitoring.judge.detectors.update_ratios import LARGE_UPDATE
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, RunSignals, middle, usual_step
@@ -38,8 +37,7 @@ def too_long(signals: RunSignals) -> Sign | None:
     if signals.ends_lost or signals.rate == 0:
         return None
     thrown, curve = _thrown(signals), signals.curve
-    looks = _OF_RATIOS if curve.is_positive else (_large_updates,) if curve.is_known else ()
-    signs = [thrown, *(look(signals, curve) for look in looks)]
+    signs = [thrown, *(look(signals, curve) for look in _OF_RATIOS if curve.is_positive)]
     known = tuple(sign for sign in signs if sign is not None)
     if not known:
         return None
@@ -97,15 +95,6 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     return Evidence((signals.span[0], step), words)
 
 
-def _large_updates(signals: RunSignals, curve: Curve) -> Evidence | None:
-    """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
-    usual = signals.ratio or 0.0
-    if usual < LARGE_UPDATE or curve.is_falling or signals.follows_noise:
-        return None
-    words = f"A step changes the usual weight by {100 * usual:.2g} % of itself; 0.1 % is the rule of thumb."
-    return signals.seen(words)
-
-
 def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it or stands still half-way."""
     grown = signals.growth
@@ -128,7 +117,7 @@ def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
     return signals.seen(words, since=at)
 
 
-_OF_RATIOS = (_jumped, _moved_for_nothing, _risen, _large_updates)
+_OF_RATIOS = (_jumped, _moved_for_nothing, _risen)
 
 
 def too_short(signals: RunSignals) -> Sign | None:
