@@ -473,7 +473,7 @@ CASES = {
     "no warm-up: weights that grow fourfold under a loss that stands still half-way": (
         run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
             tensors=lines(TENTH, 0.01, grow=4.2)),
-        "rate_too_high", "Weights grew 4.* times, and the loss stands still"),
+        "rate_too_high", "Weights grew 4.* times, and the loss has hardly fallen"),
     "weights that grow threefold under a loss that stands still half-way": (
         run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
             tensors=lines(TENTH, 0.01, grow=3.2)),

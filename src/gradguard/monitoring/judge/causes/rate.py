@@ -41,7 +41,6 @@ def too_long(signals: RunSignals) -> Sign | None:
     known = tuple(sign for sign in signs if sign is not None)
     if not known:
         return None
-    known += tuple(Evidence.of(found) for found in signals.found if found.kind in ("update_spike", "logits_grow"))
     sure = thrown or (len(known) >= 3 and len(signals.outbursts) < 3)
     fix = lower_rate(signals)
     words = {"rate": f", {signals.rate:g}," if signals.rate else "", "end": _end(signals), "advice": fix.advice}
@@ -101,9 +100,7 @@ def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
     stuck = curve.fallen < 0.5 and signals.is_stuck and _times_thrown(signals, -1) > 0
     if grown < GROWN or (curve.fallen > 0.1 and not stuck):
         return None
-    return signals.seen(
-        f"Weights grew {number(grown)} times, and the loss {'stands still' if stuck else 'has not fallen'}."
-    )
+    return signals.seen(f"Weights grew {number(grown)} times, and the loss has hardly fallen for it.")
 
 
 def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
