@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from synthetic import changed, log_normal, make_record, steps_of, write_char_rnn, write_gan, write_sick
 
-from gradguard.monitoring.judge.causes import CAUSES, KEYS
+from gradguard.monitoring.judge.causes import CAUSES, EXPLAINS, KEYS
 from gradguard.monitoring.judge.diagnosis import SYMPTOMS, Cause, diagnose, weighed_findings
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import recommend
@@ -160,7 +160,7 @@ CASES = {
         r"went from 2.00 to 2.\d\d.*by 0.3, from 0.1 to 0.03.*raised the loss from 2.* to 30"),
     "rate too high, Adam without a sign in the norms": (
         run(flat(), lr=0.1, optimizer="Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH, 0.2, grow=8.0)),
-        "rate_too_high", "by 0.1, from 0.1 to 0.01.*changes the usual weight by 20 %"),
+        "rate_too_high", "by 0.1, from 0.1 to 0.01.*Weights grew"),
     "bad batches, every 40": (
         run(*with_bad_batches()), "bad_batches",
         r"every 40 steps .*: those of steps 39, 79, 119, 159 ….*Until then, clip at 0\.99"),
@@ -473,7 +473,7 @@ CASES = {
     "no warm-up: weights that grow fourfold under a loss that stands still half-way": (
         run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
             tensors=lines(TENTH, 0.01, grow=4.2)),
-        "rate_too_high", "Weights grew 4.* times, and the loss stands still"),
+        "rate_too_high", "Weights grew 4.* times, and the loss has hardly fallen"),
     "weights that grow threefold under a loss that stands still half-way": (
         run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
             tensors=lines(TENTH, 0.01, grow=3.2)),
@@ -682,7 +682,7 @@ def test_a_cause_that_another_explains_stands_behind_it():
     found = diagnose(record)
     for cause in found.causes[1:]:
         assert isinstance(cause, Cause)
-        assert cause.key in found.cause.explains or cause.certainty != "certain"
+        assert cause.key in EXPLAINS[found.cause.key] or cause.certainty != "certain"
 
 
 def test_an_error_without_a_known_cause_is_no_healthy_run():

@@ -48,7 +48,6 @@ class Cause:
         rules_out: Causes that the evidence excludes, in whole sentences.
         rate_factor: The number to multiply the learning rate by, where that is the advice.
         threshold: The norm to clip at, where that is part of the advice.
-        explains: The keys of the causes that this cause produces by itself.
         optimizer: The label of the optimizer that it is about, where the record has several.
     """
 
@@ -60,7 +59,6 @@ class Cause:
     rules_out: tuple[str, ...] = ()
     rate_factor: float | None = None
     threshold: float | None = None
-    explains: tuple[str, ...] = ()
     optimizer: str = ""
 
     def of(self, optimizer: str) -> "Cause":
@@ -112,12 +110,11 @@ class Row:
     advice: str
     rules_out: str = ""
 
-    def cause(self, sign: Sign, explains: tuple[str, ...]) -> Cause:
+    def cause(self, sign: Sign) -> Cause:
         """Return the cause that a sign shows.
 
         Args:
             sign: The sign.
-            explains: The keys of the causes that it produces by itself.
         """
         certainty = sign.certainty or self.certainty
         excludes = certainty != "possible" and self.rules_out
@@ -130,5 +127,4 @@ class Row:
             (excludes,) if excludes else (),
             sign.rate_factor,
             sign.threshold,
-            explains,
         )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradguard.monitoring.judge.cause import CERTAINTIES, Cause, Evidence
-from gradguard.monitoring.judge.causes import EXCLUDES, KEYS, causes_of
+from gradguard.monitoring.judge.causes import EXCLUDES, EXPLAINS, KEYS, causes_of
 from gradguard.monitoring.judge.findings import Finding, steps, worst_first
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
@@ -154,8 +154,8 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
 def _rank(cause: Cause, causes: Sequence[Cause]) -> tuple[bool, int, int]:
     sure = CERTAINTIES.index(cause.certainty)
     explained = any(
-        cause.key in other.explains and CERTAINTIES.index(other.certainty) <= sure and other is not cause
-        and not (other.key in cause.explains and KEYS.index(cause.key) < KEYS.index(other.key))
+        cause.key in EXPLAINS[other.key] and CERTAINTIES.index(other.certainty) <= sure and other is not cause
+        and not (other.key in EXPLAINS[cause.key] and KEYS.index(cause.key) < KEYS.index(other.key))
         for other in causes
     )  # fmt: skip
     return explained, sure, KEYS.index(cause.key)

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from gradguard.monitoring.judge.norm_statistics import drift_of, spread_of
+from gradguard.monitoring.judge.norm_statistics import drift_of, local_spread
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.signals import signals_of
 from gradguard.monitoring.judge.spikes import spikes_of
@@ -75,7 +75,7 @@ def insurance(record: Record) -> float | None:
     norms = usable_norms(record)
     if not norms:
         return None
-    ends, spread = drift_of(record), spread_of(record)
+    ends, spread = drift_of(record), local_spread(norms)
     out = _outliers(norms) | set(spikes_of(record))
     converges = ends is not None and ends[1] < CONVERGED * ends[0]
     if converges:

@@ -16,22 +16,7 @@ DRIFT = 2.0
 _MAD_TO_SIGMA = 1.4826
 _WINDOWS = 10
 _SHORTEST_WINDOW = 10
-_NOISE_SPAN, _MEDIAN_ERROR = 6.0, 1.2533  # deviations of a window's median; of a median over those of a mean
-
-
-def centre_and_spread(norms: Sequence[float]) -> tuple[float, float]:
-    """Median and robust standard deviation of the logarithms; the spread is at least 0.05.
-
-    Args:
-        norms: Positive norms, at least one.
-
-    Returns:
-        The median m and the spread s, both of natural logarithms.
-    """
-    logs = [math.log(norm) for norm in norms]
-    centre = statistics.median(logs)
-    mad = statistics.median(abs(value - centre) for value in logs)
-    return centre, max(_MAD_TO_SIGMA * mad, SPREAD_FLOOR)
+_NOISE = 6.0 * 1.2533  # deviations of a window's median; of a median over those of a mean
 
 
 def drift_ratio(norms: Sequence[float]) -> float | None:
@@ -53,26 +38,11 @@ def drift_ratio(norms: Sequence[float]) -> float | None:
     return max(medians) / min(medians)
 
 
-def has_drifted(norms: Sequence[float]) -> bool:
-    """Whether the windowed median moves by more than 2x, and by more than the noise of medians alone would explain.
-
-    Args:
-        norms: Positive norms in the order of the steps.
-
-    Returns:
-        True where one fixed threshold would be wrong at one end.
-    """
-    ratio = drift_ratio(norms)
-    if ratio is None or ratio <= DRIFT:
-        return False
-    # Ten medians of noise span some three of their standard deviations, and six in one run of a thousand. The spread
-    # is taken within windows, because the drift is none of it.
-    size = len(norms) // _WINDOWS
-    return math.log(ratio) > _NOISE_SPAN * _MEDIAN_ERROR * local_spread(norms) / math.sqrt(size)
-
-
 def drift_ends(norms: Sequence[float]) -> tuple[float, float] | None:
     """The median norms between which a run drifted, in the order of time.
+
+    A run drifts where the windowed median moves by more than 2x, and by more than the noise of medians alone would
+    explain: one fixed threshold would be wrong at one end.
 
     Args:
         norms: Positive norms in the order of the steps.
@@ -81,7 +51,10 @@ def drift_ends(norms: Sequence[float]) -> tuple[float, float] | None:
         Those of the first and the last tenth, or of the two extreme tenths where the ends are alike; None without
         drift.
     """
-    if not has_drifted(norms):
+    ratio, size = drift_ratio(norms), len(norms) // _WINDOWS
+    # Ten medians of noise span some three of their standard deviations, and six in one run of a thousand. The spread
+    # is taken within windows, because the drift is none of it.
+    if ratio is None or ratio <= DRIFT or math.log(ratio) <= _NOISE * local_spread(norms) / math.sqrt(size):
         return None
     medians = list(map(statistics.median, _tenths(norms)))
     first, last = 0, -1
@@ -103,19 +76,6 @@ def drift_of(record: Record) -> tuple[float, float] | None:
     return drift_ends(usable_norms(record))
 
 
-@once
-def spread_of(record: Record) -> float:
-    """The `local_spread` of the usable norms of a record.
-
-    Args:
-        record: The record of a run, with at least one usable norm.
-
-    Returns:
-        A standard deviation of logarithms.
-    """
-    return local_spread(usable_norms(record))
-
-
 def local_spread(norms: Sequence[float]) -> float:
     """The robust standard deviation of the logarithms within a tenth of the run: what is noise, and not drift.
 
@@ -123,11 +83,16 @@ def local_spread(norms: Sequence[float]) -> float:
         norms: Positive norms in the order of the steps, at least one.
 
     Returns:
-        The median of those of ten windows; of a short run, that of the whole.
+        The median of those of ten windows; of a short run, that of the whole; at least 0.05.
     """
-    if len(norms) < _WINDOWS * _SHORTEST_WINDOW:
-        return centre_and_spread(norms)[1]
-    return statistics.median(centre_and_spread(part)[1] for part in _tenths(norms))
+    parts = [norms] if len(norms) < _WINDOWS * _SHORTEST_WINDOW else _tenths(norms)
+    return statistics.median(map(_spread, parts))
+
+
+def _spread(norms: Sequence[float]) -> float:
+    logs = [math.log(norm) for norm in norms]
+    centre = statistics.median(logs)
+    return max(_MAD_TO_SIGMA * statistics.median(abs(value - centre) for value in logs), SPREAD_FLOOR)
 
 
 def _tenths(norms: Sequence[float]) -> list[Sequence[float]]:

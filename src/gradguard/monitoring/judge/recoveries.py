@@ -31,14 +31,13 @@ class Recoveries:
         bursts = f"{counted(self.data_shifts, 'burst')} of spikes"
         done = [f"went back to older weights {times}{slowed}"] if self.roll_backs else []
         done += [f"took {bursts} for a change of the data"] if self.data_shifts else []
-        if not done and not self.lost_steps:
-            return "A burst of spikes was adopted as the new level, and the record ends before it was over."
+        cost = f"cost {counted(self.lost_steps, 'step')}"
         if not done:
-            return f"A burst of spikes was adopted as the new level, which cost {counted(self.lost_steps, 'step')}."
-        cost = f"That cost {counted(self.lost_steps, 'step')}"
+            then = f"which {cost}" if self.lost_steps else "and the record ends before it was over"
+            return f"A burst of spikes was adopted as the new level, {then}."
         longest = self.longest_recovery
         time = "" if longest is None else f"; the longest recovery took {counted(longest, 'step')}"
-        return f"The run {' and '.join(done)}. {cost}{time}."
+        return f"The run {' and '.join(done)}. That {cost}{time}."
 
 
 def recoveries(record: Record) -> Recoveries | None:

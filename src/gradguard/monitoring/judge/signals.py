@@ -13,7 +13,6 @@ from itertools import compress, pairwise
 from typing import Any
 
 from gradguard.monitoring.judge.cause import Evidence
-from gradguard.monitoring.judge.detectors.update_ratios import LARGE_UPDATE
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import last_window, median, medians, number, only, window_means
@@ -62,7 +61,6 @@ class Curve:
         levels: Its median in each twentieth of the run, at least ten.
         best: The lowest level.
         final: The level at the end.
-        peak: The highest single value.
         noise: How far two values in a row differ, as a robust standard deviation.
         count: How many values there are.
     """
@@ -71,7 +69,6 @@ class Curve:
     levels: tuple[float, ...]
     best: float
     final: float
-    peak: float
     noise: float
     count: int
 
@@ -163,7 +160,7 @@ class Series:
         return middle(list(filter(None, self.known(place - _RECENT, place))))
 
 
-UNKNOWN = Curve(math.nan, (math.nan,) * BLOCKS, math.nan, math.nan, math.nan, math.nan, 0)
+UNKNOWN = Curve(math.nan, (math.nan,) * BLOCKS, math.nan, math.nan, math.nan, 0)
 """The curve of losses that are not known or mean no progress: it has not fallen, does not stand still, and so on."""
 
 
@@ -280,7 +277,7 @@ class RunSignals:
         steps = [abs(after - before) for before, after in pairwise(known)]
         noise = _MAD_TO_SIGMA * statistics.median(steps[len(steps) // 2 :]) / math.sqrt(2)
         last = levels[-2:] if len(known) >= 2 * BLOCKS else levels[-1:]
-        return Curve(start, levels, min(levels), statistics.median(last), max(known), noise, len(known))
+        return Curve(start, levels, min(levels), statistics.median(last), noise, len(known))
 
     @cached_property
     def ends_at(self) -> str:
@@ -537,11 +534,6 @@ class RunSignals:
         pairs = [[layer.gradient * self.root(layer.place) for layer in some] for some in (weights, vectors)]
         largest = max(vectors, key=lambda layer: layer.gradient)
         return math.hypot(*pairs[0]) < _HARDLY * math.hypot(*pairs[1]) and (largest.ratio or 0.0) > _MOVES
-
-    @property
-    def follows_noise(self) -> bool:
-        """Whether weights do not grow though each step changes them much: gradients are noise, as with wrong labels."""
-        return (self.ratio or 0.0) >= LARGE_UPDATE and self.growth < 1
 
     def gain(self, layer: Layer, line: int = 0) -> float | None:
         """Return by how much a random matrix of this norm multiplies the size of what goes in; None for a vector.

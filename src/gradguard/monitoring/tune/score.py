@@ -53,13 +53,11 @@ class Mean:
     Attributes:
         value: The mean.
         margin: Half of its 95 % interval (Student's t); None for a single seed.
-        deviation: The standard deviation over seeds; None for a single one.
         count: Over how many seeds.
     """
 
     value: float
     margin: float | None
-    deviation: float | None
     count: int
 
 
@@ -193,9 +191,9 @@ def mean_of(values: Sequence[float]) -> Mean:
     """
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
-        return Mean(mean, None, None, len(values))
-    deviation = statistics.stdev(values)
-    return Mean(mean, student_t(len(values) - 1) * deviation / math.sqrt(len(values)), deviation, len(values))
+        return Mean(mean, None, len(values))
+    margin = student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Mean(mean, margin, len(values))
 
 
 def student_t(freedom: int, level: float = 0.95) -> float:

@@ -84,8 +84,8 @@ def sentence(ranked: Sequence[Score]) -> str:
         The sentence.
 
     Example:
-        >>> best = Score("median", Mean(0.41, 0.03, 0.01, 3), {1: 0.4, 2: 0.41, 3: 0.42}, 0, 0, 0.1)
-        >>> none = Score("none", Mean(0.52, 0.1, 0.04, 3), {1: 0.5, 2: 0.5, 3: 0.56}, 0, 0, 0.0, worse=True)
+        >>> best = Score("median", Mean(0.41, 0.03, 3), {1: 0.4, 2: 0.41, 3: 0.42}, 0, 0, 0.1)
+        >>> none = Score("none", Mean(0.52, 0.1, 3), {1: 0.5, 2: 0.5, 3: 0.56}, 0, 0, 0.0, worse=True)
         >>> sentence([best, none])
         'median wins: 0.410 ± 0.03 against 0.520 ± 0.1 without a clip.'
     """

@@ -97,11 +97,8 @@ def bad_batches(signals: RunSignals) -> Sign | None:
 
 
 def _are_exceptions(signals: RunSignals, places: Sequence[int]) -> bool:
-    """Whether enough of these steps leap at once, and others stay far below."""
-    at_once = sum(_comes_at_once(signals, place) for place in places)
-    if _is_usual(signals, places) or at_once < max(FEWEST_OUTBURSTS, 0.5 * len(places)):
-        return False
-    return _losses_leap(signals, places)
+    """Whether there are enough of these steps, losses leap with norms, and others stay far below."""
+    return len(places) >= FEWEST_OUTBURSTS and not _is_usual(signals, places) and _losses_leap(signals, places)
 
 
 def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
@@ -153,18 +150,12 @@ def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
     place, curve, loss, length = places[0], signals.curve, signals.loss, signals.length
     before, after = loss.usual(place), loss.known(place, place + 6)
-    if not _comes_at_once(signals, place) or signals.times(place) < FAR or not (curve.is_known and before > 0):
+    if signals.times(place) < FAR or not (curve.is_known and before > 0):
         return False
     stays = curve.final > 1.1 * before or signals.ends_lost
     if not stays or length.at(place) < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss
         return False
     return max(after, default=math.nan) > 2 * loss.at(place) or any(later < 0.3 * one for one, later in pairwise(after))
-
-
-def _comes_at_once(signals: RunSignals, place: int) -> bool:
-    """Whether the steps before were far below: what a rate does grows from step to step."""
-    every = (signals.norm, signals.loss)
-    return any(one.at(place) > 3 * max(filter(None, one.known(place - 3, place)), default=math.inf) for one in every)
 
 
 def level_changes(signals: RunSignals) -> Sign | None:

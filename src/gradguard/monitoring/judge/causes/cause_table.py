@@ -340,5 +340,5 @@ def causes_of(signals: RunSignals) -> list[Cause]:
     for row in CAUSES:
         sign = None if row.key in shown else row.sign(signals)
         if sign is not None:
-            shown[row.key] = row.cause(sign, EXPLAINS[row.key])
+            shown[row.key] = row.cause(sign)
     return list(shown.values())

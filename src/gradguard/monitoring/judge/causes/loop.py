@@ -58,7 +58,7 @@ def summed_micro_batches(signals: RunSignals) -> Sign | None:
     if signals.record.meta.get("loss_factor", 1.0) <= 1.5 / usual:
         return None
     rises = curve.final - curve.best > 3 * curve.error
-    sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen < 0.1 or rises
+    sick = signals.ends_lost or curve.fallen < 0.1 or rises
     seen = signals.seen(f"For each step backward() was called {usual} times, and the loss was not divided by {usual}.")
     return Sign((seen,), {"count": usual}, "certain" if sick else "possible", rate_factor=1 / usual)
 
@@ -236,7 +236,7 @@ def stands_still(signals: RunSignals) -> Sign | None:
     stays = signals.travel is not None and signals.travel < MOVED and not signals.only_vectors_learn
     blurred = 3 * curve.error > 0.5 * abs(curve.levels[0])  # a loss that halves would look flat as well
     words = f"The loss was {number(curve.levels[0])} in the first steps and is {signals.ends_at} at the end"
-    choices = max([2, *(signals.shape(place)[0] for place in signals.own[-1:] if signals.shape(place))])
+    choices = max([2, *(size for place in signals.own[-1:] for size in signals.shape(place)[:1])])
     if abs(curve.final - math.log(choices)) < GUESS * curve.final:
         words, stays = f"{words}, that of a guess among {choices}", False
     seen = signals.seen(f"{words}, and gradients are there.")

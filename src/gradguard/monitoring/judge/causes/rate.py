@@ -5,7 +5,6 @@ import statistics
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
-from gradguard.monitoring.judge.detectors.update_ratios import LARGE_UPDATE
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, RunSignals, middle, usual_step
@@ -38,12 +37,10 @@ def too_long(signals: RunSignals) -> Sign | None:
     if signals.ends_lost or signals.rate == 0:
         return None
     thrown, curve = _thrown(signals), signals.curve
-    looks = _OF_RATIOS if curve.is_positive else (_large_updates,) if curve.is_known else ()
-    signs = [thrown, *(look(signals, curve) for look in looks)]
+    signs = [thrown, *(look(signals, curve) for look in _OF_RATIOS if curve.is_positive)]
     known = tuple(sign for sign in signs if sign is not None)
     if not known:
         return None
-    known += tuple(Evidence.of(found) for found in signals.found if found.kind in ("update_spike", "logits_grow"))
     sure = thrown or (len(known) >= 3 and len(signals.outbursts) < 3)
     fix = lower_rate(signals)
     words = {"rate": f", {signals.rate:g}," if signals.rate else "", "end": _end(signals), "advice": fix.advice}
@@ -97,24 +94,13 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     return Evidence((signals.span[0], step), words)
 
 
-def _large_updates(signals: RunSignals, curve: Curve) -> Evidence | None:
-    """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
-    usual = signals.ratio or 0.0
-    if usual < LARGE_UPDATE or curve.is_falling or signals.follows_noise:
-        return None
-    words = f"A step changes the usual weight by {100 * usual:.2g} % of itself; 0.1 % is the rule of thumb."
-    return signals.seen(words)
-
-
 def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it or stands still half-way."""
     grown = signals.growth
     stuck = curve.fallen < 0.5 and signals.is_stuck and _times_thrown(signals, -1) > 0
     if grown < GROWN or (curve.fallen > 0.1 and not stuck):
         return None
-    return signals.seen(
-        f"Weights grew {number(grown)} times, and the loss {'stands still' if stuck else 'has not fallen'}."
-    )
+    return signals.seen(f"Weights grew {number(grown)} times, and the loss has hardly fallen for it.")
 
 
 def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
@@ -128,7 +114,7 @@ def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
     return signals.seen(words, since=at)
 
 
-_OF_RATIOS = (_jumped, _moved_for_nothing, _risen, _large_updates)
+_OF_RATIOS = (_jumped, _moved_for_nothing, _risen)
 
 
 def too_short(signals: RunSignals) -> Sign | None:
