@@ -75,10 +75,13 @@ def _of_sum(
     samples = torch.ones_like(term.weights)
     for constant in constants:
         counts = [(float(each.sum()), each) for each in (term.weights, together.get(constant.node, term.weights))]
-        counts += [(float(level.counts.sum()), level.counts) for level in term.levels]
-        counts += [(float(batch_size), samples), *every, *[(count / n, term.weights) for n in widths]]
+        if (
+            constant.origin != "weights" or not token_mean
+        ):  # 1 over a sample's own rows may be any other count by chance
+            counts += [(float(level.counts.sum()), level.counts) for level in term.levels]
+            counts += [(float(batch_size), samples), *every, *[(count / n, term.weights) for n in widths]]
         for value, each in counts:
-            if value > 0 and math.isclose(abs(1 / constant.value), value, rel_tol=constant.precision):
+            if math.isclose(abs(1 / constant.value), value, rel_tol=constant.precision):
                 yield Reading("samples" if each is samples else "count", each / each.sum(), constant)
 
 
