@@ -92,8 +92,8 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
 
     **What the Trainer logs**, of the step that is logged: ``sample_norm_max``, ``sample_norm_median`` over its finite
     samples, ``sample_norm_max_micro_batch`` and ``sample_norm_max_row``; and ``sample_norm_empty_micro_batches``, the
-    number of its batches that add nothing, and count in the average where the loss is divided by their number. A record of the
-    run (`gradguard.watch`, ``gradguard run``) has the finding ``empty_micro_batch``.
+    number of its batches that add nothing, and count in the average where the loss is divided by their number. A
+    record of the run (`gradguard.watch`, ``gradguard run``) has the finding ``empty_micro_batch``.
 
     ======================================  ====================================================================
     Edge case                               What happens

@@ -229,11 +229,10 @@ class _SavedRuns:
                 calls = self._run_step(self._step, how.scale)
             gradients = self._whole.reduced(self._gradients(), 1 / how.scale)
             rows = {name: [self._sketch_of_rows(name, how.scale)] for name in self._rows}
-            if self._first is None:
-                self._first = self._described(calls, seen)
-            stages, settings = self._follow(calls, how)
-        sketches = {**self._first.sketches, "gradient": [gradients]}
-        return replace(self._first, sketches=sketches, rows=rows, stages=stages, settings=settings)
+            first = self._first = self._first or self._described(calls, seen)
+            stages, settings = self._follow(calls, how, first.epsilon)
+        sketches = {**first.sketches, "gradient": [gradients]}
+        return replace(first, sketches=sketches, rows=rows, stages=stages, settings=settings)
 
     def gradients_of(self, part: Step) -> Sketches:
         """Return the gradients of another step."""
@@ -258,13 +257,14 @@ class _SavedRuns:
         epsilon = self._whole.epsilon({self._dtype} if self._dtype else seen)
         return self._whole.saved(parameters, sketches, {}, random=random, epsilon=epsilon)
 
-    def _follow(self, calls: int, how: ScriptRun) -> tuple[dict[str, SavedGradients], dict[str, Mapping[str, float]]]:
+    def _follow(
+        self, calls: int, how: ScriptRun, epsilon: float
+    ) -> tuple[dict[str, SavedGradients], dict[str, Mapping[str, float]]]:
         """Go on from the gradients of a run to the end of its last update, and put everything back."""
         if self._training is None:
             return {}, {}
-        assert self._first is not None
         try:
-            stages = self._training.follow(partial(again, self._step, how.scale), how, calls, self._first.epsilon)
+            stages = self._training.follow(partial(again, self._step, how.scale), how, calls, epsilon)
             return stages, self._training.settings
         finally:
             self._training.restore()

@@ -274,7 +274,7 @@ class ScriptGradients(Listener):
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Wait for the next forward pass, if each optimizer has made its step."""
-        if any(one is optimizer for one in self._step.stepped) and self._is_whole():
+        if optimizer in self._step.stepped and self._is_whole():
             self._step.is_over = True
             self._await_forward()
 
@@ -283,13 +283,13 @@ class ScriptGradients(Listener):
         if self._step.is_over:  # the second step with one gradient
             self._end_step()
         step = self._step
-        if any(one is optimizer for one in step.stepped):
+        if optimizer in step.stepped:
             self._second_step(optimizer)
         own = self._of(optimizer)
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None and float(overflow):
             return  # a fused optimizer leaves the step out by itself
-        if not any(one is optimizer for one in self._known):
+        if optimizer not in self._known:
             self._known.append(optimizer)
         self._watch(optimizer)
         found, factor = step.before_clip, 1.0
@@ -327,12 +327,12 @@ class ScriptGradients(Listener):
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Hear what a step of ``optimizer`` begins with, after the clippers that act within it."""
-        if self._run.steps and runs_hooks(optimizer) and not any(one is optimizer for one in self._stepping):
+        if self._run.steps and runs_hooks(optimizer) and optimizer not in self._stepping:
             self._stepping.append(optimizer)
             self._stack.callback(EveryStep(self._optimizer_takes, lambda _: None, optimizer=optimizer).remove)
 
     def _optimizer_takes(self, optimizer: Optimizer, evaluation: int) -> None:
-        if any(one is optimizer for one in self._step.stepped):
+        if optimizer in self._step.stepped:
             self._notes.take(optimizer, evaluation)
 
     def _is_whole(self) -> bool:
@@ -405,7 +405,7 @@ class ScriptGradients(Listener):
     def _copies_of(self, trained: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
         """Return the other models with as many weights of the same shapes, such as averages, each with words for it."""
         shapes = [_shapes_of(root) for root in trained]
-        others = [one for one in self._modules() if not any(one is root for root in trained)]
+        others = [one for one in self._modules() if one not in trained]
         copies = [one for one in others if (own := _shapes_of(one)) and own in shapes]
         return [(f"the weights of a second model, {type(one).__name__} (an average, a target?)", one) for one in copies]
 

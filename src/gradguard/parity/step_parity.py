@@ -326,7 +326,7 @@ class TrainingSteps:
                     "an engine of its own? Expected the parameters of the model, or master weights that each parameter "
                     "names as its main_param, whole, as Megatron does."
                 )
-        found = [one for one in schedulers_of(optimizers) if not any(one is other for other in others)]
+        found = [one for one in schedulers_of(optimizers) if one not in others]
         self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
         self._scale, self._unscaled = 1.0, set[int]()

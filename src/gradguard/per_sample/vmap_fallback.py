@@ -100,7 +100,9 @@ class VmapFallback:
         if not self.batch_size:
             return {name: value.new_zeros(0, *value.shape) for name, value in self.values.items()}
         axes, grads = self._axes()
-        owners = [_owned(t, axis, self.batch_size) for t, axis in zip([*self.saved, *grads], axes, strict=True)]
+        owners = [
+            _owned(t.detach(), axis, self.batch_size) for t, axis in zip([*self.saved, *grads], axes, strict=True)
+        ]
         try:
             with self._set_up() as reset:
                 values = [self.values[name] for name in self.aliases]
@@ -142,10 +144,9 @@ class VmapFallback:
         except RuntimeError:  # an autograd.Function without a rule for vmap, or a place that a sample's values choose
             pass
         leaves, rows = [value.detach().requires_grad_() for value in values], []
-        pieces = [t.detach() for t in tensors]
         for i in range(self.batch_size):
             reset()
-            own = [t if dim is None else t.select(dim, i) for t, dim in zip(pieces, dims, strict=True)]
+            own = [t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)]
             with torch.enable_grad():
                 total = one_sample(leaves, *own)
             rows.append(torch.autograd.grad(total, leaves, materialize_grads=True))

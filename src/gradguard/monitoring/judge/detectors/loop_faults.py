@@ -65,8 +65,7 @@ class Setup:
         if step.get("kept_gradients"):
             self._follow(KEPT, self._kept, KEPT_STEPS, step["i"])
         if empty := step.get("empty_batches"):
-            about = {"largest": empty, "smallest": empty}
-            self._log.tell(EMPTY.name, EMPTY, step["i"], step["i"], empty, numbers=about)
+            self._log.tell(EMPTY.name, EMPTY, step["i"], step["i"], empty, numbers={"largest": empty})
 
     def tensors(self, i: int, norms: Sequence[float]) -> None:
         """Follow a line with the norm of each parameter.
