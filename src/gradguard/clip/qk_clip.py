@@ -420,9 +420,7 @@ class _Attention:
         tell_waiting()
         unheard = bool(self._outputs) if self.layers() else not self._heard
         self._outputs = []
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        if unheard:
+        if unheard and module.training and torch.is_grad_enabled():
             self._refuse_unheard()
 
     def _refuse_unheard(self) -> NoReturn:
@@ -483,9 +481,7 @@ class _Attention:
         )
         faults: Sequence[float | Tensor] = [0.0] * len(_FAULT_WORDS)
         if layers:
-            faults = self._faults(
-                call, [outputs[i].reshape(-1, outputs[i].shape[-1]) for i in range(len(layers))], here
-            )
+            faults = self._faults(call, [one.reshape(-1, one.shape[-1]) for _, one in sorted(outputs.items())], here)
         self.shape, self.is_seen = shape, True
         new, start = self.nothing(), self._first_head(here, heads, weights)
         for place, number in enumerate((*shape, *faults)):

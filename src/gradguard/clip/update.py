@@ -173,8 +173,8 @@ class ClipUpdate:
         if is_in_backward():
             refuse_in_backward(self.clipper, parameters, self._stages)
         self._rates = _learning_rates(self.optimizer)
-        if [id(one.parameter) for one in self._moving if one.fits()] != list(map(id, parameters)):
-            known = {id(one.parameter): one for one in self._moving if one.fits()}
+        known = {id(one.parameter): one for one in self._moving if one.fits()}
+        if list(known) != list(map(id, parameters)):
             self._moving = [known.get(id(p)) or _Moving.of(p) for p in parameters]
             self._names, self._is_learned = names_of(self.optimizer, self._model_names), False
         for one in self._moving:

@@ -92,7 +92,7 @@ def scale_sensitive_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
         parameter = next((p for p in group["params"] if p.numel()), None)
         if parameter is None:
             continue
-        settings = {**group, "lr": 1.0, "weight_decay": 0.0} if "weight_decay" in group else {**group, "lr": 1.0}
+        settings = {**group, "lr": 1.0, "weight_decay": 0.0}
         try:
             once, twice = (
                 local_part(_rehearsed(optimizer, settings, parameter, torch.full_like(parameter, size), {}))

@@ -129,7 +129,11 @@ class StepClips:
     @property
     def acting(self) -> list[tuple[ScriptClip, Sequence[int]]]:
         """The clips without those that raised and those that only measure (``max_norm=inf``)."""
-        return [(clip, places) for clip, places, _ in self.clips if clip.rule and not _only_measures(clip)]
+        return [
+            (clip, places)
+            for clip, places, _ in self.clips
+            if clip.rule and not (clip.rule in FIXED and _is_infinite(clip.threshold))
+        ]
 
     def single_known(self, gradients: Sequence[Tensor | None]) -> ScriptClip | None:
         """Return the only clip, if it covered every gradient and its reported coefficient determines the result."""
@@ -158,10 +162,6 @@ class StepClips:
             return found
         device = next((one.device for one in tensors if not one.is_cpu), tensors[0].device)
         return torch.stack([torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in found])
-
-
-def _only_measures(clip: ScriptClip) -> bool:
-    return clip.rule in FIXED and _is_infinite(clip.threshold)
 
 
 @dataclass(slots=True)

@@ -47,8 +47,7 @@ class GraphFacts:
             return
         self.factor = _factor(last)
         for node, users in _nodes(last):
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
+            if (variable := _variable(node)) is not None:
                 first, uses = min(users, default=0), len(users)
                 known = self.leaves.get(id(variable))
                 if known is not None and known[0]() is variable:
@@ -130,7 +129,7 @@ _VIEWS = ("TBackward", "ToCopyBackward", "TransposeBackward", "ViewBackward", "E
 
 def _variable(node: Node) -> Tensor | None:
     variable = getattr(node, "variable", None)
-    return variable.detach() if isinstance(variable, Tensor) else None
+    return variable if isinstance(variable, Tensor) else None
 
 
 def _is_bad(tensor: Tensor) -> bool:

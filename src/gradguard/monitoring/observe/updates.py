@@ -3,7 +3,7 @@
 A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and a sharded one by this process's part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -72,9 +72,9 @@ class Moving:
         self._rule, self._momenta = None if step % RULE_EVERY else rule, list[tuple[Tensor, Tensor]]()
         if rule is None:
             with suppress(Exception):  # it may have no momentum, or a state of its own kind
-                self._momenta = [
-                    (kept, factor * kept.float()) for kept, factor in _momenta(optimizer, parameters, device)
-                ]
+                first, momenta = optimizer.param_groups[0], [_momentum(optimizer, p, device) for p in parameters]
+                factor = first.get("momentum") or first["betas"][0]
+                self._momenta = [(kept, factor * kept.float()) for kept in momenta]
         self._samples = [_sample(p, device) for p in parameters]
         rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
@@ -120,18 +120,11 @@ class Moving:
         return torch.where(is_known & is_one, factor, torch.nan)
 
 
-def _momenta(
-    optimizer: Optimizer, parameters: Sequence[Tensor], device: torch.device
-) -> Iterator[tuple[Tensor, float]]:
-    """Yield the running mean or sum of each parameter's gradients or updates, and its factor at each step.
-
-    It is empty where it is unknown, or longer than `ELEMENTS`.
-    """
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for p in parameters:
-        state, group = optimizer.state.get(p, {}), groups[id(p)]
-        kept = _sample(state.get("exp_avg", state.get("momentum_buffer", p.new_empty(0))), device)
-        yield kept if kept.numel() == p.numel() else kept[:0], group.get("momentum") or group["betas"][0]
+def _momentum(optimizer: Optimizer, parameter: Tensor, device: torch.device) -> Tensor:
+    """Return the running mean or sum that an optimizer keeps; empty where it is unknown or longer than `ELEMENTS`."""
+    state = optimizer.state.get(parameter, {})
+    kept = _sample(state.get("exp_avg", state.get("momentum_buffer", parameter.new_empty(0))), device)
+    return kept if kept.numel() == parameter.numel() else kept[:0]
 
 
 def _sample(parameter: Tensor, device: torch.device) -> Tensor:

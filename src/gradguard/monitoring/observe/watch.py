@@ -98,9 +98,6 @@ class Watch:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"Watch({str(self.path)!r}, steps={self.steps})"
-
 
 def watch(
     path: str | Path | None = None,

@@ -158,6 +158,7 @@ class Rule:
     def __init__(self, log: Log, params: Sequence[dict[str, Any]]) -> None:
         self._log, self._params = log, params
         self._names = [str(one.get("name", "?")) for one in params]
+        self._groups = [one.get("group") or 0 for one in params]
         self._roots = [math.sqrt(one.get("numel") or 0) for one in params]
         self._are_small = all((one.get("numel") or 0) <= ELEMENTS for one in params)
         self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
@@ -196,7 +197,7 @@ class Rule:
             gradient: The norm of the gradients that the optimizer got.
         """
         rates = line.get("rates") or [rate]
-        of_each = [self._rate(place, rates) for place in range(len(self._names))]
+        of_each = [(rates[group] if group < len(rates) else None) or 0.0 for group in self._groups]
         if line.get("weight") and line.get("update"):
             self._weights = line["weight"]
             self._decay(i, line["weight"], line["update"], of_each)
@@ -215,20 +216,17 @@ class Rule:
             if len(lines) >= LINES and (floor := _floor(lines, same)) is not None:
                 self._tell(kind, i, floor)
 
-    def _rate(self, place: int, rates: Numbers) -> float:
-        group = self._params[place].get("group") or 0
-        return (rates[group] if group < len(rates) else None) or 0.0
-
     def _sizes(self, line: dict[str, Any], rates: Sequence[float]) -> dict[int, float]:
         """Return the root mean square of each tensor's update over its learning rate, where it is known exactly."""
         if self._are_small:
             found = line.get("moved") or ()
         else:
             pairs = zip(line.get("update") or (), self._roots, strict=False)
-            found = [norm / root if norm is not None and root else None for norm, root in pairs]
+            found = [norm / root if norm and root else None for norm, root in pairs]
         rows = enumerate(zip(found, rates, strict=False))
-        sizes = {place: size / rate for place, (size, rate) in rows if size and rate}
-        return {place: size for place, size in sizes.items() if not self._is_rounded(place, size * rates[place])}
+        return {
+            place: size / rate for place, (size, rate) in rows if size and rate and not self._is_rounded(place, size)
+        }
 
     def _is_rounded(self, place: int, size: float) -> bool:
         """Whether an update is so short for its weight that the digits of the weight say how long it is."""
@@ -286,12 +284,9 @@ def _floor(lines: Iterable[Iterable[float]], same: float) -> float | None:
 
 def _spread(values: Sequence[float]) -> float:
     """The standard deviation of logarithms."""
-    return _deviation([math.log(value) for value in values])
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = statistics.fmean(values)
-    return math.sqrt(statistics.fmean([(value - mean) ** 2 for value in values]))  # `pstdev` adds fractions
+    logs = [math.log(value) for value in values]
+    mean = statistics.fmean(logs)
+    return math.sqrt(statistics.fmean([(one - mean) ** 2 for one in logs]))  # `pstdev` adds fractions
 
 
 SPIKE = Kind(
