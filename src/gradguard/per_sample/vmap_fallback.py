@@ -106,7 +106,7 @@ class VmapFallback:
         try:
             with self._set_up() as reset:
                 values = [self.values[name] for name in self.aliases]
-                gradients = self._differentiate(values, *zip(*owners, strict=True), reset)
+                gradients = self._differentiate(values, *zip(*owners, strict=True), reset=reset)
         except UnsupportedGradientError:
             raise
         except RuntimeError as error:  # of a function of torch's that cannot do it for one sample
