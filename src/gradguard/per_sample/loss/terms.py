@@ -535,9 +535,8 @@ def _likeliest(found: Sequence[Reading], term: LossTerm, reduction: str) -> Read
         return own
     likeliest = min(counts, key=_is_constant)
     constant = likeliest.constant
-    half = constant is not None and not constant.divides and likeliest.what == "samples" and size == 2
-    if half and reduction != "mean":
-        raise Refused("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
+    if constant is not None and not constant.divides and abs(constant.value) == 0.5 and reduction != "mean":
+        raise Refused("a sum over 2 samples or rows was multiplied by 0.5, which may be a mean or a constant")
     if reduction != "sum" and not same_shares(counts):
         raise Refused(
             f"a sum was divided by {size}, which is both the number of samples and that of the rows. Begin with "
