@@ -1,4 +1,4 @@
-"""What a private training may spend: a target epsilon, or a noise multiplier without a limit."""
+"""The spending of a private training: a target epsilon, or a noise multiplier without a limit."""
 
 import math
 from dataclasses import dataclass
