@@ -227,12 +227,12 @@ REFUSED = {
     "iterable": (
         {"loader": DataLoader(Rows(), 6)},
         UNSUPPORTED,
-        "an IterableDataset cannot be sampled",
+        "no sample of an IterableDataset can be drawn by its number",
     ),
     "batch sampler": (
         {"loader": DataLoader(TensorDataset(*records()), batch_sampler=[[0, 1], [2]])},
         WRONG,
-        "made with batch_size=",
+        "from one DataLoader with a batch_size",
     ),
 }
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.adapter import Job, Run
-from gradguard.private.loader import check_loader
 
 
 class PerSampleJob(Job):
@@ -77,18 +76,27 @@ class PrivateBatches:
         training: Gives the training, which need not be there before the first batch is asked for.
 
     Raises:
-        InvalidTypeError: If the loader is no DataLoader.
-        InvalidValueError: If the loader has no batch size, or draws samples by a rule of its own.
+        InvalidValueError: If the loader is no DataLoader with a batch size.
         UnsupportedGradientError: If its data set is iterable.
     """
 
     def __init__(
         self, loader: DataLoader, parts: int, processes: int, training: Callable[[], gg.private.PrivateTraining]
     ) -> None:
-        size = check_loader(loader, True, processes)
+        if not isinstance(loader, DataLoader) or loader.batch_size is None:
+            raise InvalidValueError(
+                f"private training draws its own batches from one DataLoader with a batch_size, and the trainer has "
+                f"{loader!r}: give it DataLoader(data, batch_size=..., shuffle=True)."
+            )
+        if isinstance(loader.dataset, IterableDataset):
+            raise UnsupportedGradientError(
+                "no sample of an IterableDataset can be drawn by its number, and privacy by sampling needs every one "
+                "to join a batch with the same probability: use a data set with __getitem__ and __len__."
+            )
+        size: int = len(loader.dataset)  # type: ignore[arg-type]
         self.loader, self.parts, self.dataset = loader, parts, loader.dataset
         self._training = training
-        rate = min(1.0, loader.batch_size * parts * processes / size)  # type: ignore[operator]
+        rate = min(1.0, loader.batch_size * parts * processes / size)
         self._length = len(gg.private.PoissonBatches(size, rate)) * parts
 
     def __len__(self) -> int:
