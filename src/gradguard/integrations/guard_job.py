@@ -180,9 +180,10 @@ def check_clippers(clippers: object) -> None:
     Raises:
         InvalidTypeError: If one of them is no clipper.
     """
-    several = isinstance(clippers, list | tuple) and clippers
-    for one in [one for one in clippers if one is not None] if several else [clippers]:
-        check_clipper(one)
+    several = clippers if isinstance(clippers, list | tuple) and clippers else [clippers]
+    for one in several:
+        if one is not None or several is not clippers:
+            check_clipper(one)
 
 
 def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequence[gg.rules.Clipper | None]:
