@@ -247,9 +247,12 @@ def private(problem: Problem) -> Step:
     model, inputs, targets = problem.build()
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=len(inputs))
     training = gg.private.make_private(
-        model, sgd(model), loader, noise_multiplier=NOISE_MULTIPLIER, target_delta=1e-5, max_grad_norm=1.0,
+        model,
+        sgd(model),
+        loader,
+        gg.private.FixedNoise(noise_multiplier=NOISE_MULTIPLIER, delta=1e-5),
         poisson_sampling=False,
-    )  # fmt: skip
+    )
 
     def step(x: Tensor, y: Tensor) -> None:
         loss_of(model(x), y).backward()

@@ -66,10 +66,7 @@ def main() -> None:
         model,
         optimizer,
         DataLoader(train, batch_size=args.batch_size, shuffle=True),
-        target_epsilon=args.epsilon,
-        target_delta=args.delta,
-        epochs=args.epochs,
-        max_grad_norm=1.0,
+        gradguard.private.PrivacyBudget(epsilon=args.epsilon, delta=args.delta, epochs=args.epochs),
     )
     print(f"noise multiplier {private.noise_multiplier:.3f}")
 

@@ -854,7 +854,10 @@ def test_private_training():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(data, batch_size=16)
     private = gg.private.make_private(
-        net, optimizer, loader, noise_multiplier=1.0, target_delta=1e-3, max_grad_norm=0.5, epochs=2
+        gg.PerSampleGradientClipper(net, gg.FlatNormClipper(0.5)),
+        optimizer,
+        loader,
+        gg.private.FixedNoise(noise_multiplier=1.0, delta=1e-3),
     )
     for _ in range(2):
         for x, y in private.loader:

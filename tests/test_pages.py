@@ -103,7 +103,8 @@ def test_every_error_of_a_call_names_its_page_below_the_message(capsys):
     model = torch.nn.Linear(2, 1)
     sgd = torch.optim.SGD(model.parameters())
     model.weight.grad, model.bias.grad = torch.full((1, 2), float("nan")), torch.zeros(1)
-    private = lambda: gg.private.make_private(model, sgd, [], target_delta=2.0, noise_multiplier=1.0)  # noqa: E731
+    noise = gg.private.FixedNoise(noise_multiplier=1.0, delta=1e-5)
+    private = lambda: gg.private.make_private(model, sgd, [], noise)  # noqa: E731
     calls = {
         "clippers": (lambda: gg.ClipByNorm(-1.0), r"max_norm=-1\.0: expected a number"),
         "nan": (lambda: gg.clip_grad_norm_(model, 1.0, nonfinite="raise"), r"`weight`: 2 of 2 elements NaN"),

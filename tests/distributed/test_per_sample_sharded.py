@@ -20,7 +20,7 @@ from training import whole
 import gradguard as gg
 from gradguard.distributed import wrappers
 from gradguard.errors import UnsupportedGradientError
-from gradguard.private import make_private
+from gradguard.private import FixedNoise, make_private
 from sharded import mesh
 
 SIZE = 16
@@ -192,7 +192,7 @@ def private_inside_ddp():
     wrapper = DistributedDataParallel(Network())
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(*samples()), batch_size=4)
-    make_private(wrapper.module, optimizer, loader, noise_multiplier=1.0, target_delta=1e-3)
+    make_private(wrapper.module, optimizer, loader, FixedNoise(noise_multiplier=1.0, delta=1e-3))
 
 
 def ignoring_tp():
@@ -272,13 +272,10 @@ def train_private(way):
     else:
         loader = DataLoader(data, batch_size=1, sampler=DistributedSampler(data))
     private = make_private(
-        model,
+        gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5)),
         optimizer,
         loader,
-        noise_multiplier=2.0,
-        target_delta=1e-3,
-        accountant="rdp",
-        max_grad_norm=0.5,
+        FixedNoise(noise_multiplier=2.0, delta=1e-3, accountant="rdp"),
         seed=7,
     )
     for x, y in private.loader:

@@ -4,10 +4,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradguard.private import GaussianNoise, PoissonBatches
+from gradguard import FlatNormClipper
+from gradguard.private import FixedNoise, GaussianNoise, PoissonBatches, PrivacyBudget
 
 SIZE, WIDTH, SEED = 24, 3, 5
-OPTIONS = {"target_delta": 1e-3, "accountant": "rdp", "seed": SEED, "max_grad_norm": 0.7}
+DELTA, MAX_NORM = 1e-3, 0.7
+OPTIONS = {"norm_clipper": FlatNormClipper(MAX_NORM), "seed": SEED}
+
+
+def noise(noise_multiplier=1.0):
+    return FixedNoise(noise_multiplier=noise_multiplier, delta=DELTA, accountant="rdp")
+
+
+def budget(epsilon, **length):
+    return PrivacyBudget(epsilon=epsilon, delta=DELTA, accountant="rdp", **length)
 
 
 def network():
@@ -20,7 +30,7 @@ def records():
     return torch.randn(SIZE, WIDTH, generator=generator), torch.randint(0, 3, (SIZE,), generator=generator)
 
 
-def by_samples(optimizer, batch_size, epochs, noise_multiplier, max_grad_norm=OPTIONS["max_grad_norm"]):
+def by_samples(optimizer, batch_size, epochs, noise_multiplier, max_norm=MAX_NORM):
     """Return the weights, and how many samples each step drew."""
     model, (x, y), drawn = network(), records(), []
     optimizer, parameters = optimizer(model.parameters()), list(model.parameters())
@@ -32,8 +42,8 @@ def by_samples(optimizer, batch_size, epochs, noise_multiplier, max_grad_norm=OP
             gradients = torch.autograd.grad(F.cross_entropy(model(x[i, None]), y[i, None]), parameters)
             norm = torch.stack([g.norm() for g in gradients]).norm()
             for t, g in zip(total, gradients, strict=True):
-                t += g * min(1.0, max_grad_norm / float(norm))
-        noise.add_(total, noise_multiplier * max_grad_norm)
+                t += g * min(1.0, max_norm / float(norm))
+        noise.add_(total, noise_multiplier * max_norm)
         for p, t in zip(parameters, total, strict=True):
             p.grad = t / batch_size
         optimizer.step()
@@ -47,4 +57,4 @@ def weights(model):
 def epsilon(noise_multiplier, batch_size, steps):
     from gradguard.private import epsilon
 
-    return epsilon(noise_multiplier, batch_size / SIZE, steps, OPTIONS["target_delta"], "rdp")
+    return epsilon(noise_multiplier, batch_size / SIZE, steps, DELTA, "rdp")

@@ -11,7 +11,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
 
 from accelerate import Accelerator
-from private_twin import OPTIONS, SIZE, by_samples, epsilon, network, records, weights
+from private_twin import OPTIONS, SIZE, budget, by_samples, epsilon, network, noise, records, weights
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradguard.integrations.accelerate import clip_per_sample, guard, make_private
@@ -31,9 +31,9 @@ def prepared(optimizer="SGD", accumulation=1, **options):
     return accelerator, *accelerator.prepare(model, OPTIMIZERS[optimizer](model.parameters()))
 
 
-def private(accelerator, model, optimizer, batch_size=6, **options):
-    given = {"noise_multiplier": 1.0} if "target_epsilon" not in options else {}
-    return make_private(accelerator, model, optimizer, loader(batch_size), **(OPTIONS | given | options))
+def private(accelerator, model, optimizer, batch_size=6, privacy=None):
+    privacy = noise() if privacy is None else privacy
+    return make_private(accelerator, model, optimizer, loader(batch_size), privacy, **OPTIONS)
 
 
 def train(accelerator, model, optimizer, batches, epochs=1, stop=None):
@@ -57,7 +57,7 @@ def test_the_steps_are_those_of_one_sample_at_a_time(optimizer, batch_size, accu
     whole = batch_size * accumulation
     expected, drawn = by_samples(OPTIMIZERS[optimizer], whole, 2, noise_multiplier)
     parts = prepared(optimizer, accumulation)
-    run = private(*parts, batch_size, noise_multiplier=noise_multiplier)
+    run = private(*parts, batch_size, noise(noise_multiplier))
     assert len(run.loader) == SIZE // whole * accumulation
     train(*parts, run.loader, epochs=2)
     torch.testing.assert_close(weights(parts[1]), expected, rtol=1e-5, atol=1e-5)
@@ -67,7 +67,7 @@ def test_the_steps_are_those_of_one_sample_at_a_time(optimizer, batch_size, accu
 
 def test_epsilon_is_that_of_the_steps_taken():
     parts = prepared(accumulation=2)
-    run = private(*parts, 3, target_epsilon=2.0, epochs=2)
+    run = private(*parts, 3, budget(2.0, epochs=2))
     train(*parts, run.loader, epochs=1)
     assert run.private.epsilon() == epsilon(run.private.noise_multiplier, 6, 4) < 2.0
     train(*parts, run.loader, epochs=1)
@@ -80,11 +80,11 @@ def test_epsilon_is_that_of_the_steps_taken():
 def test_a_resumed_run_goes_on_counting_within_the_epoch(tmp_path, done):
     expected, _ = by_samples(OPTIMIZERS["AdamW"], 6, 2, 0.0)
     first = prepared("AdamW", 2)
-    run = private(*first, 3, noise_multiplier=0.0)
+    run = private(*first, 3, noise(0.0))
     train(*first, run.loader, stop=done)
     first[0].save_state(str(tmp_path))
     again = prepared("AdamW", 2)
-    resumed = private(*again, 3, noise_multiplier=0.0)
+    resumed = private(*again, 3, noise(0.0))
     again[0].load_state(str(tmp_path))
     train(*again, resumed.loader, epochs=2 if done < 4 else 1)  # the first is the rest of an epoch
     assert resumed.private.accountant.history == [(0.0, 0.25, 8)]
@@ -164,11 +164,11 @@ def test_an_epoch_left_within_an_accumulation_is_refused_at_the_next_step():
 def test_what_cannot_be_private_is_refused():
     parts = prepared()
     with pytest.raises(InvalidTypeError, match=r"loader is a DataLoaderShard.*the DataLoader as it was before"):
-        make_private(*parts, parts[0].prepare(loader()), noise_multiplier=1.0, **OPTIONS)
+        make_private(*parts, parts[0].prepare(loader()), noise())
     with pytest.raises(InvalidTypeError, match="optimizer is SGD, which no accelerator has prepared"):
         private(*parts[:2], parts[2].optimizer)
-    with pytest.raises(InvalidValueError, match="expected exactly one of them"):
-        private(*parts, noise_multiplier=None)
+    with pytest.raises(InvalidTypeError, match="privacy: expected PrivacyBudget"):
+        private(*parts, privacy=1.0)
     clip_per_sample(*parts, gg.FlatNormClipper(1.0))
     with pytest.raises(InvalidValueError, match="has a per-sample clip already"):
         private(*parts)

@@ -15,7 +15,7 @@ pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
-from private_twin import OPTIONS, SIZE, by_samples, epsilon, network, records, weights  # noqa: E402
+from private_twin import OPTIONS, SIZE, budget, by_samples, epsilon, network, noise, records, weights  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler  # noqa: E402
 
 from gradguard.integrations.lightning import GradGuardCallback, PerSampleCallback, PrivateCallback  # noqa: E402
@@ -63,9 +63,8 @@ def make_trainer(callbacks, accumulation=1, **options):
     return pl.Trainer(callbacks=callbacks, accumulate_grad_batches=accumulation, **(defaults | options))
 
 
-def private(noise_multiplier=1.0, **options):
-    given = {"noise_multiplier": noise_multiplier} if "target_epsilon" not in options else {}
-    return PrivateCallback(**(OPTIONS | given | options))
+def private(privacy=None, **options):
+    return PrivateCallback(noise() if privacy is None else privacy, **(OPTIONS | options))
 
 
 def fit(callback, model=None, batch_size=6, accumulation=1, callbacks=(), val=None, ckpt_path=None, **options):
@@ -81,7 +80,7 @@ def fit(callback, model=None, batch_size=6, accumulation=1, callbacks=(), val=No
 def test_the_steps_are_those_of_one_sample_at_a_time(optimizer, batch_size, accumulation, noise_multiplier):
     whole = batch_size * accumulation
     expected, drawn = by_samples(OPTIMIZERS[optimizer], whole, 2, noise_multiplier)
-    callback = private(noise_multiplier)
+    callback = private(noise(noise_multiplier))
     trainer, model = fit(callback, Classifier(optimizer), batch_size, accumulation)
     torch.testing.assert_close(weights(model), expected, rtol=1e-5, atol=1e-5)
     assert callback.private.steps == trainer.global_step == len(drawn) == 2 * SIZE // whole
@@ -108,12 +107,12 @@ def test_validation_in_between_changes_nothing(accumulation):
 
 def test_bf16_is_that_of_single_samples_within_its_rounding():
     start, (expected, _) = weights(network()), by_samples(OPTIMIZERS["SGD"], 6, 2, 0.0)
-    _, model = fit(private(0.0), precision="bf16-mixed")
+    _, model = fit(private(noise(0.0)), precision="bf16-mixed")
     assert 1e-5 < float((weights(model) - expected).norm() / (expected - start).norm()) < 0.03
 
 
 def test_the_noise_is_that_of_the_whole_plan():
-    callback = private(target_epsilon=2.0)
+    callback = private(budget(2.0))
     fit(callback, max_epochs=3, batch_size=3, accumulation=2)
     assert callback.private.terms.planned == callback.private.steps == 12
     assert 1.99 < callback.private.epsilon() <= 2.0
@@ -138,9 +137,9 @@ def test_a_resumed_run_goes_on_counting_within_the_epoch(done, tmp_path):
     """Without noise it ends where a run without a stop does: with the seed the batches are the same."""
     expected, _ = by_samples(OPTIMIZERS["AdamW"], 6, 2, 0.0)
     saved = ModelCheckpoint(tmp_path, every_n_train_steps=done, save_top_k=-1, filename="{step}")
-    half = private(0.0)
+    half = private(noise(0.0))
     fit(half, Classifier("AdamW"), 3, 2, [saved], max_steps=done, enable_checkpointing=True)
-    resumed = private(0.0)
+    resumed = private(noise(0.0))
     path = tmp_path / f"step={done}.ckpt"
     trainer, model = fit(resumed, Classifier("AdamW"), 3, 2, ckpt_path=path)
     assert resumed.private.steps == trainer.global_step == 8
@@ -219,7 +218,7 @@ REFUSED = {
         "GradientAccumulationScheduler changes the sampling rate",
     ),
     "by hand": ({"model": Two}, UNSUPPORTED, "Two optimizes by hand"),
-    "no plan": ({"target_epsilon": 1.0, "max_epochs": -1}, WRONG, "a trainer that knows how many steps"),
+    "no plan": ({"privacy": budget(1.0), "max_epochs": -1}, WRONG, "a trainer that knows how many steps"),
     "changed after the noise": ({"model": StepsByItself}, WRONG, r"net\.0\.weight: \.grad was filled or changed after"),
     "no loss": ({"model": NoLoss}, WRONG, "the optimizer is to step within a logical batch, or without one"),
     "rows twice": ({"model": Doubled}, WRONG, r"the model saw \d+ samples where \d+ were drawn"),
@@ -245,9 +244,8 @@ def test_what_would_not_be_private_is_refused(case):
     options, error, words = REFUSED[case]
     options = dict(options)
     model = options.pop("model", Classifier)()
-    target = {"target_epsilon": options.pop("target_epsilon")} if "target_epsilon" in options else {}
     batches, beside = options.pop("loader") if "loader" in options else loader(6), options.pop("beside", [])
-    one = make_trainer([private(**target), *beside], **options)
+    one = make_trainer([private(options.pop("privacy", None)), *beside], **options)
     with pytest.raises(error, match=words):
         one.fit(model, batches)
 
@@ -276,17 +274,8 @@ def test_a_second_training_is_refused():
         fit(callback)
 
 
-ARGUMENTS = {
-    "both": ({"target_epsilon": 1.0, "noise_multiplier": 1.0}, WRONG, "expected exactly one of them"),
-    "none": ({"noise_multiplier": None}, WRONG, "expected exactly one of them"),
-    "rules": ({"norm_clipper": gg.AutoNormClipper()}, WRONG, r"max_grad_norm=0\.7 and norm_clipper="),
-    "type": ({"norm_clipper": 1.0, "max_grad_norm": None}, InvalidTypeError, "expected a NormClipper"),
-}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments_that_contradict_are_refused_at_once(case):
-    options, error, words = ARGUMENTS[case]
-    with pytest.raises(error, match=words):
-        PrivateCallback(**(OPTIONS | {"noise_multiplier": 1.0} | options))
+def test_wrong_arguments_are_refused_at_once():
+    with pytest.raises(InvalidValueError, match="trainer knows how many steps it will take"):
+        PrivateCallback(budget(1.0, epochs=3))
+    with pytest.raises(InvalidTypeError, match="norm_clipper: expected a NormClipper"):
+        PrivateCallback(noise(), 1.0)

@@ -83,7 +83,7 @@ def test_a_checkpoint_in_the_middle_holds_only_plain_values(tmp_path):
 
 
 def test_a_second_fit_goes_on_with_the_same_history():
-    module, callback = Automatic(), GradGuardCallback(CLIPPERS["median"])
+    module, callback = Automatic(), GradGuardCallback(CLIPPERS["median"]())
     fit(module, callback)
     fit(module, callback)
     assert callback.guards[0].steps == 2 * STEPS
@@ -144,9 +144,7 @@ def test_a_gradient_clip_val_that_is_set_later_is_refused():
 
 
 def test_one_history_for_two_optimizers_is_refused():
-    with pytest.raises(
-        InvalidValueError, match=r"one ClipByMedian for 2 optimizers.*histories would mix.*lambda: gg\.ClipByMedian"
-    ):
+    with pytest.raises(InvalidValueError, match=r"1 clippers.* 2 optimizers.*would mix their histories"):
         fit(Manual(), GradGuardCallback(gg.ClipByMedian()))
     clipper = gg.ClipByMedian()
     with pytest.raises(InvalidValueError, match="belongs to the Guard of another optimizer"):
@@ -156,12 +154,13 @@ def test_one_history_for_two_optimizers_is_refused():
 @pytest.mark.parametrize("given", [[gg.ClipByGlobalNorm(1.0)], [gg.ClipByGlobalNorm(1.0), None, None]])
 def test_a_wrong_number_of_clippers_is_refused(given):
     with pytest.raises(
-        InvalidValueError, match=rf"there are {len(given)} clippers, and .* returned 2 optimizers: expected one for"
+        InvalidValueError,
+        match=rf"there are {len(given)} clippers, and .* returned 2 optimizers: expected a list with",
     ):
         fit(Manual(), GradGuardCallback(given))
 
 
-@pytest.mark.parametrize("given", [1.0, "norm", None, [], [1.0], {0: gg.ClipByGlobalNorm(1.0)}])
+@pytest.mark.parametrize("given", [1.0, "norm", None, [], [1.0], {0: gg.ClipByGlobalNorm(1.0)}, gg.ClipByMedian])
 def test_what_is_no_clipper_is_refused(given):
     with pytest.raises(InvalidTypeError, match="expected a clipper, such as"):
         GradGuardCallback(given)
@@ -171,11 +170,6 @@ def test_what_is_no_clipper_is_refused(given):
 def test_a_rule_for_samples_is_sent_to_the_callback_that_takes_it(given):
     with pytest.raises(InvalidTypeError, match="FlatNormClipper, a rule for each sample's gradient, which PerSampleC"):
         GradGuardCallback(given)
-
-
-def test_a_function_that_makes_no_clipper_is_refused():
-    with pytest.raises(InvalidTypeError, match=r"returned \[None\]: expected a new clipper at each call"):
-        fit(Automatic(), GradGuardCallback(lambda: None))
 
 
 def test_a_module_without_optimizers_is_refused():
@@ -199,7 +193,7 @@ def test_deepspeed_is_refused():
 
 
 def test_a_state_of_other_optimizers_is_refused():
-    one, two = GradGuardCallback(gg.ClipByMedian), GradGuardCallback(gg.ClipByMedian)
+    one, two = GradGuardCallback(gg.ClipByMedian()), GradGuardCallback([gg.ClipByMedian(), gg.ClipByMedian()])
     fit(Automatic(), one)
     fit(Manual(), two)
     one.load_state_dict(two.state_dict())

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerators import forget_accelerators
-from private_twin import OPTIONS, SIZE, by_samples, network, records, weights
+from private_twin import MAX_NORM, OPTIONS, SIZE, by_samples, network, noise, records, weights
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradguard as gg
 
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
 
-WORLD, BATCH, BOUND, EPOCHS = 2, 3, OPTIONS["max_grad_norm"], 2
+WORLD, BATCH, BOUND, EPOCHS = 2, 3, MAX_NORM, 2
 pytestmark = pytest.mark.slow
 
 
@@ -103,7 +103,7 @@ def of_lightning(kind, accumulation):
             return sgd(self.parameters())
 
     private, loss = kind == "private", coupled if kind == "share" else F.cross_entropy
-    callback = PrivateCallback(noise_multiplier=1.0, **OPTIONS) if private else PerSampleCallback(**of_clip(kind))
+    callback = PrivateCallback(noise(), **OPTIONS) if private else PerSampleCallback(**of_clip(kind))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice
         trainer = pl.Trainer(
@@ -134,7 +134,7 @@ def of_accelerate(kind, accumulation):
         history = None
         if kind == "private":
             loader = DataLoader(TensorDataset(*records()), BATCH, shuffle=True)
-            run = make_private(accelerator, model, optimizer, loader, noise_multiplier=1.0, **OPTIONS)
+            run = make_private(accelerator, model, optimizer, loader, noise(), **OPTIONS)
             batches, history = run.loader, run.private.accountant.history
         else:
             batches = DataLoader(TensorDataset(*part()), BATCH)

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
 
-from private_twin import OPTIONS, SIZE, by_samples, epsilon, network, records, weights
+from private_twin import OPTIONS, SIZE, budget, by_samples, epsilon, network, noise, records, weights
 from tiny_trainer import InOrder, logged, trainer
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -42,9 +42,8 @@ class Classifier(nn.Module):
 DATA = [{"x": x, "labels": y} for x, y in zip(*records(), strict=True)]
 
 
-def private(noise_multiplier=1.0, **options):
-    given = {"noise_multiplier": noise_multiplier} if "target_epsilon" not in options else {}
-    return PrivateCallback(**(OPTIONS | given | options))
+def private(privacy=None, **options):
+    return PrivateCallback(noise() if privacy is None else privacy, **(OPTIONS | options))
 
 
 def make(
@@ -82,7 +81,7 @@ def train(folder, callback, *args, resume=None, **options):
 def test_the_steps_are_those_of_one_sample_at_a_time(tmp_path, optim, batch_size, accumulation, noise_multiplier):
     whole = batch_size * accumulation
     expected, drawn = by_samples(OPTIMIZERS[optim], whole, 2, noise_multiplier)
-    callback = private(noise_multiplier)
+    callback = private(noise(noise_multiplier))
     done = train(tmp_path, callback, batch_size, accumulation, optim)
     torch.testing.assert_close(weights(done.model), expected, rtol=1e-5, atol=1e-5)
     assert callback.private.steps == done.state.global_step == len(drawn) == 2 * SIZE // whole
@@ -116,14 +115,14 @@ def test_evaluation_in_between_changes_nothing(tmp_path):
 
 def test_bf16_is_that_of_single_samples_within_its_rounding(tmp_path):
     start, (expected, _) = weights(network()), by_samples(OPTIMIZERS["sgd"], 6, 2, 0.0)
-    done = train(tmp_path, private(0.0), bf16=True)
+    done = train(tmp_path, private(noise(0.0)), bf16=True)
     assert 1e-5 < float((weights(done.model) - expected).norm() / (expected - start).norm()) < 0.03
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [{"max_steps": 10}, {"num_train_epochs": 2.5}])
 def test_the_noise_is_that_of_the_whole_plan(tmp_path, plan):
-    callback = private(target_epsilon=2.0)
+    callback = private(budget(2.0))
     train(tmp_path, callback, 3, 2, **plan)
     assert callback.private.terms.planned == callback.private.steps == 10
     assert 1.99 < callback.private.epsilon() <= 2.0
@@ -135,8 +134,8 @@ def test_a_resumed_run_goes_on_counting_within_the_epoch(tmp_path, done):
     """Without noise it ends where a run without a stop does: with the seed the batches are the same."""
     expected, _ = by_samples(OPTIMIZERS["adamw_torch"], 6, 2, 0.0)
     options = {"batch_size": 3, "accumulation": 2, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": done}
-    train(tmp_path, private(0.0), **options)
-    checkpoint, resumed = tmp_path / f"checkpoint-{done}", private(0.0)
+    train(tmp_path, private(noise(0.0)), **options)
+    checkpoint, resumed = tmp_path / f"checkpoint-{done}", private(noise(0.0))
     again = train(tmp_path / "again", resumed, **options, resume=str(checkpoint))
     assert resumed.private.steps == again.state.global_step == 8
     assert resumed.private.accountant.history == [(0.0, 0.25, 8)]

@@ -12,8 +12,8 @@ from gradguard import FlatNormClipper, PerLayerNormClipper, PerSampleGradientCli
 from gradguard.errors import GradguardError, InvalidValueError
 from gradguard.per_sample import call_tracker, refusals
 from gradguard.per_sample import sample_clipper as clipper_file
-from gradguard.private import make_private, set_up
-from private.runs import COMMON, data_set, network
+from gradguard.private import FixedNoise, make_private, set_up
+from private.runs import data_set, network
 
 
 def state_of(model: nn.Module) -> dict:
@@ -136,23 +136,23 @@ def works(model: nn.Module) -> None:
 # Private training
 
 
-@pytest.mark.parametrize("failing", ["PerSampleGradientClipper", "PrivateTraining", "PrivateLoader"])
+@pytest.mark.parametrize("failing", ["GaussianNoise", "PrivateTraining", "PrivateLoader"])
 def test_private_training_that_fails_leaves_no_trace(monkeypatch, failing):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(data_set(), batch_size=12, shuffle=True)
     before, restored = (state_of(model), dict(optimizer._optimizer_step_pre_hooks)), []
-    monkeypatch.setattr(set_up, "stop_synchronizing", lambda module: lambda: restored.append(module))
+    monkeypatch.setattr(clipper_file, "stop_synchronizing", lambda module: lambda: restored.append(module))
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt("Ctrl-C")
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="Ctrl-C"):  # noqa: PT012
         patch.setattr(set_up, failing, interrupted)
-        make_private(model, optimizer, loader, noise_multiplier=1.0, **COMMON)
+        make_private(model, optimizer, loader, FixedNoise(noise_multiplier=1.0, delta=1e-3))
     assert (state_of(model), dict(optimizer._optimizer_step_pre_hooks)) == before
     assert restored[:1] == [model]
-    private = make_private(model, optimizer, loader, noise_multiplier=1.0, **COMMON)
+    private = make_private(model, optimizer, loader, FixedNoise(noise_multiplier=1.0, delta=1e-3))
     private.detach()
     assert (state_of(model), dict(optimizer._optimizer_step_pre_hooks)) == before
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.private import make_private
+from gradguard.private import FixedNoise, make_private
 
 C = 4
 """Classes, and the number of samples in some batches."""
@@ -218,7 +218,7 @@ def test_private_training_takes_means_over_tokens():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(12, 3).double(), ragged(12)), batch_size=6, shuffle=True)
-    private = make_private(model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-3, epochs=2)
+    private = make_private(model, optimizer, loader, FixedNoise(noise_multiplier=1.0, delta=1e-3))
     for x, y in private.loader:
         private.clipper.per_sample_losses(mean_of_labels, model(x), y).mean().backward()
         private.step()

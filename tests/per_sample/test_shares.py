@@ -146,8 +146,10 @@ def test_shares_are_not_taken_unchecked():
 def test_private_training_refuses_shares():
     model = Texts()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*drawn(8)), batch_size=4)
-    with pytest.raises(InvalidValueError, match=r"loss_reduction='share': expected 'mean'.*no bound"):
+    with pytest.raises(InvalidValueError, match=r"loss_reduction='share'.*No bound"):
         gg.private.make_private(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), loader, noise_multiplier=1.0, max_grad_norm=1.0,
-            target_delta=1e-3, loss_reduction="share",
-        )  # fmt: skip
+            gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), loss_reduction="share"),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loader,
+            gg.private.FixedNoise(noise_multiplier=1.0, delta=1e-3),
+        )

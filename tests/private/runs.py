@@ -5,10 +5,32 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradguard.private import make_private
+from gradguard import FlatNormClipper, PerSampleGradientClipper
+from gradguard.private import FixedNoise, PrivacyBudget, make_private
 
 SIZE, WIDTH = 60, 4
-COMMON = {"target_delta": 1e-3, "accountant": "rdp", "seed": 7}
+COMMON = {"delta": 1e-3, "accountant": "rdp", "seed": 7}
+_OF_THE_CLIPPER = ("batch_first", "loss_reduction", "mode", "scaler")
+
+
+def taken(options, *names):
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def privacy_of(options):
+    """Take what is spent out of ``options``: ``epsilon`` with its steps, or else ``noise_multiplier``."""
+    common = taken(options, "delta", "accountant")
+    if "epsilon" in options:
+        return PrivacyBudget(**taken(options, "epsilon", "epochs", "steps"), **common)
+    return FixedNoise(noise_multiplier=options.pop("noise_multiplier", 1.0), **common)
+
+
+def made_private(model, optimizer, loader, norm_clipper=None, max_norm=1.0, **options):
+    """Call `make_private` with the parts that are made of ``options``."""
+    privacy = privacy_of(options)
+    rule = FlatNormClipper(max_norm) if norm_clipper is None else norm_clipper
+    clipper = PerSampleGradientClipper(model, rule, **taken(options, *_OF_THE_CLIPPER))
+    return make_private(clipper, optimizer, loader, privacy, **options)
 
 
 def data_set(size=SIZE, dtype=torch.float32):
@@ -26,9 +48,7 @@ def private_run(model=None, batch_size=12, data=None, lr=0.5, loader=None, **opt
     model = network() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     loader = loader if loader is not None else DataLoader(data or data_set(), batch_size=batch_size, shuffle=True)
-    if "target_epsilon" not in options:
-        options = {"noise_multiplier": 1.0, **options}
-    return make_private(model, optimizer, loader, **{**COMMON, **options}), model
+    return made_private(model, optimizer, loader, **{**COMMON, **options}), model
 
 
 def one_step(private, model, batch, reduction="mean"):

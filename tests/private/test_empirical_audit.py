@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradguard import AutoNormClipper, QuantileNormClipper
-from gradguard.private import make_private
+from private.runs import made_private
 
 DELTA = 0.02
 CANARIES = 6000
@@ -122,9 +122,9 @@ def hinge_of_rows(model, batch):
 
 TRAININGS = {
     # loss, positions, sampling rate, steps, options
-    "one step, flat threshold": (cross_entropy_of_one_token, 1, 1.0, 1, {"max_grad_norm": 1.0}),
+    "one step, flat threshold": (cross_entropy_of_one_token, 1, 1.0, 1, {"max_norm": 1.0}),
     "own token means, Poisson, in parts": (
-        mean_of_own_tokens, 4, 0.4, 5, {"max_grad_norm": 0.5, "max_physical_batch_size": 700},
+        mean_of_own_tokens, 4, 0.4, 5, {"max_norm": 0.5, "max_physical_batch_size": 700},
     ),
     "sums, a threshold that moves": (
         squares_summed, 1, 0.5, 4,
@@ -143,9 +143,7 @@ def scores(name, seed, sabotage=None, sigma=1.0):
     members = coin.nonzero().squeeze(1)
     optimizer = torch.optim.SGD([model.table.weight], lr=1.0)
     loader = DataLoader(TensorDataset(members), batch_size=round(rate * len(members)), shuffle=True)
-    private = make_private(
-        model, optimizer, loader, noise_multiplier=sigma, target_delta=DELTA, accountant="pld", seed=seed, **options
-    )
+    private = made_private(model, optimizer, loader, noise_multiplier=sigma, delta=DELTA, seed=seed, **options)
     if sabotage:
         sabotage(private)
     everybody = torch.arange(CANARIES)
@@ -179,7 +177,7 @@ def audit(name, runs=2, sabotage=None):
 
 
 # Rates that hundreds of canaries can tell need a large delta, of which a training rightly warns.
-LARGE_DELTA = pytest.mark.filterwarnings("ignore:target_delta=.* is not below 1")
+LARGE_DELTA = pytest.mark.filterwarnings("ignore:delta=.* is not below 1")
 
 
 @LARGE_DELTA

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gradguard import QuantileNormClipper
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.private import make_private
+from private.runs import made_private
 
 SIZE, BATCH, EPOCHS = 40, 4, 2
-COMMON = {"noise_multiplier": 0.5, "target_delta": 1e-3, "accountant": "rdp", "seed": 7, "max_grad_norm": 0.8}
+COMMON = {"noise_multiplier": 0.5, "delta": 1e-3, "accountant": "rdp", "seed": 7, "max_norm": 0.8}
 
 
 def data_set():
@@ -59,7 +59,7 @@ def alone(max_physical):
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     loader = DataLoader(data_set(), batch_size=BATCH, shuffle=True)
-    private = make_private(model, optimizer, loader, max_physical_batch_size=max_physical, **COMMON)
+    private = made_private(model, optimizer, loader, max_physical_batch_size=max_physical, **COMMON)
     train(private, model)
     return weights(model), private.accountant.history
 
@@ -70,7 +70,7 @@ def together(wrap, max_physical, world_size, **options):
     data = data_set()
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=BATCH // world_size, sampler=sampler)
-    private = make_private(model, optimizer, loader, max_physical_batch_size=max_physical, **{**COMMON, **options})
+    private = made_private(model, optimizer, loader, max_physical_batch_size=max_physical, **{**COMMON, **options})
     samples = train(private, model)
     state = private.state_dict()
     private.load_state_dict(state)
@@ -123,7 +123,7 @@ def check_without_a_seed(world_size):
 
 
 def check_refusals(world_size):
-    rule = {"norm_clipper": QuantileNormClipper(1.0, count_noise=9.0), "max_grad_norm": None}
+    rule = {"norm_clipper": QuantileNormClipper(1.0, count_noise=9.0), "max_norm": None}
     with pytest.raises(UnsupportedGradientError, match="thresholds would differ between 2 processes"):
         together(as_ddp, None, world_size, **rule)
     with pytest.raises(InvalidValueError, match="its sampler is a DistributedSampler"):
@@ -135,7 +135,7 @@ def check_refusals(world_size):
 def check_the_flags():
     model = DistributedDataParallel(Network())
     loader = DataLoader(data_set(), batch_size=BATCH)
-    private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **COMMON)
+    private = made_private(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **COMMON)
     assert not model.require_backward_grad_sync
     private.detach()
     assert model.require_backward_grad_sync

@@ -169,19 +169,19 @@ OPTIONS = {
     "two cuts": (
         {"gradient_accumulation_steps": 2, "max_physical_batch_size": 3},
         InvalidValueError,
-        "gradient_accumulation_steps=2 and max_physical_batch_size=3 both say how",
+        "gradient_accumulation_steps=2 with max_physical_batch_size=3: it cuts",
     ),
     "no Poisson": (
         {"gradient_accumulation_steps": 2, "poisson_sampling": False},
         InvalidValueError,
-        "cuts Poisson batches, and poisson_sampling=False has none",
+        "with poisson_sampling=False: it cuts Poisson batches by itself",
     ),
     "two lengths": (
-        {"target_epsilon": 3.0, "epochs": 2, "steps": 10},
+        {"epsilon": 3.0, "epochs": 2, "steps": 10},
         InvalidValueError,
         "epochs=2 and steps=10 both say how long",
     ),
-    "no length": ({"target_epsilon": 3.0}, InvalidValueError, r"target_epsilon needs epochs=\.\.\. or steps="),
+    "no length": ({"epsilon": 3.0}, InvalidValueError, r"PrivacyBudget needs epochs=\.\.\. or steps="),
 }
 
 
@@ -193,23 +193,23 @@ def test_options_that_contradict_are_refused(case):
 
 
 def test_steps_share_the_target_as_epochs_do():
-    by_steps, _ = private_run(target_epsilon=3.0, steps=10)
-    by_epochs, _ = private_run(target_epsilon=3.0, epochs=2)
+    by_steps, _ = private_run(epsilon=3.0, steps=10)
+    by_epochs, _ = private_run(epsilon=3.0, epochs=2)
     assert by_steps.terms == by_epochs.terms
     assert by_steps.terms.planned == 10
 
 
 def test_a_target_that_steps_before_have_made_impossible_is_refused():
     """With more steps to come the noise is chosen anew: those done with less have spent more than their share."""
-    short, model = private_run(target_epsilon=3.0, steps=5)
+    short, model = private_run(epsilon=3.0, steps=5)
     train(short, model)
-    longer, _ = private_run(target_epsilon=3.0, steps=10)
+    longer, _ = private_run(epsilon=3.0, steps=10)
     with pytest.raises(InvalidValueError, match=r"with 10 steps in all epsilon would be 3\.\d+, above the target"):
         longer.load_state_dict(short.state_dict())
-    same, _ = private_run(target_epsilon=3.0, steps=5)
+    same, _ = private_run(epsilon=3.0, steps=5)
     same.load_state_dict(short.state_dict())
-    more_noise, again = private_run(target_epsilon=1.0, steps=10)
+    more_noise, again = private_run(epsilon=1.0, steps=10)
     train(more_noise, again)
-    more_noise_before, _ = private_run(target_epsilon=3.0, steps=10)
+    more_noise_before, _ = private_run(epsilon=3.0, steps=10)
     more_noise_before.load_state_dict(more_noise.state_dict())
     assert more_noise_before.steps == 5

@@ -14,10 +14,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from gradguard import FlatNormClipper, QuantileNormClipper
+from gradguard import FlatNormClipper, PerSampleGradientClipper, QuantileNormClipper
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.private import make_private
-from private.runs import COMMON, SIZE, WIDTH, data_set, network, one_step, private_run, train, weights
+from gradguard.private import FixedNoise, make_private
+from private.runs import SIZE, WIDTH, data_set, network, one_step, private_run, train, weights
+
+NOISE = FixedNoise(noise_multiplier=1.0, delta=1e-3)
 
 
 class Rows(Dataset):
@@ -175,17 +177,15 @@ def test_what_is_left_of_an_epoch_is_dropped_and_costs_nothing():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"noise_multiplier": None}, "expected exactly one of them"),
-        ({"noise_multiplier": 1.0, "target_epsilon": 1.0}, "expected exactly one of them"),
-        ({"target_epsilon": 1.0}, "target_epsilon needs epochs="),
-        ({"target_epsilon": 1.0, "epochs": 0}, "epochs=0: expected a whole number >= 1"),
+        ({"epsilon": 0.0, "epochs": 1}, "epsilon=0.0: expected a number above 0"),
+        ({"epsilon": 1.0}, "PrivacyBudget needs epochs="),
+        ({"epsilon": 1.0, "epochs": 0}, "epochs=0: expected a whole number >= 1"),
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0: expected a finite number"),
-        ({"target_delta": 0.0}, "target_delta=0.0: expected a probability above 0"),
-        ({"max_grad_norm": 1.0, "norm_clipper": FlatNormClipper(1.0)}, "both say how to clip"),
+        ({"delta": 0.0}, "delta=0.0: expected a probability above 0"),
         ({"accountant": "gdp"}, "reports less than is spent"),
         ({"max_physical_batch_size": 0}, "max_physical_batch_size=0: expected a whole number >= 1"),
         ({"norm_clipper": QuantileNormClipper(1.0)}, "count_noise=0.0 spends more than"),
-        ({"loss_reduction": "none"}, "loss_reduction='none': expected"),
+        ({"loss_reduction": "share"}, "a share of a loss depends on the other samples"),
     ],
 )
 def test_wrong_arguments_are_refused(options, words):
@@ -195,11 +195,11 @@ def test_wrong_arguments_are_refused(options, words):
 
 def test_a_delta_that_allows_publishing_a_sample_is_warned_of():
     with pytest.warns(UserWarning, match="not below 1 / 60 samples"):
-        private_run(target_delta=0.1)
+        private_run(delta=0.1)
 
 
 def test_an_unbounded_sensitivity_is_refused():
-    private, model = private_run(max_grad_norm=math.inf)
+    private, model = private_run(max_norm=math.inf)
     with pytest.raises(InvalidValueError, match="the sensitivity is inf: no noise hides"):
         train(private, model)
 
@@ -209,9 +209,25 @@ def test_parameters_outside_the_model_are_refused():
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
     loader = DataLoader(data_set(), batch_size=12)
     with pytest.raises(InvalidValueError, match=r"2 parameters, of shapes .* that are not the model's"):
-        make_private(model, optimizer, loader, noise_multiplier=1.0, **COMMON)
+        make_private(model, optimizer, loader, NOISE)
     with pytest.raises(InvalidTypeError, match=r"expected a torch.optim.Optimizer, got float"):
-        make_private(model, 0.1, loader, noise_multiplier=1.0, **COMMON)
+        make_private(model, 0.1, loader, NOISE)
+    with pytest.raises(InvalidTypeError, match=r"privacy: expected PrivacyBudget.* or FixedNoise.*, got 1\.0"):
+        make_private(model, optimizer, loader, 1.0)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # no hook is left
+
+
+@pytest.mark.parametrize(("prepare", "words"), [("unchecked", "check=False"), ("used", "clipped already")])
+def test_a_clipper_whose_bound_is_not_known_is_refused(prepare, words):
+    model = network()
+    clipper = PerSampleGradientClipper(model, FlatNormClipper(1.0), check=prepare != "unchecked")
+    if prepare == "used":
+        F.cross_entropy(model(torch.ones(2, WIDTH)), torch.zeros(2, dtype=torch.int64)).backward()
+        clipper.clip_and_accumulate()
+        clipper.discard()
+    loader = DataLoader(data_set(), batch_size=12)
+    with pytest.raises(InvalidValueError, match=words):
+        make_private(clipper, torch.optim.SGD(model.parameters(), lr=0.1), loader, NOISE)
 
 
 def test_a_secure_run_refuses_a_generator_of_the_rule():

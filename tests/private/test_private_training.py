@@ -13,8 +13,20 @@ from torch.utils.data import (
 
 from gradguard import AutoNormClipper, FlatNormClipper, PerLayerNormClipper, QuantileNormClipper
 from gradguard.errors import InvalidValueError
-from gradguard.private import GaussianNoise, make_private
-from private.runs import COMMON, SIZE, WIDTH, clipped_sum, data_set, network, one_step, private_run, train, weights
+from gradguard.private import GaussianNoise
+from private.runs import (
+    COMMON,
+    SIZE,
+    WIDTH,
+    clipped_sum,
+    data_set,
+    made_private,
+    network,
+    one_step,
+    private_run,
+    train,
+    weights,
+)
 
 
 @pytest.mark.sampled(3)
@@ -23,7 +35,7 @@ from private.runs import COMMON, SIZE, WIDTH, clipped_sum, data_set, network, on
 def test_without_noise_a_step_is_the_clipped_sum_over_the_expected_batch_size(reduction, max_physical):
     twin = network()
     private, model = private_run(
-        noise_multiplier=0.0, max_grad_norm=0.5, loss_reduction=reduction, max_physical_batch_size=max_physical
+        noise_multiplier=0.0, max_norm=0.5, loss_reduction=reduction, max_physical_batch_size=max_physical
     )
     pending, steps = [], 0
     for batch in private.loader:
@@ -49,7 +61,7 @@ def test_any_cut_into_micro_batches_gives_the_same_with_one_draw_of_noise_each_s
     )
     found = {}
     for size in (None, 100, 7, 1):
-        private, model = private_run(max_physical_batch_size=size, max_grad_norm=0.7)
+        private, model = private_run(max_physical_batch_size=size, max_norm=0.7)
         train(private, model, epochs=2)
         found[size] = weights(model)
     assert draws == [0.7] * 40
@@ -134,7 +146,7 @@ def test_an_epoch_of_empty_batches_still_adds_noise(monkeypatch):
 
 
 def test_a_target_epsilon_is_reached_and_not_passed():
-    private, model = private_run(target_epsilon=4.0, epochs=2)
+    private, model = private_run(epsilon=4.0, epochs=2)
     assert private.epsilon() == 0.0
     train(private, model)
     assert 0 < private.epsilon() < 4.0
@@ -161,7 +173,7 @@ def test_shuffled_batches_are_accounted_for_without_a_gain_from_sampling():
 
 
 def test_shuffled_batches_may_be_calibrated_and_cut_too():
-    private, model = private_run(poisson_sampling=False, target_epsilon=4.0, epochs=2, max_physical_batch_size=5)
+    private, model = private_run(poisson_sampling=False, epsilon=4.0, epochs=2, max_physical_batch_size=5)
     assert train(private, model, epochs=2).count(True) == 10
     assert 3.99 <= private.epsilon() <= 4.0
     with pytest.raises(InvalidValueError, match="the target epsilon is spent"):
@@ -196,9 +208,7 @@ def released(with_canary, runs, sabotage=None):
     x[0, 0] = 100.0 * with_canary
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loader = DataLoader(TensorDataset(x), batch_size=4)
-    private = make_private(
-        model, optimizer, loader, noise_multiplier=1.0, loss_reduction="sum", **{**COMMON, "target_delta": 1e-2}
-    )
+    private = made_private(model, optimizer, loader, loss_reduction="sum", **{**COMMON, "delta": 1e-2})
     if sabotage:
         sabotage(private)
     values = []

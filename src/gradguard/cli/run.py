@@ -323,21 +323,19 @@ class _Recording:
         if observer.path is None and self.replaced and identity(self.record) != self.replaced:
             self.before.discard(self.record)  # a process of rank 0 has replaced it
         new = [path for path in records_beside(self.record) if path not in self.before]
-        writers = {path: process_of(path) for path in new if path != observer.path}
-        mine = [path for path, (_, root) in writers.items() if root == os.getpid()]
-        shown = observer.path or (self.record if self.record in mine else None)  # a process of rank 0 has written it
-        others = [path for path in mine if path != shown]
+        others = {path: process_of(path) for path in new if path != observer.path}
+        started = [path for path, (_, root) in others.items() if root == os.getpid()]
+        shown = observer.path or (self.record if self.record in started else None)  # a process of rank 0 has written it
         if shown is None and not self.stepped:  # a record that could not be written has said so
-            on_stderr(_no_step(code, observer.clip_calls, _short(others[0], self.here) if others else ""))
+            on_stderr(_no_step(code, observer.clip_calls, _short(started[0], self.here) if started else ""))
         if shown is not None and not self.options.no_report:
             _show(shown, self.here, self.signals)
-        if self.options.clip is not None and mine:
+        if self.options.clip is not None and started:
             on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
-        for path in others:
-            on_stderr(f"a process that it started has the record {_short(path, self.here)}")
-        for path, (number, root) in writers.items():
-            if root != os.getpid():
+        for path, (number, root) in others.items():
+            if path != shown:
                 whose = "another process" if number is None else f"another run, process {number},"
+                whose = "a process that it started" if root == os.getpid() else whose
                 on_stderr(f"{whose} has the record {_short(path, self.here)}")
 
 

@@ -53,8 +53,11 @@ def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loader: DataLoader,
+    privacy: gg.private.PrivacyBudget | gg.private.FixedNoise,
+    norm_clipper: gg.rules.NormClipper | None = None,
     *,
-    target_delta: float,
+    secure: bool = False,
+    seed: int | None = None,
     **options: Any,
 ) -> PrivateClip:
     r"""Make training differentially private; the loop stays as it is, but for the loader.
@@ -87,8 +90,11 @@ def make_private(
         model: The model as ``accelerator.prepare`` returned it.
         optimizer: The optimizer as it returned it.
         loader: The DataLoader as it was before ``prepare``, with ``batch_size`` and ``shuffle``.
-        target_delta: As for `gradguard.private.make_private`.
-        **options: The others of `gradguard.private.make_private`, such as ``target_epsilon`` with ``epochs``.
+        privacy: A `gradguard.private.PrivacyBudget` for the whole training, or a `gradguard.private.FixedNoise`.
+        norm_clipper: The rule; None bounds each sample's gradient by 1, as ``gg.FlatNormClipper(1.0)``.
+        secure: As for `gradguard.private.make_private`.
+        seed: As for `gradguard.private.make_private`.
+        **options: Those of `gradguard.PerSampleGradientClipper`: ``loss_reduction``, ``batch_first`` and ``mode``.
 
     Returns:
         The training.
@@ -106,8 +112,8 @@ def make_private(
         >>> accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=2), torch.nn.Linear(2, 1)
         >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> loader = DataLoader(torch.randn(40, 2), batch_size=5, shuffle=True)
-        >>> private = make_private(accelerator, model, optimizer, loader, target_epsilon=3.0, epochs=1,
-        ...                        target_delta=1e-3, accountant="rdp")
+        >>> private = make_private(accelerator, model, optimizer, loader,
+        ...                        gg.private.PrivacyBudget(epsilon=3.0, delta=1e-3, epochs=1, accountant="rdp"))
         >>> for batch in private.loader:
         ...     with accelerator.accumulate(model):
         ...         accelerator.backward(model(batch).square().mean())
@@ -126,8 +132,13 @@ def make_private(
             f"loader is a {type(loader).__name__}, which accelerator.prepare has made: expected the DataLoader as it "
             "was before, of which other batches are drawn."
         )
-    parts = accelerator.gradient_accumulation_steps
     private = gg.private.make_private(
-        model, optimizer.optimizer, loader, target_delta=target_delta, gradient_accumulation_steps=parts, **options
+        gg.PerSampleGradientClipper(model, norm_clipper or gg.FlatNormClipper(1.0), **options),
+        optimizer.optimizer,
+        loader,
+        privacy,
+        gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
+        secure=secure,
+        seed=seed,
     )
     return PrivateClip(accelerator, optimizer, private)

@@ -1,7 +1,7 @@
 """One clip and not two: the jobs that guard a trainer's optimizers, beside which the trainer's own clip is refused."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -14,8 +14,8 @@ from gradguard.integrations.adapter import Job, Run
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.spike_policy import Detector
 
-Clippers = gg.rules.Clipper | Sequence[gg.rules.Clipper | None] | Callable[[], gg.rules.Clipper]
-"""One, one for each optimizer by position, or a function that makes one for each."""
+Clippers = gg.rules.Clipper | Sequence[gg.rules.Clipper | None]
+"""One, or one for each optimizer by position."""
 
 
 class OnlyGuard(gg.Guard):
@@ -180,12 +180,10 @@ def check_clippers(clippers: object) -> None:
     Raises:
         InvalidTypeError: If one of them is not a clipper.
     """
-    if isinstance(clippers, list | tuple) and clippers:
-        for one in clippers:
-            if one is not None:
-                check_clipper(one)
-    elif not callable(clippers):  # a clipper is
-        check_clipper(clippers)
+    several = clippers if isinstance(clippers, list | tuple) and clippers else [clippers]
+    for one in several:
+        if one is not None or several is not clippers:
+            check_clipper(one)
 
 
 def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequence[gg.rules.Clipper | None]:
@@ -199,36 +197,22 @@ def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequenc
         As many as there are optimizers.
 
     Raises:
-        InvalidValueError: If there is not one for each.
-        InvalidTypeError: If a function returned something else.
+        InvalidValueError: If there are others.
 
     Example:
         >>> import gradguard as gg
         >>> from gradguard.integrations.guard_job import one_for_each
-        >>> [type(clipper).__name__ for clipper in one_for_each(gg.ClipByMedian, ["two", "optimizers"])]
-        ['ClipByMedian', 'ClipByMedian']
+        >>> one_for_each([gg.ClipByGlobalNorm(1.0), None], ["two", "optimizers"])
+        [ClipByGlobalNorm(1.0), None]
     """
-    count = len(optimizers)
-    if isinstance(clippers, Sequence):
-        if len(clippers) != count:
-            raise InvalidValueError(
-                f"there are {len(clippers)} clippers, and configure_optimizers returned {count} optimizers: expected "
-                "one for each, None for one to be left alone."
-            )
-        return clippers
-    if isinstance(clippers, gg.rules.Clipper):
-        if count > 1:
-            name = type(clippers).__name__
-            raise InvalidValueError(
-                f"one {name} for {count} optimizers: expected one for each, or histories would mix. Pass a function "
-                f"that makes one for each, as in GradGuardCallback(lambda: gg.{name}(...)), or a list of {count} "
-                "clippers in the order of configure_optimizers."
-            )
-        return [clippers]
-    made = [clippers() for _ in optimizers]
-    if not all(isinstance(one, gg.rules.Clipper) for one in made):
-        raise InvalidTypeError(f"the function for clippers returned {made}: expected a new clipper at each call.")
-    return made
+    each = clippers if isinstance(clippers, Sequence) else [clippers]
+    if len(each) != len(optimizers):
+        raise InvalidValueError(
+            f"there are {len(each)} clippers, and configure_optimizers returned {len(optimizers)} optimizers: expected "
+            "a list with one for each, in their order, None for one to be left alone. One for several would mix their "
+            "histories."
+        )
+    return each
 
 
 _guards: "WeakSet[OnlyGuard]" = WeakSet()

@@ -362,7 +362,7 @@ def _check(optimizer: Any, clipper: Any, policy: str, max_skips: int | None) -> 
         )
     if isinstance(optimizer, GuardedOptimizer):
         raise InvalidValueError("the optimizer has a guard already: for two rules pass gradguard.Chain(a, b).")
-    if any(isinstance(part, gg.ClipAdaptive) for part in _parts(clipper)):
+    if any(isinstance(leaf, gg.ClipAdaptive) for leaf in clipper.leaves()):
         raise InvalidValueError(
             "ClipAdaptive bounds the rows of a weight, and Keras stores kernels as [in, out], whose rows belong to "
             "inputs. Expected a rule about norms or values, such as ClipByMedian() or AdaGC()."
@@ -377,12 +377,3 @@ def _refuse_own_clip(optimizer: keras.optimizers.Optimizer) -> None:
                 f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)} and would clip a second time: leave "
                 f"{name} out, or leave the guard out."
             )
-
-
-def _parts(clipper: gg.rules.Clipper) -> Iterator[gg.rules.Clipper]:
-    """The clipper, and the clippers that it is made of."""
-    yield clipper
-    for value in vars(clipper).values():
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        parts = [part for part in inside if isinstance(part, gg.rules.Clipper)]
-        yield from (nested for part in parts for nested in _parts(part))

@@ -76,8 +76,7 @@ class GradGuardCallback(GuardJob, TrainersClip):
 
     Args:
         clipper: The rule. For several optimizers: one for each in a list, in the order of ``configure_optimizers``,
-            with None for one that is left alone; or a function without arguments that makes one for each, such as the
-            class ``gg.ClipByMedian``.
+            with None for one that is left alone.
         nonfinite: As for `Guard`: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
         max_consecutive_skips: As for `Guard`.
         log: First part of the names that are logged after each step, as Lightning logs (``log_every_n_steps``):

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.adapter import Run
 from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
-from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob, private_options
+from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob
 
 
 class PrivateCallback(PrivateJob, PerSampleCallback):
@@ -22,7 +22,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     ``training_step`` returns must be the mean of its samples' own losses, as for `PerSampleCallback`.
 
     **Guarantees.** Those of `gradguard.private.make_private`: what the weights become is (epsilon, delta)
-    differentially private with respect to one sample of the training data, epsilon never exceeds ``target_epsilon``.
+    differentially private with respect to one sample of the training data, epsilon never exceeds that of a budget.
     Losses and metrics on training data are not covered, nor is what a validation on other data tells of that data.
 
     * Noise is added once for each step of the optimizer, and the step is counted before the weights change.
@@ -54,13 +54,14 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     At the end of each epoch it logs ``epsilon``.
 
     Args:
+        privacy: A `gradguard.private.PrivacyBudget` without ``epochs`` and ``steps``, for as many steps as the Trainer
+            plans, or a `gradguard.private.FixedNoise`.
+        norm_clipper: The rule; None bounds each sample's gradient by 1, as ``gg.FlatNormClipper(1.0)``.
         loss_reduction: Whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples' losses.
         batch_first: As for `gradguard.PerSampleGradientClipper`.
         mode: As for `gradguard.PerSampleGradientClipper`.
-        **options: Options of `gradguard.private.make_private`: ``target_delta``; ``target_epsilon``, for the whole
-            training of as many steps as the Trainer plans, or ``noise_multiplier``; ``max_grad_norm``, the bound on
-            each sample's gradient (1 by default), or another rule as ``norm_clipper``; ``accountant``, ``secure`` and
-            ``seed``.
+        secure: As for `gradguard.private.make_private`.
+        seed: As for `gradguard.private.make_private`.
 
     Attributes:
         norm_clipper: The rule.
@@ -68,25 +69,18 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
 
     Raises:
         InvalidTypeError: If ``norm_clipper`` is none.
-        InvalidValueError: If arguments contradict each other.
+        InvalidValueError: If the budget names the number of steps, which the Trainer plans.
 
     Example:
         >>> import gradguard as gg, torch
         >>> from lightning.pytorch import LightningModule, Trainer
         >>> from gradguard.integrations.lightning import PrivateCallback
-        >>> callback = PrivateCallback(target_epsilon=3.0, target_delta=1e-5)
+        >>> callback = PrivateCallback(gg.private.PrivacyBudget(epsilon=3.0, delta=1e-5))
         >>> trainer = Trainer(max_epochs=3, callbacks=[callback])
         >>> # trainer.fit(Model(), DataLoader(data, batch_size=256, shuffle=True)); callback.private.epsilon()
 
     Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
     """
-
-    def __init__(
-        self, *, loss_reduction: str = "mean", batch_first: bool = True, mode: str = "fast", **options: Any
-    ) -> None:
-        rest = private_options(**options)
-        super().__init__(rest.pop("norm_clipper"), loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
-        self._options |= rest
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right, and take the loader's place."""

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -75,7 +76,7 @@ class PrivateBatches:
         training: Gives the training, which need not be there before the first batch is asked for.
 
     Raises:
-        InvalidValueError: If the loader has no batch size.
+        InvalidValueError: If the loader is no DataLoader with a batch size.
         UnsupportedGradientError: If its data set is iterable.
     """
 
@@ -92,9 +93,9 @@ class PrivateBatches:
                 "no sample of an IterableDataset can be drawn by its number, and privacy by sampling needs every one "
                 "to join a batch with the same probability: use a data set with __getitem__ and __len__."
             )
+        size: int = len(loader.dataset)  # type: ignore[arg-type]
         self.loader, self.parts, self.dataset = loader, parts, loader.dataset
         self._training = training
-        size: int = len(loader.dataset)  # type: ignore[arg-type]
         rate = min(1.0, loader.batch_size * parts * processes / size)
         self._length = len(gg.private.PoissonBatches(size, rate)) * parts
 
@@ -125,6 +126,22 @@ class PrivateJob(PerSampleJob):
     private: gg.private.PrivateTraining | None
     _batches: PrivateBatches | None
 
+    def __init__(
+        self,
+        privacy: gg.private.PrivacyBudget | gg.private.FixedNoise,
+        norm_clipper: gg.rules.NormClipper | None = None,
+        *,
+        secure: bool = False,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(privacy, gg.private.PrivacyBudget) and (privacy.epochs, privacy.steps) != (None, None):
+            raise InvalidValueError(
+                f"{privacy!r}: the trainer knows how many steps it will take. Leave epochs and steps out of the budget."
+            )
+        super().__init__(gg.FlatNormClipper(1.0) if norm_clipper is None else norm_clipper, **options)
+        self._privacy, self._noise = privacy, {"secure": secure, "seed": seed}
+
     def _not_begun(self) -> dict[str, Any]:
         return {**super()._not_begun(), "private": None, "_batches": None}
 
@@ -135,7 +152,7 @@ class PrivateJob(PerSampleJob):
             InvalidValueError: If steps that were taken before would not be counted, or not known how many will be.
             UnsupportedGradientError: If the trainer loops over batches of its own.
         """
-        name, options, resumed = type(self).__name__, dict(self._options), self._loaded
+        name, privacy, resumed = type(self).__name__, self._privacy, self._loaded
         if self._batches is None:
             raise UnsupportedGradientError(
                 f"the trainer has a loader of its own, which {name} could not replace: its batches are no "
@@ -152,23 +169,24 @@ class PrivateJob(PerSampleJob):
                 f"training resumes after {run.done} steps, and the checkpoint has no state of a {name}: what those "
                 "steps have cost is not known. Load the weights alone if they were trained on other records."
             )
-        if options["target_epsilon"] is not None:
+        if isinstance(privacy, gg.private.PrivacyBudget):
             if not math.isfinite(run.steps):
                 raise InvalidValueError(
-                    "target_epsilon needs a trainer that knows how many steps it will take: set its number of epochs "
+                    "a PrivacyBudget needs a trainer that knows how many steps it will take: set its number of epochs "
                     "or of steps."
                 )
-            options["steps"] = int(run.steps)
-        assert run.wrapped is not None
+            privacy = replace(privacy, steps=int(run.steps))
+        self._attach(run)
+        assert self.clipper is not None
         self.private = self._clips = private = gg.private.make_private(
-            run.wrapped,
+            self.clipper,
             run.optimizers[0],
             self._batches.loader,
-            norm_clipper=self.norm_clipper,
+            privacy,
             gradient_accumulation_steps=self._batches.parts,
-            **options,
+            **self._noise,
         )
-        self.clipper, self._loaded, self._acting = private.clipper, None, True
+        self._loaded, self._acting = None, True
         if resumed:
             private.load_state_dict(resumed)
         if private.steps != run.done:
@@ -181,43 +199,6 @@ class PrivateJob(PerSampleJob):
         """Give model and optimizer back; what was counted can still be read. May be repeated."""
         super().end()
         self._batches = None
-
-
-def private_options(
-    *,
-    target_delta: float,
-    noise_multiplier: float | None = None,
-    target_epsilon: float | None = None,
-    max_grad_norm: float | None = None,
-    norm_clipper: gg.rules.NormClipper | None = None,
-    accountant: Literal["pld", "rdp"] = "pld",
-    secure: bool = False,
-    seed: int | None = None,
-) -> dict[str, Any]:
-    """Return the options that every callback takes, with one rule in them.
-
-    Raises:
-        InvalidValueError: If two of them contradict each other.
-    """
-    if (noise_multiplier is None) == (target_epsilon is None):
-        raise InvalidValueError(
-            f"noise_multiplier={noise_multiplier}, target_epsilon={target_epsilon}: expected exactly one of them."
-        )
-    if max_grad_norm is not None and norm_clipper is not None:
-        raise InvalidValueError(
-            f"max_grad_norm={max_grad_norm} and norm_clipper={norm_clipper!r} both say how to clip: give one of them."
-        )
-    if norm_clipper is None:
-        norm_clipper = gg.FlatNormClipper(1.0 if max_grad_norm is None else max_grad_norm)
-    return {
-        "noise_multiplier": noise_multiplier,
-        "target_epsilon": target_epsilon,
-        "target_delta": target_delta,
-        "norm_clipper": norm_clipper,
-        "accountant": accountant,
-        "secure": secure,
-        "seed": seed,
-    }
 
 
 def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:

@@ -8,8 +8,8 @@ from transformers import Trainer
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.adapter import replaced
-from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob, private_options
-from gradguard.integrations.transformers_per_sample import PerSampleCallback, SampleLosses, run_of
+from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob
+from gradguard.integrations.transformers_per_sample import PerSampleCallback, run_of
 
 
 class PrivateCallback(PrivateJob, PerSampleCallback):
@@ -23,7 +23,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     its own, as in `PerSampleCallback`: not the Trainer's mean over all tokens.
 
     **Guarantees.** Those of `gradguard.private.make_private`: what the weights become is (epsilon, delta)
-    differentially private with respect to one sample of the training data, epsilon never exceeds ``target_epsilon``.
+    differentially private with respect to one sample of the training data, epsilon never exceeds that of a budget.
     The losses that the Trainer logs are not covered.
 
     * Noise is added once for each step of the optimizer, and the step is counted before the weights change.
@@ -49,12 +49,13 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     ==================================================  ==========================================================
 
     Args:
+        privacy: A `gradguard.private.PrivacyBudget` without ``epochs`` and ``steps``, for as many steps as the Trainer
+            plans, or a `gradguard.private.FixedNoise`.
+        norm_clipper: The rule; None bounds each sample's gradient by 1, as ``gg.FlatNormClipper(1.0)``.
         loss: As for `PerSampleCallback`.
         mode: As for `gradguard.PerSampleGradientClipper`.
-        **options: Options of `gradguard.private.make_private`: ``target_delta``; ``target_epsilon``, for the whole
-            training of as many steps as the Trainer plans, or ``noise_multiplier``; ``max_grad_norm``, the bound on
-            each sample's gradient (1 by default), or another rule as ``norm_clipper``; ``accountant``, ``secure`` and
-            ``seed``. ``max_grad_norm`` of ``TrainingArguments`` stays at its default.
+        secure: As for `gradguard.private.make_private`.
+        seed: As for `gradguard.private.make_private`.
 
     Attributes:
         norm_clipper: The rule.
@@ -62,7 +63,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
 
     Raises:
         InvalidTypeError: If an argument is of another type.
-        InvalidValueError: If arguments contradict each other.
+        InvalidValueError: If the budget names the number of steps, which the Trainer plans.
 
     Example:
         >>> import gradguard as gg, tempfile, torch
@@ -74,7 +75,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
         >>> arguments = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, max_steps=4, disable_tqdm=True,
         ...                               save_strategy="no", per_device_train_batch_size=5, logging_strategy="no",
         ...                               report_to=[])
-        >>> callback = PrivateCallback(target_epsilon=3.0, target_delta=1e-3, accountant="rdp",
+        >>> callback = PrivateCallback(gg.private.PrivacyBudget(epsilon=3.0, delta=1e-3, accountant="rdp"),
         ...                            loss=lambda outputs, inputs: outputs["logits"].square().sum(1))
         >>> data = [{"x": x} for x in torch.randn(20, 2)]
         >>> trainer = Trainer(Model(2, 1), arguments, train_dataset=data, callbacks=[callback])
@@ -87,11 +88,6 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     """
 
     state_file = "gradguard_private.pt"
-
-    def __init__(self, *, loss: SampleLosses | None = None, mode: str = "fast", **options: Any) -> None:
-        rest = private_options(**options)
-        super().__init__(rest.pop("norm_clipper"), loss=loss, mode=mode)
-        self._options |= rest
 
     def _logged(self) -> dict[str, float]:
         return {} if self.private is None else {"epsilon": self.private.epsilon()}

@@ -5,7 +5,7 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,18 +35,18 @@ class Terms:
         gradient_noise_multiplier: Noise of the gradients; more, where a quantile clipper spends a part on its count.
         sample_rate: Probability with which each sample joins a logical batch; 1 for a whole pass without sampling.
         divisor: The number that noised sums are divided by: the expected batch size, or 1.
-        target_delta: Delta at which epsilon is reported.
-        planned: Number of accounted steps that spend the target epsilon, or None.
-        target_epsilon: The epsilon that they may spend, or None.
+        delta: Probability at which epsilon is reported.
+        planned: Number of accounted steps that spend the target epsilon; None where nothing limits them.
+        epsilon: The epsilon that they may spend; infinity without a limit.
     """
 
     noise_multiplier: float
     gradient_noise_multiplier: float
     sample_rate: float
     divisor: float
-    target_delta: float
+    delta: float
     planned: int | None
-    target_epsilon: float | None = None
+    epsilon: float
 
 
 @dataclass
@@ -70,6 +70,17 @@ class _LogicalBatch:
         self.started, self.complete = True, micro_batch.ends
         self.drawn += micro_batch.size
         return micro_batch.ends
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One pass over the loader.
+
+    Attributes:
+        is_counted: Its steps were accounted for as one use of every sample, because nothing is sampled.
+    """
+
+    is_counted: bool = False
 
 
 class PrivateTraining:
@@ -114,20 +125,19 @@ class PrivateTraining:
         noise: GaussianNoise,
         batches: PoissonBatches | None,
         group: Any = None,
-        restore: Callable[[], None] = lambda: None,
         *,
         for_trainer: bool = False,
     ) -> None:
         self.clipper, self.optimizer, self.terms = clipper, optimizer, terms
         self.accountant, self.noise, self.steps = accountant, noise, 0
-        self._batches, self._group, self._restore = batches, group, restore
+        self._batches, self._group = batches, group
         self._adds_noise = rank_and_size(group)[0] == 0
         self._for_trainer = for_trainer  # one that fetches ahead, and never asks for a batch after the last
         self._batch = _LogicalBatch()
         self._filled: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}  # for one step, and their versions
         self._may_step = False
-        self._pass = 0  # number of the pass whose batches may be used; it moves on where a pass must not go on
-        self._resumed = self._pass_is_counted = False
+        self._pass = _Pass()  # whose batches may be used; another one where that must not go on
+        self._resumed = False
         self._buffers = BufferWatch(clipper.module)
         clipper.step_advice = (
             "call private.pre_step() before it"
@@ -203,7 +213,7 @@ class PrivateTraining:
 
     def epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon spent so far at ``delta``, by default the target delta."""
-        return self.accountant.epsilon(self.terms.target_delta if delta is None else delta)
+        return self.accountant.epsilon(self.terms.delta if delta is None else delta)
 
     @property
     def noise_multiplier(self) -> float:
@@ -219,7 +229,6 @@ class PrivateTraining:
         """Give model and optimizer back as they were; calling it again does nothing."""
         self._hook.remove()
         self.clipper.detach()
-        self._restore()
 
     # State
 
@@ -263,7 +272,6 @@ class PrivateTraining:
                 f"sampling, with the keys {sorted(expected)}, got {sorted(state_dict)}."
             )
         self._abandon()  # batches that are drawn already belong to the state before
-        self._pass_is_counted = False
         if self._batches is not None:
             self._batches.load_state_dict(state_dict["batches"])
         self.accountant.load_state_dict(state_dict["accountant"])
@@ -281,13 +289,12 @@ class PrivateTraining:
 
     def _hand_out(self, planned: Planned) -> Iterator[Any]:
         self._abandon()
-        self._pass_is_counted = False
         if not self._resumed:
             self._start_epoch()
         self._resumed = False
-        number = self._pass
+        own = self._pass
         for micro_batch, data in planned:
-            self._check_pass(number)
+            self._check_pass(own)
             # A trainer fetches all parts of a logical batch before it runs them.
             ahead = self._for_trainer and self._batch.open and not self._batch.open[-1].ends
             if not ahead:
@@ -299,7 +306,7 @@ class PrivateTraining:
                 yield data
             else:
                 self._pass_over(micro_batch)
-        self._check_pass(number)
+        self._check_pass(own)
         self._check_closed()
         self._start_epoch()
 
@@ -313,8 +320,8 @@ class PrivateTraining:
         if self._batches is not None:
             self._batches.start_epoch()
 
-    def _check_pass(self, number: int) -> None:
-        if number != self._pass:
+    def _check_pass(self, own: "_Pass") -> None:
+        if own is not self._pass:
             raise InvalidValueError(
                 "this pass over private.loader is over: another one was begun, load_state_dict() was called, or an "
                 "error lost a part of a logical batch, the rest of which must not be used alone. Begin a new pass: "
@@ -330,27 +337,27 @@ class PrivateTraining:
 
     def _check_budget(self) -> None:
         planned = self.terms.planned
-        if planned is not None and self.accountant.steps >= planned and not self._pass_is_counted:
+        if planned is not None and self.accountant.steps >= planned and not self._pass.is_counted:
             raise InvalidValueError(
                 f"the target epsilon is spent: noise was chosen for {planned} steps, and they are done. Give "
-                f"make_private more epochs, or noise_multiplier instead of target_epsilon."
+                f"PrivacyBudget more epochs, or make_private a FixedNoise instead."
             )
 
     def _check_target(self) -> None:
         """Steps that were taken with less noise than these are to have may have spent more than their share."""
-        terms, target = self.terms, self.terms.target_epsilon
+        terms = self.terms
         own = terms.noise_multiplier, terms.sample_rate
-        if target is None or terms.planned is None or {entry[:2] for entry in self.accountant.history} <= {own}:
+        if terms.planned is None or {entry[:2] for entry in self.accountant.history} <= {own}:
             return
         whole = Accountant(self.accountant.name)
         whole.load_state_dict(self.accountant.state_dict())
         whole.step(*own, max(0, terms.planned - whole.steps))
-        spent = whole.epsilon(terms.target_delta)
-        if spent > target:
+        spent = whole.epsilon(terms.delta)
+        if spent > terms.epsilon:
             raise InvalidValueError(
                 f"the saved steps had other noise or another sampling rate, {self.accountant.history}, and with "
-                f"{terms.planned} steps in all epsilon would be {spent:.4g}, above the target of {target:.4g}. Resume "
-                f"with the noise, batch size and number of steps that it began with."
+                f"{terms.planned} steps in all epsilon would be {spent:.4g}, above the target of {terms.epsilon:.4g}. "
+                "Resume with the noise, batch size and number of steps that it began with."
             )
 
     def _clip(self, micro_batch: SampledMicroBatch) -> None:
@@ -366,7 +373,7 @@ class PrivateTraining:
         """Drop the logical batch, and let no running pass go on."""
         self.clipper.discard()
         self._batch = _LogicalBatch()
-        self._pass += 1
+        self._pass = _Pass()
 
     # The end of a logical batch
 
@@ -404,7 +411,7 @@ class PrivateTraining:
         if multiplier and not math.isfinite(sensitivity):
             raise InvalidValueError(
                 f"the sensitivity is {sensitivity}: no noise hides a sample whose gradient is not bounded. Give a "
-                f"finite max_grad_norm."
+                f"finite max_norm."
             )
         return multiplier * sensitivity if multiplier else 0.0
 
@@ -414,9 +421,9 @@ class PrivateTraining:
             self._batches.advance()
             if self._for_trainer and self._batches.position == len(self._batches):
                 self._start_epoch()
-        if not self._pass_is_counted:
+        if not self._pass.is_counted:
             self.accountant.step(self.terms.noise_multiplier, self.terms.sample_rate)
-        self._pass_is_counted = self._batches is None
+        self._pass.is_counted = self._batches is None
 
     def _refuse_step(self, optimizer: Optimizer, evaluations: int) -> None:
         """Let one step through after `pre_step`, with the gradients that it has filled in."""

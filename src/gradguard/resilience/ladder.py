@@ -63,6 +63,31 @@ class _Measured:
     scores: list[float]
 
 
+@dataclass(slots=True)
+class _Course:
+    """The state of a run between two steps; all of it begins anew where a run is resumed.
+
+    Attributes:
+        calm_since: The last step that stood out or was not finite.
+        slow_until: The step up to which the learning rate is lower.
+        guarded: Steps of the guard at the last call of `SpikeRecovery.step`.
+        missed: Steps of the optimizer between the last two calls, less one.
+        nonfinite: Steps in a row that were not finite.
+        changed_at: The last step that began with weights that something else had changed.
+        held_at: The step at which weights from before a row of spikes were taken, while it may be none; else 0.
+        burst: The burst that is adopted, and neither rolled back nor taken for a shift.
+    """
+
+    calm_since: int
+    slow_until: int
+    guarded: int
+    missed: int = 0
+    nonfinite: int = 0
+    changed_at: int = 0
+    held_at: int = 0
+    burst: "_Burst | None" = None
+
+
 class SpikeRecovery:
     r"""Guard an optimizer against spikes: skip them, slow down, go back to a snapshot, leave the samples out.
 
@@ -212,14 +237,8 @@ class SpikeRecovery:
 
     def _begin_at(self, steps: int, slow_until: int) -> None:
         """Begin or go on after ``steps`` steps, of which no snapshot and no measurement is there."""
-        self.steps = self._calm_since = steps
-        self._slow_until, self._guarded = slow_until, self.guard.steps
+        self.steps, self._course = steps, _Course(steps, slow_until, self.guard.steps)
         self._spikes.followed = self.guard.steps
-        self._missed = 0  # steps of the optimizer between the last two calls of `step`, less one
-        self._nonfinite = 0  # in a row
-        self._changed_at = 0  # the last step that began with weights that something else had changed
-        self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
-        self._burst: _Burst | None = None
         self.batches.load_state_dict({"step": steps + 1})  # as steps are counted here
         self._pending.clear()
         self._shelf.clear()
@@ -252,7 +271,7 @@ class SpikeRecovery:
             InvalidValueError: If the optimizer has taken several steps since the last call, or `batches` counts other
                 steps.
         """
-        if self.guard.steps == self._guarded:  # a micro-batch that was only accumulated
+        if self.guard.steps == self._course.guarded:  # a micro-batch that was only accumulated
             return None
         if self.batches.step != self.steps + 1:
             raise InvalidValueError(
@@ -260,10 +279,10 @@ class SpikeRecovery:
                 "events would name the samples of other steps. Leave the count of resilience.batches alone; "
                 "resilience.load_state_dict() sets it."
             )
-        before, self._missed = self._missed, self.guard.steps - self._guarded - 1
-        if self._missed > 1 or (self._missed and before):  # one alone may be a step that raised an error
-            raise InvalidValueError(_forgotten(self._missed + 1))
-        self._guarded = self._spikes.followed = self.guard.steps
+        before, self._course.missed = self._course.missed, self.guard.steps - self._course.guarded - 1
+        if self._course.missed > 1 or (self._course.missed and before):  # one alone may be a step that raised an error
+            raise InvalidValueError(_forgotten(self._course.missed + 1))
+        self._course.guarded = self._spikes.followed = self.guard.steps
         self._buffers.put_back(self.guard.skipped)
         self.steps += 1
         self.batches.end_step()
@@ -304,21 +323,21 @@ class SpikeRecovery:
     # -- what is done ---------------------------------------------------------------------------------------------
 
     def _process(self, now: _Measured) -> Event | None:
-        self._nonfinite = self._nonfinite + 1 if now.nonfinite else 0
+        self._course.nonfinite = self._course.nonfinite + 1 if now.nonfinite else 0
         if now.stands_out or now.nonfinite:
-            self._calm_since = self.steps
+            self._course.calm_since = self.steps
         if now.changed:
-            self._changed_at = now.step
-        burst = self._burst
+            self._course.changed_at = now.step
+        burst = self._course.burst
         if burst is not None and burst.is_tried:
             return self._judge_trial(burst, now)
-        if self._nonfinite >= _NONFINITE:
+        if self._course.nonfinite >= _NONFINITE:
             return self._leave_nonfinite(now)
         if not now.spike:
             self._drop_if_trained_since(now)
             return None
         if burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
-            self._held_at = self.steps
+            self._course.held_at = self.steps
             self._shelf.take(now.step - 2, self.steps)  # whose weights these are, if all steps since then were spikes
         if now.adopted and burst is None:
             return self._suspect(now)
@@ -336,8 +355,8 @@ class SpikeRecovery:
         self._buffers.remove()
         self._buffers = StepBuffers(self._model)  # of layers that have come too
         self._spikes.weights = WeightWatch(self._optimizer)
-        self._held_at, burst = 0, self._burst
-        self._burst = None
+        self._course.held_at, burst = 0, self._course.burst
+        self._course.burst = None
         if burst is None:
             return None
         if burst.is_tried:  # then the newer weights cannot come back
@@ -347,30 +366,30 @@ class SpikeRecovery:
     def _drop_if_trained_since(self, now: _Measured) -> None:
         if now.nonfinite:
             return
-        if now.step <= self._held_at:
+        if now.step <= self._course.held_at:
             del self._shelf.kept[-1:]
-        self._held_at = 0
+        self._course.held_at = 0
 
     def _suspect(self, now: _Measured) -> Event:
         first = now.step - now.in_a_row + 1
-        base, changed_at, self._held_at = self._shelf.before(first), self._changed_at, 0
+        base, changed_at, self._course.held_at = self._shelf.before(first), self._course.changed_at, 0
         if base is None:
             return self._event(first, "burst", "went on", now, lost=now.in_a_row)
         bases = [base]
         if base.taken >= changed_at > 0 and (older := self._shelf.taken_before(changed_at)) is not None:
             bases.append(older)  # from before something else changed the weights
         changed = len(bases) > 1
-        self._burst = _Burst(first, bases, [self.steps + wait for wait in _TRIALS], now, changed)
+        self._course.burst = _Burst(first, bases, [self.steps + wait for wait in _TRIALS], now, changed)
         return self._event(first, "burst", "adopted", now, changed=changed)
 
     def _go_on(self) -> None:
         """Do what is due at the end of a step: begin a trial, set the learning rate, take a snapshot."""
-        burst = self._burst
+        burst = self._course.burst
         if burst is not None and not burst.is_tried and self.steps >= burst.trials[0][0]:
             burst.begin_trial(self._shelf, self.steps)
             self._pending.clear()  # of weights that are gone
-        self._slow_down.factor = self.lr_factor if self.steps < self._slow_until else 1.0
-        if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._calm_since):
+        self._slow_down.factor = self.lr_factor if self.steps < self._course.slow_until else 1.0
+        if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._course.calm_since):
             self._shelf.take(self.steps, self.steps)
 
     def _judge_trial(self, burst: "_Burst", now: _Measured) -> Event | None:
@@ -381,8 +400,8 @@ class SpikeRecovery:
         self._pending.clear()
         if burst.trials:
             return None
-        self._burst = None
-        self._calm_since = self.steps
+        self._course.burst = None
+        self._course.calm_since = self.steps
         more = {"lost": burst.lost, "changed": burst.changed}
         return self._event(burst.first, "shift", "went on", burst.seen, recovery=self.steps - burst.first, **more)
 
@@ -392,8 +411,8 @@ class SpikeRecovery:
         return self._went_back(burst.base, burst.first, "burst", burst.seen, lost=lost, **more)
 
     def _leave_nonfinite(self, now: _Measured) -> Event | None:
-        first = now.step - self._nonfinite + 1
-        base, self._nonfinite = self._shelf.before(first), 0
+        first = now.step - self._course.nonfinite + 1
+        base, self._course.nonfinite = self._shelf.before(first), 0
         if base is None:
             return None
         base.go_back()
@@ -405,13 +424,13 @@ class SpikeRecovery:
         self, base: "_KeptSnapshots", first: int, what: str, seen: _Measured | None = None, **more: Any
     ) -> Event:
         """Tell of a roll-back, and pay for it: with a lower rate from the second on, and with an error in the end."""
-        self._burst, self._nonfinite, self._calm_since = None, 0, self.steps
+        self._course.burst, self._course.nonfinite, self._course.calm_since = None, 0, self.steps
         self._shelf.kept = [kept for kept in self._shelf.kept if kept.step <= base.step]
         recent = sum(e.to_step is not None and self.steps - e.step < 1000 for e in self.events)
         action = "rolled back, slowed down" if recent and self.lr_factor < 1 else "rolled back"
         event = self._event(first, what, action, seen, to_step=base.step, **more)
         if recent:
-            self._slow_until = self.steps + _SLOW_STEPS
+            self._course.slow_until = self.steps + _SLOW_STEPS
         if recent < self.budget:
             return event
         self._note(event)
@@ -462,7 +481,12 @@ class SpikeRecovery:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the guard's state, counts and events. Snapshots stay in memory."""
         events = list(map(asdict, self.events))
-        return {"guard": self.guard.state_dict(), "steps": self.steps, "slow_until": self._slow_until, "events": events}
+        return {
+            "guard": self.guard.state_dict(),
+            "steps": self.steps,
+            "slow_until": self._course.slow_until,
+            "events": events,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; the next step takes a first snapshot.
