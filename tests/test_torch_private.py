@@ -857,8 +857,6 @@ def test_fsdp1(monkeypatch):
         ("bias", (4,), 0, 0, 0),
     ]
     assert torch_private.flat_shards_of(plain) == []
-    assert torch_private.padding_of_flat(plain.weight) == 0
-    assert torch_private.padding_of_flat(SimpleNamespace(_shard_numel_padded=3)) == 3
     marked = SimpleNamespace(_fsdp_flattened=True)
     assert torch_private.flattened_by_fsdp1([plain.weight, marked, None]) == [False, True, False]
     monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")

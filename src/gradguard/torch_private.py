@@ -846,14 +846,6 @@ def flat_part_of(module: nn.Module) -> FlatPart | None:
     return FlatPart(group, handle.uses_sharded_strategy, (handle.flat_param, *(handle.flat_param._params or ())))
 
 
-def padding_of_flat(parameter: Tensor) -> int:
-    """Return how many elements at the end of this process' part of an FSDP1 parameter are padding.
-
-    None of the parameters that a flat one stands for, nor of one that is not split.
-    """
-    return getattr(parameter, "_shard_numel_padded", 0)
-
-
 class FlatShard(NamedTuple):
     """Where one original parameter lies in what this process holds of FSDP1's flat one.
 

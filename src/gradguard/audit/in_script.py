@@ -206,7 +206,7 @@ class ScriptAudit(Listener):
         """A step of an engine that holds gradients itself."""
         clip, limit, scale = clip_of_engine(engine)
         self._whole = True
-        watched = functools.partial(WatchedClip.of, [engine], (), self._backwards or 1, scale)
+        watched = functools.partial(WatchedClip.of, [engine], None, self._backwards or 1, scale)
         self._guarded(list(engine.module.parameters()), lambda: watched().again(clip, limit))
 
     def _guarded(self, parameters: Sequence[Tensor], audit: Callable[[], NormAudit | None]) -> None:
