@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from gradguard.audit.audit_report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.norm import WatchedClip, everywhere, number_of
-from gradguard.distributed.engines import NAMES, clip_of_engine, holds_gradients_itself, replacements
+from gradguard.distributed.engines import NAMES, replacements
+from gradguard.distributed.engines.deepspeed import clip_of_engine, holds_gradients_itself
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep

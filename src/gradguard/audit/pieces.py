@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.held import HeldPiece, Sketch
-from gradguard.distributed.engines import held_apart, holds_gradients_itself, placements_by, shard_of
+from gradguard.distributed.engines import held_apart, placements_by, shard_of
+from gradguard.distributed.engines.deepspeed import holds_gradients_itself
 from gradguard.distributed.engines.megatron import claims_to_be_part
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import gradient_of, is_partial, is_sharded, local_part, placement_of

@@ -9,27 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradguard.distributed.engines.ddp import ReplicatedModules
-from gradguard.distributed.engines.deepspeed import ZeRO, clip_of_engine, holds_gradients_itself
+from gradguard.distributed.engines.deepspeed import ZeRO
 from gradguard.distributed.engines.dtensor import DTensors
 from gradguard.distributed.engines.engine import Engine, Held
 from gradguard.distributed.engines.fsdp1 import FlatParameters
-from gradguard.distributed.engines.megatron import CLIP_BY_GIVEN_NORM, Megatron
+from gradguard.distributed.engines.megatron import Megatron
 from gradguard.distributed.engines.torchtitan import Torchtitan
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import Placement
 from gradguard.replacements import Replacement
-
-__all__ = [
-    "CLIP_BY_GIVEN_NORM",
-    "ENGINES",
-    "NAMES",
-    "clip_of_engine",
-    "held_apart",
-    "holds_gradients_itself",
-    "placements_by",
-    "replacements",
-    "shard_of",
-]
 
 ENGINES: Sequence[Engine] = (
     DTensors(),

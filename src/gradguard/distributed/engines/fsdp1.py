@@ -13,7 +13,6 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.torch_private import (
     FlatPart,
     flat_part_of,
-    flat_shards_of,
     flattened_by_fsdp1,
     wrapper_slots,
 )
@@ -58,7 +57,7 @@ class FlatParameters(Engine):
             front = [word for word in path.split(".") if word and word not in wrapper_slots()]
             if (part := flat_part_of(module)) is None:
                 continue
-            for flat in flat_shards_of(module):
+            for flat in part.shards:
                 shard = LocalShard(flat.shape, (flat.numel,), start=flat.start, placement=_placement(part))
                 yield Held(".".join([*front, flat.name]), flat.tensor, shard, flat.offset)
 
