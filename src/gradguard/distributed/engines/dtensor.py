@@ -1,8 +1,8 @@
 """DTensor (FSDP2, HSDP, tensor and expert parallelism): each tensor has its device mesh and placements with it."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,25 +27,21 @@ class DTensors(Engine):
 
 
 def _entries(tensor: Any, d: int) -> Tensor | None:
-    """Return which entries of dimension ``d`` of a DTensor this process holds; None if no mesh dimension cuts it.
+    """Return which entries of dimension ``d`` of a DTensor this process holds; None if no mesh dimension cuts it."""
+    mesh, cuts = tensor.device_mesh, list[tuple[type, float] | None]()
+    for size, kind in zip(mesh.shape, tensor.placements, strict=True):
+        is_cut = size > 1 and hasattr(kind, "dim") and kind.dim % tensor.dim() == d
+        cuts.append((type(kind), getattr(kind, "split_factor", 0)) if is_cut else None)
+    return _cut(mesh, tuple(mesh.get_coordinate()), tensor.shape[d], tuple(cuts)) if any(cuts) else None
 
-    Mesh dimensions cut one after another. Where later ones have cut before, as tensor parallelism has before
-    `fully_shard`, the placement is a `_StridedShard` whose split factor is the number of their parts.
+
+@lru_cache(4096)
+def _cut(mesh: Any, at: tuple[int, ...], size: int, cuts: Sequence[tuple[Any, int] | None]) -> Tensor:
+    """Return which of ``size`` entries the process ``at`` these coordinates holds, as DTensor itself cuts them.
+
+    Strided cuts, as `fully_shard` makes of what tensor parallelism has cut, have a factor.
     """
-    sizes, coordinate = tensor.device_mesh.shape, tensor.device_mesh.get_coordinate()
-    cuts = [
-        (sizes[i], coordinate[i], getattr(p, "split_factor", 1))
-        for i, p in enumerate(tensor.placements)
-        if hasattr(p, "dim") and p.dim % tensor.dim() == d and sizes[i] > 1
-    ]
-    if not cuts:
-        return None
-    behind = [math.prod(ranks for ranks, _, _ in cuts[k:]) for k in range(1, len(cuts) + 1)]
-    if all(factor in (1, parts) for (_, _, factor), parts in zip(cuts, behind, strict=True)):
-        last = [(ranks, rank, 1) for ranks, rank, factor in cuts if factor > 1]
-        cuts = [*(cut for cut in cuts if cut[2] == 1), *reversed(last)]
-    entries = torch.arange(tensor.shape[d], device="cpu")
-    for ranks, rank, factor in cuts:
-        pieces = [piece.chunk(ranks)[rank : rank + 1] for piece in entries.chunk(int(factor))]
-        entries = torch.cat([entries[:0], *chain(*pieces)])
-    return entries
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    kinds = [Replicate() if c is None else c[0](0, split_factor=c[1]) if c[1] else c[0](0) for c in cuts]
+    return distribute_tensor(torch.arange(size, device="cpu"), mesh, kinds, src_data_rank=None).to_local().cpu()
