@@ -14,7 +14,7 @@ from gradguard.distributed.engines import held_apart, placements_by, shard_of
 from gradguard.distributed.engines.deepspeed import holds_gradients_itself
 from gradguard.distributed.engines.megatron import claims_to_be_part
 from gradguard.distributed.local_shard import LocalShard
-from gradguard.distributed.placements import gradient_of, is_partial, is_sharded, local_part, placement_of
+from gradguard.distributed.placements import Placement, gradient_of, is_partial, is_sharded, local_part, placement_of
 from gradguard.distributed.redistribute import added_up, redistributed
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
@@ -143,39 +143,32 @@ def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None
         UnsupportedGradientError: If a gradient is sparse, of another dtype, or shares memory with itself.
     """
     found: dict[tuple, Piece] = {}
-    of_engines = []
     for number, model in enumerate(models):
         front = f"{number}." if len(models) > 1 else ""
-        apart = held_apart(model)
-        for name, holder, shard, offset in apart:
-            if math.prod(shard.own) and _is_wanted(name, holder, wanted):
-                of_engines.append(Piece(front + name, holder, shard, offset))
-        if holds_gradients_itself(model):
-            continue
-        holders = {id(one.holder) for one in apart}
-        named = [one for one in named_parameters(model, remove_duplicate=False) if id(one[1]) not in holders]
-        known = placements_by([p for _, p in named], model, lambda engine: engine.is_certain)
-        for name, p in named:
-            if not _is_wanted(name, p, wanted):
+        held: list[Any] = held_apart(model)
+        known = dict[int, Placement]()
+        if not holds_gradients_itself(model):
+            apart = {id(one.holder) for one in held}
+            named = [one for one in named_parameters(model, remove_duplicate=False) if id(one[1]) not in apart]
+            known = placements_by([p for _, p in named], model, lambda engine: engine.is_certain)
+            held += [(*one, None, None) for one in named]
+        for name, holder, shard, offset in held:
+            grad: Any = gradient_of(holder)
+            if grad is None or (wanted is not None and id(holder) not in wanted):
                 continue
-            grad: Any = gradient_of(p)
+            _check(grad, name)
+            if shard is None:
+                placement = known.get(id(holder), placement_of(grad))
+                shard = replace(shard_of(grad if is_sharded(grad) else holder), placement=placement)
+            elif not math.prod(shard.own):
+                continue
             local = local_part(grad)
-            key = (local.data_ptr(), local.numel()) if local.numel() else (id(p), 0)
+            key = (local.data_ptr(), offset, local.numel()) if local.numel() else (id(holder), 0)
             if key in found:
-                found[key].add(front + name, p)
-                continue
-            shard = shard_of(grad if is_sharded(grad) else p)
-            found[key] = Piece(front + name, p, replace(shard, placement=known.get(id(p), placement_of(grad))))
-    return [*found.values(), *of_engines]
-
-
-def _is_wanted(name: str, parameter: Any, wanted: Collection[int] | None) -> bool:
-    """Tell whether a parameter is looked at and has a gradient, which is refused if it cannot be audited."""
-    grad = gradient_of(parameter)
-    if grad is None or (wanted is not None and id(parameter) not in wanted):
-        return False
-    _check(grad, name)
-    return True
+                found[key].add(front + name, holder)
+            else:
+                found[key] = Piece(front + name, holder, shard, offset)
+    return list(found.values())
 
 
 def _check(grad: Tensor, name: str) -> None:
