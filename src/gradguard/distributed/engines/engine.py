@@ -1,4 +1,4 @@
-"""What is asked of an engine that spreads tensors over processes."""
+"""Questions to an engine that spreads tensors over processes, which each file of this folder answers for one."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
