@@ -109,7 +109,6 @@ OF_OBJECTS = {
     "root_mesh_of": lambda bare: torch_private.root_mesh_of(bare),
     "is_silent_fsdp1": lambda bare: torch_private.is_silent_fsdp1(fsdp1()),
     "flat_part_of": lambda bare: torch_private.flat_part_of(fsdp1()),
-    "flat_shards_of": lambda bare: torch_private.flat_shards_of(fsdp1(_handle=bare)),
     "meshes_of_fsdp2": lambda bare: torch_private.meshes_of_fsdp2([bare]),
 }
 
@@ -190,16 +189,8 @@ def test_an_attribute_that_an_object_lacks_is_refused_in_words(monkeypatch, row)
 def test_the_names_of_fsdp1_are_in_its_source():
     folder = Path(torch.__file__).parent / "distributed/fsdp"
     source = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
-    names = [
-        name
-        for row in ("is_silent_fsdp1", "flat_part_of", "flat_shards_of")
-        for name in torch_private.NEEDS[row].names.split()
-    ]
-    assert [
-        name
-        for name in [*names, "_shard_numel_padded", "uses_sharded_strategy"]
-        if not re.search(rf"\b{name}\b", source)
-    ] == []
+    names = [name for row in ("is_silent_fsdp1", "flat_part_of") for name in torch_private.NEEDS[row].names.split()]
+    assert [name for name in [*names, "uses_sharded_strategy"] if not re.search(rf"\b{name}\b", source)] == []
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -848,17 +839,15 @@ def test_fsdp1(monkeypatch):
     assert torch_private.flat_part_of(wrapper) is None
     flat = SimpleNamespace(_params=[plain.weight])
     wrapper.process_group, wrapper._handle = "group", SimpleNamespace(uses_sharded_strategy=True, flat_param=flat)
-    assert torch_private.flat_part_of(wrapper) == ("group", True, (flat, plain.weight))
     flat._fqns, flat._shapes = ["weight", "bias"], [torch.Size([2, 3]), torch.Size([4])]
     flat._shard_param_infos = [(True, 1, 5, 2, 6), (False, None, None, None, None)]
     wrapper._handle._use_orig_params = False
-    assert [shard[:2] + shard[3:] for shard in torch_private.flat_shards_of(wrapper)] == [
+    part = torch_private.flat_part_of(wrapper)
+    assert part[:3] == ("group", True, (flat, plain.weight))
+    assert [shard[:2] + shard[3:] for shard in part.shards] == [
         ("weight", (2, 3), 1, 5, 2),
         ("bias", (4,), 0, 0, 0),
     ]
-    assert torch_private.flat_shards_of(plain) == []
-    assert torch_private.padding_of_flat(plain.weight) == 0
-    assert torch_private.padding_of_flat(SimpleNamespace(_shard_numel_padded=3)) == 3
     marked = SimpleNamespace(_fsdp_flattened=True)
     assert torch_private.flattened_by_fsdp1([plain.weight, marked, None]) == [False, True, False]
     monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")
@@ -894,7 +883,7 @@ def test_importing_needs_no_private_name():
 
 
 OTHERS = {
-    "distributed/deepspeed_layout.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
+    "distributed/engines/deepspeed.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
     "check/named_call.py": {"_fields"},  # of namedtuples, documented
     "integrations/keras.py": {
         "_accumulated_gradients", "_backend_apply_gradients", "_clip_gradients", "_iterations",

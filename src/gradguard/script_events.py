@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradguard.distributed.engines import CLIP_BY_GIVEN_NORM
+from gradguard.distributed.engines.megatron import CLIP_BY_GIVEN_NORM
 from gradguard.grad_scaler import listen_to_scale, listen_to_steps
 from gradguard.listeners import ClipCall, ClipEvent, Listener, is_muted, listen
 from gradguard.optimizer_hooks import EveryStep

@@ -51,7 +51,7 @@ _TREE = "keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_un
 _STACK = "_len_torch_function_stack _pop_torch_function_stack _push_on_torch_function_stack"
 _HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks"
 _EVERY = "_global_forward_pre_hooks _global_forward_hooks _global_backward_pre_hooks _global_backward_hooks"
-_FLAT = "flat_param _params _fqns _shapes _shard_param_infos _use_orig_params"
+_FLAT = "_handle flat_param _params _fqns _shapes _shard_param_infos _use_orig_params"
 _UNSCALED = "Clip after scaler.unscale_(optimizer) with gg.clip_grad_norm_ meanwhile. "
 
 # fmt: off
@@ -131,10 +131,8 @@ NEEDS = {
     "flattened_by_fsdp1": Need("torch.distributed.fsdp._common_utils", "FSDP_FLATTENED",
                                "telling that FSDP1 holds a parameter"),
     "is_silent_fsdp1": Need("FullyShardedDataParallel", "_sync_gradients", "telling that FSDP1 is inside no_sync()"),
-    "flat_part_of": Need("FullyShardedDataParallel", "_handle", "the norm of what FSDP1 holds",
+    "flat_part_of": Need("FullyShardedDataParallel", _FLAT, "the norm of what FSDP1 holds",
                          "Use fully_shard(model). "),
-    "flat_shards_of": Need("FullyShardedDataParallel._handle", _FLAT,
-                           "the shards of FullyShardedDataParallel (FSDP1)"),
     "meshes_of_fsdp2": Need("FSDPModule", "_get_fsdp_state()._fsdp_param_group",
                             "per-sample clipping of what fully_shard holds"),
 }
@@ -822,38 +820,6 @@ def is_silent_fsdp1(module: nn.Module) -> bool:
     return is_fsdp1(module) and not module._sync_gradients
 
 
-class FlatPart(NamedTuple):
-    """The parts that one wrapper of FSDP1 holds.
-
-    Attributes:
-        process_group: Over which processes.
-        is_sharded: Whether each holds a part; else all of it.
-        parameters: The flat one, and those it stands for.
-    """
-
-    process_group: Any
-    is_sharded: bool
-    parameters: tuple[Tensor, ...]
-
-
-@_needs
-def flat_part_of(module: nn.Module) -> FlatPart | None:
-    """Return what a wrapper of FSDP1 holds; None of any other module, and of one that holds nothing itself."""
-    handle: Any = module._handle if is_fsdp1(module) else None
-    if handle is None:
-        return None
-    group: Any = module.process_group
-    return FlatPart(group, handle.uses_sharded_strategy, (handle.flat_param, *(handle.flat_param._params or ())))
-
-
-def padding_of_flat(parameter: Tensor) -> int:
-    """Return how many elements at the end of this process' part of an FSDP1 parameter are padding.
-
-    None of the parameters that a flat one stands for, nor of one that is not split.
-    """
-    return getattr(parameter, "_shard_numel_padded", 0)
-
-
 class FlatShard(NamedTuple):
     """Where one original parameter lies in what this process holds of FSDP1's flat one.
 
@@ -875,18 +841,35 @@ class FlatShard(NamedTuple):
     start: int
 
 
+class FlatPart(NamedTuple):
+    """The parts that one wrapper of FSDP1 holds.
+
+    Attributes:
+        process_group: Over which processes.
+        is_sharded: Whether each holds a part; else all of it.
+        parameters: The flat one, and those it stands for.
+        shards: Where each original parameter lies.
+    """
+
+    process_group: Any
+    is_sharded: bool
+    parameters: tuple[Tensor, ...]
+    shards: Sequence[FlatShard]
+
+
 @_needs
-def flat_shards_of(module: nn.Module) -> list[FlatShard]:
-    """Return the original parameters of a wrapper of FSDP1; none if it holds nothing itself."""
+def flat_part_of(module: nn.Module) -> FlatPart | None:
+    """Return what a wrapper of FSDP1 holds; None of any other module, and of one that holds nothing itself."""
     handle: Any = module._handle if is_fsdp1(module) else None
     if handle is None:
-        return []
-    flat, found = handle.flat_param, []
+        return None
+    flat, shards = handle.flat_param, []
     originals = flat._params if handle._use_orig_params else [None] * len(flat._fqns)
     for name, shape, at, own in zip(flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True):
         begin, numel, start = at[1:4] if at[0] else (0, 0, 0)
-        found.append(FlatShard(name, tuple(shape), *((flat, begin) if own is None else (own, 0)), numel, start))
-    return found
+        shards.append(FlatShard(name, tuple(shape), *((flat, begin) if own is None else (own, 0)), numel, start))
+    group: Any = module.process_group  # type: ignore[attr-defined]
+    return FlatPart(group, handle.uses_sharded_strategy, (flat, *(flat._params or ())), shards)
 
 
 # FSDP2.

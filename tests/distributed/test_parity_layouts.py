@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from training import WAYS, Network, backward, batch, models, own_samples
 
 import gradguard as gg
-from gradguard.distributed.local_shard import shard_of
+from gradguard.distributed.engines import shard_of
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.compare import compare
 from gradguard.parity.shards import Whole

@@ -16,6 +16,7 @@ from typing import Literal
 from gradguard.audit.audit_report import NormFinding
 from gradguard.audit.factors import Candidates, Setting, candidates
 from gradguard.errors import InvalidValueError
+from gradguard.tensors.sketch import SUMS
 
 Claim = Literal["sharded", "replicated"]
 Relation = Literal["same", "differ", "distinct", "unknown"]
@@ -43,14 +44,12 @@ class Sketch:
 
     mean: float = 0.0
     spread: float = 0.0
-    sums: tuple[float, ...] = ()
+    sums: tuple[float, ...] = (0.0,) * SUMS
 
     def distance(self, other: "Sketch") -> float:
         """Return by how much two tensors differ without their means, relative to the larger."""
         largest = max(self.spread, other.spread)
-        one = self.sums or (0.0,) * len(other.sums)  # constant ones have none
-        two = other.sums or (0.0,) * len(self.sums)
-        return math.dist(one, two) / largest if largest else 0.0
+        return math.dist(self.sums, other.sums) / largest if largest else 0.0
 
     def is_close(self, other: "Sketch", tolerance: float) -> bool:
         """Tell whether it can be the same tensor."""

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from gradguard.audit.audit_report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.norm import WatchedClip, everywhere, number_of
-from gradguard.distributed.engines import NAMES, clip_of_engine, holds_gradients_itself, replacements
+from gradguard.distributed.engines import NAMES, replacements
+from gradguard.distributed.engines.deepspeed import clip_of_engine, holds_gradients_itself
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
@@ -206,7 +207,7 @@ class ScriptAudit(Listener):
         """A step of an engine that holds gradients itself."""
         clip, limit, scale = clip_of_engine(engine)
         self._whole = True
-        watched = functools.partial(WatchedClip.of, [engine], (), self._backwards or 1, scale)
+        watched = functools.partial(WatchedClip.of, [engine], None, self._backwards or 1, scale)
         self._guarded(list(engine.module.parameters()), lambda: watched().again(clip, limit))
 
     def _guarded(self, parameters: Sequence[Tensor], audit: Callable[[], NormAudit | None]) -> None:

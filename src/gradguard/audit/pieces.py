@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,22 +10,15 @@ from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.held import HeldPiece, Sketch
-from gradguard.distributed.deepspeed_layout import holds_gradients_itself, slices_of
-from gradguard.distributed.megatron import claims_to_be_part
-from gradguard.distributed.placements import (
-    WHOLE,
-    Placement,
-    gradient_of,
-    is_partial,
-    is_sharded,
-    local_part,
-    placement_of,
-)
+from gradguard.distributed.engines import held_apart, placements_by, shard_of
+from gradguard.distributed.engines.deepspeed import holds_gradients_itself
+from gradguard.distributed.engines.megatron import claims_to_be_part
+from gradguard.distributed.local_shard import LocalShard
+from gradguard.distributed.placements import Placement, gradient_of, is_partial, is_sharded, local_part, placement_of
 from gradguard.distributed.redistribute import added_up, redistributed
-from gradguard.distributed.wrappers import flat_placements, named_parameters, replicated_placements
+from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.tensors.sketch import flat_chunks, in_chunks, sketch_of
-from gradguard.torch_private import padding_of_flat
 
 _KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -39,18 +33,17 @@ class Piece:
     Args:
         name: The name of the parameter.
         parameter: The parameter, or what stands for it.
-        placement: Who else has a part or a copy, as the layout says.
-        real: How many of its elements are no padding.
-        whole: How many elements all parts have together, where the layout says so.
+        shard: The part of a whole that it is, as the layout says.
+        offset: Where it begins in the flattened gradient of several parameters; None if it has one of its own.
     """
 
-    def __init__(self, name: str, parameter: Any, placement: Placement, real: int, whole: int | None = None) -> None:
-        self._names, self._parameters = [name], [parameter]
-        self._placement, self._real, self._whole = placement, real, whole
+    def __init__(self, name: str, parameter: Any, shard: LocalShard, offset: int | None = None) -> None:
+        self._names, self._parameters, self._shard, self._offset = [name], [parameter], shard, offset
         self._attribute = "grad" if parameter.grad is not None else "main_grad"
         self._grad: Any = getattr(parameter, self._attribute)
-        self._local = local_part(self._grad)
+        self._local = self._part_of(self._grad)
         self._before = self._local.detach().clone()
+        self._real = self._local.numel() - shard.padding
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
         """Add a tied parameter, which has this same gradient."""
@@ -60,15 +53,17 @@ class Piece:
     def held(self, index: int) -> HeldPiece:
         """Return it in a few numbers; a collective if the gradient is Partial."""
         p = self._parameters[0]
-        values = local_part(added_up(self._grad, TASK)).detach()
-        laid_out_alike = values.shape == local_part(p).shape
-        weight = summary_of(local_part(p.detach())) if laid_out_alike else Sketch()
+        values = self._part_of(added_up(self._grad, TASK)).detach()
+        laid_out_alike = values.shape == self._part_of(p).shape
+        weight = summary_of(self._part_of(p.detach())) if laid_out_alike else Sketch()
         square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
         dtype = str(self._grad.dtype).removeprefix("torch.")
+        shard, placement = self._shard, self._shard.placement
+        is_flat_part = placement.replicas == 1 and shard.shape != shard.own and not shard.along
         return HeldPiece(
             tuple(self._names), self._real, square, summary_of(values), weight, dtype,
-            tuple(sorted(self._placement.ranks)), self._placement.part, "sharded" if claims_to_be_part(p) else None,
-            index, self._whole,
+            tuple(sorted(placement.ranks)), placement.part, "sharded" if claims_to_be_part(p) else None, index,
+            math.prod(shard.shape) if is_flat_part else None,
         )  # fmt: skip
 
     def fill(self, value: float) -> None:
@@ -102,7 +97,7 @@ class Piece:
         square = float(before.abs().square().sum()) if before.numel() else 0.0
         if not square:
             return None
-        after = torch.zeros_like(before) if now is None else _wide(local_part(now)).flatten()
+        after = torch.zeros_like(before) if now is None else _wide(self._part_of(now)).flatten()
         coefficient = float(torch.vdot(before, after).real) / square
         residual = float(torch.linalg.vector_norm(after - coefficient * before)) / math.sqrt(square)
         return Applied(self._names[0], coefficient, residual, tolerance, computed)
@@ -118,6 +113,11 @@ class Piece:
         mesh, shape, stride = self._grad.device_mesh, self._grad.shape, self._grad.stride()
         before = type(self._grad).from_local(self._before, mesh, laid_out, run_check=False, shape=shape, stride=stride)
         return local_part(redistributed(before, placements, TASK))
+
+    def _part_of(self, tensor: Any) -> Tensor:
+        """Return what this process holds of it in a parameter or its gradient."""
+        local = local_part(tensor)
+        return local if self._offset is None else local.view(-1)[self._offset :][: math.prod(self._shard.own)]
 
     def _adds_up(self, value: float) -> bool:
         """Tell whether this process' summand is the value; of sums all but one are zero."""
@@ -143,27 +143,32 @@ def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None
         UnsupportedGradientError: If a gradient is sparse, of another dtype, or shares memory with itself.
     """
     found: dict[tuple, Piece] = {}
-    of_engines = []
     for number, model in enumerate(models):
         front = f"{number}." if len(models) > 1 else ""
-        if holds_gradients_itself(model):
-            of_engines += [Piece(front + s.name, s, s.placement, s.real, s.whole) for s in slices_of(model)]
-            continue
-        named = named_parameters(model, remove_duplicate=False)
-        known = replicated_placements(model) | flat_placements([p for _, p in named], model)
-        for name, p in named:
-            grad = gradient_of(p)
-            if grad is None or (wanted is not None and id(p) not in wanted):
+        held: list[Any] = held_apart(model)
+        known = dict[int, Placement]()
+        if not holds_gradients_itself(model):
+            apart = {id(one.holder) for one in held}
+            named = [one for one in named_parameters(model, remove_duplicate=False) if id(one[1]) not in apart]
+            known = placements_by([p for _, p in named], model, lambda engine: engine.is_certain)
+            held += [(*one, None, None) for one in named]
+        for name, holder, shard, offset in held:
+            grad: Any = gradient_of(holder)
+            if grad is None or (wanted is not None and id(holder) not in wanted):
                 continue
             _check(grad, name)
-            local = local_part(grad)
-            key = (local.data_ptr(), local.numel()) if local.numel() else (id(p), 0)
-            if key in found:
-                found[key].add(front + name, p)
+            if shard is None:
+                placement = known.get(id(holder), placement_of(grad))
+                shard = replace(shard_of(grad if is_sharded(grad) else holder), placement=placement)
+            elif not math.prod(shard.own):
                 continue
-            placement = placement_of(grad) if is_sharded(grad) else known.get(id(p), WHOLE)
-            found[key] = Piece(front + name, p, placement, local.numel() - padding_of_flat(p))
-    return [*found.values(), *of_engines]
+            local = local_part(grad)
+            key = (local.data_ptr(), offset, local.numel()) if local.numel() else (id(holder), 0)
+            if key in found:
+                found[key].add(front + name, holder)
+            else:
+                found[key] = Piece(front + name, holder, shard, offset)
+    return list(found.values())
 
 
 def _check(grad: Tensor, name: str) -> None:

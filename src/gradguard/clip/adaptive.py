@@ -32,7 +32,7 @@ from gradguard.clip.gradients import (
     with_norms,
 )
 from gradguard.clip.selection import KnownNames, Selection, Selector
-from gradguard.distributed.local_shard import is_told, shard_of
+from gradguard.distributed.engines import shard_of
 from gradguard.distributed.norm_plan import NormReduction
 from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.distributed.processes import largest_over
@@ -605,7 +605,7 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
         return HeldUnits(layout)
     if layout.dim is None:
         return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
-    if not is_told(shard, tensor):
+    if not shard.is_known:
         raise UnsupportedGradientError(
             f"{name} is laid out as {placements} in an order that does not tell which of the entries of dimension "
             f"{layout.dim} this process holds. Use the placements that distribute_tensor, fully_shard or "

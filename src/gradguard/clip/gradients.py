@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.megatron import refuse_main_gradients
+from gradguard.distributed.engines.megatron import refuse_main_gradients
 from gradguard.distributed.norm_plan import NormReduction, called, first_places, plan_for, plan_for_gradients
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group

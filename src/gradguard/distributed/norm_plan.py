@@ -17,11 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.distributed.agreement import gather_objects
-from gradguard.distributed.megatron import (
-    megatron_placements,
-    refuse_megatron_gradients,
-    refuse_unnamed_megatron_stages,
-)
+from gradguard.distributed.engines import placements_by
+from gradguard.distributed.engines.fsdp1 import FLAT
+from gradguard.distributed.engines.megatron import refuse_megatron_gradients, refuse_unnamed_megatron_stages
 from gradguard.distributed.placements import (
     Placement,
     any_sharded,
@@ -44,7 +42,7 @@ from gradguard.distributed.reduction_group import (
 from gradguard.distributed.replicas import balances, balances_of_moved
 from gradguard.distributed.settings import Settings
 from gradguard.distributed.stages import Names, Shared, StageLists, check_shared, details_of
-from gradguard.distributed.wrappers import FLAT, check_wrappers, flat_placements, refuse_flat_gradients
+from gradguard.distributed.wrappers import check_wrappers, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_of
 
@@ -302,7 +300,7 @@ def plan_for(
     if several_processes():
         check_wrappers(tensors, None if stages is None else stages.group)
         refuse_unnamed_megatron_stages(tensors, stages, shared)
-        flat = flat_placements(tensors, module) | megatron_placements(tensors)
+        flat = placements_by(tensors, module, lambda engine: engine.has_parts)
     if stages is None and shared is None and not flat and not any_sharded(tensors):
         return None
     shared = check_shared(shared, tensors, stages)

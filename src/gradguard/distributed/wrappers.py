@@ -16,14 +16,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.distributed.agreement import warn_of_waiting
-from gradguard.distributed.megatron import refuse_experts, refuse_parts
-from gradguard.distributed.placements import Placement
+from gradguard.distributed.engines.megatron import refuse_experts, refuse_parts
 from gradguard.distributed.processes import largest_over
 from gradguard.errors import DistributedError, InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import (
     default_store,
-    flat_part_of,
     flattened_by_fsdp1,
     is_fsdp1,
     is_silent_fsdp1,
@@ -31,8 +29,6 @@ from gradguard.torch_private import (
     tree_leaves,
     wrapper_slots,
 )
-
-FLAT = "FSDP1 flat parameter"
 
 _PUT_IN_NAMES = wrapper_slots()
 
@@ -45,7 +41,6 @@ _known: "weakref.WeakKeyDictionary[nn.Module, _KnownWrappers]" = weakref.WeakKey
 """For each DistributedDataParallel what is known of its gradients."""
 
 _living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper, once they have been looked for
-_flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.WeakKeyDictionary()
 
 
 class _KnownWrappers:
@@ -247,49 +242,6 @@ def refuse_flat_parameters(parameters: Sequence[Tensor], what: str) -> None:
             f"{what} needs each parameter by itself, and FullyShardedDataParallel (FSDP1) has made one tensor of "
             "several: use fully_shard(model), FullyShardedDataParallel(use_orig_params=True), or a norm of all."
         )
-
-
-def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict[int, Placement]:
-    """Return, by identity, how FSDP1 has spread ``tensors``, parameters of ``module``; empty if it has not.
-
-    Args:
-        tensors: The parameters.
-        module: The module that they come from, if it is known.
-
-    Returns:
-        The placement of each that FSDP1 has spread.
-
-    Raises:
-        UnsupportedGradientError: If it has, and the module does not tell how.
-    """
-    flattened = flattened_by_fsdp1(tensors)
-    if not any(flattened):  # the usual case, on the path of every step
-        return {}
-    flat = {id(t) for t, is_flat in zip(tensors, flattened, strict=True) if is_flat}
-    known = {} if module is None else _flat.get(module, {})
-    if module is not None and not known.keys() >= flat:
-        for part in filter(None, map(flat_part_of, module.modules())):
-            ranks = frozenset(dist.get_process_group_ranks(part.process_group))
-            placement = Placement(None, ranks, 1 if part.is_sharded else len(ranks), FLAT)
-            known = known | {id(p): placement for p in part.parameters}
-        _flat[module] = known
-    if not known.keys() >= flat:
-        raise UnsupportedGradientError(
-            "a parameter belongs to FullyShardedDataParallel (FSDP1), and which processes hold its other parts cannot "
-            "be told from the parameter. Pass the root module itself: clip_grad_norm_(model, ...), or "
-            "Guard(optimizer, clipper, model=model)."
-        )
-    return known
-
-
-def replicated_placements(module: nn.Module) -> dict[int, Placement]:
-    """Return, by identity, how DistributedDataParallel replicates each parameter inside ``module``."""
-    placements: dict[int, Placement] = {}
-    for part in module.modules():
-        if isinstance(part, DistributedDataParallel):
-            ranks = frozenset(dist.get_process_group_ranks(part.process_group))
-            placements |= {id(p): Placement(None, ranks, len(ranks), "replicated") for p in part.parameters()}
-    return placements
 
 
 def _wrappers() -> list[nn.Module]:

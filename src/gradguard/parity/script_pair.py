@@ -437,7 +437,7 @@ def _named(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module, list[LocalP
     found: list[tuple[str, nn.Module, list[LocalParameter]]] = []
     held: set[int] = set()
     for root in sorted(roots, key=lambda root: -sum(1 for _ in root.parameters())):
-        own = [p for p in local_parameters(root, None) if p.flat is not None or id(p.parameter) not in held]
+        own = [p for p in local_parameters(root, None) if p.offset is not None or id(p.parameter) not in held]
         if own:
             found.append((f"{type(root).__name__}.", root, own))
             held |= {id(p.parameter) for p in own}

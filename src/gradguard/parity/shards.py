@@ -3,22 +3,22 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed.engines import shard_of
+from gradguard.distributed.engines.fsdp1 import FlatParameters
 from gradguard.distributed.fully_sharded import is_fully_sharded
-from gradguard.distributed.local_shard import LocalShard, cut_along, flat_shards, is_told, shard_of
-from gradguard.distributed.megatron import cut_of
-from gradguard.distributed.placements import gradient_of, local_part
+from gradguard.distributed.local_shard import LocalShard, cut_along
+from gradguard.distributed.placements import gradient_of, is_sharded, local_part
 from gradguard.distributed.processes import gather
 from gradguard.distributed.redistribute import added_up
 from gradguard.distributed.wrappers import named_parameters, plain_names
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.saved import BUFFER
-from gradguard.torch_private import FlatShard, flattened_by_fsdp1
+from gradguard.torch_private import flattened_by_fsdp1
 
 Placed = tuple[str, Sequence[int], Sequence[int]]
 """The name and the shape of a whole parameter, and where in it this process' part begins."""
@@ -33,14 +33,16 @@ class LocalParameter:
     Attributes:
         name: The whole parameter's, in the model without wrappers.
         parameter: The tensor of the model; FSDP1's flat one may stand for several.
-        shard_of: Which part of the whole a tensor is: the parameter, or its gradient.
-        flat: Where in FSDP1's flat parameter it lies.
+        shard: The part of the whole.
+        offset: Where in FSDP1's flat parameter it lies; None for a parameter of its own.
+        is_given: The user's ``shard_of`` says which part it is.
     """
 
     name: str
     parameter: Tensor
-    shard_of: Callable[[Tensor], LocalShard]
-    flat: FlatShard | None = None
+    shard: LocalShard
+    offset: int | None = None
+    is_given: bool = False
 
     def weights(self) -> tuple[LocalShard, Tensor]:
         """Return the part, and its weights, whose memory is the model's."""
@@ -49,7 +51,7 @@ class LocalParameter:
     def gradient(self) -> tuple[LocalShard, Tensor] | None:
         """Return the part, and its gradient; None if there is none. A collective where it is a Partial DTensor."""
         gradient = gradient_of(self.parameter)
-        if gradient is None or (self.flat is not None and not self.flat.numel):
+        if gradient is None or (self.offset is not None and not self.shard.own[0]):
             return None
         if gradient.layout is not torch.strided or gradient.is_complex() or gradient.is_quantized:
             raise UnsupportedGradientError(
@@ -59,27 +61,23 @@ class LocalParameter:
         return self._of(added_up(gradient.detach(), TASK))
 
     def _of(self, tensor: Tensor) -> tuple[LocalShard, Tensor]:
-        if self.flat is not None:
-            tensor = tensor.reshape(-1)[self.flat.offset : self.flat.offset + self.flat.numel]
-        return self.shard_of(tensor), local_part(tensor)
+        if self.offset is not None:
+            return self.shard, tensor.reshape(-1)[self.offset : self.offset + self.shard.own[0]]
+        shard = shard_of(tensor) if is_sharded(tensor) and not self.is_given else self.shard
+        local = local_part(tensor)
+        if not shard.is_known or shard.own != tuple(local.shape):
+            laid_out = f"a DTensor laid out as {list(tensor.placements)}" if is_sharded(tensor) else "a tensor"  # type: ignore[attr-defined]
+            raise UnsupportedGradientError(
+                f"this process holds {list(local.shape)} of {self.name} {list(shard.shape)}, {laid_out}, where "
+                f"{list(shard.own)} was expected: its rows cannot be told. Say what it holds with shard_of=."
+            )
+        return shard, local
 
 
-def _told_shard(tensor: Tensor) -> LocalShard:
-    """Return which part of a whole parameter ``tensor`` is, read from its layout."""
-    shard = shard_of(tensor)
-    if not is_told(shard, tensor):
-        raise UnsupportedGradientError(
-            f"this process holds {list(local_part(tensor).shape)} of a DTensor {list(shard.shape)} laid out as "
-            f"{list(tensor.placements)}, where {list(shard.own)} was expected: its rows cannot be told. Say what it "  # type: ignore[attr-defined]
-            "holds with shard_of=."
-        )
-    return shard
-
-
-def _placed_shard(placed: Placed, tensor: Tensor) -> LocalShard:
-    """Return which part of a whole parameter ``tensor`` is, by the user's ``shard_of``."""
+def _placed(placed: Placed, parameter: Tensor) -> LocalParameter:
+    """Return a parameter whose part of a whole the user's ``shard_of`` tells."""
     name, shape, begin = placed
-    own = local_part(tensor).shape
+    own = local_part(parameter).shape
     fits = len(shape) == len(begin) == len(own)
     if not fits or not all(0 <= b <= b + n <= s for b, n, s in zip(begin, own, shape, strict=True)):
         raise InvalidValueError(
@@ -87,16 +85,13 @@ def _placed_shard(placed: Placed, tensor: Tensor) -> LocalShard:
             "whole name, the whole shape, and where this process' part begins."
         )
     blocks = zip(begin, own, shape, strict=True)
-    return cut_along(shape, [None if n == s else torch.arange(b, b + n, device="cpu") for b, n, s in blocks])
+    along = [None if n == s else torch.arange(b, b + n, device="cpu") for b, n, s in blocks]
+    return LocalParameter(name, parameter, cut_along(shape, along), is_given=True)
 
 
-def _local_parameter(name: str, parameter: Tensor, placed: Placed | None) -> LocalParameter:
-    if placed is not None:
-        return LocalParameter(placed[0], parameter, partial(_placed_shard, placed))
-    if cut_of(parameter) is not None:
-        shard = shard_of(parameter)  # whose gradient has no attributes
-        return LocalParameter(name, parameter, lambda tensor: shard)
-    return LocalParameter(name, parameter, _told_shard)
+def _local_parameter(name: str, parameter: Tensor, place_of: ShardOf | None = None) -> LocalParameter:
+    placed = place_of(name) if place_of else None
+    return LocalParameter(name, parameter, shard_of(parameter)) if placed is None else _placed(placed, parameter)
 
 
 def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalParameter]:
@@ -120,7 +115,7 @@ def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalPa
             raise UnsupportedGradientError(f"{name} belongs to FSDP1 outside this model: pass the root module.")
         if p.is_complex():
             raise UnsupportedGradientError(f"{name} is {p.dtype}: expected real and dense parameters.")
-        parameters.append(_local_parameter(name, p, place_of(name) if place_of else None))
+        parameters.append(_local_parameter(name, p, place_of))
     return parameters
 
 
@@ -128,16 +123,14 @@ def frozen_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalP
     """Return this process' parts of the parameters that are not trained; complex and packed ones are left out."""
     known = {id(one.parameter) for one in _flat_ones(model)}
     named = [(n, p) for n, p in named_parameters(model) if not p.requires_grad and id(p) not in known]
-    return [_local_parameter(n, p, place_of(n) if place_of else None) for n, p in named if _is_plain(p)]
+    return [_local_parameter(n, p, place_of) for n, p in named if _is_plain(p)]
 
 
 def local_buffers(model: nn.Module, front: str = "") -> list[LocalParameter]:
     """Return this process' parts of the buffers, with ``front`` before the name that each has in the model."""
     named = dict(model.named_buffers())
     plain = plain_names(model, [*named])
-    return [
-        _local_parameter(f"{BUFFER}{front}{plain[n]}", b, None) for n, b in named.items() if b.numel() and _is_plain(b)
-    ]
+    return [_local_parameter(f"{BUFFER}{front}{plain[n]}", b) for n, b in named.items() if b.numel() and _is_plain(b)]
 
 
 def of_one_shape(tensors: Sequence[LocalParameter]) -> list[LocalParameter]:
@@ -156,8 +149,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _flat_ones(model: nn.Module) -> list[LocalParameter]:
-    found = flat_shards(model)
-    return [LocalParameter(name, flat.tensor, lambda tensor, part=part: part, flat) for name, flat, part in found]
+    held = FlatParameters().held_apart(model)
+    return [LocalParameter(one.name, one.holder, one.shard, one.offset) for one in held]
 
 
 @dataclass(frozen=True)

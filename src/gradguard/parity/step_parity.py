@@ -454,19 +454,19 @@ def _master(p: LocalParameter) -> LocalParameter:
     if not isinstance(main, Tensor) or main.shape != p.parameter.shape:
         return p
     part = p.weights()[0]
-    return LocalParameter(p.name, main, lambda _: part)
+    return LocalParameter(p.name, main, part)
 
 
 def _part(p: LocalParameter, name: str, tensor: Tensor) -> LocalParameter | None:
     """A tensor of a parameter's state as a part of a whole; None if it is none that the parameter's part tells."""
     part, weights = p.weights()
-    if p.flat is not None and tensor.shape == p.parameter.shape:
+    if p.offset is not None and tensor.shape == p.parameter.shape:
         return replace(p, name=name, parameter=tensor)
     if local_part(tensor).shape == weights.shape:
-        return LocalParameter(name, local_part(tensor), lambda _: part)
+        return LocalParameter(name, local_part(tensor), part)
     if tensor.numel() == 1 or math.prod(part.own) == math.prod(part.shape):
         own = tuple(tensor.shape) if tensor.numel() > 1 else ()
-        return LocalParameter(name, local_part(tensor).reshape(own), lambda _: LocalShard(own, own))
+        return LocalParameter(name, local_part(tensor).reshape(own), LocalShard(own, own))
     return None
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from gradguard.distributed.engines.megatron import refuse_parts
 from gradguard.distributed.groups import all_reduce_sum, process_group_of, rank_and_size, stop_synchronizing, unwrapped
-from gradguard.distributed.megatron import refuse_parts
 from gradguard.distributed.placements import shard_like
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError

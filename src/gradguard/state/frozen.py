@@ -107,8 +107,7 @@ _BASES: Any = OrderedDict, dict, list, set, deque
 
 
 def _base_of(container: Any) -> Any:
-    kind = type(container)
-    return kind if kind in _BASES else next(base for base in _BASES if isinstance(container, base))
+    return next(base for base in _BASES if isinstance(container, base))
 
 
 def _content_of(container: Any) -> list[Any]:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.megatron import megatron_placements
+from gradguard.distributed.engines.fsdp1 import FlatParameters
+from gradguard.distributed.engines.megatron import Megatron
 from gradguard.distributed.norm_plan import NormPlan, NormReduction, plan_for
 from gradguard.distributed.placements import any_sharded
 from gradguard.distributed.reduction import NO_COPIES
 from gradguard.distributed.reduction_group import several_processes
-from gradguard.distributed.wrappers import flat_placements
 from gradguard.errors import DistributedError, UnsupportedGradientError
 from gradguard.monitoring.observe.measure import Norms
 from gradguard.monitoring.observe.meta import living_modules
@@ -35,7 +35,7 @@ def are_spread(parameters: Sequence[Tensor]) -> bool:
 
     The answer is the same on all processes.
     """
-    if any_sharded(parameters) or megatron_placements(parameters):
+    if any_sharded(parameters) or Megatron().placements(parameters):
         return True
     possible = "torch.distributed.fsdp" in sys.modules and several_processes()
     return possible and any(flattened_by_fsdp1(parameters))
@@ -167,7 +167,7 @@ class SharedNorms:
         known = self._module() if self._module is not None else None
         for module in [known] if known is not None else living_modules():
             with suppress(UnsupportedGradientError):
-                flat_placements(parameters, module)
+                FlatParameters().placements(parameters, module)
                 self._module = weakref.ref(module)
                 return module
         self._module = None

@@ -7,46 +7,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed.engines.engine import Engine, Held
+from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import Placement
 from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.errors import UnsupportedGradientError
 from gradguard.replacements import Replacement
 
-NAME = "DeepSpeed"
-
 
 @dataclass(eq=False, slots=True)
-class Slice:
-    """This process' part of one gradient, in the place of its parameter.
+class GradientHolder:
+    """Holder of this process' part of a gradient, in place of its parameter.
 
     Attributes:
-        name: The parameter's name.
         grad: The part: the engine's own tensor.
-        placement: Which processes have parts.
-        whole: Number of elements of all parts together.
-        real: How many elements of this one are no padding.
-        shape: None: its weight lies in another way, so that it tells nothing.
+        shape: None: the weight lies in another way, so that it tells nothing.
     """
 
-    name: str
     grad: Tensor
-    placement: Placement
-    whole: int
-    real: int
     shape: None = None
 
 
-def replacements(clip: Callable[..., Any], step: Callable[..., Any]) -> list[Replacement]:
-    """Return what replaces the functions that an engine clips and steps by, which it looks up by name at each call.
+class ZeRO(Engine):
+    """DeepSpeed's ZeRO."""
 
-    Args:
-        clip: Called in place of a function of parameters, ``max_norm`` and perhaps ``norm_type``, with that first.
-        step: Called in place of the step of an engine, with that and the engine.
-    """
-    return [
-        Replacement("deepspeed.runtime.engine", "clip_grad_norm_", clip),
-        Replacement("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", step),
-    ]
+    name = "DeepSpeed"
+
+    def held_apart(self, model: nn.Module) -> list[Held]:
+        """Return this process' parts of the gradients, as ZeRO keeps them between backward and step.
+
+        Raises:
+            UnsupportedGradientError: If there are none, or they are on the host.
+        """
+        return _parts_of(model) if holds_gradients_itself(model) else []
+
+    def replacements(self, clip: Callable[..., Any], step: Callable[..., Any]) -> list[Replacement]:
+        """Return what replaces the functions that it clips and steps by, which it looks up by name at each call."""
+        return [
+            Replacement("deepspeed.runtime.engine", "clip_grad_norm_", clip),
+            Replacement("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", step),
+        ]
 
 
 def holds_gradients_itself(model: nn.Module) -> bool:
@@ -81,12 +81,7 @@ def clip_of_engine(engine: Any) -> tuple[Callable[[], Any], float | None, float]
     return clip, limit, scale
 
 
-def slices_of(engine: Any) -> list[Slice]:
-    """Return this process' parts of the gradients, as ZeRO keeps them between backward and step.
-
-    Raises:
-        UnsupportedGradientError: If there are none, or they are on the host.
-    """
+def _parts_of(engine: Any) -> list[Held]:
     zero, names = engine.optimizer, {id(p): name for name, p in engine.module.named_parameters()}
     offloaded = bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
     kept = [] if offloaded else [tensors for tensors in zero.averaged_gradients.values() if tensors is not None]
@@ -98,7 +93,7 @@ def slices_of(engine: Any) -> list[Slice]:
     return [one for group, tensors in zero.averaged_gradients.items() for one in _of_group(zero, group, tensors, names)]
 
 
-def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int, str]) -> list[Slice]:
+def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int, str]) -> list[Held]:
     third = hasattr(zero, "_get_norm_groups")
     params = zero.fp16_groups[group] if third else zero.params_in_partition[group]
     ranks = ranks_of(zero.dp_process_group if third else zero.real_dp_process_group[group])
@@ -111,6 +106,7 @@ def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int,
     for p, tensor in zip(params, real, strict=True):
         whole = int(p.ds_numel if third else p.numel())
         before = ranks.index(rank_and_size()[0]) * tensor.numel() if third else 0  # equal parts, the last ones padded
-        ours = max(0, min(tensor.numel(), whole - before))
-        found.append(Slice(names.get(id(p), f"group {group}"), tensor, placement, whole, ours))
+        padding = tensor.numel() - max(0, min(tensor.numel(), whole - before))
+        shard = LocalShard((whole,), (tensor.numel(),), padding=padding, placement=placement, is_known=False)
+        found.append(Held(names.get(id(p), f"group {group}"), GradientHolder(tensor), shard))
     return found

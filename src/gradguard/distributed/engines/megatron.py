@@ -15,12 +15,14 @@ Everything else is the same on each rank of the tensor-parallel group, once Mega
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradguard.distributed.placements import Placement, is_sharded
+from gradguard.distributed.engines.engine import Engine
+from gradguard.distributed.local_shard import LocalShard, cut_along
+from gradguard.distributed.placements import WHOLE, Placement, is_sharded
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.torch_private import process_groups
 
@@ -28,25 +30,8 @@ PARTS, EXPERTS = "a part of Megatron's tensor parallelism", "an expert of Megatr
 
 _placements: dict[tuple[frozenset[int], str], Placement] = {}
 
-
-NAME = "Megatron-core"
-
 CLIP_BY_GIVEN_NORM = "megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"
 """Megatron-core's clip to a norm that it is told: its module, and its name there."""
-
-
-class Cut(NamedTuple):
-    """How a whole tensor is cut into parts.
-
-    Attributes:
-        dim: Along which dimension.
-        size: The size of the whole along it.
-        entries: Which of its entries this process holds, in one block or several.
-    """
-
-    dim: int
-    size: int
-    entries: Tensor
 
 
 def megatron_state() -> Any:
@@ -55,37 +40,44 @@ def megatron_state() -> Any:
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
-def cut_of(tensor: Any) -> Cut | None:
-    """Return how Megatron has cut the whole of which ``tensor`` is a part; None if it has not."""
-    state = megatron_state()
-    if state is None or is_sharded(tensor) or not _is_part(tensor):
-        return None
-    kind = "expert_tensor_parallel" if _is_of_expert(tensor) else "tensor_model_parallel"
-    ranks, rank = (getattr(state, f"get_{kind}_{what}")() for what in ("world_size", "rank"))
-    if ranks == 1:
-        return None
-    size = tensor.shape[tensor.partition_dim] * ranks
-    pieces = torch.arange(size, device="cpu").chunk(ranks * tensor.partition_stride)
-    return Cut(tensor.partition_dim, size, torch.cat(pieces[rank::ranks]))
+class Megatron(Engine):
+    """Megatron-core's tensor and expert parallelism. An audit of norms takes its attributes for a claim."""
 
+    name = "Megatron-core"
+    is_certain = False
 
-def megatron_placements(tensors: Sequence[Tensor]) -> dict[int, Placement]:
-    """Return, by identity, how Megatron has spread those of ``tensors`` of which other ranks hold other parts."""
-    state = megatron_state()
-    if state is None:
-        return {}
-    found = {}
-    for tensor in tensors:
-        if _is_of_expert(tensor):
-            group, layout = state.get_expert_tensor_and_model_parallel_group(), EXPERTS
-        elif _is_part(tensor):
-            group, layout = state.get_tensor_model_parallel_group(), PARTS
-        else:
-            continue
-        ranks = frozenset(process_groups()[group])
-        if len(ranks) > 1 and not is_sharded(tensor):
-            found[id(tensor)] = _placements.setdefault((ranks, layout), Placement(None, ranks, 1, layout))
-    return found
+    def placements(self, tensors: Sequence[Tensor], module: nn.Module | None = None) -> dict[int, Placement]:
+        """Return, by identity, how Megatron has spread those of ``tensors`` of which other ranks hold other parts."""
+        state = megatron_state()
+        if state is None:
+            return {}
+        found = {}
+        for tensor in tensors:
+            if _is_of_expert(tensor):
+                group, layout = state.get_expert_tensor_and_model_parallel_group(), EXPERTS
+            elif _is_part(tensor):
+                group, layout = state.get_tensor_model_parallel_group(), PARTS
+            else:
+                continue
+            ranks = frozenset(process_groups()[group])
+            if len(ranks) > 1 and not is_sharded(tensor):
+                found[id(tensor)] = _placements.setdefault((ranks, layout), Placement(None, ranks, 1, layout))
+        return found
+
+    def shard_of(self, tensor: Any) -> LocalShard | None:
+        """Return the part of a parameter that tensor parallelism has cut."""
+        state = megatron_state()
+        if state is None or is_sharded(tensor) or not _is_part(tensor):
+            return None
+        kind = "expert_tensor_parallel" if _is_of_expert(tensor) else "tensor_model_parallel"
+        ranks, rank = (getattr(state, f"get_{kind}_{what}")() for what in ("world_size", "rank"))
+        if ranks == 1:
+            return None
+        shape, along = list(tensor.shape), [None] * tensor.dim()
+        shape[tensor.partition_dim] *= ranks
+        pieces = torch.arange(shape[tensor.partition_dim], device="cpu").chunk(ranks * tensor.partition_stride)
+        along[tensor.partition_dim] = torch.cat(pieces[rank::ranks])
+        return cut_along(shape, along, self.placements([tensor]).get(id(tensor), WHOLE), tensor.shape)
 
 
 def refuse_unnamed_megatron_stages(tensors: Sequence[Tensor], stages: Any, shared: Any) -> None:
@@ -133,7 +125,7 @@ def refuse_parts(parameters: Iterable[Tensor], what: str) -> None:
     Raises:
         UnsupportedGradientError: If so.
     """
-    if megatron_placements(list(parameters)):
+    if Megatron().placements(list(parameters)):
         raise UnsupportedGradientError(
             f"{what} takes parameters for whole ones, and Megatron has spread some of these over processes: expected a "
             "tensor-parallel size and an expert-parallel size of 1, or fully_shard(model)."
@@ -159,7 +151,7 @@ def refuse_experts(tensors: Sequence[Tensor], what: str) -> None:
     Raises:
         UnsupportedGradientError: If so: experts of several ranks have one name.
     """
-    if any(p.layout == EXPERTS for p in megatron_placements(tensors).values()):
+    if any(p.layout == EXPERTS for p in Megatron().placements(tensors).values()):
         raise UnsupportedGradientError(
             f"{what} needs each parameter by itself, and Megatron's ranks hold other experts under the same names: use "
             "a norm of all, such as ClipByGlobalNorm."

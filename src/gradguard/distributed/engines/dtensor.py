@@ -1,0 +1,47 @@
+"""DTensor (FSDP2, HSDP, tensor and expert parallelism): each tensor has its device mesh and placements with it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.distributed.engines.engine import Engine
+from gradguard.distributed.local_shard import LocalShard, cut_along
+from gradguard.distributed.placements import is_sharded, local_part, placement_of
+from gradguard.torch_private import has_usual_shard_order
+
+
+class DTensors(Engine):
+    """DTensors, of which `placement_of` tells who holds them."""
+
+    def shard_of(self, tensor: Tensor) -> LocalShard | None:
+        """Return the part, by placements; those of an unusual order do not tell its elements."""
+        if not is_sharded(tensor):
+            return None
+        along = [_entries(tensor, d) for d in range(tensor.dim())]
+        shard = cut_along(tensor.shape, along, placement_of(tensor), local_part(tensor).shape)
+        return shard if has_usual_shard_order(tensor) else replace(shard, is_known=False)
+
+
+def _entries(tensor: Any, d: int) -> Tensor | None:
+    """Return which entries of dimension ``d`` of a DTensor this process holds; None if no mesh dimension cuts it."""
+    mesh, cuts = tensor.device_mesh, list[tuple[type, float] | None]()
+    for size, kind in zip(mesh.shape, tensor.placements, strict=True):
+        is_cut = size > 1 and hasattr(kind, "dim") and kind.dim % tensor.dim() == d
+        cuts.append((type(kind), getattr(kind, "split_factor", 0)) if is_cut else None)
+    return _cut(mesh, tuple(mesh.get_coordinate()), tensor.shape[d], tuple(cuts)) if any(cuts) else None
+
+
+@lru_cache(4096)
+def _cut(mesh: Any, at: tuple[int, ...], size: int, cuts: Sequence[tuple[Any, int] | None]) -> Tensor:
+    """Return which of ``size`` entries the process ``at`` these coordinates holds, as DTensor itself cuts them.
+
+    Strided cuts, as `fully_shard` makes of what tensor parallelism has cut, have a factor.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    kinds = [Replicate() if c is None else c[0](0, split_factor=c[1]) if c[1] else c[0](0) for c in cuts]
+    return distribute_tensor(torch.arange(size, device="cpu"), mesh, kinds, src_data_rank=None).to_local().cpu()
