@@ -304,4 +304,4 @@ class TestLightning:
         module = self.module(lightning, 2)
         module.automatic_optimization = False
         with pytest.raises(InvalidValueError, match=r"configure_optimizers returned 2 optimizers, and a spike would"):
-            self.fit(lightning, module, ResilienceCallback(gg.ClipByMedian, options()))
+            self.fit(lightning, module, ResilienceCallback([gg.ClipByMedian(), gg.ClipByMedian()], options()))
