@@ -203,7 +203,7 @@ def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequenc
         >>> import gradguard as gg
         >>> from gradguard.integrations.guard_job import one_for_each
         >>> one_for_each([gg.ClipByGlobalNorm(1.0), None], ["two", "optimizers"])
-        [ClipByGlobalNorm(1.0), None]
+        [ClipByGlobalNorm(max_norm=1.0), None]
     """
     each = clippers if isinstance(clippers, Sequence) else [clippers]
     if len(each) != len(optimizers):

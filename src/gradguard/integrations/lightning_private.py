@@ -57,11 +57,10 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
         privacy: A `gradguard.private.PrivacyBudget` without ``epochs`` and ``steps``, for as many steps as the Trainer
             plans, or a `gradguard.private.FixedNoise`.
         norm_clipper: The rule; None bounds each sample's gradient by 1, as ``gg.FlatNormClipper(1.0)``.
-        loss_reduction: Whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples' losses.
-        batch_first: As for `gradguard.PerSampleGradientClipper`.
-        mode: As for `gradguard.PerSampleGradientClipper`.
         secure: As for `gradguard.private.make_private`.
         seed: As for `gradguard.private.make_private`.
+        **options: ``loss_reduction`` (whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples'
+            losses), ``batch_first`` and ``mode``, as for `PerSampleCallback`.
 
     Attributes:
         norm_clipper: The rule.

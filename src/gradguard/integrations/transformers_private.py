@@ -52,10 +52,9 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
         privacy: A `gradguard.private.PrivacyBudget` without ``epochs`` and ``steps``, for as many steps as the Trainer
             plans, or a `gradguard.private.FixedNoise`.
         norm_clipper: The rule; None bounds each sample's gradient by 1, as ``gg.FlatNormClipper(1.0)``.
-        loss: As for `PerSampleCallback`.
-        mode: As for `gradguard.PerSampleGradientClipper`.
         secure: As for `gradguard.private.make_private`.
         seed: As for `gradguard.private.make_private`.
+        **options: ``loss`` and ``mode``, as for `PerSampleCallback`.
 
     Attributes:
         norm_clipper: The rule.
