@@ -336,8 +336,9 @@ class CallTracker:
         if witnessed is None:
             raise UnsupportedGradientError(
                 f"{type(call.pattern.module).__name__} did something that it had not done before, and it could not be "
-                "run again to see whether it treats samples apart: it keeps something from call to call. Repeat this "
-                "step: it is looked at from its beginning."
+                "run again to see whether it treats samples apart: it keeps something from call to call, such as a "
+                "counter. Hold that in a buffer (register_buffer), which is put back; or repeat this step, which is "
+                "looked at from its beginning."
             )
         self._take_samples(witnessed, call, MANY)
         self._witnessed = witnessed

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -36,7 +37,8 @@ class NormClipper(ABC):
     r"""A rule that maps norms :math:`n_i` of samples' gradients to factors :math:`c_i`; base class for one's own.
 
     A rule states its ``thresholds``, and promises :math:`c_i n_i \le C`. A rule of one's own is held to that promise
-    at every call (`checked_factors`), so it needs no care about rounding, NaN or infinity.
+    at every call (`checked_factors`), so it needs no care about rounding, NaN or infinity. For private training a
+    sample's factor must follow from its own norms alone.
 
     Guarantees (of the rules here, and of any other after `checked_factors`):
         - With factors ``C / (norm * (1 + slack))``, the norm of ``factor * gradient`` stays within ``C`` although
@@ -126,7 +128,7 @@ class NormClipper(ABC):
         return torch.where(norms.isfinite(), factors, 0)
 
 
-def checked_factors(norm_clipper: NormClipper, norms: list[Tensor]) -> list[Tensor]:
+def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool = False) -> list[Tensor]:
     """Return the factors of ``norm_clipper`` for ``norms``, held to what the rule promises.
 
     Guarantees:
@@ -139,6 +141,8 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor]) -> list[Tens
     Args:
         norm_clipper: Any rule.
         norms: float64 tensors ``[B]``, which the rule gets as copies.
+        apart: Whether a sample's factor must follow from its own norms, as private training needs it. Of a rule that
+            is not gradguard's a copy is asked for the samples with the smallest and the largest norm alone.
 
     Returns:
         The factors.
@@ -146,8 +150,10 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor]) -> list[Tens
     Raises:
         InvalidTypeError: If the rule returns anything but a list of real tensors.
         InvalidValueError: If their number, shape or device is not that of the norms, if the number of thresholds is
-            not theirs, or if a factor is NaN, negative, beyond float32, or takes a norm above its threshold.
+            not theirs, or if a factor is NaN, negative, beyond float32, or takes a norm above its threshold; with
+            ``apart``, if a sample alone gets another one.
     """
+    copied = deepcopy(norm_clipper) if apart and not type(norm_clipper).__module__.startswith("gradguard.") else None
     found = norm_clipper.calc_clipping_factors([norm.clone() for norm in norms])
     _check_form(norm_clipper, found, norms)
     thresholds = _checked_thresholds(norm_clipper, len(norms))
@@ -157,7 +163,22 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor]) -> list[Tens
         if are_readable(wide, norm):
             _check_values(norm_clipper, part, wide, norm, threshold)
         checked.append(torch.minimum(wide, norm_clipper.largest_factors(norm, threshold)))
+    if copied is not None and len(norms[0]):
+        _check_apart(copied, norms, checked)
     return checked
+
+
+def _check_apart(norm_clipper: NormClipper, norms: list[Tensor], factors: list[Tensor]) -> None:
+    for i in sorted({int(norms[0].argmin()), int(norms[0].argmax())}):
+        alone = checked_factors(deepcopy(norm_clipper), [norm[i : i + 1] for norm in norms])
+        for one, all_factors in zip(alone, factors, strict=True):
+            if not torch.allclose(one, all_factors[i : i + 1], rtol=TOLERANCE, atol=0):
+                raise InvalidValueError(
+                    f"{_name(norm_clipper)} gives sample {i} the factor {float(all_factors[i]):.4g} in this batch and "
+                    f"{float(one):.4g} alone. In private training a factor must follow from the sample's own norms: "
+                    "else one sample changes the parts of all others, and the sensitivity is not what the thresholds "
+                    "say."
+                )
 
 
 def checked_groups(norm_clipper: NormClipper, names: Sequence[str]) -> list[list[str]]:

@@ -295,6 +295,7 @@ class QuantileNormClipper(NormClipper):
         self._expected_batch_size: float | None = None
         self._within: Tensor | int = 0
         self._samples = 0
+        self.steps = 0
 
     @property
     def expected_batch_size(self) -> float | None:
@@ -320,6 +321,7 @@ class QuantileNormClipper(NormClipper):
 
     def finish_step(self) -> None:
         """Move the threshold; on an accelerator the host waits here, once, for the count."""
+        self.steps += 1
         centred = int(self._within) - self._samples / 2 + self._noise()
         size = self._samples if self.expected_batch_size is None else self.expected_batch_size
         self._within, self._samples = 0, 0

@@ -161,7 +161,7 @@ class PerSampleGradientClipper:
         check_options(norm_clipper, batch_first, loss_reduction, mode, scaler, check)
         self._names: list[str] = []
         self._groups: list[list[str]] = []
-        self._accumulation = Accumulation()
+        self._accumulation, self._is_private = Accumulation(), False
         self._finite: Tensor | None = None
         self._loss_scale: Tensor | float = 1.0
         self._assigned: dict[str, Tensor] = {}
@@ -339,6 +339,7 @@ class PerSampleGradientClipper:
         declared by `constant`, or is 0.5. Private training calls this, because there the batch itself is random, and no
         batch that might have been drawn may give a sample another gradient.
         """
+        self._is_private = True
         if self._loss_check is not None:
             self._loss_check.refuse_ambiguous()
 
@@ -560,6 +561,21 @@ class PerSampleGradientClipper:
         """
         return self.norm_clipper.sensitivity(relation)
 
+    def sensitivity_of_step(self) -> float:
+        """Return how far one sample, added or removed, moves the sum of the mini-batches since the last step.
+
+        Raises:
+            InvalidValueError: If a threshold has changed since the first of them.
+        """
+        now = self.sensitivity()
+        if others := self._accumulation.sensitivities - {now}:
+            raise InvalidValueError(
+                f"the sensitivity of the clipped sum changed from {max(others):.4g} to {now:.4g} within one logical "
+                "step, and the noise of a step has one size. Change a threshold after the step, before the next batch. "
+                "Nothing was released."
+            )
+        return now
+
     def verify(self, samples: int = 4) -> float:
         """Compare with the loop over single samples, on samples of the last batch.
 
@@ -601,7 +617,8 @@ class PerSampleGradientClipper:
         total = joint_norm(list(norms.values()))
         agree = None if self._loss_check is None else self._loss_check.labels_agree
         parts = [joint_norm([norms[name] for name in group]) for group in self._groups] if self._groups[1:] else [total]
-        factors = checked_factors(self.norm_clipper, parts)
+        factors = checked_factors(self.norm_clipper, parts, apart=self._is_private)
+        self._accumulation.sensitivities.add(self.sensitivity())
         bad = ~total.isfinite() if agree is None else ~(total.isfinite() & agree.to(device))
         if total.is_cpu and not bad.any():
             bad = None

@@ -89,17 +89,19 @@ class Accumulation:
         batch_size: Number of samples so far; None if nothing was added since the last `take`.
         mini_batches: Number of mini-batches so far.
         unit: Divisor of the sums.
+        sensitivities: How far one sample can move the sum, by the thresholds of each mini-batch.
     """
 
     def __init__(self) -> None:
         self.batch_size: int | None = None
         self.mini_batches = 0
+        self.sensitivities: set[float] = set()
         self.unit = 1.0
         self._sums: dict[str, Tensor] = {}
 
     def drop(self) -> None:
         """Forget what was added."""
-        self._sums, self.batch_size, self.mini_batches = {}, None, 0
+        self._sums, self.batch_size, self.mini_batches, self.sensitivities = {}, None, 0, set()
 
     def begin(self, unit: float) -> None:
         """Take note of the unit, if no sum is there yet."""

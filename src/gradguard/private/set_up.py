@@ -176,6 +176,11 @@ def _check_clipper(clipper: PerSampleGradientClipper) -> None:
             "the clipper has loss_reduction='share' or check=False: a share of a loss depends on the other samples, "
             "and a loss that is not looked at may. No bound of one sample's part would follow. Leave it out."
         )
+    if isinstance(rule := clipper.norm_clipper, QuantileNormClipper) and rule.steps:
+        raise InvalidValueError(
+            f"the QuantileNormClipper has followed {rule.steps} steps, whose counts no accountant has seen: make a new "
+            "one."
+        )
     if clipper.statistics is not None:
         raise InvalidValueError(
             "the clipper has clipped already, and its rule and what it knows of the loss follow samples whose part had "

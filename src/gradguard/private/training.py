@@ -392,7 +392,7 @@ class PrivateTraining:
     @torch.no_grad()
     def _release(self) -> None:
         """Once a threshold moves or noise is drawn the step is paid for, whether or not it comes to its end."""
-        deviation = self._deviation(self.clipper.sensitivity("add_or_remove_one"))  # before the threshold moves
+        deviation = self._deviation(self.clipper.sensitivity_of_step())  # before the threshold moves
         self._count()
         taken, unit = self.clipper.take_in_units()
         drawn, self._batch = self._batch.drawn, _LogicalBatch(self._batch.open)
