@@ -192,6 +192,21 @@ def muon(parameters):
     return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01, weight_decay=0.0)
 
 
+class Signs(torch.optim.Optimizer):
+    """Descent along the signs of a momentum, each shape with a length of its own."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                p.add_(mean.sign() / p.shape[-1], alpha=-group["lr"])
+
+
+def signs(parameters):
+    return Signs([p for p in parameters if p.dim() == 2], {"lr": 0.02})
+
+
 def by_norm(parameters):
     optimizer = muon(parameters)
     gg.ClipUpdate(optimizer, gg.ClipByGlobalNorm(0.1))
@@ -210,6 +225,7 @@ BROKEN = {
     "its twin in front of one": (lambda p: Adafactor(p, lambda rms: rms.clamp(min=1.0), 0.9), None),
     "an update divided by its norm": (by_norm, "one length on every step"),
     "Muon": (muon, None),
+    "signs over the fan-in": (signs, None),
     "the rate twice": (lambda p: twice(torch.optim.SGD)(p, lr=0.05), "times what the optimizer's rule makes"),
     "once": (lambda p: torch.optim.SGD(p, lr=0.1), None),
     "a decay of 30": (decayed(30.0), "is weight decay, and the weights fall with it"),

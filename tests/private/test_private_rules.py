@@ -13,10 +13,9 @@ def test_a_threshold_that_changes_within_a_logical_batch_is_refused(norms):
     rule = gg.FlatNormClipper(norms[0])
     private, model = private_run(norm_clipper=rule, max_physical_batch_size=4)
     before = [p.detach().clone() for p in model.parameters()]
+    schedule = (setattr(rule, "max_norm", norms[at % 2]) or batch for at, batch in enumerate(private.loader))
     with pytest.raises(InvalidValueError, match=r"changed from .* within one logical step"):
-        for at, batch in enumerate(private.loader):
-            rule.max_norm = norms[at % 2]
-            one_step(private, model, batch)
+        all([one_step(private, model, batch) or True for batch in schedule])
     assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
@@ -27,7 +26,7 @@ def test_a_threshold_that_changes_between_the_clip_and_the_noise_is_refused():
     torch.nn.functional.cross_entropy(model(x), y).backward()
     private.clip_and_accumulate()
     rule.max_norm = 0.2
-    with pytest.raises(InvalidValueError, match="changed from 2 to 0.2"):
+    with pytest.raises(InvalidValueError, match=r"changed from 2 to 0\.2"):
         private.pre_step()
 
 

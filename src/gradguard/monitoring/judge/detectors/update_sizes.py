@@ -3,8 +3,8 @@
 import math
 import statistics
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -162,7 +162,7 @@ class Rule:
         self._roots = [math.sqrt(one.get("numel") or 0) for one in params]
         self._are_small = all((one.get("numel") or 0) <= ELEMENTS for one in params)
         self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
-        self._added = deque[list[float]](maxlen=_KEPT)  # sizes of what was added to momenta
+        self._added = deque[dict[int, float]](maxlen=_KEPT)  # sizes of what was added to momenta
         self._factors: deque[tuple[float, float]] = deque(maxlen=FACTORS)
         self._followed = 0
         self._decaying: dict[int, tuple[int, float, float]] = {}  # since which step, its weight then, and the share
@@ -201,7 +201,9 @@ class Rule:
         if line.get("weight") and line.get("update"):
             self._weights = line["weight"]
             self._decay(i, line["weight"], line["update"], of_each)
-        sizes, added = self._sizes(line, of_each), [size for size in line.get("added") or () if size]
+        sizes = self._sizes(line, of_each)
+        of_added: Numbers = line.get("added") or ()
+        added = {place: size for place, size in enumerate(of_added) if size}
         if len(sizes) >= 2:
             self._lines.append((gradient, sizes))
         if len(added) >= 2:
@@ -211,7 +213,7 @@ class Rule:
             return
         if len(self._lines) >= LINES and self._is_one_length():
             self._tell(ONE_LENGTH, i)
-        moved = [sizes.values() for _, sizes in self._lines]
+        moved = [one for _, one in self._lines]
         for kind, lines, same in ((FLOOR, moved, SAME), (ADDED_FLOOR, self._added, SAME_ADDED)):
             if len(lines) >= LINES and (floor := _floor(lines, same)) is not None:
                 self._tell(kind, i, floor)
@@ -274,9 +276,16 @@ class Rule:
             self._log.begin("rule", kind, i, i, numbers={"size": size})
 
 
-def _floor(lines: Iterable[Iterable[float]], same: float) -> float | None:
+def _floor(lines: Iterable[Mapping[int, float]], same: float) -> float | None:
     """The size that updates do not go below, where many have just that one, and many are above it."""
-    sizes = sorted(chain.from_iterable(lines))
+    of_each = defaultdict[int, list[float]](list)
+    for line in lines:
+        for place, size in line.items():
+            of_each[place].append(size)
+    # Many rules give each shape a size of its own: a tensor whose updates all have one size says nothing of a clip.
+    sizes = sorted(chain.from_iterable(own for own in of_each.values() if max(own) > ABOVE * min(own)))
+    if not sizes:
+        return None
     least = sizes[0]
     at, above = bisect_right(sizes, (1 + same) * least), len(sizes) - bisect_right(sizes, ABOVE * least)
     return least if at > AT_FLOOR * len(sizes) and above > IS_ABOVE * len(sizes) else None
