@@ -185,8 +185,10 @@ CAUSES = (
     Row(
         "no_gradient", loop.cut_off, "likely",
         "{count} of {all} parameters never get a gradient{where}, and stay as they began.",
-        "Look between {last} and the loss for detach(), torch.no_grad(), .data, .item(), round(), or a part of the "
-        "model that the forward leaves out. If they are meant to stay as they are, give the optimizer the others only.",
+        "If a part of the model was replaced after the optimizer was made, make the optimizer anew: it holds the old "
+        "part. Else look between {last} and the loss for detach(), torch.no_grad(), .data, .item(), round(), or a part "
+        "of the model that the forward leaves out. If they are meant to stay as they are, give the optimizer the "
+        "others only.",
         _NO_GRADIENT,
     ),
     Row(
