@@ -190,7 +190,7 @@ _CALM = {
 
 def _well(signals: RunSignals, others: Sequence[Cause]) -> Cause:
     curve, certainty, ruled = signals.curve, "likely", ()
-    sentence, advice = "Your run is well.", "Nothing is to be done."
+    sentence, advice = "Your run is well.", "Nothing has to be mended."
     if not curve.is_known:
         words = f"Norms and layers are as they should be on {signals.count:,} steps; losses were not judged."
         return Cause("healthy", certainty, sentence, advice, (signals.seen(words),))
