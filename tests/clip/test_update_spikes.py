@@ -219,7 +219,7 @@ class Mixed(torch.optim.Optimizer):
     [
         ("SGD", True),
         ("ASGD", True),
-        *((name, False) for name in ("Adam", "AdamW", "NAdam", "Adafactor", "RMSprop", "Muon")),
+        *((name, False) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adafactor", "RMSprop", "Muon")),
     ],
 )
 @pytest.mark.parametrize("rate", [1e-3, 0.0])
@@ -245,7 +245,35 @@ def test_a_clip_acts_on_the_groups_that_were_measured_alone():
     torch.testing.assert_close(other.detach(), torch.full((4,), -0.5))
 
 
-def test_an_optimizer_that_cannot_be_stepped_on_a_copy_is_refused():
+class Waiting(torch.optim.Optimizer):
+    """Descends on every n-th step by the sum of gradients, which it keeps outside of its state."""
+
+    def __init__(self, parameters, every):
+        super().__init__(parameters, {"lr": 1.0})
+        self.every, self.sums, self.calls = every, {}, [0]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls[0] += 1
+        for p in self.param_groups[0]["params"]:
+            self.sums[p] = self.sums.get(p, 0) + p.grad
+            if self.calls[0] % self.every == 0:
+                p.sub_(self.sums.pop(p))
+
+
+def test_an_optimizer_whose_first_steps_move_nothing_is_measured_later_and_stays_as_it_was():
+    optimizer = Waiting([torch.nn.Parameter(torch.ones(2))], every=4)
+    assert gg.scale_sensitive_groups(optimizer) == optimizer.param_groups
+    assert (optimizer.sums, optimizer.calls) == ({}, [0])
+
+
+def test_an_optimizer_that_moves_nothing_is_not_said_to_cancel_the_size_of_gradients():
+    optimizer = Waiting([torch.nn.Parameter(torch.ones(2))], every=100)
+    with pytest.raises(InvalidTypeError, match="or move nothing: float division by zero"):
+        gg.scale_sensitive_groups(optimizer)
+
+
+def test_an_optimizer_that_cannot_be_stepped_on_a_tensor_is_refused():
     optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(InvalidTypeError, match="a step of this LBFGS on a copy of one tensor is not possible"):
+    with pytest.raises(InvalidTypeError, match="steps of this LBFGS on one tensor of ones are not possible"):
         gg.scale_sensitive_groups(optimizer)

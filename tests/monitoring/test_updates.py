@@ -449,3 +449,6 @@ def test_a_spike_of_updates_is_told_before_it_is_over_and_one_large_batch_is_not
     assert told(lambda i, size: size * (3 if i < 40 else 1)) == []
     assert told(tail) == [(202, "update_spike")]
     assert told(tail, lambda i: 3.0 if i == 200 else 1.0) == []
+    assert told(tail, lambda i: 1.3 if i == 200 else 1.0) == [(202, "update_spike")]
+    assert told(tail, lambda i: 1.3 if i in (160, 200) else 1.0) == []  # a kind of batch that was seen before
+    assert told(tail, lambda i: 1.3 if i == 160 else 1.0) == [(202, "update_spike")]

@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -75,7 +74,18 @@ class _OpenStep:
     unjudged: tuple[Decision, UpdateSize] | None = None
 
 
-class Guard:
+class OfOneOptimizer:
+    """Part of a `Guard` and its like: refuses to be copied or pickled, because it belongs to one optimizer."""
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse."""
+        raise InvalidTypeError(
+            f"a {type(self).__name__} belongs to one optimizer and cannot be copied or pickled: attach another to the "
+            "copied optimizer, and load this one's state_dict() if it has one."
+        )
+
+
+class Guard(OfOneOptimizer):
     r"""Clip the gradients at each real step of ``optimizer``, whatever calls the step; skip steps that are not finite.
 
     .. math:: \theta, s \leftarrow \begin{cases}
@@ -209,13 +219,6 @@ class Guard:
         given = "".join(f", {name}={text}" for name, text in more.items())
         return f"Guard(optimizer, {self.clipper!r}{given})"
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled: a guard belongs to one optimizer."""
-        raise InvalidTypeError(
-            "a Guard belongs to one optimizer and cannot be copied or pickled: attach another to the copied optimizer, "
-            "and load_state_dict() this one's state_dict()."
-        )
-
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
@@ -224,7 +227,7 @@ class Guard:
             return None
         if self._proxy is not None:
             return self._proxy.enter()
-        if closure and (self._policy in ("skip", "raise") or self._spike_watch.acts):
+        if closure and (self._policy in ("skip", "raise") or self.spikes is not None):
             self._open.snapshot = OptimizerSnapshot(optimizer)  # evaluated when weights may have moved already
         return None
 
@@ -554,9 +557,7 @@ class Guard:
         """Return the guard, which acts already."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Detach."""
         self.detach()
 

@@ -27,11 +27,6 @@ class SpikeWatch:
         self._late = LateReader(self._tell_nonfinite_loss)
         self._was_told = False
 
-    @property
-    def acts(self) -> bool:
-        """Whether a spike is skipped."""
-        return self._spikes is not None and self._spikes.act
-
     def begin(self, step: int, in_backward: bool) -> None:
         """A clip is about to be decided.
 
@@ -93,8 +88,8 @@ class SpikeWatch:
         )
 
     def bad_on_any(self, bad: Tensor) -> Tensor:
-        """Return ``bad`` of all processes, once `judge` has asked them: pipeline stages may have NaN on one alone."""
-        if self._spikes is None or not self._spikes.act or self._spikes.nonfinite is None:
+        """Return ``bad`` of all processes, where `judge` has asked them: pipeline stages may have NaN on one alone."""
+        if self._spikes is None or self._spikes.nonfinite is None:
             return bad
         return move(self._spikes.nonfinite, bad.device)
 

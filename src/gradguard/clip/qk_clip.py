@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradguard.arguments import check_number, check_whole
-from gradguard.clip.guard import check_hookable, guard_of
+from gradguard.clip.guard import OfOneOptimizer, check_hookable, guard_of
 from gradguard.clip.guard_counts import LateReader
 from gradguard.clip.logits import AttentionCall, AttentionListener, largest_logits, tell_waiting
 from gradguard.distributed.placements import gradient_of, is_sharded, local_part, shard_like
@@ -30,7 +30,7 @@ _TASK = "clip attention logits"
 _USUAL_WORDS = " or ".join(", ".join(names) for names in _USUAL)
 
 
-class QKClip:
+class QKClip(OfOneOptimizer):
     r"""After each step of ``optimizer``, rescale the query and key weights of heads whose largest logit was too large.
 
     .. math:: S_h = \max_{i, j} s\, q_{hi} \cdot k_{hj}, \qquad \gamma_h = \min(1, \tau / S_h), \qquad
@@ -180,10 +180,6 @@ class QKClip:
     def __repr__(self) -> str:
         """Return the call that makes such a clip, of what is called ``optimizer`` and ``model`` here."""
         return f"QKClip(optimizer, model, threshold={self._threshold:g}, alpha={self._alpha:g})"
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled: it belongs to one optimizer."""
-        raise InvalidTypeError("a QKClip belongs to one optimizer and cannot be copied or pickled: make another.")
 
     def detach(self) -> None:
         """Stop acting, for good; may be repeated."""

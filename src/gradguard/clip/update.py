@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,18 @@ from torch.optim.optimizer import Optimizer
 from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue
 from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters
 from gradguard.clip.gradients import Stages, gradients_of, refused_by_name
-from gradguard.clip.guard import check_attachable, give_back, take
+from gradguard.clip.guard import OfOneOptimizer, check_attachable, give_back, take
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.reach import Reach
 from gradguard.distributed.placements import local_part
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidValueError
 from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.tensors.layout import are_readable, wide_dtype
 from gradguard.tensors.tensor_admission import keeping_subnormals
 
 
-class ClipUpdate:
+class ClipUpdate(OfOneOptimizer):
     r"""Clip the update of ``optimizer``, whatever it makes of its gradients; the training loop stays as it is.
 
     .. math:: u = \frac{\theta_{t} - \mathrm{step}(\theta_{t})}{\eta}, \qquad
@@ -132,13 +132,6 @@ class ClipUpdate:
         model = "" if self._model is None else ", model=model"
         return f"ClipUpdate(optimizer, {self.clipper!r}{model})"
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled: it belongs to one optimizer."""
-        raise InvalidTypeError(
-            "a ClipUpdate belongs to one optimizer and cannot be copied or pickled: attach another to the copied "
-            "optimizer, and load_state_dict() this one's state_dict()."
-        )
-
     def detach(self) -> None:
         """Stop acting, for good; may be repeated."""
         self._hooks.remove()
@@ -160,8 +153,7 @@ class ClipUpdate:
         """
         if not isinstance(state_dict, dict) or set(state_dict) != {"clipper"}:
             raise InvalidValueError(
-                f"this is not the state of a ClipUpdate: expected {{'clipper': ...}}, got {state_dict!r:.80}. Pass "
-                "what update.state_dict() returned."
+                f"this is not the state of a ClipUpdate: expected what state_dict() returned, got {state_dict!r:.80}."
             )
         self.clipper.load_state_dict(state_dict["clipper"])
 
@@ -297,7 +289,7 @@ def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
     rates: list[float | Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
         rate = group.get("lr")
-        if isinstance(rate, bool) or not isinstance(rate, int | float | Tensor):
+        if not isinstance(rate, int | float | Tensor):
             raise InvalidValueError(
                 f"param_groups[{number}] of this {type(optimizer).__name__} has lr={rate!r}: expected a learning rate, "
                 "because updates are clipped in units of it. Give the group a number; group['lr'] = 1.0 if the "

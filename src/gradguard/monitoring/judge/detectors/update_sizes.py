@@ -23,8 +23,9 @@ LEAST_DEVIATION = 0.05
 SPIKE_STEPS = 3
 """Measured steps in a row: a single one is a batch."""
 
-BATCH_TIMES = 1.5
-"""Of the median loss: where the first of them has such a loss, it is a batch of another kind that moves the weights."""
+BATCH_TIMES, RECURRING_TIMES = 1.5, 1.2
+"""Of the median loss: where the first of them has such a loss, it is a batch of another kind that moves the weights.
+The second number is for a kind that was seen before: another of the last losses is as large as that."""
 
 RATE_JUMP = 1.5
 """From one measured step to the next: after it, steps settle anew."""
@@ -90,6 +91,8 @@ class UpdateSpikes:
             loss: The loss, if it is known.
         """
         usual = self._losses.median(len(self._losses.ordered))
+        recurs = max(self._losses.recent, default=0.0) > RECURRING_TIMES * usual
+        unusual = usual * (RECURRING_TIMES if recurs else BATCH_TIMES)
         if loss is not None:
             self._losses.add(loss)
         if not (update > 0 and rate > 0):
@@ -100,21 +103,20 @@ class UpdateSpikes:
         size, ordered = math.log(update / rate), self._window.ordered
         self._seen += 1
         middle = ordered[len(ordered) // 2] if ordered else size
-        if self._seen > SETTLED and self._is_high(size, ordered, middle):
+        distance = size - middle
+        if self._seen > SETTLED and distance > max(
+            math.log(SPIKE_TIMES),
+            SPIKE_DEVIATIONS * max(1.4826 * upper_median_distance(ordered, middle), LEAST_DEVIATION),
+        ):
             if self._hot == 0:
-                self._since, self._is_batch = i, loss is not None and loss > BATCH_TIMES * usual > 0
+                self._since, self._is_batch = i, loss is not None and loss > unusual > 0
             self._hot += 1
             if self._hot >= SPIKE_STEPS and not self._is_batch:
-                times = math.exp(min(size - middle, 700.0))
+                times = math.exp(min(distance, 700.0))
                 self._log.tell("update spike", SPIKE, self._since, i, times, numbers={"largest": times})
         else:
             self._hot = 0
         self._window.add(size)
-
-    def _is_high(self, size: float, ordered: Sequence[float], middle: float) -> bool:
-        if size - middle <= math.log(SPIKE_TIMES):
-            return False
-        return size - middle > SPIKE_DEVIATIONS * max(1.4826 * upper_median_distance(ordered, middle), LEAST_DEVIATION)
 
 
 class Logits:
