@@ -28,7 +28,7 @@ class OneGenerator:
 def accelerator(request, monkeypatch):
     """An accelerator of another maker that the program has used."""
     module = OneGenerator(takes_a_device=request.param != "mps")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(request.param))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(request.param))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return module
