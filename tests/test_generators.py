@@ -28,7 +28,7 @@ class OneGenerator:
 def accelerator(request, monkeypatch):
     """An accelerator of another maker that the program has used."""
     module = OneGenerator(takes_a_device=request.param != "mps")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(request.param))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(request.param))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return module
@@ -60,3 +60,18 @@ def test_saved_gradients_leave_it_as_it_was_for_each_run(accelerator):
     assert set(seen) == {3}
     assert len(seen) > 2
     assert saved.random
+
+
+@pytest.mark.parametrize("accelerator", ["mps"], indirect=True)  # of the others a snapshot wants events too
+def test_a_snapshot_puts_it_back(accelerator):
+    """Of weights that only say that they lie there."""
+    there = type("There", (torch.nn.Parameter,), {"device": torch.accelerator.current_accelerator()})
+    model = torch.nn.ParameterDict({"weight": there(torch.ones(2))})
+    snapshot = gg.Snapshot(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.drawn = 3
+    snapshot.take()
+    accelerator.drawn = 5
+    snapshot.restore(rewind_generators=False)
+    assert accelerator.drawn == 5
+    snapshot.restore()
+    assert accelerator.drawn == 3

@@ -21,6 +21,7 @@ from gradguard.resilience import Batches, SampleIds, find_culprit, write_evidenc
 from gradguard.resilience.evidence import EvidenceBatch, StepEvidence, read_evidence
 from gradguard.resilience.step_replay import MeasuredBatch, StateResult, judge, replay_step
 from gradguard.state.plain_file import PlainWriter
+from test_generators import accelerator  # noqa: F401
 
 SCRIPT = """
 import torch
@@ -152,6 +153,29 @@ def test_the_cause_is_told(script, tmp_path, capsys, cause, code, told, words):
     if cause != "hardware":  # dropout and the weights are those of the step
         assert report["states"][1]["suspects_loss"][0] == pytest.approx(run.culprit.blamed[0].loss, rel=1e-5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("accelerator", ["mps"], indirect=True)
+def test_generators_of_accelerators_are_those_of_the_step_and_put_back(script, tmp_path, accelerator):  # noqa: F811
+    accelerator.drawn, seen = 7, []
+    Run(script, "data").write(tmp_path / "spike.pt")
+    accelerator.drawn = 3
+
+    def drawing():
+        model, step = script.for_replay()
+
+        def drawn(batch):
+            seen.append(accelerator.drawn)
+            accelerator.drawn += 1
+            return step(batch)
+
+        return model, drawn
+
+    script.drawing = drawing
+    assert replay_step("spike.pt", "spiky_train:drawing").cause == "data"
+    assert set(seen) == {7}
+    assert len(seen) > 2
+    assert accelerator.drawn == 3
 
 
 @pytest.mark.parametrize(

@@ -263,13 +263,13 @@ def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | No
     claimed: dict[tuple, list[Holder]] = {}
     for rank, held in pieces:
         claimed.setdefault((held.group or (rank,), held.part), []).append((rank, held))
-    tensor, groups_of = Tensor(names, []), list[tuple]()
+    tensor, groups_of = Tensor(names, []), list[set]()
     for (group, _), holders in claimed.items():
         first = holders[0][1]
         part = TensorPart(holders, not all(h.is_like(first) for _, h in holders))
         tensor.drift = max(tensor.drift, *(drift(first, h) for _, h in holders))
-        for known, its_group in zip(tensor.parts, groups_of, strict=True):
-            is_one_layout = its_group == group
+        for known, its_groups in zip(tensor.parts, groups_of, strict=True):
+            is_one_layout = group in its_groups
             # Parts of one layout are distinct, unless their values say that it shards nothing.
             found = "distinct" if is_one_layout else relation(known.first, first, said)
             if not is_one_layout or known is tensor.parts[0]:
@@ -281,10 +281,11 @@ def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | No
             tensor.drift = max(tensor.drift, drift(known.first, first))
             if found != "unknown":
                 known.join(part, found == "differ")
+                its_groups.add(group)
                 break
         else:
             tensor.parts.append(part)
-            groups_of.append(group)
+            groups_of.append({group})
     return tensor
 
 

@@ -14,7 +14,15 @@ from gradguard.distributed.engines import held_apart, placements_by, shard_of
 from gradguard.distributed.engines.deepspeed import holds_gradients_itself
 from gradguard.distributed.engines.megatron import claims_to_be_part
 from gradguard.distributed.local_shard import LocalShard
-from gradguard.distributed.placements import Placement, gradient_of, is_partial, is_sharded, local_part, placement_of
+from gradguard.distributed.placements import (
+    Placement,
+    gradient_of,
+    is_partial,
+    is_sharded,
+    local_part,
+    placement_of,
+    sharded_as,
+)
 from gradguard.distributed.redistribute import added_up, redistributed
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
@@ -54,8 +62,9 @@ class Piece:
         """Return it in a few numbers; a collective if the gradient is Partial."""
         p = self._parameters[0]
         values = self._part_of(added_up(self._grad, TASK)).detach()
-        laid_out_alike = values.shape == self._part_of(p).shape
-        weight = summary_of(self._part_of(p.detach())) if laid_out_alike else Sketch()
+        part = self._part_of(p.detach())
+        is_alike = (values.shape, placement_of(self._grad).layout) == (part.shape, placement_of(p).layout)
+        weight = summary_of(part) if is_alike else Sketch()
         square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
         dtype = str(self._grad.dtype).removeprefix("torch.")
         shard, placement = self._shard, self._shard.placement
@@ -104,14 +113,14 @@ class Piece:
 
     def _before_as(self, now: Any) -> Tensor | None:
         """Return the gradient before the clip in the layout of ``now``; None if the two cannot be compared."""
-        laid_out: Any = getattr(self._grad, "placements", None)
+        grad = self._grad
+        laid_out: Any = getattr(grad, "placements", None)
         placements: Any = getattr(now, "placements", None)
         if placements == laid_out:
             return self._before
-        if None in (laid_out, placements) or now.device_mesh != self._grad.device_mesh or is_partial(now):
+        if None in (laid_out, placements) or now.device_mesh != grad.device_mesh or is_partial(now):
             return None
-        mesh, shape, stride = self._grad.device_mesh, self._grad.shape, self._grad.stride()
-        before = type(self._grad).from_local(self._before, mesh, laid_out, run_check=False, shape=shape, stride=stride)
+        before = sharded_as(self._before, grad.device_mesh, laid_out, grad.shape, grad.stride())
         return local_part(redistributed(before, placements, TASK))
 
     def _part_of(self, tensor: Any) -> Tensor:
