@@ -40,7 +40,7 @@ def llama():
 class Kept(trl.GRPOTrainer):
     """Keeps the inputs of each loss; cuts what is to be cut, as where a completion has no end."""
 
-    cut = ()
+    cut, counted = (), None
 
     def _generate_and_score_completions(self, inputs):
         made = super()._generate_and_score_completions(inputs)
@@ -49,11 +49,13 @@ class Kept(trl.GRPOTrainer):
         return made
 
     def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.counted is not None:
+            inputs = {**inputs, "num_items_in_batch": torch.tensor(self.counted)}
         self.kept.append(dict(inputs))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-def trained(folder, loss, callbacks=(), cut=(), **options):
+def trained(folder, loss, callbacks=(), cut=(), counted=None, **options):
     arguments = trl.GRPOConfig(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=1, max_steps=1,
         per_device_train_batch_size=2, gradient_accumulation_steps=4, num_generations=4, max_completion_length=NEW,
@@ -67,7 +69,7 @@ def trained(folder, loss, callbacks=(), cut=(), **options):
     prompts = datasets.Dataset(table, fingerprint="prompts")
     made = Kept(llama(), reward, args=arguments, train_dataset=prompts, processing_class=tokenizer(),
                 callbacks=[*callbacks])  # fmt: skip
-    made.cut, made.kept = cut, []
+    made.cut, made.counted, made.kept = cut, counted, []
     made.train()
     return made
 
@@ -82,6 +84,18 @@ def test_micro_batches_in_which_nothing_counts_are_told(tmp_path, loss):
     assert logged(done, "sample_norm_empty_micro_batches") == [4]
     (found,) = [one for one in findings(read_record(watch.path)) if one.kind == "empty_micro_batch"]
     assert (found.value, found.first_step) == (4, 0)
+
+
+def test_shares_do_not_tell_a_wrong_denominator_from_a_design(tmp_path):
+    """slime#657: tokens that nothing counts are divided by; so does ``dr_grpo``, on purpose, with the same shares."""
+    shares = []
+    for loss, counted in (("dr_grpo", None), ("dapo", 8.0 * NEW), ("dapo", None)):
+        callback = SampleNormsCallback()
+        trained(tmp_path, loss, [callback], counted=counted)
+        shares.append(torch.cat([*callback.steps[-1].norms]))
+    design, wrong, right = shares
+    torch.testing.assert_close(wrong, design, rtol=1e-4, atol=0)
+    assert (right > 1.01 * design).all()
 
 
 def test_a_denominator_that_counts_cut_completions_is_a_factor(tmp_path):

@@ -706,3 +706,58 @@ def test_a_kernel_that_torch_func_cannot_run_is_run_for_each_sample_and_the_laye
         losses(plain(x[i : i + 1])).mean().backward()
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(found[name][i], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (RuntimeError("can't allocate memory: out of memory"), UnsupportedGradientError),
+    ],
+)
+def test_memory_that_runs_out_is_told_and_nothing_is_tried_in_its_place(monkeypatch, error, told):
+    model, x = made(FusedHead), data(torch.float64, 4, 7, 3)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    losses(model(x)).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+
+    def run_out(*_, **__):
+        raise error
+
+    losses(model(x)).mean().backward()
+    monkeypatch.setattr(torch.func, "vmap", lambda *_, **__: run_out)
+    with pytest.raises(told, match="out of memory"):
+        clipper.clip_and_accumulate()
+    clipper.detach()
+
+
+class StatesInside(FusedHead):
+    """Its own code writes into a layer that it has called, and into what that layer holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4))
+        self.body[0].calls, self.body[0].log = 0, []
+        self.body[0].register_buffer("load", torch.zeros(()))
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.body[0].calls += 1
+        self.body[0].log.append(len(x))
+        self.body[0].load += out.detach().mean()
+        return out
+
+
+def test_what_own_code_writes_into_the_layers_of_a_layer_is_as_after_one_run():
+    model, x = made(StatesInside), data(torch.float64, 4, 7, 3)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    for step in range(1, 4):
+        model.body[0].load.zero_()
+        out = model(x)
+        losses(out).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        assert (model.calls, model.body[0].calls, model.body[0].log) == (step, step, [4] * step)
+        torch.testing.assert_close(model.body[0].load, out.detach().mean(), rtol=1e-12, atol=0)
+    clipper.detach()

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradguard.state.frozen import is_filled
 from gradguard.torch_private import buffer_slots, global_hook_tables, hook_tables_of, layer_slots
 
 _PASSED_AS_NUMBER, _PASSED = 3, 16
@@ -281,7 +282,7 @@ def form_of(value: Any, depth: int = 3) -> Hashable:
     if isinstance(value, BuiltinFunctionType | type):
         return _Itself(value)
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
         held = _without_notes((*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
     elif isinstance(value, partial):
         held = _without_notes((value.func, *value.args, *value.keywords.values()))
@@ -302,11 +303,3 @@ def form_of(value: Any, depth: int = 3) -> Hashable:
 def _without_notes(held: Iterable[Any]) -> list[Any]:
     """Return the values that code closes over; of containers that it may fill, such as a list, the type."""
     return [type(one) if isinstance(one, list | dict | set | deque) else one for one in held]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -6,7 +6,7 @@ gradient is known. So the gradient is exact and the layers are not run twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,12 @@ Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
 
 _CHUNK = 64 << 20
 """Bytes of per-sample gradients that torch.func computes at a time."""
+
+_OF_TORCH_FUNC = (
+    "vmap", "transform", "torch.func", "doesn't have storage", "match the broadcast shape", "stack expects each tensor",
+)  # fmt: skip
+"""Words of the errors of code that runs for one sample and not for all at once: a kernel without a rule, an index or a
+number that the samples' values choose, a write into a tensor that has no dimension of samples."""
 
 
 @dataclass
@@ -96,6 +102,7 @@ class VmapFallback:
 
         Raises:
             UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
+            OutOfMemoryError: If memory runs out.
         """
         if not self.batch_size:
             return {name: value.new_zeros(0, *value.shape) for name, value in self.values.items()}
@@ -103,17 +110,18 @@ class VmapFallback:
         owners = [
             _owned(t.detach(), axis, self.batch_size) for t, axis in zip([*self.saved, *grads], axes, strict=True)
         ]
+        autocast = torch.autocast(self.autocast[0], self.autocast[1]) if self.autocast else nullcontext()
         try:
-            with self._set_up() as reset:
+            with self.quietly(), autocast, undisturbed(self.module, drop_rate=None) as reset:
                 values = [self.values[name] for name in self.aliases]
-                gradients = self._differentiate(values, *zip(*owners, strict=True), reset=reset)
-        except UnsupportedGradientError:
+                rows = self._differentiate(values, *zip(*owners, strict=True), reset=reset)
+        except (UnsupportedGradientError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:  # of a function of torch's that cannot do it for one sample
             raise UnsupportedGradientError(self._differs(f"it fails ({error})")) from error
-        by_name = dict(zip(self.aliases, gradients, strict=True))
-        self._check(by_name)
-        return by_name
+        gradients = dict(zip(self.aliases, rows, strict=True))
+        self._check(gradients)
+        return gradients
 
     def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
         """The axes of the saved tensors and of the gradients of results; and these gradients, zero where none came."""
@@ -141,8 +149,9 @@ class VmapFallback:
         vectorized = torch.func.vmap(torch.func.grad(one_sample), in_dims=(None, *dims), chunk_size=chunk)
         try:
             return [wide(g) for g in vectorized(values, *tensors)]
-        except RuntimeError:  # an autograd.Function without a rule for vmap, or a place that a sample's values choose
-            pass
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _OF_TORCH_FUNC):
+                raise
         leaves, rows = [value.detach().requires_grad_() for value in values], []
         for i in range(self.batch_size):
             reset()
@@ -165,8 +174,7 @@ class VmapFallback:
             if result.shape != grad.shape:
                 raise UnsupportedGradientError(self._differs("a result has another shape for one sample"))
             if _is_inexact(result):
-                product = wide(result) * wide(grad).conj()
-                total = total + (product.real if product.is_complex() else product).sum()
+                total = total + (wide(result) * wide(grad).conj()).sum().real
         return total
 
     def _run(self, parameters: dict[str, Tensor], inputs: list[Tensor], given: list[list[Tensor]]) -> list[Tensor]:
@@ -186,7 +194,7 @@ class VmapFallback:
             return call
 
         with ExitStack() as stack:
-            for module in {id(layer.module): layer.module for layer in self.nested_calls}.values():
+            for module in dict.fromkeys(layer.module for layer in self.nested_calls):
                 stack.enter_context(_attribute(module, call_slot(), stub(module)))  # no hooks, which may shard
             places = {place: value for name, value in parameters.items() for place in self.aliases[name]}
             stack.enter_context(substituted(places))
@@ -198,23 +206,13 @@ class VmapFallback:
         returned = Skeleton(output).tensors
         return [*results, *[returned[i] for i in self.computed]]
 
-    @contextmanager
-    def _set_up(self) -> Iterator[Callable[[], None]]:
-        with ExitStack() as stack:
-            stack.enter_context(self.quietly())
-            if self.autocast:
-                stack.enter_context(torch.autocast(self.autocast[0], self.autocast[1]))
-            yield stack.enter_context(undisturbed(self.module, drop_rate=None))
-
     def _check(self, gradients: Mapping[str, Tensor]) -> None:
         """Compare the sum of all samples with the plain gradient."""
         if self.leaves is None:
             return
         grads = [grad for grad in self.grads if grad is not None]
-        tensors = [t for t in (*self.saved, *self.results, *grads) if _is_inexact(t)]
-        precision = max(
-            [torch.finfo(self.autocast[1]).eps if self.autocast else 0.0, *(torch.finfo(t.dtype).eps for t in tensors)]
-        )
+        dtypes = [t.dtype for t in (*self.saved, *self.results, *grads) if _is_inexact(t)]
+        precision = max((torch.finfo(dtype).eps for dtype in (*dtypes, *(self.autocast or ())[1:])), default=0.0)
         found = {name: Materialized(gradient) for name, gradient in gradients.items()}
         sizes = [*map(magnitude, found.values()), *(wide(grad).norm() for grad in grads)]
         size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max()
@@ -245,9 +243,8 @@ def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> tuple[Ten
     """Return a tensor with a dimension for the samples alone, beside that of what each has, and which it is."""
     if axis is None:
         return tensor, None
-    if axis.last:
-        return tensor.unflatten(axis.dim, (-1, batch_size)), axis.dim + 1
-    return tensor.unflatten(axis.dim, (batch_size, -1)), axis.dim
+    sizes = (-1, batch_size) if axis.last else (batch_size, -1)
+    return tensor.unflatten(axis.dim, sizes), axis.dim + axis.last
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import is_
 from typing import Any
 
@@ -86,9 +87,10 @@ class Frozen:
         for layers in self._gathered:  # before their parameters are put back, which they would not notice
             layers.shard_again()
         for container, before in self._contents.values():
-            now = _content_of(container)
-            if len(now) != len(before) or not all(map(is_, now, before)):
-                _refill(container, before)
+            if before or _base_of(type(container)).__len__(container):  # most are tables of hooks, without any
+                now = _content_of(container)
+                if len(now) != len(before) or not all(map(is_, now, before)):
+                    _refill(container, before)
         for slots, name, buffer in self._slots:
             slots[name] = buffer
         for buffer, value in self._copies:  # one that has not changed may be in a graph, which no write may meet
@@ -106,13 +108,14 @@ _BASES: Any = OrderedDict, dict, list, set, deque
 """Kinds of containers; what a subclass has overridden is not called."""
 
 
-def _base_of(container: Any) -> Any:
-    return next(base for base in _BASES if isinstance(container, base))
+@lru_cache(64)
+def _base_of(kind: type) -> Any:
+    return next(base for base in _BASES if issubclass(kind, base))
 
 
 def _content_of(container: Any) -> list[Any]:
     """Return the objects that a container holds; of a dictionary the keys, and then the values."""
-    base = _base_of(container)
+    base = _base_of(type(container))
     if issubclass(base, dict):
         return [*base.keys(container), *base.values(container)]
     return list(base.__iter__(container))
@@ -120,7 +123,7 @@ def _content_of(container: Any) -> list[Any]:
 
 def _refill(container: Any, held: Sequence[Any]) -> None:
     """Let a container hold the same objects again, in the same order."""
-    base, half = _base_of(container), len(held) // 2
+    base, half = _base_of(type(container)), len(held) // 2
     base.clear(container)
     if issubclass(base, dict):
         for key, value in zip(held[:half], held[half:], strict=True):
@@ -158,7 +161,7 @@ def _referred(value: Any) -> list[Any]:
     has_function = hasattr(value, "func")
     held = [getattr(value, "__self__", None)]
     held += [value.func, getattr(value, "args", ()), getattr(value, "keywords", {})] if has_function else []
-    held += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
+    held += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if is_filled(cell)]
     if (code := getattr(value, "__code__", None)) is not None:
         if not str(getattr(value, "__module__", "")).startswith("torch."):  # whose globals are no user's modules
             held += [value.__globals__.get(name) for name in code.co_names]
@@ -168,8 +171,10 @@ def _referred(value: Any) -> list[Any]:
     return held
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """Tell whether a cell of a closure has a value."""
     try:
-        return cell.cell_contents is not None
+        cell.cell_contents  # noqa: B018
     except ValueError:
         return False
+    return True
