@@ -432,3 +432,63 @@ def test_a_backward_that_is_finite_for_a_sample_alone_only_is_run_sample_by_samp
     rows = per_sample_gradients(model, lambda one: model(one).square().sum(), [x[i : i + 1] for i in range(4)])
     for name, grad in grads.items():
         torch.testing.assert_close(grad, rows[name].mean(0).to(grad))
+
+
+class Graphs(nn.Module):
+    """Sends messages along links, and pools the nodes of each graph; all graphs lie behind one another."""
+
+    def __init__(self, pooled):
+        super().__init__()
+        self.message, self.head, self.pooled = nn.Linear(4, 4), nn.Linear(4, 2), pooled
+
+    def forward(self, nodes, links, graph):
+        h = nodes.index_add(0, links[1], self.message(nodes)[links[0]].tanh())
+        total = h.new_zeros(int(graph.max()) + 1, 4).index_add(0, graph, h)
+        return self.head(total if self.pooled else total[graph] + h)
+
+
+class GraphsInFront(nn.Module):
+    """Lays graphs of one size, given with a dimension in front, behind one another."""
+
+    def __init__(self):
+        super().__init__()
+        self.graphs = Graphs(True)
+
+    def forward(self, nodes, links):
+        size, length = nodes.shape[:2]
+        starts = length * torch.arange(size)
+        flat = (links + starts[:, None, None]).movedim(1, 0).flatten(1)
+        return self.graphs(nodes.flatten(0, 1), flat, torch.arange(size).repeat_interleave(length))
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["of graphs", "of nodes"])
+@pytest.mark.parametrize(
+    "graph", [[0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 4]], ids=["in order", "in turn", "the last two"]
+)
+def test_nodes_of_graphs_behind_one_another_are_not_taken_for_samples(graph, pooled):
+    model, links = Graphs(pooled).double(), torch.zeros(2, 0, dtype=torch.long)
+    clipper = clipper_of(model)
+
+    def a_step():
+        squares(model(torch.randn(6, 4, dtype=torch.float64), links, torch.tensor(graph))).mean().backward()
+        clipper.clip_and_accumulate()
+
+    with pytest.raises(UnsupportedGradientError, match="by itself"):
+        a_step()
+
+
+def test_graphs_with_a_dimension_in_front_are_samples():
+    model = GraphsInFront().double()
+    clipper = clipper_of(model)
+    for size in (4, 2, 5):
+        nodes, links = torch.randn(size, 3, 4, dtype=torch.float64), torch.randint(0, 3, (size, 2, 5))
+        model.zero_grad()
+        squares(model(nodes, links)).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        found = {name: p.grad.clone() for name, p in model.named_parameters()}
+        clipper.detach()
+        samples = [(nodes[i : i + 1], links[i : i + 1]) for i in range(size)]
+        alone = per_sample_gradients(model, lambda s: squares(model(*s)).sum(), samples)
+        assert_same(found, {name: g.mean(0) for name, g in alone.items()})
+        clipper = clipper_of(model)
