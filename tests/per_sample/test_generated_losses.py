@@ -98,6 +98,7 @@ WIDE = {
     5003129: "a mean within the only sample with rows, in two ways",
     5010591: "one term chooses rows, the other cuts them",
     14020040: "the user's factor 0.5 is 1 over the two rows of the batch that count, and the loss a sum",
+    14037956: "from the third step on a factor of 2 in a mean of two rows of which one counts",
     16000460: "1 over the rows of each sample is 1 over the samples that have rows by chance, and the loss a sum",
     9930731: "in private training 0.5 is 1 over the samples by chance, beside a mean over the only sample kept",
     9933324: "in private training the root of the samples is the number of labels by chance",

@@ -62,9 +62,11 @@ class Piece:
         """Return it in a few numbers; a collective if the gradient is Partial."""
         p = self._parameters[0]
         values = self._part_of(added_up(self._grad, TASK)).detach()
-        part = self._part_of(p.detach())
-        is_alike = (values.shape, placement_of(self._grad).layout) == (part.shape, placement_of(p).layout)
-        weight = summary_of(part) if is_alike else Sketch()
+        weight = Sketch()
+        if isinstance(p, Tensor):  # and no engine's holder of a gradient, whose weight lies in another way
+            part = self._part_of(p.detach())
+            is_alike = (values.shape, placement_of(self._grad).layout) == (part.shape, placement_of(p).layout)
+            weight = summary_of(part) if is_alike else weight
         square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
         dtype = str(self._grad.dtype).removeprefix("torch.")
         shard, placement = self._shard, self._shard.placement

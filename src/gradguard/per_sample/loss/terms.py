@@ -211,6 +211,8 @@ def _possible(loss: _Loss) -> list[Tensor]:
         found = loss.readings(term)
         counted = [one for one in found if one.what == "rows in the mean" and one.is_sure]
         mine = _right(counted or found, term, loss.reduction)
+        if not counted and found[0].what == "rows in the mean" and any(not _is_among(one, mine[:1]) for one in mine):
+            return []  # the number may be the user's, new in this batch: no earlier batch tells
         if loss.reduction != "token_mean":
             mine = [ones] if any(_is_among(ones[term.weights > 0], [one[term.weights > 0]]) for one in mine) else []
         common = mine if common is None else [factors for factors in common if _is_among(factors, mine)]
