@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from operator import is_
 from typing import Any
 
@@ -108,9 +107,8 @@ _BASES: Any = OrderedDict, dict, list, set, deque
 """Kinds of containers; what a subclass has overridden is not called."""
 
 
-@lru_cache(64)
 def _base_of(kind: type) -> Any:
-    return next(base for base in _BASES if issubclass(kind, base))
+    return kind if kind in _BASES else next(base for base in _BASES if issubclass(kind, base))
 
 
 def _content_of(container: Any) -> list[Any]:
