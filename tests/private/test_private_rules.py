@@ -1,5 +1,7 @@
 """Rules for the norms of samples whose stated sensitivity would not hold are refused."""
 
+import threading
+
 import pytest
 import torch
 
@@ -55,9 +57,27 @@ class BatchMedian(OwnNorm):
         return [norms[0].median().clamp(max=1.0) / norms[0].clamp(min=1e-12)]
 
 
-def test_a_rule_whose_factors_depend_on_other_samples_is_refused():
-    private, model = private_run(norm_clipper=BatchMedian())
-    with pytest.raises(InvalidValueError, match=r"BatchMedian gives sample \d+ the factor .* and .* alone"):
+class ByTheNumberBelow(OwnNorm):
+    """Let the smallest and the largest norm be, and shrink others by how many are smaller."""
+
+    def calc_clipping_factors(self, norms):
+        below = (norms[0][:, None] > norms[0]).sum(1)
+        shrunk = torch.where((below > 0) & (below < len(below) - 1), 1 / (1 + below), 1.0)
+        return [shrunk / (1 + norms[0])]
+
+
+@pytest.mark.parametrize("rule", [BatchMedian, ByTheNumberBelow])
+def test_a_rule_whose_factors_depend_on_other_samples_is_refused(rule):
+    private, model = private_run(norm_clipper=rule())
+    with pytest.raises(InvalidValueError, match=rf"{rule.__name__} gives a sample of norm .* beside fewer others"):
+        train(private, model)
+
+
+def test_a_rule_that_cannot_be_copied_is_refused():
+    rule = OwnNorm()
+    rule.lock = threading.Lock()
+    private, model = private_run(norm_clipper=rule)
+    with pytest.raises(InvalidValueError, match="OwnNorm cannot be copied"):
         train(private, model)
 
 

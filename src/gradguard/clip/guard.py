@@ -227,7 +227,7 @@ class Guard(OfOneOptimizer):
             return None
         if self._proxy is not None:
             return self._proxy.enter()
-        if closure and (self._policy in ("skip", "raise") or self.spikes is not None):
+        if closure and (self._policy in ("skip", "raise") or (self.spikes is not None and self.spikes.act)):
             self._open.snapshot = OptimizerSnapshot(optimizer)  # evaluated when weights may have moved already
         return None
 

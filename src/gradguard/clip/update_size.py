@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from copy import copy, deepcopy
+from copy import copy
 from inspect import unwrap
 from typing import Any
 
@@ -40,33 +40,42 @@ def rehearsed_update(optimizer: Optimizer, coefficient: Tensor) -> Tensor:
                 continue
             gradient = parameter.grad.detach().clone()
             scale_([gradient], coefficient)
-            state = deepcopy(optimizer.state.get(parameter, {}))
-            norms.append(tensor_norms([_rehearsed(optimizer, group, parameter, gradient, state)]))
+            known = optimizer.state.get(parameter, {})
+            state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in known.items()}
+            moved, rehearsal = _alone(optimizer, group, parameter, gradient, state)
+            _step(rehearsal)
+            norms.append(tensor_norms([moved.detach() - parameter.detach()]))
     return norm_of_norms(torch.cat(norms)) if norms else torch.zeros_like(coefficient)
 
 
-def _rehearsed(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    parameter: Tensor,
-    gradient: Tensor,
-    state: dict[str, Any],
-    settling: int = 0,
-) -> Tensor:
-    """Return what a step adds to a copy of the parameter; after ``settling`` steps, what as many more and one add."""
+def _alone(
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor, state: dict[str, Any]
+) -> tuple[Tensor, Optimizer]:
+    """Return a copy of a parameter, with this gradient, and an optimizer of it alone."""
     moved = parameter.detach().clone().requires_grad_()
     moved.grad = gradient
     rehearsal = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        setattr(rehearsal, name, copy(value) if isinstance(value, dict | list) else value)
+    vars(rehearsal).update(vars(optimizer))
     rehearsal.param_groups = [{**group, "params": [moved]}]
     rehearsal.state = defaultdict(dict, {moved: state} if state else {})
-    step = unwrap(type(optimizer).step)  # without what calls hooks
-    for _ in range(settling):
-        step(rehearsal)
+    return moved, rehearsal
+
+
+def _step(rehearsal: Optimizer) -> None:
+    unwrap(type(rehearsal).step)(rehearsal)  # without what calls hooks
+
+
+def _settled(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, size: float) -> Tensor:
+    """Return what steps 11 to 21 add to a copy of the parameter, all with a gradient of ``size`` in each element."""
+    moved, rehearsal = _alone(optimizer, group, parameter, torch.full_like(parameter, size), {})
+    for name, value in vars(optimizer).items():  # a step may write to what the optimizer keeps beside its state
+        if isinstance(value, dict | list) and name not in ("param_groups", "state"):
+            setattr(rehearsal, name, copy(value))
+    for _ in range(10):
+        _step(rehearsal)
     before = moved.detach().clone()
-    for _ in range(settling + 1):
-        step(rehearsal)
+    for _ in range(11):
+        _step(rehearsal)
     return moved.detach() - before
 
 
@@ -107,7 +116,7 @@ def scale_sensitive_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
         settings = {**group, "lr": 1.0, "weight_decay": 0.0}
         ones = torch.ones(smallest.shape, dtype=smallest.dtype, device=smallest.device)
         try:
-            once, twice = (_rehearsed(optimizer, settings, ones, size * ones, {}, settling=10) for size in (1, 2))
+            once, twice = (_settled(optimizer, settings, ones, size) for size in (1.0, 2.0))
             change = float(torch.linalg.vector_norm(twice - once)) / float(torch.linalg.vector_norm(once))
         except Exception as error:
             raise InvalidTypeError(

@@ -141,8 +141,9 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool 
     Args:
         norm_clipper: Any rule.
         norms: float64 tensors ``[B]``, which the rule gets as copies.
-        apart: Whether a sample's factor must follow from its own norms, as private training needs it. Of a rule that
-            is not gradguard's a copy is asked for the samples with the smallest and the largest norm alone.
+        apart: Whether a sample's factor must follow from its own norms, as private training needs it. Copies of a rule
+            that is not gradguard's are asked for every other sample, for those between, and for the samples of the
+            smallest and of the largest norm alone; the host reads the factors.
 
     Returns:
         The factors.
@@ -151,9 +152,10 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool 
         InvalidTypeError: If the rule returns anything but a list of real tensors.
         InvalidValueError: If their number, shape or device is not that of the norms, if the number of thresholds is
             not theirs, or if a factor is NaN, negative, beyond float32, or takes a norm above its threshold; with
-            ``apart``, if a sample alone gets another one.
+            ``apart``, if a sample gets another one beside fewer others, or the rule cannot be copied.
     """
-    copied = deepcopy(norm_clipper) if apart and not type(norm_clipper).__module__.startswith("gradguard.") else None
+    is_own = type(norm_clipper).__module__.startswith("gradguard.")
+    copied = _copied(norm_clipper) if apart and not is_own else None
     found = norm_clipper.calc_clipping_factors([norm.clone() for norm in norms])
     _check_form(norm_clipper, found, norms)
     thresholds = _checked_thresholds(norm_clipper, len(norms))
@@ -164,21 +166,35 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool 
             _check_values(norm_clipper, part, wide, norm, threshold)
         checked.append(torch.minimum(wide, norm_clipper.largest_factors(norm, threshold)))
     if copied is not None and len(norms[0]):
-        _check_apart(copied, norms, checked)
+        places = torch.arange(len(norms[0]), device=norms[0].device)
+        for some in (places[::2], places[1::2], norms[0].argmin()[None], norms[0].argmax()[None]):
+            if len(some):
+                _check_apart(_copied(copied), [norm[some] for norm in norms], [factor[some] for factor in checked])
     return checked
 
 
+def _copied(norm_clipper: NormClipper) -> NormClipper:
+    try:
+        return deepcopy(norm_clipper)
+    except Exception as error:
+        raise InvalidValueError(
+            f"{_name(norm_clipper)} cannot be copied ({error}). Private training asks copies of a rule of one's own "
+            "whether a sample's factor follows from its own norms: give it a __deepcopy__ without what cannot be."
+        ) from error
+
+
 def _check_apart(norm_clipper: NormClipper, norms: list[Tensor], factors: list[Tensor]) -> None:
-    for i in sorted({int(norms[0].argmin()), int(norms[0].argmax())}):
-        alone = checked_factors(deepcopy(norm_clipper), [norm[i : i + 1] for norm in norms])
-        for one, all_factors in zip(alone, factors, strict=True):
-            if not torch.allclose(one, all_factors[i : i + 1], rtol=TOLERANCE, atol=0):
-                raise InvalidValueError(
-                    f"{_name(norm_clipper)} gives sample {i} the factor {float(all_factors[i]):.4g} in this batch and "
-                    f"{float(one):.4g} alone. In private training a factor must follow from the sample's own norms: "
-                    "else one sample changes the parts of all others, and the sensitivity is not what the thresholds "
-                    "say."
-                )
+    """Check that some samples of a batch get the same factors without the others."""
+    for apart, together in zip(checked_factors(norm_clipper, norms), factors, strict=True):
+        off = (apart - together).abs() > TOLERANCE * together
+        if off.any():
+            i = int(off.nonzero()[0])
+            raise InvalidValueError(
+                f"{_name(norm_clipper)} gives a sample of norm {float(norms[0][i]):.4g} the factor "
+                f"{float(together[i]):.4g} in this batch and {float(apart[i]):.4g} beside fewer others. In "
+                "private training a factor must follow from the sample's own norms: else one sample changes the parts "
+                "of all others, and the sensitivity is not what the thresholds say."
+            )
 
 
 def checked_groups(norm_clipper: NormClipper, names: Sequence[str]) -> list[list[str]]:

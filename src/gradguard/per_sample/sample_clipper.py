@@ -161,7 +161,7 @@ class PerSampleGradientClipper:
         check_options(norm_clipper, batch_first, loss_reduction, mode, scaler, check)
         self._names: list[str] = []
         self._groups: list[list[str]] = []
-        self._accumulation, self._is_private = Accumulation(), False
+        self._accumulation = Accumulation()
         self._finite: Tensor | None = None
         self._loss_scale: Tensor | float = 1.0
         self._assigned: dict[str, Tensor] = {}
@@ -339,7 +339,6 @@ class PerSampleGradientClipper:
         declared by `constant`, or is 0.5. Private training calls this, because there the batch itself is random, and no
         batch that might have been drawn may give a sample another gradient.
         """
-        self._is_private = True
         if self._loss_check is not None:
             self._loss_check.refuse_ambiguous()
 
@@ -617,8 +616,10 @@ class PerSampleGradientClipper:
         total = joint_norm(list(norms.values()))
         agree = None if self._loss_check is None else self._loss_check.labels_agree
         parts = [joint_norm([norms[name] for name in group]) for group in self._groups] if self._groups[1:] else [total]
-        factors = checked_factors(self.norm_clipper, parts, apart=self._is_private)
-        self._accumulation.sensitivities.add(self.sensitivity())
+        is_private = self._loss_check is not None and self._loss_check.is_private
+        factors = checked_factors(self.norm_clipper, parts, apart=is_private)
+        if is_private:
+            self._accumulation.sensitivities.add(self.sensitivity())
         bad = ~total.isfinite() if agree is None else ~(total.isfinite() & agree.to(device))
         if total.is_cpu and not bad.any():
             bad = None

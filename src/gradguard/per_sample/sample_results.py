@@ -89,7 +89,7 @@ class Accumulation:
         batch_size: Number of samples so far; None if nothing was added since the last `take`.
         mini_batches: Number of mini-batches so far.
         unit: Divisor of the sums.
-        sensitivities: How far one sample can move the sum, by the thresholds of each mini-batch.
+        sensitivities: How far one sample can move the sum, by the thresholds of each mini-batch of private training.
     """
 
     def __init__(self) -> None:

@@ -306,8 +306,11 @@ class ParameterTable:
 
     def absent(self, optimizer: int | None, places: Sequence[int]) -> list[int]:
         """Return the parameters of an optimizer (None: the only one) that are not among ``places``."""
+        own = self._of.get(optimizer or 0, ())
+        if len(places) == len(own) and -1 not in places:  # as on nearly every step
+            return []
         measured = set(places)
-        return [place for place in self._of.get(optimizer or 0, ()) if place not in measured]
+        return [place for place in own if place not in measured]
 
 
 Entry = StepMeasurement | Event

@@ -200,6 +200,11 @@ class LossCheck:
         self._roots.stop()
         self._calls, self._exceeded, self._verifying = [], 0, False  # calls keep their graphs alive
 
+    @property
+    def is_private(self) -> bool:
+        """Whether numbers that may be others in the next batch are refused."""
+        return self._ledger.strict
+
     def refuse_ambiguous(self) -> None:
         """Refuse numbers that may be others in the next batch, instead of waiting for it."""
         self._ledger.strict = self._shared.strict = True

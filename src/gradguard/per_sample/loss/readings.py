@@ -75,9 +75,8 @@ def _of_sum(
     samples = torch.ones_like(term.weights)
     for constant in constants:
         counts = [(float(each.sum()), each) for each in (term.weights, together.get(constant.node, term.weights))]
-        if (
-            constant.origin != "weights" or not token_mean
-        ):  # 1 over a sample's own rows may be any other count by chance
+        # With token_mean, 1 over a sample's own rows may be any other count by chance.
+        if constant.origin != "weights" or not token_mean:
             counts += [(float(level.counts.sum()), level.counts) for level in term.levels]
             counts += [(float(batch_size), samples), *every, *[(count / n, term.weights) for n in widths]]
         for value, each in counts:
