@@ -382,6 +382,8 @@ class CallTracker:
             self.planner.patterns[kind, self._state.passed()] = pattern
             if self.witness is not None:
                 self.witness.tried_out()
+        if self._capture.verifying and self.witness is not None and None in pattern.output_axes:
+            self.witness.look_at(MANY)  # the trial compares rows that are returned, and a loss has none
         looks = uses_trained and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
             pulls = not self.planner.sharded

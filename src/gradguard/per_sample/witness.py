@@ -3,10 +3,12 @@
 The trial before the first call looks at the model as it is then, and a forward that does what none has done is looked
 at on that step (`operation_trace`). What leaves the operations as they are (a capacity that begins to bind, a number
 that only a backward reads) is found here: on the first mini-batch, the 2nd, the 4th, the 8th and so on, then on one in
-a thousand, a sample drawn at random runs alone, with the random numbers that it had in the batch and the gradients that
-its outputs got, scaled as those of its own loss are. It must return what it returned in the batch, and each parameter
-must get the gradient that is clipped. Where a forward reads values, four samples run alone: on each of the first eight
-mini-batches, then ever more seldom, at last on one in a hundred.
+a thousand, a sample drawn at random runs alone, with the random numbers that it had in the batch and the gradients
+that its outputs got, scaled as those of its own loss are. It must return what it returned in the batch, and each
+parameter must get the gradient that is clipped. Where the module returns its loss, up to sixteen samples run alone on
+the first mini-batch of each kind and size, because the trial compares rows that are returned. Where a forward reads
+values, four samples run alone: on each of the first eight mini-batches, then ever more seldom, at last on one in a
+hundred.
 
 Rounding may open a ReLU in the batch that stays shut for the sample alone. So what differs by little is looked at
 again: all samples of the batch run once more in float64, as the clipper sees them, and decide.
@@ -41,7 +43,8 @@ _EACH = 8
 """Mini-batches after a trial each of which is witnessed where forwards read values."""
 
 MANY, SOME = 16, 4
-"""Samples that are run alone, at most: of a call that did something new, and of one that reads values."""
+"""Samples that are run alone, at most: of a call that did something new or is tried and returns its loss, and of one
+that reads values."""
 
 _ROUNDING = 256.0
 """Differences above this multiple of the usual rounding are not looked at again."""
