@@ -130,7 +130,8 @@ NEEDS = {
 
     "flattened_by_fsdp1": Need("torch.distributed.fsdp._common_utils", "FSDP_FLATTENED",
                                "telling that FSDP1 holds a parameter"),
-    "is_silent_fsdp1": Need("FullyShardedDataParallel", "_sync_gradients", "telling that FSDP1 is inside no_sync()"),
+    "is_silent_fsdp1": Need("FullyShardedDataParallel", "_sync_gradients _handle flat_param",
+                            "telling that FSDP1 is inside no_sync()"),
     "flat_part_of": Need("FullyShardedDataParallel", _FLAT, "the norm of what FSDP1 holds",
                          "Use fully_shard(model). "),
     "meshes_of_fsdp2": Need("FSDPModule", "_get_fsdp_state()._fsdp_param_group",
@@ -816,8 +817,11 @@ def flattened_by_fsdp1(tensors: Sequence[Tensor | None]) -> list[bool]:
 
 @_needs
 def is_silent_fsdp1(module: nn.Module) -> bool:
-    """Tell whether ``module`` is FSDP1's and inside ``no_sync()``: its gradients are this process' own."""
-    return is_fsdp1(module) and not module._sync_gradients
+    """Tell whether the gradients of ``module``, FSDP1's, are this process' own: in ``no_sync()``, or after it."""
+    handle: Any = module._handle if is_fsdp1(module) else None
+    flat = None if handle is None else handle.flat_param
+    is_uncut = flat is not None and flat.grad is not None and flat.grad.numel() > flat.numel()
+    return is_uncut or (is_fsdp1(module) and not module._sync_gradients)
 
 
 class FlatShard(NamedTuple):
@@ -845,7 +849,7 @@ class FlatPart(NamedTuple):
     """The parts that one wrapper of FSDP1 holds.
 
     Attributes:
-        process_group: Over which processes.
+        process_group: The processes that hold its parts; of one that is not cut, those that should hold it alike.
         is_sharded: Whether each holds a part; else all of it.
         parameters: The flat one, and those it stands for.
         shards: Where each original parameter lies.
@@ -869,6 +873,8 @@ def flat_part_of(module: nn.Module) -> FlatPart | None:
         begin, numel, start = at[1:4] if at[0] else (0, 0, 0)
         shards.append(FlatShard(name, tuple(shape), *((flat, begin) if own is None else (own, 0)), numel, start))
     group: Any = module.process_group  # type: ignore[attr-defined]
+    if not handle.uses_sharded_strategy:  # HYBRID_SHARD over a sharding group of one becomes NO_SHARD: copies by nodes
+        group = getattr(module, "_inter_node_pg", group)
     return FlatPart(group, handle.uses_sharded_strategy, (flat, *(flat._params or ())), shards)
 
 

@@ -5,8 +5,11 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from training import Network, batch, own_samples
 
 import gradguard as gg
@@ -55,6 +58,87 @@ def test_the_root_module_gives_the_true_norm(pool, strategy, original):
         for norm, expected in norms:
             assert norm == pytest.approx(expected, rel=1e-5)
         assert after == pytest.approx(0.1, rel=1e-4)
+
+
+def clip_hybrid(original, by_hand, order):
+    """HYBRID_SHARD with a sharding group of one process, which FSDP1 makes NO_SHARD: it adds up nothing."""
+    torch.manual_seed(0)
+    model, twin = Network(), Network()
+    twin.load_state_dict(model.state_dict())
+    x, y = batch(0)
+    F.mse_loss(twin(x), y).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        of_nodes = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("nodes", "own"))
+        model = FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            device_mesh=of_nodes,
+            device_id=torch.device("cpu"),
+            use_orig_params=original,
+        )
+        part = own_samples("FSDP1")
+        F.mse_loss(model(x[part]), y[part]).backward()
+    for gradient in grads(model) if by_hand else ():  # FSDP1 has divided it already, by the root of their number
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    found = float(gg.clip_grad_norm_(model, math.inf, order))
+    return found, total_norm(grads(model), order)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("original", [False, True])
+def test_copies_that_hybrid_sharding_does_not_add_up_are_refused(pool, original, order):
+    for error in pool(2).outcomes(clip_hybrid, original, False, order):
+        assert isinstance(error, UnsupportedGradientError), error
+        assert "differs between the processes that hold all of it" in str(error)
+        assert "HYBRID_SHARD shards over one process" in str(error)
+    for norm, expected in pool(2).run(clip_hybrid, original, True, order):
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def clip_after_no_sync(strategy, original, synchronizes):
+    model, twin = wrapped(strategy, original)
+    x, y = batch(0)
+    part = own_samples("FSDP1")
+    model.zero_grad()
+    with model.no_sync():
+        F.mse_loss(model(x[part]), y[part]).backward()
+    if synchronizes:
+        F.mse_loss(model(x[part]), y[part]).backward()
+    return float(gg.clip_grad_norm_(model, math.inf)), 2 * total_norm(grads(twin), 2.0)
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_no_sync_are_refused_after_it(pool, strategy, original):
+    words = "differs between the processes" if strategy == "NO_SHARD" else "inside FullyShardedDataParallel.no_sync()"
+    for error in pool(2).outcomes(clip_after_no_sync, strategy, original, False):
+        assert isinstance(error, UnsupportedGradientError), error
+        assert words in str(error)
+    for norm, expected in pool(2).run(clip_after_no_sync, strategy, original, True):
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def clip_ddp_inside(original):
+    torch.manual_seed(0)
+    model, twin = Network(), Network()
+    twin.load_state_dict(model.state_dict())
+    x, y = batch(0)
+    F.mse_loss(twin(x), y).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.first = DistributedDataParallel(model.first)
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=original)
+        part = own_samples("FSDP1")
+        F.mse_loss(model(x[part]), y[part]).backward()
+    return float(gg.clip_grad_norm_(model, math.inf)), total_norm(grads(twin), 2.0)
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_a_ddp_inside_waits_for_nobody(pool, original):
+    for norm, expected in pool(2).run(clip_ddp_inside, original):
+        assert norm == pytest.approx(expected, rel=1e-5)
 
 
 def step_guarded(original):

@@ -26,6 +26,15 @@ CLIPS = {
     "clipper": lambda m: gg.ClipByGlobalNorm(0.1)(m),
     "each": lambda m: gg.ClipByNorm(0.1)(m),
 }
+MORE_CLIPS = {
+    **CLIPS,
+    "order 1": lambda m: gg.clip_grad_norm_(m, 0.1, 1.0),
+    "order 4": lambda m: gg.clip_grad_norm_(m, 0.1, 4.0),
+    "order inf": lambda m: gg.clip_grad_norm_(m, 0.1, math.inf),
+    "adaptive": lambda m: gg.clip_grad_adaptive_(m, 0.01),
+    "total": lambda m: gg.get_total_norm([p.grad for p in m.parameters()]),
+    "total of order inf": lambda m: gg.get_total_norm([p.grad for p in m.parameters()], math.inf),
+}
 
 
 def backward(model, rank=None):
@@ -240,18 +249,22 @@ def sharded(reduces, clip):
         for p in ignored:
             dist.all_reduce(p.grad)
             p.grad /= 2
-    CLIPS[clip](model)
+    MORE_CLIPS[clip](model)
     return math.nan
 
 
 @pytest.mark.parametrize(
-    "clip", ["function", "each", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in ["module", "clipper"])]
+    "clip",
+    [
+        pytest.param(c, marks=[pytest.mark.exhaustive] if c in ("module", "clipper", "order 4") else [])
+        for c in MORE_CLIPS
+    ],
 )
 def test_parameters_that_fsdp_ignores_and_nothing_reduces_are_refused(pool, clip):
     for error in pool(2).outcomes(sharded, False, clip):
         assert isinstance(error, UnsupportedGradientError), error
         assert "differs between the processes that hold all of it" in str(error)
-        assert "fully_shard ignores a parameter" in str(error)
+        assert "FSDP ignores a parameter" in str(error)
         assert clip != "module" or "`first.norm.weight`, `first.norm.bias`, `head.bias`" in str(error)
     assert all(math.isnan(one) for one in pool(2).run(sharded, True, clip))
 

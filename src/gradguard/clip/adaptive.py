@@ -535,7 +535,7 @@ def _added_up(
     assert part is not None
     slots = plan.place(units.norms, home), plan.place(units.weights, home)
     vector, (weights, shares) = torch.cat([*here, *slots]), plan.weights_and_shares(part)
-    (added,), there = part.reducer.reduce([(vector, 2.0)], weights, shares, part.balance, part.settings)
+    (added,), there = part.reducer.reduce([(vector, 2.0)], weights, shares, part.balance, part.settings, part.copies)
     before, after, binds, gradients, bounds = added.split([*map(len, here), *map(len, slots)])
     factors = unit_factors(gradients, bounds, *rule)
     left = norm_of_norms(torch.cat([after, gradients * factors]))

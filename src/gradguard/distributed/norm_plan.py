@@ -54,7 +54,7 @@ _KEPT = 64
 _plans: dict[tuple, "NormPlan"] = {}
 _plans_of_one: dict[tuple, "NormPlan"] = {}
 """Those of lists of one parameter, of which there are many where optimizers step inside the backward."""
-_reducers: dict[tuple, Reducer] = {}
+_reducers: dict[tuple, tuple[Reducer, Copies]] = {}
 _unions: dict[tuple, ReductionGroup] = {}
 
 
@@ -371,15 +371,17 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         return None
     key = ("gradients", len(gradients), id(union.group))
     where = next((g.device for g in there if not g.is_cpu), torch.device("cpu"))
-    reducer = _kept(_reducers, key)
+    reducer, copies = _kept(_reducers, key) or (None, NO_COPIES)
     if reducer is None or reducer.union.group is not union.group:
         reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where)
-        _keep(_reducers, key, reducer)
+        names = [f"number {i}" for i in range(len(gradients))]
+        copies = Copies(torch.arange(len(gradients), device="cpu"), names)  # of a missing one none knows who holds it
+        _keep(_reducers, key, (reducer, copies))
     weights = [1.0 if p is None else 1 / _holders(p, union) for p in placements]
     shares = [0.0 if p is None else w if p.is_whole and w < 1 else -w for p, w in zip(placements, weights, strict=True)]
     table = torch.tensor([weights, shares], dtype=torch.float64, device=reducer.device)
     balance = balances(placements, union, dist.get_rank()).sum()
-    part = NormReduction(reducer, table[0], table[1], balance.to(reducer.device))
+    part = NormReduction(reducer, table[0], table[1], balance.to(reducer.device), copies=copies)
     return [torch.empty(0, device="cpu") if g is None else local_part(added_up(g)) for g in gradients], part
 
 

@@ -32,8 +32,8 @@ SAFE_ORDER = 6
 """Up to this order, powers of the norms of float32 gradients stay in the range of float64."""
 
 
-APART = 1e-4
-"""Copies of one gradient are not equal if the squares of their norms vary by more than this, relative and squared."""
+APART = 0.005
+"""Copies of one gradient are not equal if their norms vary by more than this part of them."""
 
 
 def buckets(order: float, wide: bool) -> range:
@@ -80,7 +80,7 @@ def decode(added: Tensor, present: Tensor, order: float, wide: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Tensors of which several processes hold all, so that their gradients must be equal.
+    """Tensors whose gradients must be equal on all processes that hold all of them, where several do.
 
     Attributes:
         at: Their positions among what is measured.
@@ -160,7 +160,7 @@ class Reducer:
                 0 where it has none.
             balance: A number that adds up to 0 if those that hold the same part all have it or all do not: 0-dim.
             settings: The rule and its arguments, which must be the same on all processes.
-            copies: The tensors that must be equal on all that hold them; asked where the first order is 2.
+            copies: The tensors that must be equal on all that hold them, by the norms that were measured first.
 
         Raises:
             DistributedError: If another process does not come, reduces something else, for something else, or lacks a
@@ -178,7 +178,8 @@ class Reducer:
         added, there = [], torch.ones_like(shares) > 0
         if finite:
             added, there = self._added(finite, weights, shares, balance, copies)
-        sums, largest = iter(added), iter(self._largest(infinite) if infinite else ())
+        asked = NO_COPIES if finite else copies
+        sums, largest = iter(added), iter(self._largest(infinite, shares, asked) if infinite else ())
         norms = [move(next(largest if math.isinf(order) else sums), home) for _, order in moved]
         return norms, move(there, home)
 
@@ -192,20 +193,21 @@ class Reducer:
     ) -> tuple[list[Tensor], Tensor]:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
         first, order = measured[0]
-        at = (copies if order == 2 else NO_COPIES).at.to(self.device)
-        # Means of powers of two orders are equal if all copies are: that of the fourth beside that of the second.
-        fourth = encode(first[at], weights[at], 4, self.wide) if len(at) else self._zero[:0]
+        at = copies.at.to(self.device)
+        # The mean of the squares of powers is the square of their mean if, and only if, all copies are equal.
+        squares = encode(first[at], weights[at], 2 * order, self.wide) if len(at) else self._zero[:0]
         sums_to_zero = self._zero if balance is None else balance.view(1)
         mine = digest(self._settings, self.device)
-        vector = torch.cat([*parts, fourth, shares, sums_to_zero, self._number, mine])
+        vector = torch.cat([*parts, squares, shares, sums_to_zero, self._number, mine])
         self._run(vector, dist.ReduceOp.SUM)
-        lengths = [*map(len, parts), len(fourth), len(shares), 1, 2, 2]
-        *added, fourth, share, remainder, numbers, alike = vector.split(lengths)
+        lengths = [*map(len, parts), len(squares), len(shares), 1, 2, 2]
+        *added, squares, share, remainder, numbers, alike = vector.split(lengths)
         agreed = (alike == self._world * mine).all()
         same = self._checked((numbers == self._numbers).all(), agreed, (remainder == 0).all())
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
         if len(at):
-            apart = decode(fourth, share[at], 4, self.wide) / norms[0][at] > (1 + APART) ** 0.25
+            spread = decode(squares, share[at], 2 * order, self.wide) / norms[0][at]
+            apart = (spread > (1 + (order * APART) ** 2) ** (0.5 / order)) & (share[at] > 0)
             same = self._without_copies_apart(apart, copies, same)
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms], share != 0
 
@@ -221,21 +223,27 @@ class Reducer:
         if wrong:
             raise UnsupportedGradientError(
                 f"the gradient of {listed(wrong, MOST_RANKS)} differs between the processes that hold all of it: "
-                "nothing has added it up, as where fully_shard ignores a parameter, a backward ran inside no_sync(), "
-                "or stages share a weight. All-reduce it before the clip, or let FSDP or DDP do so; what each process "
-                "has for itself, as an expert, must say so with a DTensor. Nothing was changed."
+                "nothing has added it up, as where FSDP ignores a parameter, FSDP1's HYBRID_SHARD shards over one "
+                "process, a backward ran inside no_sync(), or stages share a weight. All-reduce it before the clip, or "
+                "let FSDP or DDP do so; what each process has for itself, as an expert, must say so with a DTensor. "
+                "Nothing was changed."
             )
         return None
 
-    def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
+    def _largest(self, measured: Sequence[Tensor], shares: Tensor, copies: Copies) -> list[Tensor]:
         # NaN is told beside: backends differ on the maximum of it.
         parts = [torch.cat([x.nan_to_num(0.0, math.inf, 0.0), x.isnan().to(x.dtype)]) for x in measured]
         number, mine = self._number[:1], digest(self._settings, self.device)[:1]
-        vector = torch.cat([*parts, number, -number, mine, -mine])
+        at = copies.at.to(self.device)
+        least = torch.where(shares[at] > 0, -parts[0][at], -math.inf)  # of copies; one that is missing is none
+        vector = torch.cat([*parts, least, number, -number, mine, -mine])
         self._run(vector, dist.ReduceOp.MAX)
-        *largest, numbers, alike = vector.split([*map(len, parts), 2, 2])
+        *largest, least, numbers, alike = vector.split([*map(len, parts), len(least), 2, 2])
         agreed = (alike == torch.cat([mine, -mine])).all()
         same = self._checked((numbers == torch.cat([number, -number])).all(), agreed, None)
+        if len(at):
+            most = largest[0][at]
+            same = self._without_copies_apart(most + least > 2 * APART * most, copies, same)
         norms = [torch.where(nan > 0, math.nan, x) for x, nan in (part.chunk(2) for part in largest)]
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
 

@@ -135,9 +135,11 @@ def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:
     """
     possible = [w for w in _wrappers() if isinstance(w, DistributedDataParallel) or is_silent_fsdp1(w)]
     for wrapper, own in _wrappers_of(tensors, possible):
+        if isinstance(wrapper, DistributedDataParallel) and any(flattened_by_fsdp1(own)):
+            continue  # FSDP1 averages what it holds, whoever is inside it
         if is_silent_fsdp1(wrapper) or not wrapper.require_backward_grad_sync:
             raise UnsupportedGradientError(
-                f"inside {type(wrapper).__name__}.no_sync() the gradients are this process' own, not yet averaged: "
+                f"gradients of a backward inside {type(wrapper).__name__}.no_sync() are this process' own: "
                 "their norm differs from rank to rank. Clip after the backward pass that synchronizes, outside "
                 "no_sync()."
             )
