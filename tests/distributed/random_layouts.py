@@ -1,6 +1,9 @@
 """Random lists of gradients, laid out in every way, against one flat float64 vector: the right norm, or a refusal.
 
-python tests/distributed/random_layouts.py --cases 100000 [--seed 0] [--world 4]
+python tests/distributed/random_layouts.py --cases 100000 [--seed 0] [--world 4] [--bits FILE]
+
+``--bits`` writes a line a case: the bits of the norm and of the gradients that each rank has afterwards, or its refusal.
+Those of two versions of gradguard are equal if ``diff`` says nothing.
 
 A case is made from its seed on every rank alike. Numbers are small integers, so that sums are exact in every dtype.
 """
@@ -12,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -222,6 +226,31 @@ def expected(case: Case, meshes_of: Sequence[Meshes]) -> float:
     return float(torch.linalg.vector_norm(torch.cat(vectors), case.order)) if sum(map(len, vectors)) else 0.0
 
 
+class Norm(float):
+    """A norm on one rank.
+
+    Attributes:
+        left: A checksum of the gradients that the call has left there.
+    """
+
+    left: int = 0
+
+    @property
+    def bits(self) -> str:
+        """Itself and the checksum, to the last bit."""
+        return f"{self.hex()} {self.left:08x}"
+
+
+def checksum(parameters: Sequence[nn.Parameter]) -> int:
+    """A checksum of the gradients on this rank."""
+    total = 0
+    for p in parameters:
+        local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        if local is not None:
+            total = zlib.crc32(bytes(local.contiguous().view(-1).view(torch.uint8).tolist()), total)
+    return total
+
+
 def outcome(case: Case, meshes: Meshes) -> Any:
     """What this rank says, and by how much its gradients were multiplied: the norm, or the error."""
     parameters: list[nn.Parameter] = []
@@ -232,7 +261,8 @@ def outcome(case: Case, meshes: Meshes) -> Any:
         parameters.append(p)
     listed = [*parameters, *(parameters[:1] if case.twice else [])]
     try:
-        norm = float(_called(case, listed))
+        norm = Norm(_called(case, listed))
+        norm.left = checksum(parameters)
         if case.call in ("norm", "global"):
             _check_gradients(case, parameters, min(1.0, 1.0 / (norm + 1e-6)) if norm else 1.0, meshes)
     except Exception as error:
@@ -341,20 +371,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--world", type=int, default=4)
     parser.add_argument("--show", type=int, default=3, help="how many cases of each wrong kind")
+    parser.add_argument("--bits", type=Path, help="a file for the bits of all norms and gradients")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=50)
     counts: Counter[str] = Counter()
+    lines: list[str] = []
     with ranks(args.world) as threads:
         for start in range(args.seed, args.seed + args.cases, BATCH):
             seeds = range(start, min(start + BATCH, args.seed + args.cases))
             for case, said, found, right in _judged(threads, seeds):
                 counts[said] += 1
+                bits = [one.bits if isinstance(one, Norm) else type(one).__name__ for one in found or ()]
+                lines.append("; ".join([getattr(case, "words", case), *bits]))
                 if not said.startswith(("right", "refused")) and counts[said] <= args.show:
                     print(said, case, found, right, sep="\n  ", flush=True)
             if (start - args.seed) % (100 * BATCH) == 0:
                 print(time.strftime("%H:%M:%S"), dict(counts), flush=True)
+    if args.bits:
+        args.bits.write_text("\n".join([*lines, ""]), encoding="utf-8")
     for said, count in counts.most_common():
         print(f"{count:8,} {said}")
 
