@@ -2,7 +2,7 @@
 
 python tests/distributed/random_layouts.py --cases 100000 [--seed 0] [--world 4] [--bits FILE]
 
-``--bits`` writes a line a case: the bits of the norm and of the gradients that each rank has afterwards, or its refusal.
+``--bits`` writes a line a case: the bits of the norm and of the gradients that each rank then has, or its refusal.
 Those of two versions of gradguard are equal if ``diff`` says nothing.
 
 A case is made from its seed on every rank alike. Numbers are small integers, so that sums are exact in every dtype.
