@@ -120,14 +120,14 @@ class NormPlan:
         widest = torch.empty(0, dtype=torch.float64 if self.reducer.wide else torch.float32, device=where)
         # Those of other stages stand for parameters, which are told apart by their identities.
         self._fillers = [torch.empty_like(widest) for _ in range(count)]
-        weights, whole = [1 / n for n in holders], [w and n > 1 for w, n in zip(whole, holders, strict=True)]
+        of_all = list(map(_share, holders, whole))
         shares = [0.0] * count
         for place, part in zip(self.places, _parts(tensors), strict=True):
             self._fillers[place] = part.new_empty(0)
-            shares[place] = weights[place] if whole[place] else -weights[place]  # see `NormReduction`
-        self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
+            shares[place] = of_all[place]
+        self.weights = torch.tensor(of_all, dtype=torch.float64, device=device).abs()
         self._shares = torch.tensor(shares, dtype=torch.float64, device=device)
-        copied = [i for i, is_copied in enumerate(whole) if is_copied]
+        copied = [i for i, share in enumerate(of_all) if share > 0]
         self._copies = Copies(
             torch.tensor(copied, dtype=torch.int64, device="cpu"), [called(self.names, i) for i in copied]
         )
@@ -377,11 +377,10 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         names = [f"number {i}" for i in range(len(gradients))]
         copies = Copies(torch.arange(len(gradients), device="cpu"), names)  # of a missing one none knows who holds it
         _keep(_reducers, key, (reducer, copies))
-    weights = [1.0 if p is None else 1 / _holders(p, union) for p in placements]
-    shares = [0.0 if p is None else w if p.is_whole and w < 1 else -w for p, w in zip(placements, weights, strict=True)]
-    table = torch.tensor([weights, shares], dtype=torch.float64, device=reducer.device)
+    share_of = {p: _share(_holders(p, union), p.is_whole) for p in set(placements) if p is not None} | {None: 0.0}
+    shares = torch.tensor([share_of[p] for p in placements], dtype=torch.float64, device=reducer.device)
     balance = balances(placements, union, dist.get_rank()).sum()
-    part = NormReduction(reducer, table[0], table[1], balance.to(reducer.device), copies=copies)
+    part = NormReduction(reducer, shares.abs(), shares, balance.to(reducer.device), copies=copies)
     return [torch.empty(0, device="cpu") if g is None else local_part(added_up(g)) for g in gradients], part
 
 
@@ -456,6 +455,11 @@ def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names
             words[key] = f"({shape}{str(tensor.dtype).removeprefix('torch.')}, {placement.layout})"
         found.append(words[key])
     return found if names is None else [f"`{name}` {is_}" for name, is_ in zip(names, found, strict=True)]
+
+
+def _share(holders: int, is_whole: bool) -> float:
+    """Return the share of a gradient that this process has, as `NormReduction` has it."""
+    return 1 / holders if is_whole and holders > 1 else -1 / holders
 
 
 def _holders(placement: Placement, union: ReductionGroup) -> int:

@@ -192,89 +192,79 @@ class Reducer:
         copies: Copies,
     ) -> tuple[list[Tensor], Tensor]:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
-        first, order = measured[0]
-        at = copies.at.to(self.device)
+        (first, order), at = measured[0], copies.at.to(self.device)
         # The mean of the squares of powers is the square of their mean if, and only if, all copies are equal.
-        squares = encode(first[at], weights[at], 2 * order, self.wide) if len(at) else self._zero[:0]
+        squares = encode(first[at], weights[at], 2 * order, self.wide)
         sums_to_zero = self._zero if balance is None else balance.view(1)
         mine = digest(self._settings, self.device)
         vector = torch.cat([*parts, squares, shares, sums_to_zero, self._number, mine])
         self._run(vector, dist.ReduceOp.SUM)
         lengths = [*map(len, parts), len(squares), len(shares), 1, 2, 2]
         *added, squares, share, remainder, numbers, alike = vector.split(lengths)
-        agreed = (alike == self._world * mine).all()
-        same = self._checked((numbers == self._numbers).all(), agreed, (remainder == 0).all())
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
-        if len(at):
-            spread = decode(squares, share[at], 2 * order, self.wide) / norms[0][at]
-            apart = (spread > (1 + (order * APART) ** 2) ** (0.5 / order)) & (share[at] > 0)
-            same = self._without_copies_apart(apart, copies, same)
-        return norms if same is None else [torch.where(same, x, math.nan) for x in norms], share != 0
-
-    def _without_copies_apart(self, apart: Tensor, copies: Copies, same: Tensor | None) -> Tensor | None:
-        """Return ``same``, and whether no copies are apart where the host must not wait.
-
-        Raises:
-            UnsupportedGradientError: If some are, and it can be told for nothing.
-        """
-        if same is not None:
-            return same & ~apart.any()
-        wrong = [name for name, is_apart in zip(copies.names, apart.tolist(), strict=True) if is_apart]
-        if wrong:
-            raise UnsupportedGradientError(
-                f"the gradient of {listed(wrong, MOST_RANKS)} differs between the processes that hold all of it: "
-                "nothing has added it up, as where FSDP ignores a parameter, FSDP1's HYBRID_SHARD shards over one "
-                "process, a backward ran inside no_sync(), or stages share a weight. All-reduce it before the clip, or "
-                "let FSDP or DDP do so; what each process has for itself, as an expert, must say so with a DTensor. "
-                "Nothing was changed."
-            )
-        return None
+        spread = decode(squares, share[at], 2 * order, self.wide) / norms[0][at]
+        apart = (spread > (1 + (order * APART) ** 2) ** (0.5 / order)) & (share[at] > 0)
+        is_told = numbers == self._numbers, alike == self._world * mine, remainder == 0
+        return self._checked(norms, is_told, apart, copies), share != 0
 
     def _largest(self, measured: Sequence[Tensor], shares: Tensor, copies: Copies) -> list[Tensor]:
         # NaN is told beside: backends differ on the maximum of it.
         parts = [torch.cat([x.nan_to_num(0.0, math.inf, 0.0), x.isnan().to(x.dtype)]) for x in measured]
-        number, mine = self._number[:1], digest(self._settings, self.device)[:1]
-        at = copies.at.to(self.device)
+        told, at = torch.cat([self._number[:1], digest(self._settings, self.device)[:1]]), copies.at.to(self.device)
         least = torch.where(shares[at] > 0, -parts[0][at], -math.inf)  # of copies; one that is missing is none
-        vector = torch.cat([*parts, least, number, -number, mine, -mine])
+        vector = torch.cat([*parts, least, told, -told])
         self._run(vector, dist.ReduceOp.MAX)
-        *largest, least, numbers, alike = vector.split([*map(len, parts), len(least), 2, 2])
-        agreed = (alike == torch.cat([mine, -mine])).all()
-        same = self._checked((numbers == torch.cat([number, -number])).all(), agreed, None)
-        if len(at):
-            most = largest[0][at]
-            same = self._without_copies_apart(most + least > 2 * APART * most, copies, same)
+        *largest, least, most_told, least_told = vector.split([*map(len, parts), len(least), 2, 2])
+        number, agreed = (most_told == told) & (least_told == -told)
+        most = largest[0][at]
         norms = [torch.where(nan > 0, math.nan, x) for x, nan in (part.chunk(2) for part in largest)]
-        return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
+        return self._checked(norms, (number, agreed, agreed), most + least > 2 * APART * most, copies)
 
     def _run(self, vector: Tensor, operation: Any) -> None:
         reduce = partial(dist.all_reduce, vector, operation, self.union.group)
         together(reduce, self.union, self._signature, known=True, on_host=vector.is_cpu)
 
-    def _checked(self, same: Tensor, agreed: Tensor, balanced: Tensor | None) -> Tensor | None:
-        """Return None if all processes reduced the same, and what tells it where the host must not wait.
+    def _checked(
+        self, norms: list[Tensor], is_told: tuple[Tensor, Tensor, Tensor], apart: Tensor, copies: Copies
+    ) -> list[Tensor]:
+        """Return the norms; NaN where something is wrong and the host must not wait.
+
+        Args:
+            norms: The norms.
+            is_told: Whether all processes reduced the same list, by the same rule, and replicas have it alike.
+            apart: Whether each of the copies differ.
+            copies: Their names.
 
         Raises:
-            DistributedError: If it can be told for nothing, and they did not.
+            DistributedError: If one of the first is not so.
+            UnsupportedGradientError: If copies differ.
         """
-        if not are_readable(same):
-            return same & agreed if balanced is None else same & agreed & balanced
-        why = ""
+        same, agreed, balanced = (one.all() for one in is_told)
+        sound = same & agreed & balanced & ~apart.any()
+        if not are_readable(sound):
+            return [torch.where(sound, x, math.nan) for x in norms]
+        if sound:
+            return norms
         if not same:
-            why = (
+            raise DistributedError(
                 "another rank clipped another list of gradients in this place: every rank must clip the same lists in "
                 "the same order."
             )
-        elif not agreed:
-            why = (
+        if not agreed:
+            raise DistributedError(
                 f"{difference(self.union, self._settings)}: every rank must clip by the same rule with the same "
                 "arguments. Nothing was changed."
             )
-        elif balanced is not None and not balanced:
-            why = (
+        if not balanced:
+            raise DistributedError(
                 "a gradient is None on some of the ranks that hold the same part of it, and not on the others: their "
                 "norm cannot be told. Replicas must have a gradient or not have it alike; fill missing ones with zeros."
             )
-        if why:
-            raise DistributedError(why)
-        return None
+        wrong = [name for name, is_apart in zip(copies.names, apart.tolist(), strict=True) if is_apart]
+        raise UnsupportedGradientError(
+            f"the gradient of {listed(wrong, MOST_RANKS)} differs between the processes that hold all of it: "
+            "nothing has added it up, as where FSDP ignores a parameter, FSDP1's HYBRID_SHARD shards over one "
+            "process, a backward ran inside no_sync(), or stages share a weight. All-reduce it before the clip, or "
+            "let FSDP or DDP do so; what each process has for itself, as an expert, must say so with a DTensor. "
+            "Nothing was changed."
+        )
