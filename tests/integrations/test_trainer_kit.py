@@ -1,6 +1,9 @@
 """Each trainer passes the kit: those with an adapter, and those that need none."""
 
 import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch.utils.data import DataLoader
 from trainer_kit import LR, TrainerKit, sgd
 
 import gradguard as gg
+from gradguard.errors import InvalidValueError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning"),
@@ -42,6 +46,33 @@ class TestIgnite(TrainerKit):
         if stop:
             torch.save({"done": stop} | {n: one.state_dict() for n, one in saved.items()}, folder / "checkpoint.pt")
         return guard
+
+
+class TestYourOwn(TrainerKit):
+    """The adapter that the page on a trainer of one's own shows."""
+
+    @pytest.fixture(autouse=True)
+    def page(self):
+        text = (Path(__file__).parents[2] / "docs/trainers/your_own.md").read_text(encoding="utf-8")
+        (block,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+        self.shown = {}
+        exec(block, self.shown)
+
+    def train(self, model, clipper, batches, parts, folder, stop=None, resume=False):
+        callback = self.shown["Clip"](clipper)
+        if resume:
+            model_state, state = torch.load(folder / "checkpoint.pt", weights_only=True)
+            model.load_state_dict(model_state)
+            callback.load_state_dict(state)
+        self.shown["Trainer"](model, self.loss, [callback], parts).fit(batches[5 if resume else 0 : stop])
+        if stop:
+            torch.save((model.state_dict(), callback.state_dict()), folder / "checkpoint.pt")
+        return callback.guards[0]
+
+    def test_one_clip_and_not_two(self):
+        refused = pytest.raises(InvalidValueError, match=r"Trainer\(bound=1.0\) clips too: expected one clip")
+        with refused:
+            self.shown["Trainer"](self.model(), self.loss, [self.shown["Clip"](self.clipper())], bound=1.0).fit([])
 
 
 class TestTransformers(TrainerKit):
@@ -190,3 +221,49 @@ class TestAccelerate(TrainerKit):
         if stop:
             accelerator.save_state(str(folder / "state"))
         return guarded
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+class TestKeras(TrainerKit):
+    """An optimizer that is none of PyTorch's: the clip is inside it, and counts by itself."""
+
+    @pytest.fixture(autouse=True)
+    def keras(self, monkeypatch):
+        monkeypatch.setenv("KERAS_BACKEND", "torch")
+        pytest.importorskip("keras", exc_type=ImportError)
+
+    def clipper(self):
+        return gg.ClipByMedian(k=0.0, window=4, warmup=2, update=None)  # the rate of Keras is not known to a rule
+
+    def model(self):
+        import keras
+
+        weights = super().model().state_dict()
+        layers = keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        for layer, number in zip(layers, (0, 2), strict=True):
+            layer.set_weights([weights[f"{number}.weight"].T.numpy(), weights[f"{number}.bias"].numpy()])
+        return model
+
+    def train(self, model, clipper, batches, parts, folder, stop=None, resume=False):
+        import keras
+
+        from gradguard.integrations.keras import guard
+
+        inner = keras.optimizers.SGD(LR, gradient_accumulation_steps=parts if parts > 1 else None)
+        optimizer = guard(inner, clipper)
+        model.compile(optimizer=optimizer, loss="mse")
+        optimizer.build(model.trainable_variables)
+        if resume:
+            model.load_weights(folder / "stopped.weights.h5")
+        in_run = batches[5 if resume else 0 : stop].flatten(0, 1)
+        model.fit(in_run, in_run.sum(1, keepdim=True), batch_size=2, shuffle=False, verbose=0)
+        if stop:
+            model.save_weights(folder / "stopped.weights.h5")
+        return SimpleNamespace(
+            last=optimizer.last, steps=int(optimizer.iterations) + optimizer.skipped_steps,
+            skipped_steps=optimizer.skipped_steps,
+        )  # fmt: skip
+
+    def test_afterwards_the_optimizer_is_free(self):
+        """It is another object, and the optimizer inside is as it was: the tests of Keras look at that."""

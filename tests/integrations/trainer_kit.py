@@ -58,8 +58,8 @@ class TrainerKit:
 
     def check(self, model, guard, batches, parts):
         expected, twin = self.by_hand(batches, parts)
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(p, expected.get_parameter(name), rtol=1e-5, atol=1e-6)
+        for p, by_hand in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p, by_hand, rtol=1e-5, atol=1e-6)
         assert (guard.steps, guard.skipped_steps) == (twin.steps, twin.skipped_steps)
         assert float(guard.last.norm) == pytest.approx(float(twin.last.norm), rel=1e-4)
         assert 0 < float(twin.last.coefficient) <= 1

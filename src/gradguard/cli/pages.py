@@ -4,7 +4,9 @@ import argparse
 import posixpath
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 
 from gradguard.errors import CommandError
@@ -33,27 +35,29 @@ def add_to(commands) -> None:
 
 
 def _explain(parsed: argparse.Namespace) -> int:
-    parts = [(title, *part) for title, page in _OF_PARTS.items() for part in _parts(page).items()]
-    pages, name = _names(), parsed.name
+    parts = {title: _parts(page) for title, page in _OF_PARTS.items()}
+    lists, name = {**parts, "Pages": _names()}, parsed.name
     if name is None:
-        listed = [*parts, *(("Pages", page, "") for page in pages)]
-        titles = [*_OF_PARTS, "Pages"]
-        lists = [f"{title}: {', '.join(f'`{one}`' for of, one, _ in listed if of == title)}." for title in titles]
-        _show("\n\n".join(lists))
+        _show("\n\n".join(f"{title}: {', '.join(f'`{one}`' for one in names)}." for title, names in lists.items()))
         return 0
-    found = [(title, text) for title, one, text in parts if one == name]
+    found = [(title, of[name]) for title, of in parts.items() if name in of]
+    page = next((page for page in lists["Pages"] if name in (page, page.rpartition("/")[2])), "")
     if found:
         _show("\n".join([f"# {name}", *(_AS[title] * (len(found) > 1) + text for title, text in found)]))
-        return 0
-    page = next((page for page in pages if name in (page, page.rpartition("/")[2])), None)
-    if page is not None:
+    elif page:
         _show(_page(f"{page}.md"), page)
-        return 0
-    near = get_close_matches(name, [*(one for _, one, _ in parts), *pages], n=3)
+    else:
+        raise CommandError(f"{name!a:.80} is no cause, finding, error or page. {_hint(name, lists)}")
+    return 0
+
+
+def _hint(name: str, lists: Mapping[str, Iterable[str]]) -> str:
+    """Return what was perhaps meant: names that are spelled alike, and pages that have the word."""
+    near = get_close_matches(name, chain.from_iterable(lists.values()), n=3)
+    word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
+    about = [page for page in lists["Pages"] if word.search(_page(f"{page}.md"))]
     hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
-    about = [page for page in pages if re.search(rf"\b{re.escape(name)}\b", _page(f"{page}.md"), re.IGNORECASE)]
-    hint += f" Pages that have the word: {', '.join(about[:5])}." if about else ""
-    raise CommandError(f"{name!a:.80} is no cause, finding, error or page. {hint}")
+    return f"{hint} Pages that have the word: {', '.join(about[:5])}." if about else hint
 
 
 def _skill(parsed: argparse.Namespace) -> int:

@@ -1,9 +1,11 @@
 """The command line of somebody's script or module, behind our own options: what `run` and `tune` take."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gradguard.errors import CommandError
 
@@ -76,6 +78,21 @@ def first_given(options: argparse.Namespace, *names: str) -> str:
 
 RECORDING = ("out", "force", "argv", "every", "clip", "resilient", "no_report")
 """The options of `run` that say what is recorded and done, and how."""
+
+
+def add_number(
+    parser: argparse.ArgumentParser, option: str, expected: str, low: int, high: float = math.inf, **how: Any
+) -> None:
+    """Add an option that takes a whole number from ``low`` to ``high``, ``expected`` in words."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise CommandError(f"{option} {value}: expected {expected}.")
+        return value
+
+    number.__name__ = "int"  # as argparse calls what is none
+    parser.add_argument(option, type=number, **how)
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:

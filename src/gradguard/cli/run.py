@@ -2,14 +2,13 @@
 
 import argparse
 import functools
-import math
 import os
 import sys
 import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from gradguard.cli.program import RECORDING, ProgramLine, add_program, first_given, nothing_to_run
+from gradguard.cli.program import RECORDING, ProgramLine, add_number, add_program, first_given, nothing_to_run
 from gradguard.cli.records import progress, read, tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.cli.verdict import EXIT_CODES
@@ -46,6 +45,10 @@ _SAVE_HELP = (
 
 _STEPS_HELP = "end the script after N optimizer steps; with --save-gradients, save N whole steps"
 
+_SEED_HELP = "seed random, numpy and torch before the script starts"
+
+_PERTURBED_HELP = "runs that differ by rounding (default: 4)"
+
 _LAUNCH_HELP = (
     "with --save-gradients: start the processes with this command, such as 'torchrun --nproc-per-node 8', or "
     "'mpirun -n 8 python'"
@@ -64,35 +67,25 @@ def add_to(commands) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and run.html go")
     parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
     parser.add_argument("--argv", action="store_true", help="record the arguments as they are: secrets are not hidden")
-    parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
+    steps = "a number of steps, at least 1"
+    add_number(parser, "--every", steps, 1, metavar="N", help="record each parameter's norm every N steps")
     parser.add_argument("--clip", metavar="RULE", help=_CLIP_HELP)
     parser.add_argument("--resilient", action="store_true", help=_RESILIENT_HELP)
-    parser.add_argument("--steps", type=int, metavar="N", help=_STEPS_HELP)
-    parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch before the script starts")
+    add_number(parser, "--steps", steps, 1, metavar="N", help=_STEPS_HELP)
+    add_number(parser, "--seed", "a number from 0 to 4294967295", 0, 2**32 - 1, metavar="N", help=_SEED_HELP)
     parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
     parser.add_argument("--audit-norm", action="store_true", help=_AUDIT_HELP)
     parser.add_argument("--save-gradients", type=Path, metavar="FILE", help=_SAVE_HELP)
-    parser.add_argument("--at", type=int, metavar="N", help="save the gradients of optimizer step N (default: 1)")
-    parser.add_argument("--perturbed", type=int, metavar="N", help="runs that differ by rounding (default: 4)")
+    add_number(parser, "--at", steps, 1, metavar="N", help="save the gradients of optimizer step N (default: 1)")
+    add_number(parser, "--perturbed", "a number of runs, 0 or more", 0, metavar="N", help=_PERTURBED_HELP)
     parser.add_argument("--launch", metavar="COMMAND", help=_LAUNCH_HELP)
     add_program(parser)
     parser.set_defaults(call=_run)
 
 
-_BOUNDS = {
-    "every": (1, math.inf, "a number of steps, at least 1"),
-    "steps": (1, math.inf, "a number of steps, at least 1"),
-    "at": (1, math.inf, "a number of steps, at least 1"),
-    "seed": (0, 2**32 - 1, "a number from 0 to 4294967295"),
-}
-
-
 def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     if not program.words:
         raise nothing_to_run("run")
-    for name, (low, high, expected) in _BOUNDS.items():
-        if (number := getattr(options, name)) is not None and not low <= number <= high:
-            raise CommandError(f"--{name} {number}: expected {expected}.")
     others = first_given(options, *RECORDING, "audit_norm")
     if options.save_gradients is None:
         if of_another := first_given(options, "at", "perturbed", "launch"):
@@ -316,32 +309,41 @@ class _Recording:
 
     def tell(self, observer: "Observer", code: int) -> None:
         """Draw the record of a run, and say which other records there are now, of whom."""
-        from gradguard.monitoring.observe.watch import identity, process_of, records_beside
+        from gradguard.monitoring.observe.watch import identity, records_beside
 
         if self.record is None:
             return
+        known = {*self.before, observer.path}
         if observer.path is None and self.replaced and identity(self.record) != self.replaced:
-            self.before.discard(self.record)  # a process of rank 0 has replaced it
-        new = [path for path in records_beside(self.record) if path not in self.before]
-        others = {path: process_of(path) for path in new if path != observer.path}
-        started = [path for path, (_, root) in others.items() if root == os.getpid()]
+            known.discard(self.record)  # a process of rank 0 has replaced it
+        others = {path: _owner_of(path) for path in records_beside(self.record) if path not in known}
+        started = [path for path, owner in others.items() if owner == _STARTED]
         shown = observer.path or (self.record if self.record in started else None)  # a process of rank 0 has written it
-        if shown is None and not self.stepped:  # a record that could not be written has said so
-            on_stderr(_no_step(code, observer.clip_calls, _short(started[0], self.here) if started else ""))
         if shown is not None and not self.options.no_report:
             _show(shown, self.here, self.signals)
-        if self.options.clip is not None and started:
+        if shown is None and not self.stepped:  # a record that could not be written has said so
+            on_stderr(_no_step(code, observer.clip_calls, [_short(path, self.here) for path in started]))
+        if started and self.options.clip is not None:
             on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
-        for path, (number, root) in others.items():
-            if path != shown:
-                whose = "another process" if number is None else f"another run, process {number},"
-                whose = "a process that it started" if root == os.getpid() else whose
-                on_stderr(f"{whose} has the record {_short(path, self.here)}")
+        for path in sorted(others.keys() - {shown}):
+            on_stderr(f"{others[path]} has the record {_short(path, self.here)}")
 
 
-def _no_step(code: int, clip_calls: int, elsewhere: str) -> str:
+_STARTED = "a process that it started"
+
+
+def _owner_of(record: Path) -> str:
+    from gradguard.monitoring.observe.watch import process_of
+
+    number, root = process_of(record)
+    if root == os.getpid():
+        return _STARTED
+    return "another process" if number is None else f"another run, process {number},"
+
+
+def _no_step(code: int, clip_calls: int, elsewhere: list[str]) -> str:
     if elsewhere:
-        return f"this process made no optimizer step, others did; draw one: gradguard report {elsewhere}"
+        return f"this process made no optimizer step, others did; draw one: gradguard report {elsewhere[0]}"
     if code:
         return "it ended before its first optimizer step, so there is no record."
     seen = f"{clip_calls:,} clip calls were seen, but no optimizer step" if clip_calls else "no optimizer step was seen"

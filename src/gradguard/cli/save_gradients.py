@@ -33,8 +33,6 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
         CommandError: If that cannot be done, or the program makes no step.
     """
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
-    if perturbed < 0:
-        raise CommandError(f"--perturbed {perturbed}: expected a number of runs, 0 or more.")
     launched = os.environ.pop(_FOLDER, None)  # what the script starts is no run of its own
     launcher = [] if launched else _launcher(options, perturbed)
     if others and (launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradguard.cli.program import ProgramLine, add_program, nothing_to_run
+from gradguard.cli.program import ProgramLine, add_number, add_program, nothing_to_run
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable
 
@@ -27,8 +27,9 @@ def add_to(commands) -> None:
         "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands "
         "for the seed."
     )
-    parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of a run, 250")
-    parser.add_argument("--seeds", type=int, default=3, metavar="K", help="runs of each rule, 3")
+    whole = "a whole number, at least 1"
+    add_number(parser, "--steps", whole, 1, default=250, metavar="N", help="optimizer steps of a run, 250")
+    add_number(parser, "--seeds", whole, 1, default=3, metavar="K", help="runs of each rule, 3")
     parser.add_argument("--rule", action="append", metavar="RULE", help="a rule as for run --clip, in place of ours")
     parser.add_argument("--record", type=Path, metavar="RECORD", help="take the rules from this record")
     parser.add_argument(
@@ -45,9 +46,6 @@ def add_to(commands) -> None:
 def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
     if not program.words:
         raise nothing_to_run("tune")
-    for name in ("steps", "seeds"):
-        if getattr(options, name) < 1:
-            raise CommandError(f"--{name} {getattr(options, name)}: expected a whole number, at least 1.")
     metric = _pattern(options)
     folder = options.out or Path("runs") / f"tune-{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not options.force and folder.exists() and any(folder.iterdir()):

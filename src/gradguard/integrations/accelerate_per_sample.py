@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -14,52 +14,43 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.adapter import wrap_once
+from gradguard.integrations.adapter import Run, wrap_once
 from gradguard.integrations.guard_job import refuse_beside_a_guard
-from gradguard.integrations.sample_jobs import check_norm_clipper, undo_division
+from gradguard.integrations.sample_jobs import PerSampleJob, check_norm_clipper, undo_division
 
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 _attached: "WeakKeyDictionary[Accelerator, PerSampleClip]" = WeakKeyDictionary()
 
 
-class PerSampleClip:
+class PerSampleClip(PerSampleJob):
     """Clips samples for an accelerator; `clip_per_sample` makes it.
 
     Attributes:
+        norm_clipper: The rule.
         clipper: The `gradguard.PerSampleGradientClipper`; ``clipper.statistics`` has the norms of the last batch.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        optimizer: AcceleratedOptimizer,
-        clips: gg.PerSampleGradientClipper | gg.private.PrivateTraining,
-    ) -> None:
-        self.clipper = clips.clipper if isinstance(clips, gg.private.PrivateTraining) else clips
-        self._clips = clips
-        self._optimizer = optimizer
-        self._accelerator = ref(accelerator)  # which holds this one in its checkpoints
+    _accelerator: "ref[Accelerator]"  # which holds this one in its checkpoints
+    _optimizer: AcceleratedOptimizer
+
+    def attach(self, accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer) -> Self:
+        """Begin, and let ``accelerator`` call this one: at each backward, at each real step, and in checkpoints."""
+        self.begin(Run(model, model, [optimizer.optimizer]))
+        self._accelerator, self._optimizer = ref(accelerator), optimizer
         _attached[accelerator] = self
         accelerator.register_for_checkpointing(self)
         wrap_once(Accelerator, "backward", _backward)
         wrap_once(AcceleratedOptimizer, "step", _step)
         watch_clips()
+        return self
 
     def detach(self) -> None:
         """Give model, optimizer and accelerator back as they were; calling it again does nothing."""
         accelerator = self._accelerator()
         if accelerator is not None and _attached.get(accelerator) is self:
             del _attached[accelerator]
-        self._clips.detach()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was learned and, of a private training, counted; ``accelerator.save_state`` calls this."""
-        return self._clips.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; ``accelerator.load_state`` calls this."""
-        self._clips.load_state_dict(state_dict)
+        self.end()
 
 
 def clip_per_sample(
@@ -125,8 +116,7 @@ def clip_per_sample(
     """
     check_prepared("clip_per_sample", accelerator, model, optimizer)
     check_norm_clipper(norm_clipper, accelerator.num_processes)
-    clipper = gg.PerSampleGradientClipper(model, norm_clipper, **options)
-    return PerSampleClip(accelerator, optimizer, clipper)  # type: ignore[arg-type]
+    return PerSampleClip(norm_clipper, **options).attach(accelerator, model, optimizer)  # type: ignore[arg-type]
 
 
 def check_types(accelerator: object, optimizer: object) -> None:
@@ -189,7 +179,7 @@ def _backward(original: Callable[..., Any], accelerator: Accelerator, loss: Tens
         return original(accelerator, loss, **kwargs)
     undo_division(clip.clipper, loss, accelerator.gradient_accumulation_steps)
     done = original(accelerator, loss, **kwargs)
-    clip._clips.clip_and_accumulate()
+    clip.after_backward()
     return done
 
 
@@ -198,7 +188,7 @@ def _step(original: Callable[..., Any], optimizer: AcceleratedOptimizer, *args: 
     if optimizer.gradient_state.sync_gradients:
         for clip in _attached.values():
             if clip._optimizer is optimizer:
-                clip._clips.pre_step()
+                clip.before_step()
     return original(optimizer, *args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: differentially private training in a loop that an ``Accelerator`` runs."""
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,38 +14,22 @@ from torch.utils.data import DataLoader
 import gradguard as gg
 from gradguard.errors import InvalidTypeError
 from gradguard.integrations.accelerate_per_sample import PerSampleClip, check_prepared
+from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob
 
 
-class PrivateClip(PerSampleClip):
+class PrivateClip(PrivateJob, PerSampleClip):
     """One private training of an accelerator; `make_private` makes it.
 
     Attributes:
         loader: Loop over this one. It yields ``gradient_accumulation_steps`` batches for each step, on the
             accelerator's device.
         private: The `gradguard.private.PrivateTraining`: ``private.epsilon()``, ``private.steps``.
+        norm_clipper: The rule.
         clipper: Its `gradguard.PerSampleGradientClipper`.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, private: gg.private.PrivateTraining
-    ) -> None:
-        super().__init__(accelerator, optimizer, private)
-        self.private = private
-        self.loader = _Placed(private, accelerator.device)
-
-
-class _Placed:
-    """The batches of a private training, on a device."""
-
-    def __init__(self, private: gg.private.PrivateTraining, device: torch.device) -> None:
-        self._private, self._device = private, device
-
-    def __len__(self) -> int:
-        return len(self._private.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._private.loader:
-            yield send_to_device(batch, self._device)
+    _trainer_plans = False
+    loader: PrivateBatches
 
 
 def make_private(
@@ -132,13 +116,12 @@ def make_private(
             f"loader is a {type(loader).__name__}, which accelerator.prepare has made: expected the DataLoader as it "
             "was before, of which other batches are drawn."
         )
-    private = gg.private.make_private(
-        gg.PerSampleGradientClipper(model, norm_clipper or gg.FlatNormClipper(1.0), **options),
-        optimizer.optimizer,
+    clip = PrivateClip(privacy, norm_clipper, secure=secure, seed=seed, **options)
+    clip.loader = clip._batches = PrivateBatches(
         loader,
-        privacy,
-        gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
-        secure=secure,
-        seed=seed,
+        accelerator.gradient_accumulation_steps,
+        accelerator.num_processes,
+        lambda: clip.private,
+        partial(send_to_device, device=accelerator.device),
     )
-    return PrivateClip(accelerator, optimizer, private)
+    return clip.attach(accelerator, model, optimizer)

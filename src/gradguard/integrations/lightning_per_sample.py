@@ -108,7 +108,6 @@ class PerSampleCallback(PerSampleJob, TrainersClip):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Undo Lightning's division by the number of accumulated batches: it is part of no sample's own loss."""
         del pl_module
-        assert self.clipper is not None
         undo_division(self.clipper, loss, trainer.accumulate_grad_batches)
 
     def on_after_backward(self, *args: Any, **kwargs: Any) -> None:

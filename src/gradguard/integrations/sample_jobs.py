@@ -21,7 +21,7 @@ class PerSampleJob(Job):
         clipper: The `gradguard.PerSampleGradientClipper` of the current or the last training; None before it begins.
     """
 
-    clipper: gg.PerSampleGradientClipper | None
+    clipper: Any
     _clips: Any  # the object that clips after each backward and fills in the gradients before each step
     _summed: bool  # samples of this optimizer step were accumulated
 
@@ -74,6 +74,7 @@ class PrivateBatches:
         parts: How many batches it accumulates for a step.
         processes: How many train together.
         training: Gives the training, which need not be there before the first batch is asked for.
+        place: Moves a batch to where it is trained on; None leaves that to the trainer.
 
     Raises:
         InvalidValueError: If the loader is no DataLoader with a batch size.
@@ -81,7 +82,12 @@ class PrivateBatches:
     """
 
     def __init__(
-        self, loader: DataLoader, parts: int, processes: int, training: Callable[[], gg.private.PrivateTraining]
+        self,
+        loader: DataLoader,
+        parts: int,
+        processes: int,
+        training: Callable[[], Any],
+        place: Callable[[Any], Any] | None = None,
     ) -> None:
         if not isinstance(loader, DataLoader) or loader.batch_size is None:
             raise InvalidValueError(
@@ -95,7 +101,7 @@ class PrivateBatches:
             )
         size: int = len(loader.dataset)  # type: ignore[arg-type]
         self.loader, self.parts, self.dataset = loader, parts, loader.dataset
-        self._training = training
+        self._training, self._place = training, place
         rate = min(1.0, loader.batch_size * parts * processes / size)
         self._length = len(gg.private.PoissonBatches(size, rate)) * parts
 
@@ -106,7 +112,8 @@ class PrivateBatches:
         return self._draw()  # a generator: trainers call iter() long before they train
 
     def _draw(self) -> Iterator[Any]:
-        yield from self._training().loader
+        batches = self._training().loader
+        yield from batches if self._place is None else map(self._place, batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing, by which a trainer knows that it may go on within an epoch: the callback keeps the place."""
@@ -125,6 +132,8 @@ class PrivateJob(PerSampleJob):
 
     private: gg.private.PrivateTraining | None
     _batches: PrivateBatches | None
+    _trainer_plans = True
+    """Whether the trainer, and not the budget, says how many steps there will be."""
 
     def __init__(
         self,
@@ -135,12 +144,13 @@ class PrivateJob(PerSampleJob):
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(privacy, gg.private.PrivacyBudget) and (privacy.epochs, privacy.steps) != (None, None):
+        budget = privacy if self._trainer_plans and isinstance(privacy, gg.private.PrivacyBudget) else None
+        if budget is not None and (budget.epochs, budget.steps) != (None, None):
             raise InvalidValueError(
                 f"{privacy!r}: the trainer knows how many steps it will take. Leave epochs and steps out of the budget."
             )
         super().__init__(gg.FlatNormClipper(1.0) if norm_clipper is None else norm_clipper, **options)
-        self._privacy, self._noise = privacy, {"secure": secure, "seed": seed}
+        self._privacy, self._budget, self._noise = privacy, budget, {"secure": secure, "seed": seed}
 
     def _not_begun(self) -> dict[str, Any]:
         return {**super()._not_begun(), "private": None, "_batches": None}
@@ -169,15 +179,14 @@ class PrivateJob(PerSampleJob):
                 f"training resumes after {run.done} steps, and the checkpoint has no state of a {name}: what those "
                 "steps have cost is not known. Load the weights alone if they were trained on other records."
             )
-        if isinstance(privacy, gg.private.PrivacyBudget):
+        if self._budget is not None:
             if not math.isfinite(run.steps):
                 raise InvalidValueError(
                     "a PrivacyBudget needs a trainer that knows how many steps it will take: set its number of epochs "
                     "or of steps."
                 )
-            privacy = replace(privacy, steps=int(run.steps))
+            privacy = replace(self._budget, steps=int(run.steps))
         self._attach(run)
-        assert self.clipper is not None
         self.private = self._clips = private = gg.private.make_private(
             self.clipper,
             run.optimizers[0],

@@ -188,8 +188,6 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
         with replaced(trainer, "compute_loss", seen):
             loss = original(trainer, model, *args, **kwargs)
         self.after_backward()
-        assert self.clipper is not None
-        assert self.clipper.statistics is not None
         norms = self.clipper.statistics.norms
         self._measured.append((norms, _row(self._inputs, norms)))
         self._inputs = {}
@@ -217,7 +215,6 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
 
     def _spoil(self, finite: Tensor) -> None:
         """Make the gradient not finite where a sample's is, which the clipper has left out."""
-        assert self.clipper is not None
         smallest = min((p.grad for p in self.clipper.trained.values() if p.grad is not None), key=Tensor.numel)
         smallest += torch.where(finite, 0.0, torch.nan).to(smallest)
 

@@ -5,7 +5,8 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,25 +52,19 @@ class Terms:
 
 @dataclass
 class _LogicalBatch:
-    """The state of a logical batch while its micro-batches come.
+    """A logical batch while its micro-batches come.
 
     Attributes:
         open: Those that were handed out and are not yet taken up, of the next logical batch too.
-        started: A part was taken up.
-        complete: All parts were, and `PrivateTraining.pre_step` has not been called.
-        drawn: Number of samples that were taken up.
+        taken: Those that were taken up, and that `PrivateTraining.pre_step` has not released.
     """
 
     open: deque[SampledMicroBatch] = field(default_factory=deque)
-    started: bool = False
-    complete: bool = False
-    drawn: int = 0
+    taken: list[SampledMicroBatch] = field(default_factory=list)
 
-    def take_up(self, micro_batch: SampledMicroBatch) -> bool:
-        """Count a part; return whether it was the last one."""
-        self.started, self.complete = True, micro_batch.ends
-        self.drawn += micro_batch.size
-        return micro_batch.ends
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.taken) and self.taken[-1].ends
 
 
 @dataclass(eq=False)
@@ -131,7 +126,6 @@ class PrivateTraining:
         self.clipper, self.optimizer, self.terms = clipper, optimizer, terms
         self.accountant, self.noise, self.steps = accountant, noise, 0
         self._batches, self._group = batches, group
-        self._adds_noise = rank_and_size(group)[0] == 0
         self._for_trainer = for_trainer  # one that fetches ahead, and never asks for a batch after the last
         self._batch = _LogicalBatch()
         self._filled: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}  # for one step, and their versions
@@ -174,22 +168,18 @@ class PrivateTraining:
             InvalidValueError: As `step` does.
         """
         batch = self._batch
-        if not batch.open or batch.complete:
+        if not batch.open or batch.is_complete:
             raise InvalidValueError(
                 "private.step() without a batch: iterate over private.loader, and call it once after the backward of "
                 "each batch. After an error within a logical batch begin a new pass over the loader."
             )
         self._buffers.check()
         self._refuse_other_gradients()
-        try:
+        # With a later part the earlier ones are lost too, and its other parts are not a Poisson sample.
+        with self._or_else(self._abandon if batch.taken else self.clipper.discard):
             self._clip(batch.open[0])
-        except BaseException:
-            if batch.started:  # its earlier parts are lost too, and its other parts are not a Poisson sample
-                self._abandon()
-            else:
-                self.clipper.discard()
-            raise
-        return batch.take_up(batch.open.popleft())
+        batch.taken.append(batch.open.popleft())
+        return batch.is_complete
 
     def pre_step(self) -> None:
         """Add the noise, and fill every ``.grad`` for one ``optimizer.step()``; for trainers, see `step`.
@@ -199,17 +189,14 @@ class PrivateTraining:
         Raises:
             InvalidValueError: If the logical batch is not complete.
         """
-        if not self._batch.complete:
+        if not self._batch.is_complete:
             raise InvalidValueError(
                 "the optimizer is to step within a logical batch, or without one: every part that private.loader "
                 "gives must be used before, and none twice. Let the trainer accumulate as many batches for a step as "
                 "the loader cuts a logical batch into."
             )
-        try:
+        with self._or_else(self._abandon):
             self._release()
-        except BaseException:
-            self._abandon()
-            raise
 
     def epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon spent so far at ``delta``, by default the target delta."""
@@ -240,7 +227,7 @@ class PrivateTraining:
         Raises:
             InvalidValueError: If a logical batch is open: what is summed of it has no noise yet.
         """
-        if self._batch.open or self._batch.started:
+        if self._batch.open or self._batch.taken:
             raise InvalidValueError(
                 "state_dict() within a logical batch would save sums without noise: call it when private.step() has "
                 "returned True, or between epochs."
@@ -313,7 +300,8 @@ class PrivateTraining:
     def _pass_over(self, empty: SampledMicroBatch) -> None:
         self._refuse_other_gradients()
         self.clipper.skip_batch()
-        if self._batch.take_up(empty):
+        self._batch.taken.append(empty)
+        if empty.ends:
             self._finish()
 
     def _start_epoch(self) -> None:
@@ -329,7 +317,7 @@ class PrivateTraining:
             )
 
     def _check_closed(self) -> None:
-        if self._batch.open or self._batch.complete:
+        if self._batch.open or self._batch.is_complete:
             raise InvalidValueError(
                 "the loader was asked for the next batch, and private.step() was not called for the last one, or has "
                 "failed: every batch that was drawn must be used. Call it after each backward."
@@ -375,19 +363,25 @@ class PrivateTraining:
         self._batch = _LogicalBatch()
         self._pass = _Pass()
 
+    @contextmanager
+    def _or_else(self, lost: Callable[[], None]) -> Iterator[None]:
+        """Call ``lost`` where the block does not come to its end."""
+        try:
+            yield
+        except BaseException:
+            lost()
+            raise
+
     # The end of a logical batch
 
     def _finish(self) -> None:
         self.pre_step()
-        parameters = list(self._filled)
-        try:
-            self.optimizer.step()
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            for parameter in parameters:
-                parameter.grad = None
+        with self._or_else(self._abandon):
+            try:
+                self.optimizer.step()
+            finally:
+                for parameter in self._filled:
+                    parameter.grad = None
 
     @torch.no_grad()
     def _release(self) -> None:
@@ -395,9 +389,10 @@ class PrivateTraining:
         deviation = self._deviation(self.clipper.sensitivity_of_step())  # before the threshold moves
         self._count()
         taken, unit = self.clipper.take_in_units()
-        drawn, self._batch = self._batch.drawn, _LogicalBatch(self._batch.open)
+        drawn = sum(part.size for part in self._batch.taken)
+        self._batch = _LogicalBatch(self._batch.open)
         _check_samples(taken.batch_size, drawn)
-        own = deviation if self._adds_noise else 0.0
+        own = deviation if rank_and_size(self._group)[0] == 0 else 0.0  # one process adds the noise
         self.noise.add_(taken.sums, own, unit=unit, divisor=self.terms.divisor)
         all_reduce_sum(taken.sums, self._group)
         self._filled = {}

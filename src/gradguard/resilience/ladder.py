@@ -62,6 +62,18 @@ class _Measured:
     in_a_row: int
     scores: list[float]
 
+    @classmethod
+    def of(cls, step: int, numbers: Tensor | list[float]) -> "_Measured":
+        spike, stands_out, adopted, nonfinite, changed, in_a_row, *scores = (
+            numbers.tolist() if isinstance(numbers, Tensor) else numbers
+        )
+        flags = bool(spike), bool(stands_out), bool(adopted), bool(nonfinite), bool(changed)
+        return cls(step, *flags, int(in_a_row), scores)
+
+    @property
+    def is_bad(self) -> bool:
+        return self.stands_out or self.nonfinite
+
 
 @dataclass(slots=True)
 class _Course:
@@ -70,22 +82,24 @@ class _Course:
     Attributes:
         calm_since: The last step that stood out or was not finite.
         slow_until: The step up to which the learning rate is lower.
-        guarded: Steps of the guard at the last call of `SpikeRecovery.step`.
         missed: Steps of the optimizer between the last two calls, less one.
         nonfinite: Steps in a row that were not finite.
         changed_at: The last step that began with weights that something else had changed.
-        held_at: The step at which weights from before a row of spikes were taken, while it may be none; else 0.
         burst: The burst that is adopted, and neither rolled back nor taken for a shift.
     """
 
     calm_since: int
     slow_until: int
-    guarded: int
     missed: int = 0
     nonfinite: int = 0
     changed_at: int = 0
-    held_at: int = 0
     burst: "_Burst | None" = None
+
+    def follow(self, now: _Measured, steps: int) -> None:
+        """Note what was measured of a step, when ``steps`` were taken."""
+        self.nonfinite = self.nonfinite + 1 if now.nonfinite else 0
+        self.calm_since = steps if now.is_bad else self.calm_since
+        self.changed_at = now.step if now.changed else self.changed_at
 
 
 class SpikeRecovery:
@@ -237,7 +251,7 @@ class SpikeRecovery:
 
     def _begin_at(self, steps: int, slow_until: int) -> None:
         """Begin or go on after ``steps`` steps, of which no snapshot and no measurement is there."""
-        self.steps, self._course = steps, _Course(steps, slow_until, self.guard.steps)
+        self.steps, self._course = steps, _Course(steps, slow_until)
         self._spikes.followed = self.guard.steps
         self.batches.load_state_dict({"step": steps + 1})  # as steps are counted here
         self._pending.clear()
@@ -271,7 +285,8 @@ class SpikeRecovery:
             InvalidValueError: If the optimizer has taken several steps since the last call, or `batches` counts other
                 steps.
         """
-        if self.guard.steps == self._course.guarded:  # a micro-batch that was only accumulated
+        taken = self.guard.steps - self._spikes.followed
+        if taken == 0:  # a micro-batch that was only accumulated
             return None
         if self.batches.step != self.steps + 1:
             raise InvalidValueError(
@@ -279,18 +294,15 @@ class SpikeRecovery:
                 "events would name the samples of other steps. Leave the count of resilience.batches alone; "
                 "resilience.load_state_dict() sets it."
             )
-        before, self._course.missed = self._course.missed, self.guard.steps - self._course.guarded - 1
-        if self._course.missed > 1 or (self._course.missed and before):  # one alone may be a step that raised an error
-            raise InvalidValueError(_forgotten(self._course.missed + 1))
-        self._course.guarded = self._spikes.followed = self.guard.steps
+        if taken - 1 + self._course.missed > 1:  # one alone may be a step that raised an error
+            raise InvalidValueError(_forgotten(taken))
+        self._course.missed, self._spikes.followed = taken - 1, self.guard.steps
         self._buffers.put_back(self.guard.skipped)
         self.steps += 1
         self.batches.end_step()
         changed = self._follow_groups()
         self._pending.append((self.steps, *self._measured()))
-        event = None
-        if len(self._pending) > self.detection_delay and (measured := _read(*self._pending.popleft())) is not None:
-            event = self._process(measured)
+        event = self._process(*self._pending.popleft()) if len(self._pending) > self.detection_delay else None
         self._go_on()
         self._buffers.keep()
         self._spikes.weights.keep()
@@ -322,24 +334,26 @@ class SpikeRecovery:
 
     # -- what is done ---------------------------------------------------------------------------------------------
 
-    def _process(self, now: _Measured) -> Event | None:
-        self._course.nonfinite = self._course.nonfinite + 1 if now.nonfinite else 0
-        if now.stands_out or now.nonfinite:
-            self._course.calm_since = self.steps
-        if now.changed:
-            self._course.changed_at = now.step
-        burst = self._course.burst
-        if burst is not None and burst.is_tried:
-            return self._judge_trial(burst, now)
-        if self._course.nonfinite >= _NONFINITE:
+    def _process(self, step: int, numbers: Tensor | list[float], landed: CopyEvent | None) -> Event | None:
+        """Act on the numbers of a step; there are none of one that was not taken."""
+        if landed is not None:
+            landed.synchronize()
+        if not len(numbers):
+            return None
+        now, course = _Measured.of(step, numbers), self._course
+        course.follow(now, self.steps)
+        burst = course.burst
+        if burst is not None and burst.trial is not None:
+            return self._judge_trial(burst, burst.trial, now)
+        if course.nonfinite >= _NONFINITE:
             return self._leave_nonfinite(now)
         if not now.spike:
-            self._drop_if_trained_since(now)
+            if not now.nonfinite:
+                self._shelf.settle(now.step)
             return None
         if burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
-            self._course.held_at = self.steps
-            self._shelf.take(now.step - 2, self.steps)  # whose weights these are, if all steps since then were spikes
-        if now.adopted and burst is None:
+            self._shelf.hold(now.step - 2, self.steps)  # whose weights these are, if all steps since then were spikes
+        if burst is None and now.adopted:
             return self._suspect(now)
         return self._event(now.step, "spike", "skipped", now, lost=1)
 
@@ -355,60 +369,51 @@ class SpikeRecovery:
         self._buffers.remove()
         self._buffers = StepBuffers(self._model)  # of layers that have come too
         self._spikes.weights = WeightWatch(self._optimizer)
-        self._course.held_at, burst = 0, self._course.burst
-        self._course.burst = None
+        burst, self._course.burst = self._course.burst, None
         if burst is None:
             return None
-        if burst.is_tried:  # then the newer weights cannot come back
-            return self._roll_back(burst)
+        if burst.trial is not None:  # then the newer weights cannot come back
+            return self._roll_back(burst, burst.trial)
         return self._event(burst.first, "burst", "went on", burst.seen, lost=burst.lost)
 
-    def _drop_if_trained_since(self, now: _Measured) -> None:
-        if now.nonfinite:
-            return
-        if now.step <= self._course.held_at:
-            del self._shelf.kept[-1:]
-        self._course.held_at = 0
-
     def _suspect(self, now: _Measured) -> Event:
-        first = now.step - now.in_a_row + 1
-        base, changed_at, self._course.held_at = self._shelf.before(first), self._course.changed_at, 0
+        """A burst is adopted: plan at which steps to try the weights from before it."""
+        first, changed_at = now.step - now.in_a_row + 1, self._course.changed_at
+        self._shelf.held_at, base = 0, self._shelf.before(first)
         if base is None:
             return self._event(first, "burst", "went on", now, lost=now.in_a_row)
-        bases = [base]
-        if base.taken >= changed_at > 0 and (older := self._shelf.taken_before(changed_at)) is not None:
-            bases.append(older)  # from before something else changed the weights
-        changed = len(bases) > 1
-        self._course.burst = _Burst(first, bases, [self.steps + wait for wait in _TRIALS], now, changed)
-        return self._event(first, "burst", "adopted", now, changed=changed)
+        older = self._shelf.taken_before(changed_at) if base.taken >= changed_at > 0 else None
+        bases = [base, older] if older is not None else [base]  # the other from before the weights were changed
+        trials = [(self.steps + wait, one) for wait in _TRIALS for one in bases]
+        burst = self._course.burst = _Burst(first, now, older is not None, trials, now.in_a_row)
+        return self._event(first, "burst", "adopted", now, changed=burst.changed)
 
     def _go_on(self) -> None:
         """Do what is due at the end of a step: begin a trial, set the learning rate, take a snapshot."""
         burst = self._course.burst
-        if burst is not None and not burst.is_tried and self.steps >= burst.trials[0][0]:
+        if burst is not None and burst.trial is None and self.steps >= burst.trials[0][0]:
             burst.begin_trial(self._shelf, self.steps)
             self._pending.clear()  # of weights that are gone
         self._slow_down.factor = self.lr_factor if self.steps < self._course.slow_until else 1.0
         if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._course.calm_since):
             self._shelf.take(self.steps, self.steps)
 
-    def _judge_trial(self, burst: "_Burst", now: _Measured) -> Event | None:
-        if not (now.stands_out or now.nonfinite):
+    def _judge_trial(self, burst: "_Burst", trial: "_Trial", now: _Measured) -> Event | None:
+        if not now.is_bad:
             burst.good += 1
-            return self._roll_back(burst) if burst.good == _GOOD else None
-        burst.end_trial(self.steps)
+            return self._roll_back(burst, trial) if burst.good == _GOOD else None
+        burst.end_trial(trial, self.steps)
         self._pending.clear()
         if burst.trials:
             return None
-        self._course.burst = None
-        self._course.calm_since = self.steps
-        more = {"lost": burst.lost, "changed": burst.changed}
-        return self._event(burst.first, "shift", "went on", burst.seen, recovery=self.steps - burst.first, **more)
+        self._course.burst, self._course.calm_since = None, self.steps
+        more = {"lost": burst.lost, "changed": burst.changed, "recovery": self.steps - burst.first}
+        return self._event(burst.first, "shift", "went on", burst.seen, **more)
 
-    def _roll_back(self, burst: "_Burst") -> Event:
-        more = {"until": burst.tried_at, "changed": burst.changed, "recovery": self.steps - burst.first}
-        lost = burst.tried_at - burst.base.step
-        return self._went_back(burst.base, burst.first, "burst", burst.seen, lost=lost, **more)
+    def _roll_back(self, burst: "_Burst", trial: "_Trial") -> Event:
+        more = {"until": trial.began, "changed": burst.changed, "recovery": self.steps - burst.first}
+        lost = trial.began - trial.base.step
+        return self._went_back(trial.base, burst.first, "burst", burst.seen, lost=lost, **more)
 
     def _leave_nonfinite(self, now: _Measured) -> Event | None:
         first = now.step - self._course.nonfinite + 1
@@ -444,24 +449,22 @@ class SpikeRecovery:
     def _event(
         self, step: int, what: str, action: str, seen: _Measured | None = None, *, until: int | None = None, **more: Any
     ) -> Event:
-        signal, score = ("", math.nan) if seen is None else self._worst(seen)
+        signal, score = self._worst(seen)
         steps = range(step, (until or step) + 1)
         own = [one for n in steps if n in self.batches.known for one in self.batches.of_step(n)]
         if action == "adopted" or what == "shift":  # the samples may be good
             return Event(step, what, action, signal, score, _ids(own), **more)
         culprits = find_culprits(self.batches, steps, group=self._group)
         blamed, unclear = to_leave_out(culprits)
-        reason = what if seen is None else f"{what}: {signal} {score:.1f} deviations above the median"
-        if (bad := self.bad_samples) is not None:  # on all processes, on the same step
+        if self.bad_samples is not None:  # on all processes, on the same step
+            reason = what if seen is None else f"{what}: {signal} {score:.1f} deviations above the median"
             for one in (*blamed, *unclear):
-                bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
+                self.bad_samples.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
         if self._evidence is not None and what == "spike" and culprits:
             self._write_evidence(self._evidence, step, culprits[0])
-        of_steps = {other.step for other in unclear}
-        ranks = {one.rank for one in blamed}
-        rank = ranks.pop() if len(ranks) == 1 else None
+        ranks, of_steps = {one.rank for one in blamed}, {one.step for one in unclear}
         ids = _ids([*blamed, *(one for one in own if one.step in of_steps)])
-        return Event(step, what, action, signal, score, ids, rank=rank, **more)
+        return Event(step, what, action, signal, score, ids, rank=min(ranks) if len(ranks) == 1 else None, **more)
 
     def _write_evidence(self, evidence: EvidenceFolder, step: int, culprit: Culprit) -> None:
         base = self._shelf.before(step)
@@ -469,9 +472,12 @@ class SpikeRecovery:
         before = culprit.step if self.detection_delay == 0 else None  # else later steps may have changed the weights
         evidence.write(self.batches, culprit, self._model, older, before)
 
-    def _worst(self, seen: _Measured) -> tuple[str, float]:
-        known = [(score, i) for i, score in enumerate(seen.scores) if not math.isnan(score)]
-        score, i = max(known, default=(math.nan, 0))
+    def _worst(self, seen: _Measured | None) -> tuple[str, float]:
+        """Return the signal that stood out most and how far; "" and NaN where nothing was judged."""
+        known = [] if seen is None else [(score, i) for i, score in enumerate(seen.scores) if not math.isnan(score)]
+        if not known:
+            return "", math.nan
+        score, i = max(known)
         groups = getattr(self.guard.last, "group_norms", None)
         names = self._spikes.signal_names([*groups] if groups else ["norm"])
         return (names[i] if i < len(names) else f"signal {i}"), score
@@ -567,30 +573,46 @@ class _KeptSnapshots:
         self.snapshot.restore(rewind_generators=False, rewind_schedule=False)
 
 
-class _Burst:
-    """Spikes in a row that were adopted, the weights from before them, and the steps at which to try these."""
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Older weights that were taken at the step ``began``, and the newer ones, which may come back."""
 
-    def __init__(
-        self, first: int, bases: Sequence[_KeptSnapshots], trials: Sequence[int], seen: _Measured, changed: bool
-    ) -> None:
-        self.first, self.seen, self.changed = first, seen, changed
-        self.base = bases[0]  # what is tried, or was tried last
-        self.trials = [(step, base) for step in trials for base in bases]
-        self.good, self.is_tried, self.tried_at = 0, False, 0
-        self.lost = seen.in_a_row  # and the steps of trials that failed
-        self._newer: _KeptSnapshots | None = None
+    base: _KeptSnapshots
+    newer: _KeptSnapshots
+    began: int
+
+
+@dataclass(slots=True)
+class _Burst:
+    """Spikes in a row that were adopted, and what is still to be tried.
+
+    Attributes:
+        first: The step of the first spike.
+        seen: The step on which they were adopted.
+        changed: Whether something else had changed the weights before.
+        trials: The steps at which to try older weights, each with these.
+        lost: Steps whose work is lost: spikes that were skipped, and the steps of trials that failed.
+        trial: The one that runs; None between them.
+        good: Steps in a row that its weights have taken without a spike.
+    """
+
+    first: int
+    seen: _Measured
+    changed: bool
+    trials: list[tuple[int, _KeptSnapshots]]
+    lost: int
+    trial: _Trial | None = None
+    good: int = 0
 
     def begin_trial(self, shelf: "_Shelf", step: int) -> None:
-        self._newer = shelf.spare(step)
-        _, self.base = self.trials.pop(0)
-        self.base.go_back()
-        self.is_tried, self.good, self.tried_at = True, 0, step
+        newer, (_, base) = shelf.spare(step), self.trials.pop(0)
+        base.go_back()
+        self.trial, self.good = _Trial(base, newer, step), 0
 
-    def end_trial(self, step: int) -> None:
-        assert self._newer is not None
-        self.lost += step - self.tried_at
-        self._newer.go_back()
-        self.is_tried = False
+    def end_trial(self, trial: _Trial, step: int) -> None:
+        self.lost += step - trial.began
+        trial.newer.go_back()
+        self.trial = None
 
 
 class _Shelf:
@@ -602,6 +624,7 @@ class _Shelf:
 
     def clear(self) -> None:
         self.kept: list[_KeptSnapshots] = []
+        self.held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
         self._spare: Snapshot | None = None
 
     def is_due(self, step: int, every: int, calm_since: int) -> bool:
@@ -618,6 +641,17 @@ class _Shelf:
         snapshot.take()
         self.kept = sorted([*self.kept, _KeptSnapshots(step, now, snapshot)], key=lambda kept: kept.step)
 
+    def hold(self, step: int, now: int) -> None:
+        """Keep the state as that after ``step``, which it is if all steps since then turn out to be spikes."""
+        self.take(step, now)
+        self.held_at = now
+
+    def settle(self, step: int) -> None:
+        """Note that ``step`` was taken: then what was held as from before it is from after it."""
+        if step <= self.held_at:
+            del self.kept[-1:]
+        self.held_at = 0
+
     def before(self, step: int) -> _KeptSnapshots | None:
         """Return the newest from before ``step``."""
         return next((kept for kept in reversed(self.kept) if kept.step < step), None)
@@ -631,16 +665,6 @@ class _Shelf:
         self._spare = self._spare or self._make()
         self._spare.take()
         return _KeptSnapshots(step, step, self._spare)
-
-
-def _read(step: int, numbers: Tensor | list[float], event: CopyEvent | None) -> _Measured | None:
-    if event is not None:
-        event.synchronize()
-    found = numbers.tolist() if isinstance(numbers, Tensor) else numbers
-    if not found:
-        return None
-    spike, stands_out, adopted, nonfinite, changed = map(bool, found[:5])
-    return _Measured(step, spike, stands_out, adopted, nonfinite, changed, int(found[5]), found[6:])
 
 
 def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
