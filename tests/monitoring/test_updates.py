@@ -452,3 +452,23 @@ def test_a_spike_of_updates_is_told_before_it_is_over_and_one_large_batch_is_not
     assert told(tail, lambda i: 1.3 if i == 200 else 1.0) == [(202, "update_spike")]
     assert told(tail, lambda i: 1.3 if i in (160, 200) else 1.0) == []  # a kind of batch that was seen before
     assert told(tail, lambda i: 1.3 if i == 160 else 1.0) == [(202, "update_spike")]
+
+
+@pytest.mark.parametrize("kind", ["moved", "swapped", "transposed"])
+def test_a_weight_that_gets_other_memory_between_steps_is_followed_there(kind):
+    """Where weights lie is kept from step to step: of a stale place the record would say that nothing moves."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+    def before(i):
+        first, last = model[0].weight, model[1].weight
+        if kind == "swapped":
+            first.data, last.data = last.data, first.data
+        elif kind == "moved" or i == 1:
+            first.data = first.data.clone() if kind == "moved" else first.data.double().float().t().contiguous().t()
+
+    lines, moves, _ = watched(model, torch.optim.SGD(model.parameters(), lr=1e-3), 7, before=before)
+    found = {line["i"]: line["moved"] for line in lines if line["t"] == "tensors" and "moved" in line}
+    assert list(found) == [0, 2, 4, 6]
+    for i, moved in found.items():
+        assert moved == pytest.approx([move.square().mean().sqrt().item() for move in moves[i]], rel=1e-3)
+        assert min(moved) > 0

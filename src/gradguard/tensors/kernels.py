@@ -150,6 +150,12 @@ class Blocks(_Collected):
         return low != -high and any([t.is_neg() for t in self._tensors])
 
 
+def memory_of(tensors: Sequence[Tensor]) -> bytearray | None:
+    """Return the address, length and dtype of each tensor's memory; None if the kernels cannot take all of them."""
+    blocks = Blocks.of(tensors)
+    return None if blocks is None else blocks._room
+
+
 class UnitBlocks(_Collected):
     """Blocks of tensors that are cut into units, each a stretch of memory or a column of one."""
 

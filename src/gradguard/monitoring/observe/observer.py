@@ -47,7 +47,7 @@ from gradguard.monitoring.observe.step import (
     recovery,
     scale_update,
 )
-from gradguard.monitoring.observe.updates import FREE, SHARE, Moving
+from gradguard.monitoring.observe.updates import FREE, SHARE, Moving, Sampled
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.text import on_stderr
@@ -158,7 +158,7 @@ class Observer(Listener):
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
         self._schedule = Schedule(diagnostics_every)
-        self._watching_updates = 0.0  # seconds
+        self._sampled, self._watching_updates = Sampled(), 0.0  # seconds
         self.path: Path | None = None
         self._buffer = None if callable(path) else self._open(path)  # once it is known where to write
 
@@ -379,7 +379,8 @@ class Observer(Listener):
             self._thread.step = step
         if step.diagnostics is not None or self._watching_updates <= FREE + SHARE * elapsed:
             began = time.perf_counter()  # a look at the thread's own time would be a call of the system
-            self._thread.moving = Moving(optimizer, parameters, self._turns[step.optimizer or 0])
+            samples = self._sampled.of(optimizer, parameters)
+            self._thread.moving = Moving(optimizer, parameters, samples, self._turns[step.optimizer or 0])
             self._watching_updates += time.perf_counter() - began
 
     def on_stepped(self, optimizer: Optimizer) -> None:

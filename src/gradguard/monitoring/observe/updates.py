@@ -6,6 +6,7 @@ A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and 
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
 from gradguard.monitoring.observe.step_rules import Rule, Taken, rule_of
+from gradguard.tensors.kernels import memory_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -56,42 +58,83 @@ class Moved(NamedTuple):
     over_rule: Tensor | None
 
 
+class Samples:
+    """Some elements of the weights of an optimizer.
+
+    Args:
+        parameters: The weights, at least one; of those on several devices, those on the first are looked at.
+
+    Attributes:
+        views: The elements of each weight, as one dimension that shares its memory; none where that is not possible.
+        before: All of them as they were at the last look.
+        changes: Room for what a step does to all of them.
+        parts: The part of each weight in ``changes``, then in ``before``.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.views = [_sample(p.detach(), parameters[0].device) for p in parameters]
+        self.counts, self.sizes = [view.numel() for view in self.views], [p.numel() for p in parameters]
+        self.before = torch.cat(self.views)  # in the widest of their dtypes
+        self.changes = torch.empty_like(self.before)
+        self.parts = [*self.changes.split(self.counts), *self.before.split(self.counts)]
+
+
+class Sampled:
+    """The `Samples` of each optimizer, made anew where one of its weights has other memory.
+
+    They keep that memory alive, so that no other weight gets its address before the next look.
+    """
+
+    def __init__(self) -> None:
+        self._known = WeakKeyDictionary[Optimizer, tuple[bytearray, Samples]]()
+
+    @torch.no_grad()
+    def of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Samples:
+        """Return the samples of ``parameters``, those of a step of ``optimizer``, as they are now."""
+        memory, (known, samples) = memory_of(parameters), self._known.pop(optimizer, (None, None))
+        if samples is None or memory is None or memory != known:
+            samples = Samples(parameters)
+        else:
+            torch.cat(samples.views, out=samples.before)
+        if memory is not None:  # else nobody could tell whether they still are the weights
+            self._known[optimizer] = memory, samples
+        return samples
+
+
 class Moving:
-    """A sample of the weights that a step is about to change; of weights on several devices, those on the first.
+    """A sample of the weights that a step is about to change.
 
     Args:
         optimizer: Whose step it is.
         parameters: Those that have a gradient, at least one.
+        samples: Their samples.
         step: How many steps of this optimizer came before.
     """
 
     @torch.no_grad()
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], step: int = 0) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], samples: Samples, step: int = 0) -> None:
         device, rule = parameters[0].device, rule_of(optimizer)
-        self._optimizer, self._parameters = optimizer, parameters
+        self._optimizer, self._parameters, self._samples = optimizer, parameters, samples
         self._rule, self._momenta = None if step % RULE_EVERY else rule, list[tuple[Tensor, Tensor]]()
         if rule is None:
             with suppress(Exception):  # it may have no momentum, or a state of its own kind
                 first, momenta = optimizer.param_groups[0], [_momentum(optimizer, p, device) for p in parameters]
                 factor = first.get("momentum") or first["betas"][0]
                 self._momenta = [(kept, factor * kept.float()) for kept in momenta]
-        self._samples = [_sample(p, device) for p in parameters]
         rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        self._before = torch.cat(self._samples)  # in the widest of their dtypes
 
     @torch.no_grad()
     def moved(self) -> Moved:
         """Return what the step has done."""
-        counts = [sample.numel() for sample in self._samples]
-        changes = torch.cat(self._samples).sub_(self._before).split(counts)
-        weights, sizes = self._before.split(counts), [p.numel() for p in self._parameters]
+        samples = self._samples
+        torch.cat(samples.views, out=samples.changes).sub_(samples.before)
         added = [kept.float() - left for kept, left in self._momenta]
-        norms, n, over_rule = gradient_norms([*changes, *weights, *added]), len(counts), None
+        norms, n, over_rule = gradient_norms([*samples.parts, *added]), len(samples.counts), None
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
-                over_rule = self._over_rule(self._rule, changes, weights)
-        return Moved(norms[:n], norms[n : 2 * n], counts, sizes, self._rates, norms[2 * n :], over_rule)
+                over_rule = self._over_rule(self._rule, samples.parts[:n], samples.parts[n:])
+        return Moved(norms[:n], norms[n : 2 * n], samples.counts, samples.sizes, self._rates, norms[2 * n :], over_rule)
 
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
         """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
@@ -112,7 +155,7 @@ class Moving:
                 rows.append((-change, step.mul(rate), weight * torch.finfo(p.dtype).eps))
         if not rows:
             return None
-        done, made, rounding = (torch.cat(parts).to(self._before.dtype) for parts in zip(*rows, strict=True))
+        done, made, rounding = (torch.cat(parts).to(self._samples.before.dtype) for parts in zip(*rows, strict=True))
         lengths = [torch.linalg.vector_norm(one) for one in (done, made, rounding)]
         factor = torch.dot(done, made) / lengths[1].square()
         is_known = lengths[2] < ROUNDING * torch.minimum(*lengths[:2])
