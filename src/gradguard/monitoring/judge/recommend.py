@@ -75,6 +75,7 @@ def recommend(record: Record) -> Recommendation:
     healthy otherwise                        nothing   none
     bad_batches, exploding_time              constant  the norm that leaves ordinary steps alone
     unknown                                  unknown   none
+    no_gradient, and the run learns          unknown   none: whether these parts are to stay as they are is asked
     any other                                fix       as the cause's advice says, if it says one
     several optimizers                       unknown   a decision for each
     =======================================  ========  =================================================================
@@ -116,8 +117,9 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
     # the first sentence of the advice, and the others with what was seen
     headline, stop, rest = cause.advice.partition(". ")
     reason = " ".join(filter(None, [rest, *(evidence.words for evidence in cause.evidence[:2])]))
+    kind = "unknown" if cause.key == "no_gradient" and diagnosis.progress else "fix"  # it may be meant, and is asked
     made = Recommendation(
-        "fix", f"{headline}{stop.strip()}", reason, threshold, rule, cause.rate_factor, cause.certainty != "certain",
+        kind, f"{headline}{stop.strip()}", reason, threshold, rule, cause.rate_factor, cause.certainty != "certain",
         usable_steps=len(norms), drift=drift_of(record),
     )  # fmt: skip
     if cause.key == "unknown":
