@@ -51,7 +51,7 @@ EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "nonfinite_range": ("rate_too_high", "nonfinite_growth"),
     "nonfinite_growth": ("nonfinite_data", "nonfinite_range", "bad_batches"),
     "accumulation": _RATES,
-    "raw_data": _RATES,
+    "raw_data": (*_RATES, "exploding_depth"),
     "bad_batches": _RATES,
     "exploding_time": ("bad_batches",),
     "vanishing": ("rate_too_low",),
@@ -238,7 +238,7 @@ CAUSES = (
             "The {which} are not normalised: their size is about {size}, and layers are made for 1.",
             "Bring the {which} to a mean of 0 and a spread of 1 with the numbers of the training set, as in (x - mean) "
             "/ std, or divide pixels by 255. Choose the learning rate after that.",
-            "The learning rate need not be the cause: none fits numbers of such a size.",
+            "Learning rate and weights need not be the cause: none fits numbers of such a size.",
         )
         for look in (raw_data.inputs, raw_data.targets)
     ),

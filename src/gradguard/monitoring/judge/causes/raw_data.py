@@ -4,6 +4,7 @@ import math
 import statistics
 
 from gradguard.monitoring.judge.cause import Sign
+from gradguard.monitoring.judge.causes.depth import explodes_along_depth
 from gradguard.monitoring.judge.causes.rate import too_long
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Layer, RunSignals
@@ -20,8 +21,8 @@ def inputs(signals: RunSignals) -> Sign | None:
 
     The gradient of a weight is that of its bias times what comes in, so that the two together say how large that is.
     """
-    layer = next(iter(signals.layers), None)
-    bias = None if layer is None else _bias_of(signals, layer)
+    # an embedding, which has no bias, reads no numbers
+    layer, bias = next(((one, bias) for one in signals.layers if (bias := _bias_of(signals, one))), (None, None))
     if layer is None or bias is None or not _fails(signals):
         return None
     pairs = zip(layer.gradients[:_LINES], bias.gradients[:_LINES], strict=False)
@@ -51,9 +52,9 @@ def _sign(signals: RunSignals, which: str, size: float, words: str, layer: Layer
 
 
 def _fails(signals: RunSignals) -> bool:
-    """Whether a run is lost, hardly learns, or stands still half-way."""
+    """Whether a run is lost, hardly learns, stands still half-way, or would be blamed for its rate or its weights."""
     fallen = signals.curve.fallen < 0.3 or signals.is_stuck
-    return signals.first_lost is not None or fallen or too_long(signals) is not None
+    return signals.first_lost is not None or fallen or any(look(signals) for look in (too_long, explodes_along_depth))
 
 
 def _bias_of(signals: RunSignals, layer: Layer) -> Layer | None:
