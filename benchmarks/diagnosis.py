@@ -1,7 +1,8 @@
 """Does the diagnosis name what is wrong with a run, and nothing where all is well? Prints a table.
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
-                               [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum twelve_fields]
+                               [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum
+                                     twelve_fields]
 
 Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick

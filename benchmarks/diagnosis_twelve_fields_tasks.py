@@ -197,9 +197,10 @@ def molecules(run: Run) -> float:
 def river(run: Run) -> float:
     """The height of a river tomorrow from 30 days of rain, by a plain RNN with tanh; AdamW, epochs, steps down."""
     model, head = nn.RNN(2, 32, batch_first=True), nn.Linear(32, 1)
-    nn.init.orthogonal_(model.weight_hh_l0)
+    recurrent = model.get_parameter("weight_hh_l0")
+    nn.init.orthogonal_(recurrent)
     if run.has("exploding_time__gain"):
-        model.weight_hh_l0.data *= 3.0
+        recurrent.data *= 3.0
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.05 * run.rate, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
 

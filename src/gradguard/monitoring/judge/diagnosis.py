@@ -25,7 +25,7 @@ class Diagnosis:
         causes: The causes, ranked; never empty.
         helped: Whether the decision that this run followed has helped, in one sentence; empty where it followed none.
         parts: The diagnosis of each optimizer with its label, where the record has several.
-        progress: A sentence that the run learns all the same, where its loss fell (also since parts get no gradient),
+        progress: A sentence that the run learns all the same, where its loss fell (also since parts were frozen),
             nothing else warns and the cause is only likely.
     """
 
@@ -148,7 +148,7 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
     if none or warned or not curve.has_fallen:
         return ""
     since = sum(one < cause.evidence[0].steps[0] for one in signals.numbers)
-    if cause.key == "no_gradient" and curve.final >= middle(signals.loss.known(since, since + 10)) - curve.error:
+    if cause.may_be_meant and curve.final >= middle(signals.loss.known(since, since + 10)) - curve.error:
         return ""  # nothing was learned any more
     went = f"from {number(curve.start)} to {signals.ends_at}"
     return f"Your run learns: its loss fell {went}. What may stand in its way:"

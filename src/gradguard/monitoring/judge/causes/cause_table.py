@@ -185,7 +185,7 @@ CAUSES = (
         "{count} of {all} parameters are frozen, and what is left hardly learns.",
         "If they are to be trained, set requires_grad_(True) on them before the first forward; if not, give the "
         "optimizer the others only.",
-        _NO_GRADIENT,
+        _NO_GRADIENT, may_be_meant=True,
     ),
     Row(
         "no_gradient", loop.cut_off, "likely",
@@ -201,12 +201,14 @@ CAUSES = (
         "The parameters {params} get gradients and are in no optimizer, so that they never change.",
         "Give {params} to the optimizer; it was perhaps made before they were. If they are meant to stay as they are, "
         "call requires_grad_(False) on them.",
+        may_be_meant=True,
     ),
     Row(
         "no_gradient", found("detached_layer"), "likely",
         "The parameters {params} get no gradient any more since step {step}.",
         "If they were frozen at step {step} on purpose, nothing is to be done. Else look at what changed there: "
         "detach(), torch.no_grad(), requires_grad set to False, or a branch of the forward that leaves them out.",
+        may_be_meant=True,
     ),
     Row(
         "rate_zero", loop.rate_zero, "certain",
