@@ -1,7 +1,8 @@
 """Does the diagnosis name what is wrong with a run, and nothing where all is well? Prints a table.
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
-                               [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum]
+                               [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum
+                                     twelve_fields]
 
 Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
@@ -47,6 +48,7 @@ import diagnosis_more_tasks
 import diagnosis_new_fields_tasks
 import diagnosis_optimizer_tasks
 import diagnosis_tasks
+import diagnosis_twelve_fields_tasks
 import diagnosis_unseen_tasks
 from gradguard.cli import main as gradguard
 from gradguard.monitoring.observe import observer, script, termination  # noqa: F401  (for the forks)
@@ -63,6 +65,7 @@ SETS = {
     "new_fields": diagnosis_new_fields_tasks,
     "common_mistakes": diagnosis_common_mistakes_tasks,
     "forum": diagnosis_forum_tasks,
+    "twelve_fields": diagnosis_twelve_fields_tasks,
 }
 
 CLEARLY = 1.15

@@ -508,6 +508,17 @@ CASES = {
         "healthy", "well"),
     "micro-batches summed, and numbers that were lost at once": (
         lost(run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), 4), "accumulation", "8 micro-batches"),
+    "inputs that are not normalised": (
+        run([9.0, 2e4, *flat(398, 900.0)], [5e3] * COUNT, meta=TWO_LAYERS, tensors=lines([16000.0, 5.0, 40.0, 5.0])),
+        "raw_data", "The inputs .* about 800.*mean of 0 and a spread of 1"),
+    "inputs that are not normalised, of a run that learns": (
+        run(falling(), meta=TWO_LAYERS, tensors=lines([16000.0, 5.0, 40.0, 5.0])), "healthy", "well"),
+    "inputs before a normalisation, whose bias has no gradient but for rounding": (
+        run(flat(), meta=TWO_LAYERS, tensors=lines([10.0, 1e-7, 1.0, 1.0])), "healthy", "well"),
+    "targets that are not normalised": (
+        lost(run([1e6, *[1e6 * 10.0 ** i for i in range(1, 9)], *flat(391)], [2e3] * COUNT, meta={"params": [
+            *params(["a.weight"]), *params(["a.bias"], (1,))]}, tensors=lines([9000.0, 1800.0])), 9),
+        "raw_data", "The targets .* about 1,000"),
 }  # fmt: skip
 
 
@@ -741,13 +752,26 @@ def test_two_trainings_one_after_the_other_are_two_runs():
 
 
 DECAYED = [1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)], [0.1 / 2 ** (i // 10) for i in range(COUNT)]
-LEARNS = r"Your run learns: its loss fell from 1.93 to 1.40, and no finding warns. What may stand in its way: "
+LEARNS = r"Your run learns: its loss fell from 1.93 to 1.40. What may stand in its way: "
 
 
 def test_a_likely_cause_of_a_run_that_learns_begins_with_its_progress():
     found = diagnose(run(DECAYED[0], lr=DECAYED[1]))
     assert re.match(LEARNS + "The learning rate was nearly 0", found.sentence)
     assert diagnose(run(falling())).progress == diagnose(run(flat(), lr=0.0)).progress == ""
+
+
+DETACHED = [{"t": "tensors", "i": i, "norm": [0.1] * 10, "absent": [4] * (i >= 150)} for i in range(0, COUNT, 5)]
+
+
+@pytest.mark.parametrize(("losses", "kind"), [(falling(800)[:400], "unknown"), (falling(), "fix")])
+def test_layers_that_are_frozen_are_asked_for_where_the_run_goes_on_well(losses, kind):
+    losses = [loss if i < 150 or kind == "unknown" else losses[150] for i, loss in enumerate(losses)]
+    record = run(losses, meta=FLAT_META, tensors=DETACHED)
+    found, made = diagnose(record), recommend(record)
+    assert (found.cause.key, made.kind) == ("no_gradient", kind)
+    assert bool(found.progress) is (kind == "unknown")
+    assert made.headline == "If they were frozen at step 150 on purpose, nothing is to be done."
 
 
 def test_progress_is_told_of_several_optimizers_unless_one_of_them_does_not_learn():

@@ -99,6 +99,15 @@ def forgotten_layer(watching):
     train(model, optimizer)
 
 
+def replaced_head(watching):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model[4] = nn.Linear(model[4].in_features, model[4].out_features)
+    if watching.how == "watch":  # a monitor refuses: the model lacks two of these
+        watching(model, optimizer)
+    train(model, optimizer)
+
+
 def head_alone(watching):
     model = mlp()
     optimizer = torch.optim.SGD(model[4].parameters(), lr=0.01)
@@ -254,6 +263,7 @@ def muon(parameters):
 BOTH = ("watch", "monitor")
 SICK = [
     ("a forgotten layer", forgotten_layer, BOTH, NO_OPTIMIZER, "warning", "2.weight, 2.bias receive gradients"),
+    ("a replaced head", replaced_head, ["watch"], NO_OPTIMIZER, "warning", "4.weight, 4.bias receive gradients"),
     ("a head alone", head_alone, BOTH, NO_OPTIMIZER, "info", "0.weight, 0.bias, 2.weight, 2.bias receive gradients"),
     ("a forgotten encoder", forgotten_encoder, ["watch"], NO_OPTIMIZER, "info", "Linear.weight, Linear.bias receive"),
     ("an optimizer of a copy", optimizer_of_a_copy, ["watch"], NO_GRADIENT, "error", "stepped 24 times and none"),

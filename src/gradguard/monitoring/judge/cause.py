@@ -49,6 +49,7 @@ class Cause:
         rate_factor: The number to multiply the learning rate by, where that is the advice.
         threshold: The norm to clip at, where that is part of the advice.
         optimizer: The label of the optimizer that it is about, where the record has several.
+        may_be_meant: Whether somebody may have wanted it, so that a run which learns is asked.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Cause:
     rate_factor: float | None = None
     threshold: float | None = None
     optimizer: str = ""
+    may_be_meant: bool = False
 
     def of(self, optimizer: str) -> "Cause":
         """Return this cause as one of an optimizer among several.
@@ -101,6 +103,7 @@ class Row:
         sentence: One sentence on the run, with gaps in braces.
         advice: The steps to take, with gaps in braces.
         rules_out: The causes that the evidence excludes; a cause that is only possible excludes nothing.
+        may_be_meant: Whether somebody may have wanted it.
     """
 
     key: str
@@ -109,6 +112,7 @@ class Row:
     sentence: str
     advice: str
     rules_out: str = ""
+    may_be_meant: bool = False
 
     def cause(self, sign: Sign) -> Cause:
         """Return the cause that a sign shows.
@@ -127,4 +131,5 @@ class Row:
             (excludes,) if excludes else (),
             sign.rate_factor,
             sign.threshold,
+            may_be_meant=self.may_be_meant,
         )

@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.findings import Finding, steps, worst_first
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import capital, number
-from gradguard.monitoring.judge.signals import FEWEST_STEPS, RunSignals, signals_of
+from gradguard.monitoring.judge.signals import FEWEST_STEPS, RunSignals, middle, signals_of
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.step_rows import by_optimizer
@@ -25,8 +25,8 @@ class Diagnosis:
         causes: The causes, ranked; never empty.
         helped: Whether the decision that this run followed has helped, in one sentence; empty where it followed none.
         parts: The diagnosis of each optimizer with its label, where the record has several.
-        progress: A sentence that the run learns all the same, where its loss fell, no finding warns and the cause is
-            only likely.
+        progress: A sentence that the run learns all the same, where its loss fell (also since parts were frozen),
+            nothing else warns and the cause is only likely.
     """
 
     causes: tuple[Cause, ...]
@@ -141,14 +141,17 @@ def _ranked(signals: RunSignals) -> tuple[Cause, ...]:
 
 
 def _progress(signals: RunSignals, cause: Cause) -> str:
-    """Return what speaks against a cause that is only likely: the loss falls, and no finding warns."""
+    """Return what speaks against a cause that is only likely: the loss falls, and nothing else warns."""
     curve = signals.curve
-    warned = any(one.severity != "info" for one in signals.found)
+    warned = any(one.severity != "info" and Evidence.of(one) not in cause.evidence for one in signals.found)
     none = cause.key in ("healthy", "unknown", "not_started") or cause.certainty != "likely"
     if none or warned or not curve.has_fallen:
         return ""
+    since = sum(one < cause.evidence[0].steps[0] for one in signals.numbers)
+    if cause.may_be_meant and curve.final >= middle(signals.loss.known(since, since + 10)) - curve.error:
+        return ""  # nothing was learned any more
     went = f"from {number(curve.start)} to {signals.ends_at}"
-    return f"Your run learns: its loss fell {went}, and no finding warns. What may stand in its way:"
+    return f"Your run learns: its loss fell {went}. What may stand in its way:"
 
 
 def _rank(cause: Cause, causes: Sequence[Cause]) -> tuple[bool, int, int]:

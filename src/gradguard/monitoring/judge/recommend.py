@@ -75,6 +75,8 @@ def recommend(record: Record) -> Recommendation:
     healthy otherwise                        nothing   none
     bad_batches, exploding_time              constant  the norm that leaves ordinary steps alone
     unknown                                  unknown   none
+    parts that are frozen, in a run that     unknown   none: whether they are to stay as they are is asked
+    learns
     any other                                fix       as the cause's advice says, if it says one
     several optimizers                       unknown   a decision for each
     =======================================  ========  =================================================================
@@ -116,8 +118,9 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
     # the first sentence of the advice, and the others with what was seen
     headline, stop, rest = cause.advice.partition(". ")
     reason = " ".join(filter(None, [rest, *(evidence.words for evidence in cause.evidence[:2])]))
+    kind = "unknown" if cause.may_be_meant and diagnosis.progress else "fix"
     made = Recommendation(
-        "fix", f"{headline}{stop.strip()}", reason, threshold, rule, cause.rate_factor, cause.certainty != "certain",
+        kind, f"{headline}{stop.strip()}", reason, threshold, rule, cause.rate_factor, cause.certainty != "certain",
         usable_steps=len(norms), drift=drift_of(record),
     )  # fmt: skip
     if cause.key == "unknown":

@@ -368,7 +368,8 @@ class RunSignals:
     def is_warming_up(self) -> bool:
         """Whether the learning rate still rises at the end of the run."""
         known = without_none(self.rates)
-        return len(known) > 10 and known[-1] == max(known) > 3 * statistics.median(known[: len(known) // 4])
+        rises = len(known) > 10 and known[-1] == max(known) > known[len(known) // 2]
+        return rises and known[-1] > 3 * statistics.median(known[: len(known) // 4])
 
     @property
     def leaves(self) -> int | None:

@@ -154,7 +154,8 @@ class Unowned:
                     new = _Candidate(front + name, weakref.ref(p), version_of(p), forgotten)
                     its = self._candidates.setdefault(id(p), new)
                     its.is_forgotten = its.is_forgotten and forgotten  # part of several modules
-        elements = sum(one.numel() for one in unnamed.values() if not is_lazy(one))
+        # what never gets a gradient is no master copy: a part of a model that was replaced
+        elements = sum(one.numel() for one in unnamed.values() if not is_lazy(one) and one.grad is not None)
         known = [p for candidate in self._candidates.values() if (p := candidate.parameter()) is not None]
         if elements and elements >= sum(p.numel() for p in known):
             self._candidates = {}

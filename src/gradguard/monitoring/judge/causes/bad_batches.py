@@ -46,8 +46,8 @@ UNLEARNED = 1.5
 RISEN = 2.0
 """Times the first losses: batches of unequal losses reach less before they are learned."""
 
-RECENT, THROWN = 24, 1.5
-"""Norms, and times the largest of them: what a gradient above that does to the loss is no change of the data."""
+RECENT, THROWN, CARRIED = 24, 1.5, 4
+"""Norms, times the largest of them, and steps: what such a gradient does to the loss is no change of the data."""
 
 AT_ONCE = 0.8
 """Of the way from its best level to the highest one after it, from a twentieth of the run to the next but one (the
@@ -185,10 +185,9 @@ def _had_risen(signals: RunSignals, place: int) -> bool:
 
 
 def _was_thrown(signals: RunSignals, place: int) -> bool:
-    """Whether one of the two steps before took a gradient larger than any recent one: it moved the loss itself."""
-    norm = signals.norm
-    two = (place - 2, place - 1)
-    return any(norm.at(one) > THROWN * max(norm.known(one - RECENT, one), default=math.inf) for one in two)
+    """Whether one of the steps before took a gradient larger than any recent one: a momentum moves the loss on."""
+    norm, just_before = signals.norm, range(place - CARRIED, place)
+    return any(norm.at(one) > THROWN * max(norm.known(one - RECENT, one), default=math.inf) for one in just_before)
 
 
 def _learned_anew(signals: RunSignals) -> int | None:

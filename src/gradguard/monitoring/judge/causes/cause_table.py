@@ -7,7 +7,7 @@ of one cause the first whose sign shows is taken.
 from collections.abc import Mapping
 
 from gradguard.monitoring.judge.cause import Cause, Row
-from gradguard.monitoring.judge.causes import bad_batches, clip_faults, depth, loop, nonfinite_values, rate
+from gradguard.monitoring.judge.causes import bad_batches, clip_faults, depth, loop, nonfinite_values, rate, raw_data
 from gradguard.monitoring.judge.causes.loop import found, idle
 from gradguard.monitoring.judge.causes.nonfinite_values import lost
 from gradguard.monitoring.judge.signals import RunSignals
@@ -24,6 +24,10 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "rate_zero": ("vanishing", *_FALLS_BEHIND, "rate_decayed"),
     "clip_starves": _FALLS_BEHIND,
     "clip_twice": (*_FALLS_BEHIND, "clip_starves"),
+    "raw_data": (
+        "rate_too_high", "nonfinite_growth", "exploding_depth", "exploding_time", "bad_batches", "drift", "vanishing",
+        "data_shift", *_FALLS_BEHIND,
+    ),
     "bad_batches": (
         "vanishing", "rate_too_high", "data_shift", "drift", "exploding_time", "exploding_depth", "nonfinite_growth",
     ),
@@ -47,6 +51,7 @@ EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "nonfinite_range": ("rate_too_high", "nonfinite_growth"),
     "nonfinite_growth": ("nonfinite_data", "nonfinite_range", "bad_batches"),
     "accumulation": _RATES,
+    "raw_data": (*_RATES, "exploding_depth"),
     "bad_batches": _RATES,
     "exploding_time": ("bad_batches",),
     "vanishing": ("rate_too_low",),
@@ -180,7 +185,7 @@ CAUSES = (
         "{count} of {all} parameters are frozen, and what is left hardly learns.",
         "If they are to be trained, set requires_grad_(True) on them before the first forward; if not, give the "
         "optimizer the others only.",
-        _NO_GRADIENT,
+        _NO_GRADIENT, may_be_meant=True,
     ),
     Row(
         "no_gradient", loop.cut_off, "likely",
@@ -196,12 +201,14 @@ CAUSES = (
         "The parameters {params} get gradients and are in no optimizer, so that they never change.",
         "Give {params} to the optimizer; it was perhaps made before they were. If they are meant to stay as they are, "
         "call requires_grad_(False) on them.",
+        may_be_meant=True,
     ),
     Row(
         "no_gradient", found("detached_layer"), "likely",
         "The parameters {params} get no gradient any more since step {step}.",
-        "Look at what changed at step {step}: detach(), torch.no_grad(), requires_grad set to False, or a branch of "
-        "the forward that leaves them out. If they were frozen on purpose, nothing is to be done.",
+        "If they were frozen at step {step} on purpose, nothing is to be done. Else look at what changed there: "
+        "detach(), torch.no_grad(), requires_grad set to False, or a branch of the forward that leaves them out.",
+        may_be_meant=True,
     ),
     Row(
         "rate_zero", loop.rate_zero, "certain",
@@ -226,6 +233,16 @@ CAUSES = (
         "clip_twice", clip_faults.clips_twice, "likely",
         "Gradients are clipped {count} times for each step: the later clip sees what the earlier one has left.",
         "Keep {clip} or the other, and take away the one that binds on most steps.",
+    ),
+    *(
+        Row(
+            "raw_data", look, "likely",
+            "The {which} are not normalised: their size is about {size}, and layers are made for 1.",
+            "Bring the {which} to a mean of 0 and a spread of 1 with the numbers of the training set, as in (x - mean) "
+            "/ std, or divide pixels by 255. Choose the learning rate after that.",
+            "Learning rate and weights need not be the cause: none fits numbers of such a size.",
+        )
+        for look in (raw_data.inputs, raw_data.targets)
     ),
     Row(
         "bad_batches", bad_batches.bad_batches, "likely",

@@ -86,6 +86,7 @@ def starves_rate(signals: RunSignals) -> Sign | None:
     found, curve = _binding(signals), signals.curve
     hardly_moves = signals.travel is not None and signals.travel < HARDLY_MOVED
     slow = -0.5 < curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen or hardly_moves)
+    slow = slow or (curve.is_falling and hardly_moves)  # it would go on for as long again
     if found is None or found.coefficient > STARVING or not slow or signals.cancels_scale:
         return None
     return Sign((signals.seen(found.seen),), found.words, threshold=found.threshold)

@@ -13,8 +13,9 @@ from gradguard.monitoring.record.record_lines import without_none
 GROWN = 2.0
 """Times its first norm: a weight that is mostly noise by now."""
 
-THROWN, THROWN_WITHIN, THROWN_GAIN = 4.0, 60, 1.5
-"""Times its first norm, within so many steps, to a gain above any initialisation's: a weight that was thrown away."""
+THROWN, THROWN_FAR, THROWN_WITHIN, THROWN_GAIN = 4.0, 16.0, 60, 1.5
+"""Times its first norm, and so many that a loss which falls from there is no excuse, within so many steps, to a gain
+above any initialisation's: a weight that was thrown away."""
 
 TINY_MOVE = 0.05
 """By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
@@ -57,9 +58,9 @@ def _thrown(signals: RunSignals) -> Evidence | None:
     """Whether the first steps of an optimizer that makes them as long as its rate lost what the weights began with."""
     first = signals.span[0]
     early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
-    learns = signals.curve.fallen > 0.9 and any(signals.norms[-10:])
-    times = 0.0 if learns or not early else _times_thrown(signals, early[-1])
-    if not times:
+    times = _times_thrown(signals, early[-1]) if early else 0.0
+    learns = signals.curve.fallen > 0.9 and any(signals.norms[-10:]) and times < THROWN_FAR
+    if not times or learns:
         return None
     step = signals.measured[early[-1]]["i"]
     words = f"By step {step} the usual weight had {number(times)} times its first size: what it began with is lost."
@@ -167,9 +168,9 @@ def leapt(signals: RunSignals) -> Sign | None:
     rates = [] if signals.ends_lost else [rate or 0.0 for rate in signals.rates]
     leaps = [place for place, (a, b) in enumerate(pairwise(rates), start=1) if a and b > 5 * a and place > 20]
     for place in leaps:
-        before = middle(signals.loss.known(place - 20, place))
+        before, chance = middle(signals.loss.known(place - 20, place)), signals.curve_until(place).error
         broke = middle(signals.loss.known(place + 1, place + 40)) > 1.3 * before
-        if broke and signals.curve.final > 1.1 * before + signals.curve.error:  # else a warm restart
+        if broke and signals.curve.final > 1.1 * before + chance:  # else a warm restart
             step = signals.named(place)
             words = f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}"
             return Sign((signals.seen(f"{words}, and the loss with it.", since=step),), {"step": step})

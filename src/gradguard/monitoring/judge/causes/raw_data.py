@@ -1,0 +1,64 @@
+"""Signs of inputs or targets that nobody brought to a size near 1, which no learning rate fits."""
+
+import math
+import statistics
+
+from gradguard.monitoring.judge.cause import Sign
+from gradguard.monitoring.judge.causes.depth import explodes_along_depth
+from gradguard.monitoring.judge.causes.rate import too_long
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.signals import Layer, RunSignals
+
+LARGE, SURE = 20.0, 100.0
+"""The size of inputs or targets that are not normalised; and one that leaves no other reading of a run that fails."""
+
+_LINES = 5  # of the first ones
+_NOT_ROUNDED = 1e6  # times a vector's gradient: what is larger is one of 0, as before a normalisation
+
+
+def inputs(signals: RunSignals) -> Sign | None:
+    """Return whether the first layer reads numbers that are far from 1, in a run that fails.
+
+    The gradient of a weight is that of its bias times what comes in, so that the two together say how large that is.
+    """
+    # an embedding, which has no bias, reads no numbers
+    layer, bias = next(((one, bias) for one in signals.layers if (bias := _bias_of(signals, one))), (None, None))
+    if layer is None or bias is None or not _fails(signals):
+        return None
+    pairs = zip(layer.gradients[:_LINES], bias.gradients[:_LINES], strict=False)
+    sizes = [weight / vector for weight, vector in pairs if 0 < weight < _NOT_ROUNDED * vector]
+    size = statistics.median(sizes) if sizes else 0.0
+    words = f"A number that {layer.name} reads is some {number(size)}: so many times its bias's gradient is its own."
+    return _sign(signals, "inputs", size, words, layer)
+
+
+def targets(signals: RunSignals) -> Sign | None:
+    """Return whether the first outputs are far from their targets by a squared error, in a run that fails."""
+    loss, bias = next(iter(signals.losses), None), next(iter(signals.biases[::-1]), None)
+    if not loss or loss < 0 or bias is None or not _fails(signals):
+        return None
+    outputs = signals.elements([bias.place])
+    size = math.sqrt(loss / outputs)
+    slope = bias.gradients[0] * math.sqrt(outputs) / (2 * math.sqrt(loss))  # 1 or less for a mean of squares
+    words = f"The first loss, {number(loss)}, is that of outputs that are off by about {number(size)}."
+    return _sign(signals, "targets", size, words, bias) if 0.03 < slope < 1.02 else None
+
+
+def _sign(signals: RunSignals, which: str, size: float, words: str, layer: Layer) -> Sign | None:
+    if size < LARGE:
+        return None
+    seen = signals.seen(words, [layer.name])
+    return Sign((seen,), {"which": which, "size": number(size)}, "certain" if size >= SURE else "likely")
+
+
+def _fails(signals: RunSignals) -> bool:
+    """Whether a run is lost, hardly learns, stands still half-way, or would be blamed for its rate or its weights."""
+    fallen = signals.curve.fallen < 0.3 or signals.is_stuck
+    return signals.first_lost is not None or fallen or any(look(signals) for look in (too_long, explodes_along_depth))
+
+
+def _bias_of(signals: RunSignals, layer: Layer) -> Layer | None:
+    """The vector of the same module that is added to what a weight makes."""
+    module, size = layer.name.rpartition(".")[0], signals.shape(layer.place)[:1]
+    own = [one for one in signals.biases if one.name.rpartition(".")[0] == module]
+    return next((one for one in own if signals.shape(one.place) == size and "bias" in one.name), None)
