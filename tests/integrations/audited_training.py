@@ -133,9 +133,10 @@ def automodel():
 
 def verl():
     """What verl's workers clip by under FSDP2."""
-    from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
+    from verl.utils import fsdp_utils
 
-    fsdp2(lambda model: fsdp2_clip_grad_norm_(model.parameters(), MAX))
+    fsdp_utils.get_device_id = lambda: "cpu"  # it knows of a GPU's alone
+    fsdp2(lambda model: fsdp_utils.fsdp2_clip_grad_norm_(model.parameters(), MAX))
 
 
 def accelerate_two_meshes():
