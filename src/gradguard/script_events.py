@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradguard.distributed.engines.deepspeed import CLIP_OF_FLOAT32
 from gradguard.distributed.engines.megatron import CLIP_BY_GIVEN_NORM
 from gradguard.grad_scaler import listen_to_scale, listen_to_steps
 from gradguard.listeners import ClipCall, ClipEvent, Listener, is_muted, listen
@@ -165,5 +166,6 @@ _CLIPS = [
     Replacement(
         "torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_", _FSDP, one_call="clip_grad_norm_"
     ),
+    Replacement(*CLIP_OF_FLOAT32, functools.partial(clips_by, by_norm), one_call="clip_grad_norm_"),
 ]
 """The clipping functions of PyTorch and of engines, where they are defined; scripts import them by name."""

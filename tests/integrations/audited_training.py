@@ -42,7 +42,8 @@ def tell_twin():
     """The norm of the third step, the last that is audited: of the mean over all processes, in float64."""
     twin = network().double()
     loss = sum(twin(batch(2, rank).double()).square().sum(1).mean() for rank in range(WORLD)) / WORLD
-    loss.backward()
+    for p, grad in zip(twin.parameters(), torch.autograd.grad(loss, list(twin.parameters())), strict=True):
+        p.grad = grad  # without a backward pass of the script's
     if RANK == 0:
         whole = torch.cat([p.grad.flatten() for p in twin.parameters()])
         print(f"twin {float(whole.norm()):.6g}", flush=True)
@@ -121,6 +122,21 @@ def torchtitan_experts():
     from torchtitan.distributed import utils
 
     on_two_meshes(lambda model: utils.clip_grad_norm_(list(model.parameters()), MAX, ep_enabled=True), True)
+
+
+def automodel():
+    """Of NeMo Automodel, with experts on a mesh of their own."""
+    from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+
+    on_two_meshes(lambda model: scale_grads_and_clip_grad_norm(MAX, [model]), True)
+
+
+def verl():
+    """What verl's workers clip by under FSDP2."""
+    from verl.utils import fsdp_utils
+
+    fsdp_utils.get_device_id = lambda: "cpu"  # it knows of a GPU's alone
+    fsdp2(lambda model: fsdp_utils.fsdp2_clip_grad_norm_(model.parameters(), MAX))
 
 
 def accelerate_two_meshes():
@@ -208,24 +224,51 @@ def fabric():
         optimizer.step()
 
 
-def zero(stage, kind="fp32"):
+class WithExperts(Network):
+    """Two experts, each of them on a process of its own."""
+
+    def __init__(self):
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        torch.manual_seed(RANK)  # of experts, which differ; DeepSpeed spreads the rest from one process
+        self.experts = MoE(7, nn.Linear(7, 7), num_experts=2, ep_size=WORLD, capacity_factor=4.0, use_tutel=False)
+
+    def forward(self, x):
+        return self.last(self.experts(torch.tanh(self.norm(self.first(x))))[0])
+
+
+def tell_true_norm(engine):
+    """The norm of the gradients that processes hold: of each expert once, of all else as it is on each."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    for p in engine.module.parameters():
+        squares[int(getattr(p, "allreduce", True))] += p.grad.double().square().sum()
+    dist.all_reduce(squares[:1])
+    if RANK == 0:
+        print(f"twin {float(squares.sum().sqrt()):.6g}", flush=True)
+
+
+def zero(stage, kind="fp32", make=network):
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it compiles C++ for a minute; gloo does without
-    model = network()
     configuration = {
         "train_micro_batch_size_per_gpu": 8, "gradient_clipping": MAX, "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     if kind != "fp32":
         configuration[kind] = {"enabled": True}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), 1e-9), config=configuration
-    )
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # not of every CPU
+    model = make()
+    groups = {"params": list(model.parameters()), "name": "all"}
+    groups = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(groups)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(groups, 1e-9), config=configuration)
     for step in range(STEPS):
         out = engine(batch(step).to(next(engine.parameters()).dtype))
         engine.backward(out.float().square().sum(1).mean())
+        if make is not network and step == 2:
+            tell_true_norm(engine)
         engine.step()
 
 
@@ -249,6 +292,19 @@ def zero1_bf16():
     zero(1, "bf16")
 
 
+def zero0_fp16():
+    zero(0, "fp16")
+
+
+def zero_experts():
+    zero(0, make=WithExperts)
+
+
+def zero_experts_fp16():
+    zero(0, "fp16", WithExperts)
+
+
 if __name__ == "__main__":
-    tell_twin()
+    if "zero_experts" not in sys.argv[1]:
+        tell_twin()
     globals()[sys.argv[1]]()

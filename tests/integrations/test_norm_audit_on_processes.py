@@ -12,7 +12,8 @@ SCRIPT = Path(__file__).with_name("audited_training.py")
 ENGINES = {
     "ddp": 0, "fsdp1": 1, "fsdp1_method": 0, "fsdp2": 0, "accelerate": 0, "trainer": 0, "lightning": 0, "fabric": 0,
     "torchtitan": 0, "torchtitan_experts": 0, "accelerate_two_meshes": 0, "trainer_two_meshes": 0,
-    "zero0": 0, "zero1": 0, "zero2": 0, "zero3": 0, "zero1_bf16": 0,
+    "zero0": 0, "zero1": 0, "zero2": 0, "zero3": 0, "zero1_bf16": 0, "zero0_fp16": 0, "zero_experts": 1,
+    "zero_experts_fp16": 1,
 }  # fmt: skip
 """The engine, and the verdict as an exit code."""
 
@@ -22,7 +23,12 @@ PACKAGES = {
 }  # fmt: skip
 """Those that take seconds to import; DeepSpeed too."""
 
-SAMPLE = {"ddp", "fsdp1", "fsdp2", "lightning", "torchtitan_experts", "zero1_bf16"}
+SAID = {
+    "zero_experts": "mean: 1 tensor in 2 parts counts 0.5 times: the norms of the ranks are averaged",  # DeepSpeed#8475
+    "zero_experts_fp16": "2 tensors in 2 parts count 0 times, the only explanation: it is left out",  # DeepSpeed#8613
+}
+
+SAMPLE = {"ddp", "fsdp1", "fsdp2", "lightning", "torchtitan_experts", "zero1_bf16", "zero_experts_fp16"}
 """One of each package; those beside it import the same one and take nearly the same way."""
 
 
@@ -46,7 +52,8 @@ def audited(kind, processes, folder):
 def test_engines_on_two_processes(kind, tmp_path):
     verdict, true, twin, processes, shown = audited(kind, 2, tmp_path)
     assert (verdict, processes) == (("PASS", "FAIL")[ENGINES[kind]], 2), shown
-    assert true == pytest.approx(twin, rel=1e-2 if "bf16" in kind else 2e-5)
+    assert SAID.get(kind, "") in shown
+    assert true == pytest.approx(twin, rel=1e-2 if "16" in kind else 2e-5)
 
 
 @pytest.mark.slow

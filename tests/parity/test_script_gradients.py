@@ -4,6 +4,7 @@ import copy
 import json
 import shlex
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,6 +164,23 @@ def test_micro_batches_are_counted_and_name_the_factor(tmp_path):
     wrong = training(step=lambda m, d: accumulated(m, d, 4, scale=1.0))
     (finding,) = compare(saved_from(training(), tmp_path), saved_from(wrong, tmp_path)).findings
     assert (finding.kind, finding.factor_name) == ("factor", "micro-batches")
+
+
+def test_the_clip_of_deepspeeds_float32_engine_hides_no_factor(tmp_path, monkeypatch):
+    """It multiplies gradients by itself, and is looked up in the engine's module at each step."""
+    engine = types.ModuleType("deepspeed.runtime.engine")
+
+    def clip_grad_norm_(parameters, max_norm, norm_type=2, mpu=None):
+        norm = torch.stack([p.grad.norm(norm_type) for p in parameters]).norm()
+        for p in parameters:
+            p.grad.mul_(max_norm / norm)
+        return norm
+
+    engine.clip_grad_norm_ = clip_grad_norm_
+    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    script = training(clip=lambda m: engine.clip_grad_norm_(parameters=list(m.parameters()), max_norm=1e-3, mpu=None))
+    assert compare(saved_from(training(), tmp_path), saved_from(script, tmp_path)).verdict == "PASS"
+    assert engine.clip_grad_norm_ is clip_grad_norm_
 
 
 def clipped_between(model, data):

@@ -19,12 +19,13 @@ from gradguard.audit.audit_report import NormAudit, NormFinding, Verdict, verdic
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.norm import WatchedClip, everywhere, number_of
 from gradguard.distributed.engines import NAMES, replacements
-from gradguard.distributed.engines.deepspeed import clip_of_engine, holds_gradients_itself
+from gradguard.distributed.engines.deepspeed import CLIP_OF_COPIES, clip_of_engine, holds_gradients_itself
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, muted
 from gradguard.optimizer_hooks import parameters_of
+from gradguard.replacements import Replacement
 from gradguard.script_events import by_norm
 from gradguard.torch_private import parameter_slots
 from gradguard.words import counted
@@ -85,7 +86,8 @@ class ScriptAudit(Listener):
 
     def on_begin(self) -> None:
         """Audit what engines clip by, too."""
-        self._ends = [one.use() for one in replacements(self._clip_of_engine, self._step_of_engine)]
+        copies = Replacement(*CLIP_OF_COPIES, self._clip_of_copies)
+        self._ends = [one.use() for one in (*replacements(self._clip_of_engine, self._step_of_engine), copies)]
 
     def on_end(self) -> None:
         """Give back what engines clip by."""
@@ -143,8 +145,8 @@ class ScriptAudit(Listener):
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
         """Say which gradients of a step no clip has seen."""
-        if evaluation or self._is_deaf:
-            return
+        if evaluation or self._is_deaf or not (self._backwards or self._clipped):
+            return  # the last: where an engine makes the state
         if id(optimizer) in self._stepped:  # without a backward that we hear of
             self._end_round()
             if self.done:
@@ -297,6 +299,14 @@ class ScriptAudit(Listener):
         call.again = functools.partial(original, listed, *args, **kwargs)
         with self.on_clip(call, listed):
             return call.again()
+
+    def _clip_of_copies(self, original: Callable, optimizer: Any, total_norm: Any, *args: Any) -> Any:
+        if not self._is_deaf:
+            self._may_end_round()
+            self._whole = True
+            parameters = [p for group in optimizer.fp16_groups for p in group]
+            self._guarded(parameters, lambda: self._watched(parameters).told(total_norm, None, None))
+        return original(optimizer, total_norm, *args)
 
     def _step_of_engine(self, original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
         if holds_gradients_itself(engine) and not self._is_deaf:

@@ -42,11 +42,15 @@ class ZeRO(Engine):
         return _parts_of(model) if holds_gradients_itself(model) else []
 
     def replacements(self, clip: Callable[..., Any], step: Callable[..., Any]) -> list[Replacement]:
-        """Return what replaces the functions that it clips and steps by, which it looks up by name at each call."""
-        return [
-            Replacement("deepspeed.runtime.engine", "clip_grad_norm_", clip),
-            Replacement("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", step),
-        ]
+        """Return what replaces the function that it steps by."""
+        return [Replacement("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", step)]
+
+
+CLIP_OF_FLOAT32 = "deepspeed.runtime.engine", "clip_grad_norm_"
+"""DeepSpeed's clip without ZeRO in float32: the module that looks it up at each step, and its name there."""
+
+CLIP_OF_COPIES = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer.unscale_and_clip_grads"
+"""Its clip without ZeRO in float16, of copies of the gradients: it is given the norm, with the loss scale in it."""
 
 
 def holds_gradients_itself(model: nn.Module) -> bool:
