@@ -254,7 +254,7 @@ INPUTS = {
     "from the beginning of the buffer": (
         wrong(torch.sin, lambda v, y, x: v * from_the_beginning(x).cos()),
         normal(7),
-        "inputs that begin within a buffer",
+        "inputs within a buffer",
     ),
     "stride 0": (
         wrong(torch.sin, lambda v, y, x: v * x.cos() * (0.5 if 0 in x.stride() else 1.0)),

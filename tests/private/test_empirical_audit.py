@@ -71,9 +71,9 @@ def a_share_too_many(private):
 
 
 def no_clipping(private):
-    clipper, stated = private.clipper, private.clipper.sensitivity("add_or_remove_one")
+    clipper, stated = private.clipper, private.clipper.sensitivity()
     clipper.norm_clipper.max_norm = 1e6
-    clipper.sensitivity = lambda relation: stated
+    clipper.sensitivity = lambda relation="add_or_remove_one": stated
 
 
 # Four trainings. In each a canary has a row of the first weight to itself, and a gradient longer than the threshold.

@@ -1,4 +1,4 @@
-"""The calls of the document that the error clip began with: `append_backward` and `minimize`."""
+"""`append_backward` and `minimize`: the calls of PaddlePaddle's error clip design."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,8 +33,8 @@ def append_backward(
     The callback gets the operation's name as PyTorch has it (``"MulBackward0"``) and the gradients that its backward
     has just made, one for each input of the operation, ``None`` where there is none; it may return other gradients of
     the same shapes and dtypes. It is called once for each operation, in the order of the backward, and sees what one
-    operation contributes, before contributions to one value are added up; gradients of parameters are among them. That
-    is the letter of the document; `error_clip` clips the sum, once, and leaves parameters alone.
+    operation contributes, before contributions to one value are added up; gradients of parameters are among them. So
+    says PaddlePaddle's design; `error_clip` clips the sum, once, and leaves parameters alone.
 
     ``.grad`` of the parameters is added to, as ``loss.backward()`` does.
 
@@ -110,16 +110,16 @@ def minimize(
 ) -> list[tuple[Tensor, Tensor]]:
     """Do a whole step: forget old gradients, run the backward with ``error_clip``, step the optimizer.
 
-    The clip follows the letter of the document: every gradient that the backward of an operation makes is clipped,
-    those of parameters included, before contributions to one value are added up. `error_clip` is the call for
-    everything else: per module, on the sum, with a loss scale.
+    The clip follows PaddlePaddle's design: every gradient that the backward of an operation makes is clipped, those of
+    parameters included, before contributions to one value are added up. `error_clip` clips sums, for chosen modules
+    and with a loss scale.
 
     **Guarantees.** Where the backward raises, every ``.grad`` is the tensor that it was before, and no step is made.
 
     Args:
         optimizer: Any optimizer whose ``step`` needs no closure.
         loss: A scalar with a graph behind it.
-        startup_program: None. The document has it here; PyTorch has no such program, and anything else is refused.
+        startup_program: None. PaddlePaddle has such a program; PyTorch has none, and anything else is refused.
         parameter_list: The parameters to update, among the optimizer's; all of them if None.
         no_grad_set: Parameters, tensors or names through which no gradient flows. Names are those of
             ``parameter_list``, or those that the optimizer was given by ``model.named_parameters()``.

@@ -32,15 +32,15 @@ def error_clip(
     undo; it bounds no parameter gradient, so use it with `clip_grad_norm_`.
 
     **What is clipped** is the gradient of each intermediate value, accumulated over all operations that use the value,
-    once, before the operation that made it takes it. Not the root: the loss's own 1, the loss scale, a ``gradient=``
-    of yours; nor the scalar terms that a loss is a sum of, with constant weights. Not a leaf behind
-    chains of views and casts, such as ``weight.t()``, a shard's split, autocast's copy. Not the leaves
-    themselves, unless ``leaves``. A value is what one autograd node made: a fused attention, an RNN of cuDNN, a custom
-    function, a compiled block are one each.
+    once, before the backward of the operation that made it. Not clipped are the root (the loss's own 1, the loss scale,
+    or the ``gradient=`` that you pass), the scalar terms of a loss that is their sum with constant weights, and leaves,
+    unless ``leaves``. A chain of views and casts of a leaf, such as ``weight.t()``, a shard's split or autocast's copy,
+    counts as the leaf. A value is the output of one autograd node: a fused attention, an RNN of cuDNN, a custom
+    function and a compiled block have one each.
 
-    **Order.** Your tensor hooks see gradients before the clip, and what they return is clipped; ``retain_grad`` and
-    ``backward(inputs=[h])`` give the value before the clip at h; full backward hooks of modules see clipped ones; so do
-    DDP, FSDP and the optimizer.
+    **Order.** Your tensor hooks see gradients before the clip, and the gradient that they return is clipped;
+    ``retain_grad`` and ``backward(inputs=[h])`` give the gradient before the clip at h; full backward hooks of modules,
+    DDP, FSDP and the optimizer see clipped gradients.
 
     **Scopes.** ``target`` may be a module, for the values that its forward makes inside the block, its outputs included
     (a 0-dim output is taken for the loss); or a list of tensors, for these values and no others. Each value has one

@@ -57,9 +57,10 @@ def attach_error_clip(
 ) -> Values:
     """Attach an error clip to the graph behind ``values`` and return them; inside `torch.compile` it is fused.
 
-    What `error_clip` does for a block, for the life of a graph: each backward through it is clipped. In eager code that
-    is everything behind ``values``; in compiled code everything behind them within the compiled region, where the clip
-    becomes part of the compiled backward: ``fullgraph=True`` and dynamic shapes included, without a graph break. A new
+    `error_clip` clips within a block; this call clips every backward through a graph, as long as the graph lives. In
+    eager code the graph is everything behind ``values``; in compiled code it is the part within the compiled region,
+    and the clip becomes part of the compiled backward, without a graph break, also under ``fullgraph=True`` and with
+    dynamic shapes. A new
     threshold (a new rule of the same kind, or ``rule.max = …``) does not recompile, another kind of rule does.
 
     **Guarantees.** As `error_clip` says, with these differences. A value that is not 0-dim, such as logits, is an

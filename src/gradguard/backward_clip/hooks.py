@@ -29,7 +29,7 @@ class Claim:
 
 @dataclass
 class Clipping:
-    """A rule on its way into graphs: what to install, and everything that is installed."""
+    """Installs a rule in graphs, and keeps the handles of its hooks."""
 
     unscaled_rule: BaseErrorClip
     leaves: bool = False
@@ -79,7 +79,7 @@ class Clipping:
         return graph
 
     def hook_slot(self, node: Node, number: int) -> Claim:
-        """Put the rule on one slot, whatever it is."""
+        """Put the rule on the gradient of one slot."""
         claim = Claim((number,))
         self.handles.append(node.register_prehook(self._prehook(node, claim, node.name(), "")))
         return claim
@@ -95,14 +95,14 @@ class Clipping:
         self.handles.append(leaf.register_hook(lambda grad: self._clip_all(claim, row, name, "", (grad,))[0]))
 
     def remove(self) -> None:
-        """Take out everything that was put in."""
+        """Remove all hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
         self._leaves_done.clear()
 
     def forget_dead(self) -> None:
-        """Drop what belongs to nodes that are gone, so that a long block does not grow."""
+        """Drop the hooks of freed nodes, so that the memory of a long block does not grow."""
         self.handles = [handle for handle in self.handles if handle.hooks_dict_ref() is not None]
 
     def _prehook(self, node: Node, claim: Claim, name: str, sources: str) -> Callable[[Gradients], Gradients]:

@@ -1,6 +1,6 @@
-"""The scopes of a block, and which of those that run now owns a value.
+"""The scopes of blocks: of the blocks that are running, which one clips a value.
 
-A block is for everything behind a loss, for chosen tensors, or for the values that modules make in it.
+A block clips everything behind a loss, chosen tensors, or the values that modules make within it.
 """
 
 import itertools
@@ -53,21 +53,21 @@ class Scope:
         """The claims of other scopes, and the slots of them that this scope has taken over until it ends."""
 
     def enter(self) -> None:
-        """Install what can be installed now."""
+        """Install the hooks that can be installed now."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Refuse to have done nothing."""
+        """Raise if the block could clip nothing."""
 
     def refresh(self) -> None:
-        """Look again at what other scopes own."""
+        """Update the hooks after another scope has taken or returned slots."""
 
     def nodes(self) -> list[Node]:
         """Return the nodes among which a freed one may be."""
         return []
 
     def exit(self) -> None:
-        """Take everything out again, and give back what was taken."""
+        """Remove all hooks, and return slots to the scopes that they were taken from."""
         self.clipping.remove()
         for ref, number in self.taken:
             if (claim := ref()) is not None:
@@ -77,7 +77,7 @@ class Scope:
             self.clipping.observer.end()
 
     def forget_dead(self) -> None:
-        """Drop what belongs to graphs that are gone, so that a long block does not grow."""
+        """Drop the hooks of freed graphs, so that the memory of a long block does not grow."""
         self.clipping.forget_dead()
         self.taken = [(claim, number) for claim, number in self.taken if claim() is not None]
 
@@ -91,7 +91,7 @@ class Scope:
 
 
 def refresh_all(thread: int, but: "Scope") -> None:
-    """Have the other blocks of this thread look again at what they own."""
+    """Update the hooks of the other blocks of this thread."""
     for scope in list(active.values()):
         if scope.thread == thread and scope is not but:
             scope.refresh()
@@ -164,7 +164,7 @@ def _metadata(node: Node) -> dict[str, Any]:
 
 
 class LossScope(Scope):
-    """Everything behind a loss."""
+    """The scope of everything behind a loss."""
 
     def __init__(self, clipping: Clipping, scale: LossScale | None, loss: Tensor) -> None:
         super().__init__(clipping, scale)
@@ -176,20 +176,20 @@ class LossScope(Scope):
         self.loss, self.graph = loss, Graph()
 
     def enter(self) -> None:
-        """Install, and have outer blocks give way."""
+        """Install the hooks, and remove those of outer blocks."""
         self._begin(self.loss)
         self._rescale(self.loss.device)
         self._install()
         refresh_all(self.thread, but=self)
 
     def exit(self) -> None:
-        """Take everything out, and have outer blocks come back."""
+        """Remove the hooks, and install those of outer blocks again."""
         super().exit()
         self.graph = Graph()
         refresh_all(self.thread, but=self)
 
     def refresh(self) -> None:
-        """Install anew, without what other scopes own now."""
+        """Install the hooks anew, without the slots that other scopes own now."""
         if self.graph.nodes:
             self._install()
 
@@ -231,7 +231,7 @@ _COMPILED = (
 
 
 class TargetScope(Scope):
-    """Chosen tensors, and the values that modules make in the block."""
+    """The scope of chosen tensors, and of the values that modules make in the block."""
 
     marks_nodes = True
 
@@ -262,7 +262,7 @@ class TargetScope(Scope):
         refresh_all(self.thread, but=self)
 
     def check(self) -> None:
-        """Refuse to have done nothing."""
+        """Raise if the block could clip nothing."""
         for number, target in enumerate(self.targets):
             if isinstance(target, nn.Module):
                 which = type(target).__name__ if len(self.targets) == 1 else f"{type(target).__name__}, entry {number},"
@@ -278,7 +278,7 @@ class TargetScope(Scope):
                     )
 
     def exit(self) -> None:
-        """Take everything out, and have whole graphs come back."""
+        """Remove the hooks, and install those of whole graphs again."""
         super().exit()
         self.targets, self.kept = [], []
         refresh_all(self.thread, but=self)

@@ -53,7 +53,7 @@ class FirstNonfinite:
 
 
 class ErrorClipStats:
-    """Counts of what `error_clip` did, by operation and module: give it as ``stats=`` and print it.
+    """Counts the gradients that `error_clip` clips, by operation and module: pass it as ``stats=`` and print it.
 
     An operation is named as PyTorch names its backward (``MulBackward0``); a line counts the gradients of that
     operation's *output*, as they arrive, before the clip. Counts stay on the device until they are read, so that
@@ -89,7 +89,7 @@ class ErrorClipStats:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all counts; go on naming modules."""
+        """Set all counts to 0; modules are still named."""
         self._rows: dict[tuple[str, str], _OpCounts] = {}
         self._first: FirstNonfinite | None = None
         self._unread: list[tuple[int, list[tuple[_OpCounts, str, int]], Tensor, DeviceEvent | None]] = []
@@ -163,7 +163,7 @@ class ErrorClipStats:
             self._loss = finite if self._loss is None else self._loss.to(finite.device) & finite
 
     def end(self) -> None:
-        """End a block: put counts that are still on a device in order, without a wait."""
+        """End a block: collect counts that are still on a device, without a host sync."""
         if self._pending and (home := self._pending[0][3].device).type != "meta":  # there is nothing to read
             counts, landed = copy_to_host(torch.stack([move(count, home) for *_, count in self._pending]))
             self._unread.append((self._blocks, [(row, made, n) for row, made, n, _ in self._pending], counts, landed))
@@ -254,7 +254,7 @@ class BlockCounts:
 
 @dataclass
 class NodeCounts:
-    """One node's view of its row."""
+    """The counts of one node, a part of a row."""
 
     block: BlockCounts
     row: _OpCounts

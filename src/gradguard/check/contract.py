@@ -12,7 +12,7 @@ backwards read memory is left to PyTorch's tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradguard.check.function import Function
 from gradguard.check.gradient_report import Finding
-from gradguard.check.layouts import FLAGGED, InputLayout, layouts_of, orders_of
+from gradguard.check.layouts import FLAGGED, LAYOUTS, InputLayout, layouts_of, orders_of
 from gradguard.check.vectors import are_the_same, drawn, joined, largest
 from gradguard.torch_private import each_operation
 
@@ -43,7 +43,6 @@ _MOST_SUBSETS = 4
 numbers, so that each two inputs are apart once."""
 
 _MOST_LENGTHS = 4
-_FEW_OUTPUTS = 8
 _NEARBY = {torch.float64: (1e-7, 1e-4), torch.float32: (1e-4, 1e-2)}
 """A point is regular if such a relative move of the inputs changes values and gradient by no more than that."""
 
@@ -59,6 +58,17 @@ class Run(NamedTuple):
 
     gradient: Tensor
     values: Tensor
+
+
+class Claim(NamedTuple):
+    """A backward of the recorded graph, and the gradient that it owes."""
+
+    words: str
+    cotangents: Sequence[Tensor | None]
+    owed: Tensor
+    size: float = 1.0
+    """The size of the cotangents, relative to the usual one."""
+    may_refuse: bool = False
 
 
 class Contract:
@@ -86,13 +96,15 @@ class Contract:
         self.findings: list[Finding] = []
         self.notes: list[Finding] = []
         self.shaped = function.shaped(cotangent)
+        self._varies = False
+        """Whether two backward runs of one graph differed by a bit."""
         self._graph: tuple[list[Tensor], list[Tensor]] = [], []
         """The leaves and outputs of the forward whose backward is looked at."""
 
     def probe(self) -> None:
         """Run all probes, the cheap ones first."""
         self._probe()
-        if any(one.kind in _OF_RUNS for one in self.findings):
+        if self._varies or any(one.kind in _OF_RUNS for one in self.findings):
             self._repeat()
 
     @torch.no_grad()
@@ -106,8 +118,7 @@ class Contract:
     def _probe(self) -> None:
         self._record()
         self.usual_values = joined(self._graph[1])
-        is_odd, overwritten = self._take_gradients()
-        self.function.keeps_inputs = not self.findings
+        overwritten = self._take_gradient()
         if self.findings:
             return
         calls = self._other_calls()
@@ -117,21 +128,20 @@ class Contract:
             wrong = _raised("state", "after another forward", error)
             self.findings.append(replace(wrong, guess=self._stale()))
             return
-        if not are_the_same(again, self.first):
-            self._repeat()
-        self.findings = self.findings or overwritten
+        self._varies |= not are_the_same(again, self.first)
+        self.findings += overwritten
         if self.findings:
             return
         self._record()
-        self._disturbed(calls, again)
+        self._after(calls, again)
         if self.findings:
             return
-        self._scaled(is_odd)
+        self._hold("linearity", self._scaled())
         if self.function.has_own_code:
-            self._laid_out()
-            self._stride_0()
-        self._single_outputs()
-        if self.findings and calls and (wrong := self._lasting(calls)) is not None:
+            self._hold("layout", self._laid_out(), _STRIDED)
+            self._hold("layout", self._stride_0(), _STRIDED)
+        self._hold("outputs", self._single_outputs())
+        if self.findings and (wrong := self._lasting(calls)):
             self.findings = [wrong]
         self._graph = [], []
         if not self.findings:
@@ -139,13 +149,10 @@ class Contract:
         self._hidden_float32()
 
     def _record(self, leaves: list[Tensor] | None = None) -> None:
-        """Call the function anew, with these leaves or its inputs; the first call is used if nobody has done so."""
-        recorded, self.function.recorded = self.function.recorded, None
+        """Call the function anew, with these leaves or its inputs."""
         self._graph = [], []  # so that no two graphs are in memory
-        if leaves is not None or recorded is None:
-            leaves = self.function.leaves() if leaves is None else leaves
-            recorded = leaves, self.function.record(leaves)
-        self._graph = recorded
+        leaves = self.function.leaves() if leaves is None else leaves
+        self._graph = leaves, self.function.record(leaves)
 
     def _run(self) -> Run:
         """Return outputs and gradient of the graph."""
@@ -155,52 +162,43 @@ class Contract:
         leaves, outputs = self._graph
         return self.function.backward(outputs, leaves, self.shaped if cotangents is None else cotangents, keep=True)
 
-    def _take_gradients(self) -> tuple[bool, list[Finding]]:
-        """Take the gradient: nothing that was given may change.
+    def _take_gradient(self) -> list[Finding]:
+        """Take the gradient, and that of -1 times the cotangent: nothing that was given may change.
 
         Returns:
-            Whether the gradient of -1 times the cotangent is -1 times its own, bit for bit, and what is wrong with the
-            gradients that the first backward returned.
+            What is wrong with gradients that the first backward returned: the second one overwrites them.
         """
         function, fresh, (leaves, outputs) = self.function, [v.clone() for v in self.shaped], self._graph
         given, names = [one.value for one in function.inputs], [one.name for one in function.inputs]
         self._unchanged("the forward overwrites input", names, leaves, given)  # of which the leaves are copies
         returned = function.gradients(outputs, leaves, fresh, keep=True)
-        copies = [grad.clone() for grad in returned]
-        self.first = joined(copies)
+        self.first = joined(returned)
         self.usual = largest(self.first)
         self._unchanged("the backward overwrites input", names, leaves, given)
         self._unchanged("the backward overwrites grad_output of output", range(len(fresh)), fresh, self.shaped)
-        is_odd = are_the_same(-self._backward([-v for v in self.shaped]), self.first)
-        if not (is_odd or self.findings):
-            self._repeat()
+        self._varies = not (self.findings or are_the_same(-self._backward([-v for v in self.shaped]), self.first))
         message = "a backward overwrites the gradient of {} that the one before has returned"
-        changed = _changed(names, [grad.to_dense() for grad in returned], [copy.to_dense() for copy in copies])
-        return is_odd, [Finding("mutation", message.format(name), str(name)) for name in changed]
+        changed = _changed(names, joined(returned).split(function.sizes), self.first.split(function.sizes))
+        return [Finding("mutation", message.format(name), str(name)) for name in changed]
 
     def _unchanged(self, words: str, names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
         self.findings += [Finding("mutation", f"{words} {name}") for name in _changed(names, now, before)]
 
     def _repeat(self) -> None:
         """Say by how much backward runs of one graph differ: in place of what else was found, if by much."""
-        kept = self._graph
         self._record()
         first, *others = [self._backward() for _ in range(_REPEATS)]
-        self._graph = kept
-        for run in others:
-            found = self._difference(
-                "non-determinism", "the same backward, run again, gives something else", run, first
-            )
-            if found is not None:
-                self.findings = [found]
-                return
-        if not self.findings and not all(are_the_same(run, first) for run in others):
+        message = "the same backward, run again, gives something else"
+        found = (self._difference("non-determinism", message, run, first) for run in others)
+        if (wrong := next(filter(None, found), None)) is not None:
+            self.findings = [wrong]
+        elif not (self.findings or all(are_the_same(run, first) for run in others)):
             self.notes = [Finding("non-determinism", "equal backward runs differ in the last bits")]
 
-    def _other_calls(self) -> list[str]:
+    def _other_calls(self) -> str:
         """Call the function elsewhere, and with each length shorter by one; say which calls were possible."""
-        given = self.function.inputs
-        done = ["another forward in between"] if self._call(self._flipped()) else []
+        given, shorter = self.function.inputs, []
+        elsewhere = "another forward in between" if self._call(self._flipped()) else ""
         arguments = [one.value for one in given if one.is_argument]
         lengths = dict.fromkeys(n for v in arguments for n in v.shape if n > 1)
         tried = {tuple(one.value.shape for one in given)}
@@ -209,10 +207,10 @@ class Contract:
                 inputs = [_shorter(one.value, length, dim) if one.is_argument else one.value for one in given]
                 shapes = tuple(v.shape for v in inputs)
                 if shapes not in tried and self._call(inputs):
-                    done.append(f"a call with {length - 1} in place of {length}")
+                    shorter.append(f"a call with {length - 1} in place of {length}")
                     break
                 tried.add(shapes)
-        return done
+        return " and ".join(shorter) or elsewhere
 
     def _call(self, inputs: list[Tensor]) -> bool:
         """Tell whether the function can be called so."""
@@ -228,20 +226,19 @@ class Contract:
     def _flipped(self) -> list[Tensor]:
         return [one.value.flatten().flip(0).reshape(one.value.shape) for one in self.function.inputs]
 
-    def _disturbed(self, calls: list[str], again: Tensor) -> None:
+    def _after(self, calls: str, again: Tensor) -> None:
         """Compare the outputs of the forward after ``calls``, and the gradient of that before, with the usual ones."""
-        words = f"the same inputs after {' and '.join(calls[1:] or calls)}"
-        wrong = self._values_differ("state", words, joined(self._graph[1]))
+        found = joined(self._graph[1])
+        wrong = self._values_differ("state", f"the same inputs after {calls}", found, self.usual_values)
         if wrong is None:
             wrong = self._difference("state", "another forward in between changes the backward", again, self.first)
-            if wrong is not None:
-                wrong = self._lasting(calls) or replace(wrong, guess=self._stale())
+            wrong = wrong and (self._lasting(calls) or replace(wrong, guess=self._stale()))
         self.findings += filter(None, [wrong])
 
-    def _lasting(self, calls: list[str]) -> Finding | None:
-        """Return what is wrong with the gradient of the forward after ``calls``."""
-        words = f"{' and '.join(calls[1:] or calls)} changes the next backward"
-        return self._difference("state", words, self._backward(), self.first)
+    def _lasting(self, calls: str) -> Finding | None:
+        """Return what is wrong with the gradient of the forward after ``calls``, if any were possible."""
+        words = f"{calls} changes the next backward"
+        return self._difference("state", words, self._backward(), self.first) if calls else None
 
     def _stale(self) -> str:
         """Return a guess if the backward is that of the last forward."""
@@ -255,28 +252,36 @@ class Contract:
             return ""
         return "stale saved tensor: that of the last forward" if is_last else ""
 
-    def _scaled(self, is_odd: bool) -> None:
+    def _hold(self, kind: str, claims: Iterator[Claim], guess: str = "") -> None:
+        """Run the backward for each of ``claims``, up to the first gradient that is not the one owed."""
+        for claim in claims:
+            try:
+                found = self._backward(claim.cotangents)
+            except Exception as error:
+                wrong = None if claim.may_refuse else _raised(kind, claim.words, error)
+            else:
+                wrong = self._difference(kind, claim.words, found, claim.owed, claim.size, guess)
+            if wrong is not None:
+                self.findings.append(wrong)
+                return
+
+    def _scaled(self) -> Iterator[Claim]:
         """Give grad_outputs with other signs and sizes, and zeros."""
         factors = [2.0**power for power in _POWERS[self.dtype]]
-        for times in factors if is_odd else [-1.0, *factors]:
+        for times in [-1.0, *factors] if self._varies else factors:
             scaled = [v * times for v in self.shaped]
-            self._owes("linearity", f"grad_output times {_power(times)}", scaled, self.first * times, times)
+            yield Claim(f"grad_output times {_power(times)}", scaled, self.first * times, times)
         if self.function.has_own_code:
             zeros = [torch.zeros_like(v) for v in self.shaped]
-            self._owes("linearity", "a grad_output of zeros", zeros, self.first * 0.0, 0.0)
+            yield Claim("a grad_output of zeros", zeros, self.first * 0.0, 0.0)
 
-    def _laid_out(self) -> None:
-        """Give grad_outputs in all layouts; one that another has at once is not tried where that goes wrong."""
-        wrong: list[InputLayout] = []
-        for layout in layouts_of(self.shaped):
-            if any(part in wrong for part in layout.parts):
-                continue
+    def _laid_out(self) -> Iterator[Claim]:
+        """Give grad_outputs in all layouts."""
+        for layout in layouts_of(self.shaped, LAYOUTS):
             placed = [layout.place(v) for v in self.shaped]
-            words = layout.words.format("grad_output")
-            if not self._owes("layout", words, placed, self.first, guess=_STRIDED, may_refuse=layout is FLAGGED):
-                wrong.append(layout)
+            yield Claim(layout.words.format("grad_output"), placed, self.first, may_refuse=layout is FLAGGED)
 
-    def _stride_0(self) -> None:
+    def _stride_0(self) -> Iterator[Claim]:
         """Give a grad_output of stride 0, in all dimensions or along one, as sums make it."""
         shaped = self.shaped
         others = {_ONES: [v.new_ones(()).expand(v.shape) for v in shaped]}
@@ -284,40 +289,32 @@ class Contract:
             rows = [v.narrow(dim, 0, 1).expand(v.shape) if dim < v.dim() and v.numel() else v for v in shaped]
             others[f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"] = rows
         for words, other in others.items():
-            dense = self._backward([v.clone(memory_format=torch.contiguous_format) for v in other])
-            if not self._owes("layout", words, other, dense, guess=_STRIDED):
-                return
+            yield Claim(words, other, self._backward([v.clone(memory_format=torch.contiguous_format) for v in other]))
 
-    def _single_outputs(self) -> None:
+    def _single_outputs(self) -> Iterator[Claim]:
         """Use some of several outputs: the gradients of one each, the others zero or unused, add up to that of all."""
         used = [i for i, o in enumerate(self._graph[1]) if o.requires_grad]
         if len(used) < 2:
             return
 
-        def only(*some: int, zeros: bool = False) -> list[Tensor | None]:
+        def only(some: Sequence[int], zeros: bool = False) -> list[Tensor | None]:
             return [v if i in some else torch.zeros_like(v) if zeros else None for i, v in enumerate(self.shaped)]
 
-        singles = {i: self._backward(only(i, zeros=True)) for i in used}
+        singles = {i: self._backward(only([i], zeros=True)) for i in used}
         size = max(map(largest, singles.values())) / max(self.usual, self.least)
-        for i in used:
-            if not self._owes("outputs", f"only output {i} used", only(i), singles[i], size):
-                return
-        words = "the gradients for one output each, zeros for the others, added up"
-        wrong = self._difference("outputs", words, torch.stack([*singles.values()]).sum(0), self.first, size)
-        if wrong is not None:
-            self.findings.append(wrong)
-        for i in used if wrong is None and 2 < len(used) <= _FEW_OUTPUTS else ():
-            others, rest = [j for j in used if j != i], self.first - singles[i]
-            for words, zeros in ((f"output {i} unused", False), (f"zeros for output {i}", True)):
-                if not self._owes("outputs", words, only(*others, zeros=zeros), rest, size):
-                    return
+        for i, single in singles.items():
+            yield Claim(f"only output {i} used", only([i]), single, size)
+        for i, single in singles.items():
+            others, rest = [j for j in used if j != i], self.first - single
+            yield Claim(f"output {i} unused", only(others), rest, size)
+            yield Claim(f"zeros for output {i}", only(others, zeros=True), rest, size)
 
     def _other_inputs(self) -> None:
         """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
         function = self.function
         arguments = [one.value for one in function.inputs if one.is_argument]
-        for layout in layouts_of(arguments) if function.has_own_code else orders_of(arguments):
-            words = layout.words.format("inputs").replace("that begins", "that begin")
+        for layout in layouts_of(arguments, LAYOUTS) if function.has_own_code else orders_of(arguments):
+            words = layout.words.format("inputs")
             pairs = zip(function.leaves(), function.inputs, strict=True)
             leaves = [layout.place(v.detach()).requires_grad_() if one.is_argument else v for v, one in pairs]
             if not self._runs_alike("layout", words, leaves, self.first, layout):
@@ -464,32 +461,12 @@ class Contract:
         wrong = self._values_differ(kind, words, found.values, expected.values)
         return wrong or self._difference(kind, words, found.gradient, expected.gradient, guess=guess)
 
-    def _values_differ(self, kind: str, words: str, found: Tensor, expected: Tensor | None = None) -> Finding | None:
-        """Compare outputs, with the usual ones if no others are ``expected``."""
-        expected = self.usual_values if expected is None else expected
+    def _values_differ(self, kind: str, words: str, found: Tensor, expected: Tensor) -> Finding | None:
+        """Compare the outputs of two forwards that should agree."""
         if found.shape != expected.shape:
             return Finding(kind, f"the forward gives {len(found)} numbers in place of {len(expected)} for {words}")
         wrong = self._worst(found, expected, largest(self.usual_values))
         return None if wrong is None else Finding(kind, f"the forward gives {wrong[1]} for {words}")
-
-    def _owes(
-        self,
-        kind: str,
-        words: str,
-        cotangents: Sequence[Tensor | None],
-        expected: Tensor,
-        size: float = 1,
-        *,
-        guess: str = "",
-        may_refuse: bool = False,
-    ) -> bool:
-        """Run the backward for ``cotangents``, and note what is wrong with the gradient; tell whether nothing is."""
-        try:
-            wrong = self._difference(kind, words, self._backward(cotangents), expected, size, guess)
-        except Exception as error:
-            wrong = None if may_refuse else _raised(kind, words, error)
-        self.findings += filter(None, [wrong])
-        return wrong is None
 
     def _difference(
         self, kind: str, message: str, found: Tensor, expected: Tensor, size: float = 1, guess: str = ""

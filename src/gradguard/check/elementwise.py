@@ -34,8 +34,8 @@ class Group:
     """Elements of the flat vector that share their forwards."""
 
     elements: Tensor
-    owner: Tensor | None
-    """For each output which of ``elements`` reaches it, their number for none; None if there is one element."""
+    owner: Tensor
+    """For each output which of ``elements`` reaches it, their number for none."""
 
 
 def check_every_element(search: Search) -> None:
@@ -58,7 +58,7 @@ def check_every_element(search: Search) -> None:
 def _suspects(search: Search) -> Iterator[int]:
     typical = norm(search.differences.gradient) / max(1, len(search.differences.point)) ** 0.5
     for group in _all_groups(search.differences):
-        alone = (Group(group.elements[i : i + 1], None) for i in range(len(group.elements)))
+        alone = (Group(element, torch.zeros_like(group.owner)) for element in group.elements.split(1))
         found = _compare(search.differences, group)
         # where an output moved that nobody owns, the colours are wrong
         for one in [group] if found is not None else alone:
@@ -75,10 +75,8 @@ def _all_groups(differences: Differences) -> Iterator[Group]:
     start = 0
     for one, size in zip(differences.function.inputs, differences.function.sizes, strict=True):
         shape = (*one.value.shape, 2) if one.value.is_complex() else tuple(one.value.shape)
-        groups = _groups(differences, start, shape)
-        if groups is None:
-            groups = (Group(torch.tensor([start + i], device="cpu"), None) for i in range(size))
-        yield from groups
+        colourings = [_colours(differences, start, shape, dim) for dim in range(len(shape))]
+        yield from _combined(start, shape, colourings, differences.function)
         start += size
 
 
@@ -104,19 +102,9 @@ def _compare(differences: Differences, group: Group) -> tuple[Tensor, Tensor] | 
 
 def _credited(values: Tensor, group: Group) -> Tensor | None:
     """Return the sum over the outputs of each element, None if a changed output belongs to nobody."""
-    if group.owner is None:
-        return values.sum(dim=0, keepdim=True)
     count = len(group.elements)
     is_nobodys = bool((values[group.owner == count] != 0).any())
     return None if is_nobodys else torch.bincount(group.owner, values, count + 1)[:count]
-
-
-def _groups(differences: Differences, start: int, shape: tuple[int, ...]) -> Iterator[Group] | None:
-    """Return the groups of one input, None if no two elements can share a forward."""
-    colourings = [_colours(differences, start, shape, dim) for dim in range(len(shape))]
-    if all(colouring is None for colouring in colourings):
-        return None
-    return _combined(start, shape, colourings, differences.function)
 
 
 def _combined(

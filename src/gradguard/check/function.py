@@ -38,7 +38,7 @@ class Function:
         self.fn, self.wide = fn, wide
         self.forwards = self.backwards = 0
         self.state = Frozen(modules_of_call(fn, args, kwargs), copies=False)
-        self.clones_inputs = self.keeps_inputs = False
+        self.clones_inputs = False
         self.module = module = fn if isinstance(fn, nn.Module) else None
         flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
         given = [value for _, value in flat]
@@ -64,12 +64,7 @@ class Function:
         ends = accumulate(self.sizes)
         self.ranges = {one.name: range(end - one.size, end) for one, end in zip(self.inputs, ends, strict=True)}
         """Where each input lies in the vector."""
-        parameters_at = range(len(given), len(given) + len(parameters))  # which no call changes
-        self._copied = [
-            i
-            for i, value in enumerate(self._values)
-            if isinstance(value, Tensor) and i not in checked and i not in parameters_at
-        ]
+        self._copied = [i for i, value in enumerate(self._values) if isinstance(value, Tensor) and i not in checked]
         self.is_wide = all(one.dtype is torch.float64 for one in self.inputs)
         """Whether the inputs hold every float64 number."""
         self.point = joined(values)
@@ -77,8 +72,6 @@ class Function:
         self.outputs: list[Slot] = []
         self.has_own_code = True
         """Whether a node of its graph was written by somebody else than PyTorch."""
-        self.recorded: tuple[list[Tensor], list[Tensor]] | None = None
-        """Leaves and outputs of the first call, with its graph."""
         self.base = zeros(0)
         """The outputs at the point, once they are learnt."""
 
@@ -109,7 +102,7 @@ class Function:
         with torch.no_grad():
             for vector in vectors.unbind():
                 try:
-                    outputs = self.call(self.split(vector if self.keeps_inputs else vector.clone()))
+                    outputs = self.call(self.split(vector.clone()))
                 except Exception:  # outside of the domain
                     outputs = []
                 if [one.shape for one in outputs] == shapes:  # not where a shape depends on the data

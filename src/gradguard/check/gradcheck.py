@@ -13,7 +13,6 @@ from torch import Tensor
 from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.contract import Contract
 from gradguard.check.differences import Differences
-from gradguard.check.elementwise import check_every_element
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
 from gradguard.check.function import Function, is_autograd_function, name_of, nodes_of
 from gradguard.check.gradient_report import Finding, GradientReport, Power, Verdict
@@ -195,7 +194,6 @@ class _Check:
         low = self._function(self.fn, wide=False)
         is_low = any(one.value.dtype is not WIDE[one.value.dtype] for one in low.inputs)
         exact = self._exact(low, reference, is_low)
-        low.recorded = low.recorded if exact in (None, low) else None
         if exact is None:  # a half-precision kernel alone: differences of its outputs say nothing
             self._contract(low)
             dtype = str(low.inputs[0].value.dtype).removeprefix("torch.")
@@ -289,8 +287,7 @@ class _Check:
 
     def _learn(self, function: Function) -> list[Tensor]:
         """Call the function once, and refuse what cannot be checked; return the outputs with their graph."""
-        leaves = function.leaves()
-        outputs = function.record(leaves)
+        outputs = function.record(function.leaves())
         if not outputs:
             raise InvalidTypeError(
                 f"{name_of(function.fn)} returned no floating or complex tensor: expected a tensor, or tensors in a "
@@ -304,7 +301,6 @@ class _Check:
             )
         for layout, output in zip(function.outputs, outputs, strict=True):
             refuse_unless(~output.isnan(), f"{layout.name} of {name_of(function.fn)}", output, "choose another point")
-        function.recorded = leaves, outputs
         return outputs
 
     def _is_the_same(self, exact: Function, low: Function, name: str = "it") -> bool:
@@ -369,7 +365,6 @@ class _Check:
         if torch.equal(base, again) or torch.equal(base.nan_to_num(), again.nan_to_num()):
             return True
         function.state.generators = generator_states()
-        function.recorded = None
         function.base, again = function.values(function.point), function.values(function.point)
         size = function.rounding_of(function.base).nan_to_num()
         is_random = bool(((again - function.base).abs().nan_to_num() > 2e3 * size + 1e-300).any())
@@ -387,9 +382,7 @@ class _Check:
     def _search(self, function: Function, taken: tuple[Tensor, Tensor], exhaustive: bool, what: str = "") -> None:
         differences = Differences(function, *taken, self.rtol)
         search = Search(differences, self.generator)
-        search.run()
-        if exhaustive and not search.findings:
-            check_every_element(search)
+        search.run(exhaustive)
         if function is self.exact and function.has_own_code and search.smooth is not None and not search.findings:
             self.forward_mode, wrong = check_forward_mode(differences, *search.smooth)
             added = self.findings if self.forward_mode == "wrong" else self.notes
@@ -398,9 +391,6 @@ class _Check:
         self.notes += search.notes
         self.undecided += search.undecided
         self.power, self.directions = min(self.power, search.power), self.directions + len(search.agreed)
-        silent = not (search.findings or search.undecided or search.agreed or search.has_every_element)
-        if silent and bool(search.open.any()):
-            self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
 
     def _low_precision(self, exact: Function, low: Function) -> None:
         by_inputs = Conditioning(exact, low, self.generator, self.rtol)
@@ -425,7 +415,6 @@ class _Check:
                 continue
             functions[name] = self._function(fn, wide=False, device=device)
             self._learn(functions[name])
-            functions[name].recorded = None
             self._is_the_same(exact, functions[name], f"backends[{name!r}]")
             self._contract(functions[name], f"{name}: ")
         findings, notes = compare_backends(exact, functions, self.generator, self.rtol)

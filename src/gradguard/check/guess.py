@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,21 +18,15 @@ if TYPE_CHECKING:
 _LONGEST = 512
 _MOST_SLICES = 64
 _TILES = (1024, 512, 256, 128, 64, 32, 16, 8)
-_NAMES = {0: "rows", 1: "columns"}
 
 
 def with_guesses(search: Search, what: str) -> list[Finding]:
     """Return the findings of ``search``, each with a guess where one fits."""
-    places: dict[str, str] = {}
-    found = []
-    for one in search.findings:
-        if one.input and one.input not in places:
-            alone = sum(other.input == one.input for other in search.findings) == 1
-            place = _alone(search, one) if alone else _where(search, one)
-            places[one.input] = place if one.kind == "mismatch" else ""
-        said = ", ".join(part for part in (what, _ratio(one), places.get(one.input, "")) if part)
-        found.append(replace(one, guess=said))
-    return found
+    named = [one.input for one in search.findings]
+    wrong = dict.fromkeys(one.input for one in search.findings if one.kind == "mismatch" and one.input)
+    places = {name: _where(search, name, named.count(name) == 1) for name in wrong}
+    guesses = [", ".join(filter(None, (what, _ratio(one), places.get(one.input, "")))) for one in search.findings]
+    return [replace(one, guess=guess) for one, guess in zip(search.findings, guesses, strict=True)]
 
 
 def _ratio(one: Finding) -> str:
@@ -43,24 +37,19 @@ def _ratio(one: Finding) -> str:
         return "zero"
     if abs(ratio + 1) <= max(blur, 1e-6):
         return "sign"
-    return (
-        f"ratio {ratio:#.{digits_apart(ratio, 1.0, 5 if abs(ratio) >= 1 else 4)}g}"
-        if blur < 1e-2 and 1e-3 < abs(ratio) < 1e4
-        else ""
-    )
+    if blur >= 1e-2 or not 1e-3 < abs(ratio) < 1e4:
+        return ""
+    return f"ratio {ratio:#.{digits_apart(ratio, 1.0, 5 if abs(ratio) >= 1 else 4)}g}"
 
 
-def _alone(search: Search, one: Finding) -> str:
-    elements = len(search.differences.function.ranges[one.input])
-    return f"only 1 of {elements} elements" if elements > 1 else ""
-
-
-def _where(search: Search, one: Finding) -> str:
-    """Return which rows, columns or signs are wrong, if not all are."""
+def _where(search: Search, name: str, is_alone: bool) -> str:
+    """Return which elements, rows, columns or signs of an input are wrong, if not all are."""
     differences = search.differences
-    own = differences.function.ranges[one.input]
-    value = next(i.value for i in differences.function.inputs if i.name == one.input)
-    if value.is_complex() or value.numel() < 2:
+    own = differences.function.ranges[name]
+    value = next(i.value for i in differences.function.inputs if i.name == name)
+    if is_alone:
+        return f"only 1 of {len(own)} elements" if len(own) > 1 else ""
+    if value.is_complex():
         return ""
     point = differences.point[own.start : own.stop]
     sizes = torch.where(point == 0, 1.0, point.abs()) * signs(point.shape, search.generator)
@@ -74,25 +63,22 @@ def _where(search: Search, one: Finding) -> str:
     for words, mask in (("x < 0", flat < 0), ("x > 0", flat > 0)):
         if bool(mask.any()) and bool((~mask).any()) and not is_wrong(~mask):
             return f"only where {words}"
+    names = {1: ["elements"], 2: ["rows", "columns"]}.get(value.dim())
     for dim, length in enumerate(value.shape):
-        if not 1 < length <= _LONGEST:
-            continue
-        bad = _bad_slices(value.shape, dim, is_wrong)
-        if bad and len(bad) < length:
-            name = _NAMES.get(dim, f"slices of dimension {dim}") if value.dim() == 2 else f"slices of dimension {dim}"
-            name = "elements" if value.dim() == 1 else name
-            return _described(bad, length, name)
+        bad = _bad_slices(value.shape, dim, is_wrong) if 1 < length <= _LONGEST else []
+        if 0 < len(bad) < length:
+            return _described(bad, length, names[dim] if names else f"slices of dimension {dim}")
     return ""
 
 
-def _bad_slices(shape: torch.Size, dim: int, is_wrong: object) -> list[int]:
+def _bad_slices(shape: torch.Size, dim: int, is_wrong: Callable[[Tensor], bool]) -> list[int]:
     level, bad = [torch.arange(shape[dim], device="cpu")], []
     while level:
         following = []
         for half in (half for one in level for half in one.tensor_split(2) if half.numel()):
             mask = torch.zeros(shape, dtype=torch.bool, device="cpu")
             mask.index_fill_(dim, half, True)
-            if is_wrong(mask):  # type: ignore[operator]
+            if is_wrong(mask):
                 (bad if half.numel() == 1 else following).append(half)
         if len(following) > _MOST_SLICES:
             return []
@@ -108,9 +94,4 @@ def _described(bad: list[int], length: int, name: str) -> str:
         return f"only the last {count} of {length} {name}{left}"
     if bad == list(range(count)):
         return f"only the first {count} of {length} {name}"
-    if count == 1:
-        return f"only 1 of {length} {name}"
-    if len(strides := {b - a for a, b in pairwise(bad)}) == 1 and (stride := strides.pop()) > 1:
-        ordinal = {2: "2nd", 3: "3rd"}.get(stride, f"{stride}th")
-        return f"only every {ordinal} of {length} {name}"
     return f"only {count} of {length} {name}"

@@ -16,17 +16,15 @@ class InputLayout:
     Attributes:
         words: The description of the layout, with ``{}`` for the name of the tensor.
         place: From a tensor to a copy with that layout, the same numbers in it; the tensor itself where it has none.
-        parts: Layouts which this one has at once: each is tried alone where this one goes wrong, or is refused.
     """
 
     words: str
     place: Callable[[Tensor], Tensor]
-    parts: tuple[InputLayout, ...] = ()
 
 
-def layouts_of(tensors: Sequence[Tensor], layouts: Sequence[InputLayout] | None = None) -> list[InputLayout]:
-    """Return the layouts, by default of all, in which at least one of ``tensors`` lies elsewhere."""
-    return [one for one in layouts or LAYOUTS if any(_place_of(one.place(t)) != _place_of(t) for t in tensors)]
+def layouts_of(tensors: Sequence[Tensor], layouts: Sequence[InputLayout]) -> list[InputLayout]:
+    """Return those of ``layouts`` in which at least one of ``tensors`` lies elsewhere."""
+    return [one for one in layouts if any(_place_of(one.place(t)) != _place_of(t) for t in tensors)]
 
 
 def orders_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
@@ -100,8 +98,7 @@ _MOST = 64
 """Dimensions of a tensor."""
 
 STRIDED = InputLayout("{} at every second element of a larger buffer", _strided)
-_WITHIN = InputLayout("{} that begins within a buffer", _within)
-FLAGGED = InputLayout("{} with the negative or the conjugate bit", _flagged, (STRIDED, _WITHIN))
+FLAGGED = InputLayout("{} with the negative or the conjugate bit", _flagged)
 _ORDERS = [
     InputLayout(words, _ordered(counts, order))
     for words, counts, order in (
@@ -113,7 +110,7 @@ _ORDERS = [
 ]
 LAYOUTS = [
     STRIDED,
-    _WITHIN,
+    InputLayout("{} within a buffer", _within),
     InputLayout("{} cut out of a longer last dimension", _cut_out(-1, 2)),
     InputLayout("{} cut out of a longer dimension 1", _cut_out(1, 3)),
     *_ORDERS,

@@ -17,6 +17,8 @@ from gradguard.check.gradient_report import Finding
 from gradguard.check.nearby import Pieces, pieces_around
 from gradguard.check.vectors import are_finite, finite, mean_size, norm
 
+_DIRECTIONS = 2
+"""Random directions that have to agree; in float64, where bars are narrow, the first does if it is clear."""
 _ROUNDS = 12
 _MOST_FINDINGS = 5
 _SETS_PER_LEVEL = 8
@@ -47,8 +49,6 @@ class Search:
 
     differences: Differences
     generator: torch.Generator
-    count: int = 2
-    """Random directions that have to agree; in float64, where bars are narrow, the first does if it is clear."""
     findings: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     undecided: list[Finding] = field(default_factory=list)
@@ -64,8 +64,8 @@ class Search:
     smooth: tuple[Tensor, Disagreement] | None = None
     """A direction along which gradient and differences agree."""
 
-    def run(self) -> None:
-        """Search until all directions agree, or enough is found."""
+    def run(self, exhaustive: bool) -> None:
+        """Search until all directions agree, or enough is found; then compare every element if that is asked for."""
         differences = self.differences
         self.open = differences.point.isfinite()
         self.continuous = self.open.clone()
@@ -89,6 +89,8 @@ class Search:
                 self._first_suspect(jointly=True)
         if not self.findings:
             self._examine_kinks_together()
+        if exhaustive and not self.findings:
+            check_every_element(self)
         self._propose_a_tolerance()
         self._rate()
         if len(self.findings) >= _MOST_FINDINGS:
@@ -102,9 +104,9 @@ class Search:
         self.agreed = []
         if not bool(self.open.any()):
             return None
-        differences, powerless, needed = self.differences, None, self.count
+        differences, powerless, needed = self.differences, None, _DIRECTIONS
         drawn = directions(differences.function, self.generator)
-        for attempt in range(2 * self.count):
+        for attempt in range(2 * _DIRECTIONS):
             direction = next(drawn).mul_(self.open)
             found = differences.along(direction)
             if not (differences.has_noise or self._is_clear(found)):
@@ -295,7 +297,7 @@ class Search:
             return
         drawn = directions(self.differences.function, self.generator)
         usable = self.differences.point.isfinite()
-        found = [self.differences.along(next(drawn) * usable) for _ in range(self.count)]
+        found = [self.differences.along(next(drawn) * usable) for _ in range(_DIRECTIONS)]
         needed = max(abs(one.error) / one.scale if one.scale else math.inf for one in found)
         if not 0 < needed < _LITTLE:
             return
@@ -305,12 +307,14 @@ class Search:
 
     def _rate(self) -> None:
         """Work out the relative error that one element of typical size would have shown with."""
-        if len(self.agreed) < self.count / 2:
+        if not self.agreed:
             self.undecided += self.unclear[:1]
         seen = [power for one in self.agreed if (power := self._power(one)) is not None]
         compared = self.agreed or self.singly or self.kinks or self.has_every_element
         if not compared and len(self.differences.point):
             self.undecided.append(Finding("undecided", "jumps and poles everywhere: there is nothing to compare with"))
+        if not (self.agreed or self.undecided or self.has_every_element) and bool(self.open.any()):
+            self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
         self.power = min(seen, default=5 * max(self.singly, default=0.0) or float("inf"))
         if self.power > _TOO_WEAK and (seen or any(self.singly)) and not self.findings:
             message = f"a wrong element would show only from {self.power:.1g} relative"

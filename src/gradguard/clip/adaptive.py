@@ -1,13 +1,13 @@
 r"""Adaptive gradient clipping (AGC): each unit's gradient is held to a fraction of that unit's weight.
 
-Units, the rule, and what processes do together, for gradients that this process holds whole and for those that are
-spread over processes. Of the latter, a unit that lies whole on one process is bounded there. Of a unit that is split,
-each process adds the squares of its elements to the unit's place in the vector of the one all-reduce:
+This file has the units, the rule, and the communication for sharded gradients. A unit that is whole on one process is
+clipped there. For a unit that is split, each process adds the squares of its elements to the unit's entry in a vector,
+and one all-reduce sums that vector:
 
 .. math:: \lVert G_i \rVert_2^2 = \sum_r \frac{1}{k_r} \lVert G_i^{(r)} \rVert_2^2
 
-over all processes r, of which :math:`k_r` hold the same elements. The same vector carries the norm of every gradient
-before and after the clip, so that all processes know what it did.
+over all processes r, where :math:`k_r` processes hold the same elements as r. The vector also carries the norm of every
+gradient before and after the clip, so that every process reports the whole clip.
 """
 
 import weakref
@@ -75,17 +75,17 @@ def clip_grad_adaptive_(
     .. math:: G_i \leftarrow G_i \cdot \min\Bigl(1,\;
               \frac{\lambda \max(\lVert W_i \rVert_2, \epsilon)}{\lVert G_i \rVert_2}\Bigr)
 
-    A unit i is what feeds one output: a row of a linear weight, a filter of a convolution, an output channel of a
-    transposed convolution, a row of an embedding, a row of an attention's fused query-key-value weight, a whole bias
-    or gain. Pass the *module*, not its parameters, where it holds transposed convolutions or Hugging Face ``Conv1D``
-    layers: a bare tensor does not tell that its output channels lie along dimension 1.
+    A unit i is the set of weights of one output: a row of a linear weight, a filter of a convolution, an output channel
+    of a transposed convolution, a row of an embedding, a row of an attention's fused query-key-value weight, a whole
+    bias or gain. Pass the *module*, not its parameters, if it has transposed convolutions or Hugging Face ``Conv1D``
+    layers: a bare tensor does not show that its output channels are along dimension 1.
 
     The paper exempts the last linear layer: ``exclude=model.fc``.
 
-    **Guarantees.** Norms are accumulated in at least float32. No unit's gradient changes another unit's. Memory: no
-    more than one tensor's size at a time. On the CPU, a tensor none of whose units binds is not written; on an
-    accelerator the host never waits. Weights and gradients that are sharded stay where they are: every unit is
-    bounded by its whole norm, whichever processes hold parts of it, in one all-reduce.
+    **Guarantees.** Norms are accumulated in at least float32. The gradient of one unit does not affect how another is
+    clipped. Temporary memory is at most the size of one tensor. On the CPU, a tensor is written only if one of its
+    units exceeds its bound; on an accelerator there is no host sync. Sharded weights and gradients are not gathered:
+    the norms of units that several processes share are reduced in one all-reduce.
 
     **Edge cases.**
 
@@ -163,10 +163,9 @@ class ClipAdaptive(FixedRule):
     Call it with the *module* (or give the `Guard` the model), so that it knows the output channels of transposed
     convolutions and Hugging Face ``Conv1D`` layers.
 
-    **Guarantees.** Gradients become what `clip_grad_adaptive_` makes of them. The result covers all gradients: those
-    excluded are measured and not changed. Where processes hold parts of them, units and gradients are
-    measured in one all-reduce; as a member of `Groups` or `Chain`, which have measured the gradients already, in one
-    more.
+    **Guarantees.** Gradients become what `clip_grad_adaptive_` makes of them. The result covers all gradients:
+    excluded ones are measured but not changed. The norms of sharded gradients and of their units are reduced in one
+    all-reduce; within `Groups` or `Chain`, which have reduced the norms of the gradients before, in a second one.
 
     **Edge cases.** Those of `clip_grad_adaptive_`.
 
@@ -219,7 +218,7 @@ class ClipAdaptive(FixedRule):
         return () if self._exclude is None else (choice(self._excluded(grads)),)
 
     def learn(self, parameters: Parameters) -> None:
-        """Look which layers of a module have units along another dimension, and whether ``exclude`` fits."""
+        """Find the layers of a module whose units are along another dimension, and check the names in ``exclude``."""
         if self._exclude is not None:
             if isinstance(parameters, ListedParameters):
                 self._exclude.refuse_identities()
@@ -242,7 +241,7 @@ class ClipAdaptive(FixedRule):
 
     @torch.no_grad()
     def decide_at_once(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Clip in one pass where nothing was measured before, and this process holds all."""
+        """Measure and clip in one pass over memory, if nothing is measured yet and no gradient is sharded."""
         is_refined = type(self).decide is not ClipAdaptive.decide
         at_once = not is_refined and not isinstance(grads, MeasuredGradients)
         return self._decide(grads, scale, at_once=True) if at_once else self.decide(grads, scale)
@@ -338,15 +337,15 @@ def rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """Of the tensors whose units are bounded, by position: the part that this process holds.
+    """This process' part of the tensors whose units are clipped, by position.
 
     Attributes:
-        rows: Their gradients; of those that have one here.
+        rows: The gradients that this process has.
         layouts: The units of each.
-        norms: Those of their units, one vector for each of ``rows``.
+        norms: The norms of the units, one vector for each of ``rows``.
         weights: The norms of the units of the weights, also where the gradient of a split unit is missing.
-        left: The factors that ``rows`` are still to be multiplied by; empty where that has been done.
-        joined: For each device the tensors whose units lie whole here.
+        left: The factors to multiply ``rows`` by; empty once they are multiplied.
+        joined: The tensors whose units are whole on this process, by device.
     """
 
     rows: Mapping[int, Tensor]
@@ -363,7 +362,7 @@ class WholeUnits(NamedTuple):
     Attributes:
         at: The positions of the tensors.
         counts: How many units each has.
-        norms: Those of the units.
+        norms: The norm of each unit.
         factors: The factor of each.
     """
 
@@ -387,7 +386,7 @@ class UnitClip:
         norms: The norm of each gradient before the clip.
         after: The norm of all gradients after it: 0-dim.
         clipped: Whether any unit is clipped on any process: 0-dim bool.
-        there: Which gradients any process has, bool; None where that is all of them.
+        there: Whether any process has each gradient, bool; None if every gradient exists.
     """
 
     grads: Gradients
@@ -424,13 +423,13 @@ def decide_units(
         kept: The positions of the gradients to clip; the others are measured and left alone.
         threshold: λ, at least 0.
         eps: ε, at least 0.
-        at_once: Whether to do it in the same pass over memory, where that is possible: this process holds the gradients
-            whole.
+        at_once: Whether to clip in the same pass over memory where that is possible, which requires that this process
+            holds the gradients whole.
 
     Raises:
         UnsupportedGradientError: If a gradient is sparse in another way than an embedding's, or a layout does not
             tell which elements a process holds.
-        DistributedError: If another process does not come, or comes with something else.
+        DistributedError: If another process does not join, or joins with other gradients.
     """
     parameters, home, plan = grads.parameters, meeting_device(grads.gradients), None
     if grads.reduction is None:
@@ -561,7 +560,7 @@ class HeldUnits:
 
     Attributes:
         layout: The units of the part.
-        slots: How many units the whole tensor has, if they are split between processes; 0 if each lies whole on one.
+        slots: How many units the whole tensor has, if they are split between processes; 0 if none is split.
         places: For each unit of the part, which of the ``slots`` it is a piece of; empty if none is split.
     """
 

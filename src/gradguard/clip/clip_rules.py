@@ -32,7 +32,7 @@ class FixedRule(Clipper):
         self._lock_in, self._is_for_one_step = LockIn(), False
 
     def for_one_step(self) -> Self:
-        """Leave the lock-in alarm out: it takes many steps, and its memory would wait for the device."""
+        """Leave out the lock-in alarm, which needs many steps and whose state would need a host sync."""
         self._is_for_one_step = True
         return self
 
@@ -67,7 +67,8 @@ class ClipByGlobalNorm(FixedRule):
     fused optimizer may multiply instead. Decided on the device.
 
     **Edge cases.** Those of `clip_grad_norm_`: no gradients give norm 0; ``max_norm=inf`` measures only;
-    ``max_norm=0`` makes gradients 0; NaN or inf go as the policy of the call says, and leave no trace in the state.
+    ``max_norm=0`` makes gradients 0; NaN and inf are treated as ``nonfinite`` of the call says, and do not enter the
+    state.
 
     Args:
         max_norm: m, at least 0; a 0-dim tensor stays on its device. The attribute of that name may be set at any time.
@@ -125,10 +126,10 @@ class ClipByNorm(FixedRule):
     The tensors are clipped by different factors, so the direction of the update changes.
 
     **Guarantees.** Each tensor becomes what `clip_grad_norm_` on it alone makes of it. All are measured in one pass;
-    on the CPU a tensor that does not bind is not written.
+    on the CPU a tensor below its threshold is not written.
 
-    **Edge cases.** As for `clip_grad_norm_`, tensor by tensor: NaN in one tensor leaves the others right under
-    ``"propagate"``. An empty tensor has norm 0.
+    **Edge cases.** As for `clip_grad_norm_`, tensor by tensor: under ``"propagate"`` NaN in one tensor does not affect
+    the others. An empty tensor has norm 0.
 
     Args:
         max_norm: m, at least 0; a 0-dim tensor stays on its device. The attribute of that name may be set at any time.
@@ -171,11 +172,11 @@ class ClipByRMS(FixedRule):
     .. math:: g_i \leftarrow g_i \cdot \min\Bigl(1, \frac{d \sqrt{n_i}}{\lVert g_i \rVert_2 + 10^{-6}}\Bigr)
               \quad\text{for each tensor } i \text{ of } n_i \text{ elements}
 
-    Tensors of any size are held to the same size of an element. It is the rule by which Adafactor bounds its
-    updates: see `ClipUpdate`, whose default it is.
+    The bound is on the size of a typical element, whatever the size of the tensor. Adafactor bounds its updates by
+    this rule, which is the default of `ClipUpdate`.
 
-    **Guarantees.** That of `ClipByNorm` with the threshold :math:`d \sqrt{n_i}`. Of a tensor that is spread over
-    processes :math:`n_i` is the number of all its elements; of a sparse one its zeros count.
+    **Guarantees.** Those of `ClipByNorm` with the threshold :math:`d \sqrt{n_i}`. For a sharded tensor :math:`n_i`
+    counts the elements on all processes; for a sparse one it counts the zeros too.
 
     **Edge cases.** As for `ClipByNorm`.
 

@@ -103,7 +103,7 @@ class Decision:
             coefficient then, in the same tensors.
         coefficient: The one number that every gradient is multiplied by, 0-dim on the device: then an optimizer may
             multiply instead (`Guard`). None if the rule does something else to them.
-        write: Does it to the gradients, in place; None where multiplying by ``coefficient`` is all.
+        write: Writes the clipped gradients, in place; None if the clip is the product with ``coefficient``.
     """
 
     gradients: Gradients
@@ -219,7 +219,7 @@ class Clipper(ABC):
         """
 
     def decide_at_once(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Decide, and clip in the same pass over memory where the rule can: then `Decision.apply` has nothing to do."""
+        """Decide, and clip in the same pass over memory if the rule can: then `Decision.apply` does nothing."""
         return self.decide(grads, scale)
 
     def measure(self, grads: Gradients) -> "MeasuredGradients":
@@ -262,11 +262,11 @@ class Clipper(ABC):
         return shown
 
     def settings(self) -> Settings:
-        """Return what must be the same on all processes: the rule, and the values of its `arguments`."""
+        """Return the settings that all processes must share: the rule, and the values of its `arguments`."""
         return type(self).__name__, *(as_setting(getattr(self, name, None)) for name in self.arguments)
 
     def choices(self, grads: Gradients) -> Settings:
-        """Return which of the gradients are treated in which way, of a rule that chooses, as `choice` tells it."""
+        """Return how the rule treats each gradient, if it treats them differently, as a value of `choice`."""
         del grads
         return ()
 
@@ -317,7 +317,7 @@ class Clipper(ABC):
         del parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what changes during training; empty for a rule without state."""
+        """Return the state that changes during training; empty for a rule without state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -335,7 +335,7 @@ def _typed(value: Any) -> str:
 
 
 def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Give each of some objects its state; where one refuses its own, all are as they were.
+    """Load a state into each object; if one refuses its state, all objects keep their former one.
 
     Args:
         pairs: Each object, which has ``state_dict`` and ``load_state_dict``, with the state that it is to take.

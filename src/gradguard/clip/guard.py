@@ -75,7 +75,7 @@ class _OpenStep:
 
 
 class OfOneOptimizer:
-    """Part of a `Guard` and its like: refuses to be copied or pickled, because it belongs to one optimizer."""
+    """Base of objects that belong to one optimizer, such as a `Guard`: they cannot be copied or pickled."""
 
     def __reduce__(self) -> NoReturn:
         """Refuse."""
@@ -92,7 +92,7 @@ class Guard(OfOneOptimizer):
               \mathrm{step}(\theta, s, \mathrm{clip}(g)) & \text{if every element of } g \text{ is finite} \\
               \theta, s & \text{otherwise}\end{cases}
 
-    One line next to the optimizer; the loop stays as it is. It holds for a plain ``step()``, for one with a closure
+    One line next to the optimizer; the loop stays as it is. It works for a plain ``step()``, for one with a closure
     (at each evaluation, so also inside LBFGS), under accumulation, GradScaler and `torch.compile` (of which
     ``fullgraph=True`` takes no optimizer step, guarded or not).
 
@@ -105,7 +105,7 @@ class Guard(OfOneOptimizer):
       number, its kernel does that too, which saves a pass over the gradients. Nothing is set on the optimizer.
     * `ClipAdaptive` measures and clips in one pass over memory, on one process and unless ``"raise"`` or ``spikes`` has
       to know the norm first. Gradients of a step that is then skipped have been clipped.
-    * In the folded path the host never waits for an accelerator, and the step can be captured in a CUDA graph; only
+    * Where the kernel multiplies, there is no host sync, and the step can be captured in a CUDA graph; only
       the first step of SGD with momentum reads one number. An optimizer that is not fused reads one number a step
       under ``"skip"`` and ``"raise"``, none otherwise.
     * The kernel divides in float32. Where the norm is above 3.4e38 times the threshold, the CPU clips before the step;
@@ -146,7 +146,7 @@ class Guard(OfOneOptimizer):
         process_group: Where parameters differ along a process group, as pipeline stages do, as for `clip_grad_norm_`.
         mesh: The group as a device mesh of one dimension.
         shared: Weights that several stages hold, as for `clip_grad_norm_`.
-        spikes: Rule for steps that are finite and stand far above the recent past; None for nothing.
+        spikes: Rule that says which finite steps are spikes, far above the recent ones; None for no such rule.
 
     Attributes:
         last: The result of the last clip; None before the first. ``last.culprits()`` names gradients with NaN or inf.
@@ -527,7 +527,7 @@ class Guard(OfOneOptimizer):
         load_all([(self.clipper, state_dict["clipper"]), *spikes, (self._counts, state_dict)])
 
     def detach(self) -> None:
-        """Stop acting, at once and for good; a step that runs in another thread ends as it began. May be repeated."""
+        """Remove the guard for good; a step that is running in another thread is still guarded. May be repeated."""
         with _registry:
             if not self._attached:
                 return
@@ -563,10 +563,10 @@ class Guard(OfOneOptimizer):
 
 
 def take(owner: Any) -> None:
-    """Let ``owner.clipper`` follow the steps of ``owner`` and of no other, until `give_back`.
+    """Reserve ``owner.clipper`` for the steps of ``owner``, until `give_back`.
 
     Raises:
-        InvalidValueError: If one of its rules follows those of another already, and remembers.
+        InvalidValueError: If one of its rules has state and is reserved for another guard.
     """
     taken = {id(leaf): other for other in _owners for leaf in other.clipper.leaves()}
     for leaf in owner.clipper.leaves():
@@ -582,7 +582,7 @@ def take(owner: Any) -> None:
 
 
 def give_back(owner: Any) -> None:
-    """Let the rules of ``owner`` serve another."""
+    """Let other guards use the rules of ``owner``."""
     _owners.discard(owner)
 
 
@@ -606,7 +606,7 @@ def guard_of(optimizer: Optimizer) -> Guard | None:
 
 
 def check_hookable(optimizer: object) -> None:
-    """Check that something can act at each step of ``optimizer``.
+    """Check that a hook can run at each step of ``optimizer``.
 
     Raises:
         InvalidTypeError: If the optimizer cannot be hooked or wraps another.

@@ -1,7 +1,7 @@
-"""The largest attention logit of each head, from what attentions are called with.
+"""The largest attention logit of each head, from the arguments of attention calls.
 
-Of `scaled_dot_product_attention` the queries and keys are looked at. FlexAttention's kernel tells the largest logit by
-itself when it is asked to.
+For `scaled_dot_product_attention` it is computed from queries and keys; the kernel of FlexAttention returns it on
+request.
 """
 
 import functools
@@ -40,8 +40,8 @@ class AttentionCall(NamedTuple):
         mask: ``attn_mask``.
         causal: ``is_causal``.
         scale: The factor of the products.
-        told: The largest logit of each head, where the kernel tells it.
-        is_changed: Whether a ``score_mod`` makes something else of the products.
+        told: The largest logit of each head, if the kernel returned it.
+        is_changed: Whether a ``score_mod`` changes the products.
     """
 
     query: Tensor
@@ -188,7 +188,7 @@ class AttentionListener:
                 self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
-        """Hear of nothing any more."""
+        """Stop listening."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -377,7 +377,7 @@ class LogitWatch:
         return dict(self._largest)
 
     def reset(self) -> None:
-        """Begin anew: after each step, say."""
+        """Forget the logits so far, for instance after each step."""
         self._largest = {}
 
     def detach(self) -> None:

@@ -57,13 +57,13 @@ class QKClip(OfOneOptimizer):
     * That ratio, times ``scale``, must be the same number at every call since the clip was attached, within 0.1 % (2 %
       in half precision). A norm over a whole tensor, head or batch passes the first call, where it looks like a
       constant, so that one rescaling may come of it; a call in which the ratio differs is an error before its step.
-    * On an accelerator these two are read without a wait: what they say is rescaled on no step, and the error comes at
-      one of the next steps.
+    * On an accelerator these two checks are read without a host sync: a step that fails them rescales nothing, and the
+      error is raised at one of the next steps.
     * An attention that calls `scaled_dot_product_attention` or `flex_attention` and whose projections are unknown is an
-      error. So is a training forward of a known attention that attends otherwise, at once, and a step with gradients
-      of a weight of one of which no such forward was seen.
-    * At each step weights must be those that were found, trained and plain, and in each forward layers; otherwise an
-      error.
+      error. A training forward of a known attention that computes its softmax in another way is an error at once; a
+      step with a gradient of a known projection, but without a recorded forward of its attention, is an error too.
+    * At each step the weights, and in each forward the layers, must be those that were found at first, trained and
+      without a parametrization; anything else is an error.
     * A weight or layer that is registered in several places is an error. So are values that are a multiple of the
       keys, also those of a layer that was initialised as a copy of the key layer. Values that another layer computes of
       keys change with them.

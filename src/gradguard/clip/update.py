@@ -1,4 +1,4 @@
-"""A clipper for what a step does to the weights, where the optimizer has made something else of the gradients."""
+"""A clipper for the update of the weights, which an adaptive optimizer makes of the gradients."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,7 +24,7 @@ from gradguard.tensors.tensor_admission import keeping_subnormals
 
 
 class ClipUpdate(OfOneOptimizer):
-    r"""Clip the update of ``optimizer``, whatever it makes of its gradients; the training loop stays as it is.
+    r"""Clip the update that ``optimizer`` makes of its gradients; the training loop stays as it is.
 
     .. math:: u = \frac{\theta_{t} - \mathrm{step}(\theta_{t})}{\eta}, \qquad
               \theta_{t+1} = \theta_{t} - \eta\, \mathrm{clip}(u)
@@ -39,9 +39,9 @@ class ClipUpdate(OfOneOptimizer):
 
     * An element of the weights whose update is not clipped keeps the bits that the optimizer has given it. On the
       CPU `ClipByGlobalNorm`, `ClipByNorm`, `ClipByRMS` and `ClipByValue` write nothing where they do not bind.
-    * The optimizer's state is what its step has made it, as in Adafactor: only the weights are moved by less.
-    * Of sharded weights (DDP, FSDP2, tensor parallelism) each step is that of one process.
-    * It works beside a `Guard` on the same optimizer, in any order, under a GradScaler, with a closure, and with
+    * The optimizer's state stays as its step wrote it, as in Adafactor: only the weights move by less.
+    * With DDP, FSDP2 or tensor parallelism each step equals the step of one process with all weights.
+    * It works together with a `Guard` on the same optimizer, in any order, under a GradScaler, with a closure, and with
       optimizers that step inside backward: a step that is skipped stays skipped.
     * The host does not wait for an accelerator, beyond what the clipper does.
 

@@ -19,7 +19,7 @@ from gradguard.tensors.scaling import scale_
 
 @torch.no_grad()
 def rehearsed_update(optimizer: Optimizer, coefficient: Tensor) -> Tensor:
-    r"""Return the 2-norm of what the next step of a stock optimizer takes from the weights; nothing changes.
+    r"""Return the 2-norm of the update that the next step of a `torch.optim` optimizer makes; nothing changes.
 
     .. math:: \lVert \theta_t - \mathrm{step}(\theta_t, c\,g) \rVert_2
 
@@ -130,10 +130,10 @@ def scale_sensitive_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class UpdateSize:
-    """The size of a step that is about to be taken, known after it; memory of the weights of this process.
+    """The norm of the update of a step, measured after it by a copy of this process' weights.
 
     Args:
-        parameters: Those of the optimizer.
+        parameters: The parameters of the optimizer.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -141,7 +141,7 @@ class UpdateSize:
 
     @torch.no_grad()
     def measure(self, grads: Gradients) -> Tensor:
-        """Return the 2-norm of what has been taken from the weights of ``grads``, on all processes; 0-dim.
+        """Return the 2-norm of the update of the weights of ``grads``, over all processes; 0-dim.
 
         Args:
             grads: The gradients of the step.
