@@ -344,11 +344,11 @@ class LockInAlarm:
         [False, False, False, True, True]
     """
 
-    __slots__ = ("_bound_on", "_thresholds")
+    __slots__ = ("_bound", "_bound_on", "_thresholds")
 
     def __init__(self, window: int = LOCK_IN_WINDOW) -> None:
         self._thresholds: deque[float] = deque(maxlen=window)
-        self._bound_on: deque[bool] = deque(maxlen=window)
+        self._bound_on, self._bound = deque([False] * window, maxlen=window), 0
 
     def follow(self, clipped: bool, threshold: float) -> bool:
         """Return the verdict after one more step.
@@ -358,10 +358,10 @@ class LockInAlarm:
             threshold: The threshold of this step, at least 0; infinite for none.
         """
         thresholds, bound_on = self._thresholds, self._bound_on
-        thresholds.append(threshold)
+        window = len(bound_on)
+        self._bound += clipped - bound_on[0]
         bound_on.append(clipped)
-        window, bound = thresholds.maxlen or 0, bound_on.count(True)
-        low, high = min(thresholds[0], threshold), max(thresholds[0], threshold)
-        if not locked_in(len(bound_on), bound, low, high, window):
+        thresholds.append(threshold)
+        if 2 * self._bound <= window:
             return False  # most steps end here: only thresholds that may be one are looked through
-        return locked_in(window, bound, min(thresholds), max(thresholds), window)
+        return locked_in(len(thresholds), self._bound, min(thresholds), max(thresholds), window)

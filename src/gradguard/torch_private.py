@@ -8,7 +8,6 @@ object may lack are read with a default: marks that torch leaves on some objects
 `tests/test_torch_private.py` looks for all of them in the torch that is installed.
 """
 
-import contextlib
 import ctypes
 import functools
 import math
@@ -361,9 +360,16 @@ def saved_value(node: Node, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
+@functools.cache
+def _saved(kind: type) -> dict[str, bool]:
+    """By name what nodes of a class save, and whether that is a tensor."""
+    names = [name for name in dir(kind) if name.startswith("_saved_")]
+    return {name.removeprefix("_saved_"): hasattr(kind, f"_raw{name}") for name in names}
+
+
 def saved_tensors_of(node: Node) -> dict[str, Tensor]:
     """Return by name the tensors that ``node`` saved and no hook has packed; nothing where torch does not tell."""
-    raw = {name: getattr(node, f"_raw_saved_{name}") for name in _names_of_tensors(type(node))}
+    raw = {name: getattr(node, f"_raw_saved_{name}") for name, is_tensor in _saved(type(node)).items() if is_tensor}
     plain = {name: getattr(one, "data", None) for name, one in raw.items() if getattr(one, "unpack_hook", one) is None}
     return {name: data for name, data in plain.items() if isinstance(data, Tensor)}
 
@@ -371,22 +377,20 @@ def saved_tensors_of(node: Node) -> dict[str, Tensor]:
 def saved_tensors(node: Node) -> list[Tensor]:
     """Return the tensors that ``node`` saved, with how they were computed; without those that are freed or changed."""
     found = []
-    for name in _names_of_tensors(type(node)):
-        with contextlib.suppress(RuntimeError):
+    for name in _saved(type(node)):
+        with suppress(RuntimeError):
             found.append(getattr(node, f"_saved_{name}"))
     return [one for one in found if isinstance(one, Tensor)]
 
 
 def saved_names(node: Node) -> list[str]:
     """Return the names of what ``node`` saved and has, but for sizes; ``self`` first."""
-    names = [name.removeprefix("_saved_") for name in dir(type(node)) if name.startswith("_saved_")]
-    there = [name for name in names if "_sym_" not in name and getattr(node, f"_saved_{name}") is not None]
+    names = [name for name in _saved(type(node)) if "_sym_" not in name]
+    there = [name for name in names if getattr(node, f"_saved_{name}") is not None]
     return sorted(there, key=lambda name: name != "self")
 
 
-@functools.cache
-def _names_of_tensors(kind: type) -> tuple[str, ...]:
-    return tuple(name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
+_FACTORS = frozenset(["other", "self", "alpha", "value", "beta"])
 
 
 def saved_settings(node: Node) -> dict[str, Any]:
@@ -394,14 +398,8 @@ def saved_settings(node: Node) -> dict[str, Any]:
 
     Tensors are not read, which may have been taken elsewhere. Where torch does not tell: nothing.
     """
-    return {name: getattr(node, f"_saved_{name}", None) for name in _names_of_settings(type(node))}
-
-
-@functools.cache
-def _names_of_settings(kind: type) -> tuple[str, ...]:
-    names = [name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")]
-    factors = {"other", "self", "alpha", "value", "beta"}
-    return tuple(name for name in names if name not in factors and not hasattr(kind, f"_raw_saved_{name}"))
+    settings = [name for name, is_tensor in _saved(type(node)).items() if not (is_tensor or name in _FACTORS)]
+    return {name: getattr(node, f"_saved_{name}", None) for name in settings}
 
 
 def is_freed(node: Node) -> bool:

@@ -87,7 +87,7 @@ def content_of(seed):
 
 def episodes(lines):
     """What a monitor has found after these lines, told in words."""
-    monitor = HealthMonitor()
+    monitor = HealthMonitor({})
     for line in lines:
         if line["t"] == "meta":
             monitor = HealthMonitor(line)

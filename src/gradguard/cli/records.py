@@ -53,6 +53,7 @@ def read(paths: Sequence[Path], say: Callable[[str], object]) -> "list[Record]":
             records.append(read_record(path))
         return records
     finally:
+        gc.freeze()  # nor is it worth while to look through them later
         if collects:
             gc.enable()
 

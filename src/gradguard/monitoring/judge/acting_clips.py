@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from gradguard.monitoring.judge.numbers import from_to, median, percent
-from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.record_lines import Lines, without_none
 from gradguard.monitoring.record.step_rows import BINDS_BELOW, taken_steps
 
@@ -35,14 +35,31 @@ class ActingClip:
     coefficient: float | None = None
 
 
-def acting_clips(record: Record, steps: Lines | None = None) -> list[ActingClip]:
-    """Return the clips of a run in the order in which they act within a step.
+@once
+def acting_clips(record: Record) -> list[ActingClip]:
+    """Return the clips of the steps that the optimizer took, in the order in which they act within a step.
+
+    Args:
+        record: The record of a run, of one optimizer.
+
+    Example:
+        >>> from pathlib import Path
+        >>> step = {"t": "step", "i": 0, "norm": 2.0, "rule": "norm", "threshold": 1.0, "coefficient": 0.5}
+        >>> record = Record(Path("run.jsonl"), {"t": "meta", "clip": "norm=1"}, [step], [], [], None, False)
+        >>> [(clip.name, clip.bound) for clip in acting_clips(record)]
+        [('--clip norm=1.0', 1)]
+    """
+    return clips_on(record, taken_steps(record))
+
+
+def clips_on(record: Record, steps: Lines) -> list[ActingClip]:
+    """Return the clips of some steps in the order in which they act within a step.
 
     ``gradguard run --clip`` acts behind what the script clips before its step, and before a guard's.
 
     Args:
         record: The record of a run, of one optimizer.
-        steps: Those of its steps to look at; by default all that the optimizer took.
+        steps: Some of its steps.
 
     Returns:
         The clips; empty where none acted.
@@ -52,11 +69,10 @@ def acting_clips(record: Record, steps: Lines | None = None) -> list[ActingClip]
         >>> clips = [["norm", 1.0, 0.5], ["norm", 4.0, 1.0]]
         >>> step = {"t": "step", "i": 0, "norm": 2.0, "rule": "norm", "threshold": 1.0, "clips": clips}
         >>> record = Record(Path("run.jsonl"), {"t": "meta", "clip": "norm=4"}, [step], [], [], None, False)
-        >>> [(clip.name, clip.bound) for clip in acting_clips(record)]
+        >>> [(clip.name, clip.bound) for clip in clips_on(record, record.steps)]
         [("the script's own norm=1.0", 1), ('--clip norm=4.0', 0)]
     """
     found = _Found(_of_command(record))
-    steps = taken_steps(record) if steps is None else steps
     columns = [steps.column(key) for key in ("rule", "threshold", "coefficient")]
     rules, thresholds, coefficients = columns
     if len(set(rules)) == 1 and not any(steps.column("clips")):  # one clip, whose steps need not be told apart

@@ -274,7 +274,7 @@ class Lasting:
         """
         if not faulty and not self._faults:  # as nearly always
             return []
-        new, self._faults = [], {place: self._faults.get(place) or _Fault(i) for place in faulty}
+        new, self._faults = [], {place: self._faults.get(place, _Fault(i)) for place in faulty}
         for place, fault in self._faults.items():
             fault.count += 1
             if fault.episode is not None:

@@ -44,7 +44,7 @@ def helped(signals: RunSignals) -> str:
     Args:
         signals: The signals of the run.
     """
-    before = signals.record.meta.get("followed") or {}
+    before = signals.record.meta.get("followed", {})
     if before.get("cause") in (None, "healthy", "unknown") or not signals.count:
         return ""
     cause = str(before["cause"]).replace("_", " ")
@@ -71,7 +71,7 @@ def helped(signals: RunSignals) -> str:
 
 def follows_clip(signals: RunSignals) -> bool:
     """Return whether the clip in use is the one that the earlier run was told."""
-    rule = str((signals.record.meta.get("followed") or {}).get("rule") or "")
+    rule = str(signals.record.meta.get("followed", {}).get("rule"))
     used = without_none(signals.record.steps.column("threshold"))
     name, _, value = rule.partition("=")
     if name != "norm" or not used:

@@ -82,7 +82,7 @@ def findings(record: Record) -> list[Finding]:
     if len(parts) == 1:  # however many the script has: one stepped
         for episode in monitor.episodes:
             episode.optimizer = parts[0].index
-    idle = (record.end or {}).get("idle_steps") or 0
+    idle = record.closing.get("idle_steps", 0)
     by_index = {part.index: part for part in parts}
     for episode in monitor.episodes:
         if episode.kind is NO_GRADIENT:  # it was told when it was sure, and went on

@@ -161,8 +161,7 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
 
 
 def _overhead_share(record: Record) -> float | None:
-    end = record.end or {}
-    wall, overhead = end.get("wall"), end.get("overhead_ms")
+    wall, overhead = (record.closing.get(key) for key in ("wall", "overhead_ms"))
     return overhead / 1000 / wall if wall and overhead is not None else None
 
 

@@ -43,9 +43,9 @@ class HealthMonitor:
         []
     """
 
-    def __init__(self, meta: dict[str, Any] | None = None) -> None:
-        self._meta = meta or {}
-        self._optimizers = [str(name) for name in self._meta.get("optimizers") or []]
+    def __init__(self, meta: dict[str, Any]) -> None:
+        self._meta = meta
+        self._optimizers = [str(name) for name in meta.get("optimizers", [])]
         self._tracks: dict[int | None, Track] = {}
         self._last: Track | None = None  # of the step before this line
         self._with_losses = set[int]()  # optimizers before whose steps backward was called: of a GAN each of them
@@ -65,7 +65,7 @@ class HealthMonitor:
         if kind == "step":
             self._last = track = self._track(line.get("optimizer"))
             if line.get("loss") is not None:
-                self._with_losses.add(line.get("optimizer") or 0)
+                self._with_losses.add(line.get("optimizer", 0))
             track.step(line, one_loss=len(self._optimizers) <= 1 or len(self._with_losses) <= 1)
         elif kind == "event" and is_setup_event(line):  # an optimizer without gradients has no step to belong to
             track = self._track(line.get("optimizer"))
@@ -101,7 +101,7 @@ class Track:
     """Watches the steps of one optimizer."""
 
     def __init__(self, optimizer: int | None, name: str, meta: dict[str, Any], several: bool) -> None:
-        params = meta.get("params") or []
+        params = meta.get("params", [])
         self.log = log = Log(optimizer)
         self.setup = Setup(log, meta, optimizer or 0, name)
         self.layers = Layers(log, params, several)
@@ -137,7 +137,7 @@ class Track:
             self.layers.top(i, *top)
         self.used = step.get("lr") or 0.0, step.get("post_norm") or norm
         if (logit := step.get("logit")) is not None:
-            self.logits.follow(i, logit, step.get("logit_of") or "")
+            self.logits.follow(i, logit, step.get("logit_of", ""))
         if update := step.get("update"):
             self.update_spikes.follow(i, update, self.used[0], loss)
             self.rule.step(i, step.get("over_rule"), self.used[0])
@@ -160,7 +160,7 @@ class Track:
     def event(self, event: dict[str, Any]) -> None:
         """Follow an event."""
         if event.get("kind") == "nonfinite":
-            self.level.blame(event["i"], event.get("params") or [])
+            self.level.blame(event["i"], event.get("params", []))
         elif event.get("kind") == "amp_skip":
             self.scale.skip(event["i"])
 
@@ -223,7 +223,7 @@ class Judge:
         """Whether it begins an episode, or names somebody new in it."""
         if self._skipped:
             event["severity"] = "warning"
-        i, names = event["i"], set(event.get("params") or [])
+        i, names = event["i"], set(event.get("params", []))
         last, named = self._told.get(event.get("optimizer"), (-RECOVERED_STEPS - 1, set()))
         begins = i - last > RECOVERED_STEPS
         self._told[event.get("optimizer")] = i, names if begins else named | names

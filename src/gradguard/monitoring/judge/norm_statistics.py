@@ -32,10 +32,8 @@ def drift_ratio(norms: Sequence[float]) -> float | None:
         >>> drift_ratio([1.0] * 500 + [3.0] * 500)
         3.0
     """
-    if len(norms) < _WINDOWS * _SHORTEST_WINDOW:
-        return None
-    medians = list(map(statistics.median, _tenths(norms)))
-    return max(medians) / min(medians)
+    levels = _levels(norms)
+    return max(levels) / min(levels) if levels else None
 
 
 def drift_ends(norms: Sequence[float]) -> tuple[float, float] | None:
@@ -51,16 +49,16 @@ def drift_ends(norms: Sequence[float]) -> tuple[float, float] | None:
         Those of the first and the last tenth, or of the two extreme tenths where the ends are alike; None without
         drift.
     """
-    ratio, size = drift_ratio(norms), len(norms) // _WINDOWS
+    levels, size = _levels(norms), len(norms) // _WINDOWS
+    ratio = max(levels, default=1.0) / min(levels, default=1.0)
     # Ten medians of noise span some three of their standard deviations, and six in one run of a thousand. The spread
     # is taken within windows, because the drift is none of it.
-    if ratio is None or ratio <= DRIFT or math.log(ratio) <= _NOISE * local_spread(norms) / math.sqrt(size):
+    if ratio <= DRIFT or math.log(ratio) <= _NOISE * local_spread(norms) / math.sqrt(size):
         return None
-    medians = list(map(statistics.median, _tenths(norms)))
     first, last = 0, -1
-    if max(medians[0], medians[-1]) <= DRIFT * min(medians[0], medians[-1]):
-        first, last = sorted((medians.index(min(medians)), medians.index(max(medians))))
-    return medians[first], medians[last]
+    if max(levels[0], levels[-1]) <= DRIFT * min(levels[0], levels[-1]):
+        first, last = sorted((levels.index(min(levels)), levels.index(max(levels))))
+    return levels[first], levels[last]
 
 
 @once
@@ -85,8 +83,7 @@ def local_spread(norms: Sequence[float]) -> float:
     Returns:
         The median of those of ten windows; of a short run, that of the whole; at least 0.05.
     """
-    parts = [norms] if len(norms) < _WINDOWS * _SHORTEST_WINDOW else _tenths(norms)
-    return statistics.median(map(_spread, parts))
+    return statistics.median(map(_spread, _tenths(norms) or [norms]))
 
 
 def _spread(norms: Sequence[float]) -> float:
@@ -95,6 +92,12 @@ def _spread(norms: Sequence[float]) -> float:
     return max(_MAD_TO_SIGMA * statistics.median(abs(value - centre) for value in logs), SPREAD_FLOOR)
 
 
+def _levels(norms: Sequence[float]) -> list[float]:
+    return list(map(statistics.median, _tenths(norms)))
+
+
 def _tenths(norms: Sequence[float]) -> list[Sequence[float]]:
+    """The windows of a run; none where they would be too short for a median."""
     size = len(norms) // _WINDOWS
-    return [norms[place * size : (place + 1) * size] for place in range(_WINDOWS)]
+    windows = range(_WINDOWS if size >= _SHORTEST_WINDOW else 0)
+    return [norms[place * size : (place + 1) * size] for place in windows]

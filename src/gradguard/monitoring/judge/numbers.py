@@ -145,15 +145,16 @@ def window_means(values: Numbers, width: int) -> list[float | None]:
     if not width:
         return []
     # As whole multiples of one power of two the values have exact sums: an outlier that has left leaves nothing behind.
-    filled, ratio = [value or 0.0 for value in values], methodcaller("as_integer_ratio")
-    unit = max(denominator for _, denominator in map(ratio, filled))
-    whole = (numerator * (unit // denominator) for numerator, denominator in map(ratio, filled))
-    totals = list(accumulate(whole, initial=0))
+    filled = [value or 0.0 for value in values]
+    _, unit = math.ulp(min(map(abs, filter(None, filled)), default=0.0)).as_integer_ratio()
+    ratios = map(methodcaller("as_integer_ratio"), filled)
+    totals = list(accumulate((numerator * (unit // denominator) for numerator, denominator in ratios), initial=0))
     gaps = list(accumulate((value is None for value in values), initial=0))
-    places = range(len(values) - width + 1)
+    unit *= _LARGER
+    windows = zip(totals, totals[width:], gaps, gaps[width:], strict=False)
     return [
-        None if gaps[k + width] > gaps[k] else (totals[k + width] - totals[k]) / (unit * _LARGER) / width * _LARGER
-        for k in places
+        None if lost > lost_before else (end - begin) / unit / width * _LARGER
+        for begin, end, lost_before, lost in windows
     ]
 
 

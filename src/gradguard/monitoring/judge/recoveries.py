@@ -64,7 +64,7 @@ def recoveries(record: Record) -> Recoveries | None:
         roll_backs=len(backs),
         slow_downs=sum(bool(event.get("slowed_down")) for event in backs),
         data_shifts=sum(event["kind"] == "data_shift" for event in events),
-        lost_steps=sum(event.get("lost") or 0 for event in events),
+        lost_steps=sum(event.get("lost", 0) for event in events),
         longest_recovery=max(ended, default=None),
     )
 

@@ -15,5 +15,5 @@ def is_scale_free(record: Record) -> bool | None:
     Returns:
         True, False, or None where the record does not say or the run mixes both kinds.
     """
-    optimizers: list[str] = record.meta.get("optimizers") or []
+    optimizers: list[str] = record.meta.get("optimizers", [])
     return only({any(word in str(name).lower() for word in _SCALE_FREE) for name in optimizers})

@@ -6,6 +6,7 @@ not. Losses and norms are followed by medians, which single steps do not move.
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.record_lines import Numbers, without_none
 from gradguard.monitoring.record.step_rows import BINDS_BELOW, OTHER_LOSSES, is_search_of_scale, skipped_on
-from gradguard.threshold_rules import SortedWindow, upper_median_distance
+from gradguard.threshold_rules import upper_median_distance
 
 FEWEST_STEPS = 60
 """Fewer steps show neither whether a loss falls nor what a norm usually is."""
@@ -128,11 +129,14 @@ class Series:
     """A number of each step, NaN where it is not known: what is compared with that is false.
 
     Args:
-        values: The numbers, in the order of the steps.
+        values: The numbers, in the order of the steps; None where one is not known.
+
+    Attributes:
+        values: The numbers, NaN in place of None.
     """
 
     def __init__(self, values: Numbers) -> None:
-        self._values = [math.nan if value is None else value for value in values]
+        self.values = [math.nan if value is None else value for value in values]
 
     def at(self, place: int) -> float:
         """Return the number of a step.
@@ -140,7 +144,7 @@ class Series:
         Args:
             place: The place of the step.
         """
-        return self._values[place]
+        return self.values[place]
 
     def known(self, first: int, end: int | None = None) -> list[float]:
         """Return what is known between two places.
@@ -149,7 +153,7 @@ class Series:
             first: The place that it begins with; what is below 0 stands for the first step.
             end: The place behind it; None for all that comes.
         """
-        return [value for value in self._values[max(0, first) : end] if value == value]
+        return [value for value in self.values[max(0, first) : end] if value == value]
 
     def usual(self, place: int) -> float:
         """Return the median of the last numbers before a step that are not 0.
@@ -240,7 +244,7 @@ class RunSignals:
     def _names_of_others(self) -> set[str]:
         """The parameters of other optimizers."""
         mine = {place or 0 for place in self.record.steps.column("optimizer")}
-        others = (one for one in self.record.meta.get("params") or [] if mine and one.get("optimizer", 0) not in mine)
+        others = (one for one in self.record.meta.get("params", []) if mine and one.get("optimizer", 0) not in mine)
         return {str(one.get("name", "?")) for one in others if "optimizer" in one}
 
     def finding(self, kind: str) -> Finding | None:
@@ -381,7 +385,7 @@ class RunSignals:
     @cached_property
     def params(self) -> list[dict[str, Any]]:
         """Return the recorded facts of each parameter."""
-        return list(self.record.meta.get("params") or [])
+        return self.record.meta.get("params", [])
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -645,21 +649,21 @@ OUTBURST_DEVIATIONS = 6.0
 
 def _outbursts(values: Numbers) -> list[int]:
     """Places where a value leaps away from the recent ones, which leave earlier leaps out."""
-    found, recent, limit, fresh = list[int](), SortedWindow(_RECENT), math.inf, 0
+    found, recent, limit, fresh = list[int](), deque[float](maxlen=_RECENT), math.inf, 0
     for place, value in enumerate(values):
         if value is None or value <= 0:
             continue
         if value > limit:
             found.append(place)
             if len(found) > 3 and found[-1] - found[-4] == 3:  # this is a new level, and no leap
-                recent, limit = SortedWindow(_RECENT), math.inf
-                recent.add(math.log(value))
+                recent, limit = deque([math.log(value)], maxlen=_RECENT), math.inf
             continue
-        recent.add(math.log(value))
+        recent.append(math.log(value))
         fresh += 1
-        if fresh >= _REFRESH and len(recent.ordered) >= _FEWEST_RECENT:
-            middle, fresh = recent.ordered[len(recent.ordered) // 2], 0
-            spread = _MAD_TO_SIGMA * upper_median_distance(recent.ordered, middle)
+        if fresh >= _REFRESH and len(recent) >= _FEWEST_RECENT:
+            ordered, fresh = sorted(recent), 0
+            middle = ordered[len(ordered) // 2]
+            spread = _MAD_TO_SIGMA * upper_median_distance(ordered, middle)
             above = max(math.log(OUTBURST_TIMES), OUTBURST_DEVIATIONS * spread)
             limit = math.exp(min(middle + above, _LARGEST_LOGARITHM))
     return found

@@ -88,6 +88,11 @@ class Record:
         """The script and its arguments, as a shell takes them; ``train.py`` where it is not known."""
         return shlex.join(map(str, self.meta.get("argv") or ["train.py"]))
 
+    @property
+    def closing(self) -> dict[str, Any]:
+        """The fields of the closing line; none of a run that was killed."""
+        return self.end or {}
+
     @functools.cached_property
     def names(self) -> list[str]:
         """The parameter names, in the order of every per-tensor array."""
@@ -281,7 +286,7 @@ def is_of_command(path: Path, argv: list[str]) -> bool:
     Returns:
         Whether each argument is that of the record, numbers apart.
     """
-    theirs = [str(word) for word in first_line(path).get("argv") or []]
+    theirs = [str(word) for word in first_line(path).get("argv", [])]
     return bool(argv) and [_NUMBER.sub("#", word) for word in theirs] == [_NUMBER.sub("#", word) for word in argv]
 
 
@@ -346,14 +351,22 @@ def _refuse(value: object) -> Any:
     )
 
 
+def file_of(path: Path) -> Path:
+    """Return the file of a record: of a folder the one in it.
+
+    Args:
+        path: The record, or the folder that it is or will be in.
+    """
+    return path / FILE_NAME if path.is_dir() else path
+
+
 def _locate(path: Path) -> Path:
-    if path.is_dir():
-        if not (path / FILE_NAME).is_file():
-            raise RecordError(f"{path} is a folder without {FILE_NAME}. Name the record itself. {_ADVICE}")
-        return path / FILE_NAME
-    if not path.exists():
-        raise RecordError(f"no record at {path}. Make one: gradguard run --out DIR train.py")
-    return path
+    found = file_of(path)
+    if not found.exists():
+        without = f"{path} is a folder without {FILE_NAME}. Name the record itself."
+        words = f"no record at {path}." if found == path else without
+        raise RecordError(f"{words} {_ADVICE}")
+    return found
 
 
 class _Run:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradguard.errors import RecordError
 from gradguard.files.opening import open_regular
-from gradguard.monitoring.record.file import FILE_NAME, refuse_at_once
+from gradguard.monitoring.record.file import file_of, refuse_at_once
 from gradguard.monitoring.record.record_fields import LONGEST_LINE, read_line
 
 READ_AT_ONCE = 16 * 2**20
@@ -68,7 +68,7 @@ class JsonlReader:
         Raises:
             RecordError: The file cannot be read, or it is no record.
         """
-        path = self.path / FILE_NAME if self.path.is_dir() else self.path
+        path = file_of(self.path)
         try:
             self.missing = True
             if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever

@@ -71,8 +71,10 @@ class Lines(Sequence[dict[str, Any]]):
             key: The name of a field.
         """
         if key not in self._columns:
-            places = {of.get(key) for of in self._places.values()}
-            if len(places) == 1 and places != {None}:  # one place in every line, as nearly always
+            places = {of.get(key) for of in self._places.values()} or {None}
+            if places == {None}:
+                self._columns[key] = [None] * len(self)
+            elif len(places) == 1:  # one place in every line, as nearly always
                 self._columns[key] = list(map(itemgetter(*places), self._rows))
             else:
                 self._columns[key] = [None if (place := row[0].get(key)) is None else row[place] for row in self._rows]

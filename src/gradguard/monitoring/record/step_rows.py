@@ -1,10 +1,10 @@
 """Reading the steps of a record: whether clipping bound, which steps count, and whose optimizer they are."""
 
-import heapq
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, takewhile
+from itertools import chain, compress, takewhile
 from operator import itemgetter, not_, or_
 from typing import Any
 
@@ -122,14 +122,13 @@ def in_order(record: Record) -> Iterator[dict[str, Any]]:
     Args:
         record: The record of a run, whose steps and lines of per-tensor numbers ascend.
     """
-    numbers, late = set(record.steps.column("i")), []
-    events = sorted(record.events, key=itemgetter("i"))
-    for line in heapq.merge(record.steps, record.tensors, events, key=itemgetter("i")):
-        if line["i"] in numbers:
-            yield line
-        else:
-            late.append(line)
-    yield from late
+    behind = defaultdict[int, list[dict[str, Any]]](list)
+    for line in chain(record.tensors, record.events):
+        behind[line["i"]].append(line)
+    for step in record.steps:
+        yield step
+        yield from behind.pop(step["i"], ())
+    yield from sorted(chain.from_iterable(behind.values()), key=itemgetter("i"))
 
 
 @once
@@ -281,7 +280,7 @@ def _trains(record: Record, index: int) -> str:
 
 
 def _name_of(record: Record, index: int | None) -> str | None:
-    names: list[Any] = record.meta.get("optimizers") or []
+    names: list[Any] = record.meta.get("optimizers", [])
     return str(names[index]) if index is not None and 0 <= index < len(names) else None
 
 
@@ -289,7 +288,7 @@ def _meta_of(record: Record, index: int | None) -> dict[str, Any]:
     """The first line, as if this were the only optimizer."""
     own = {}
     for key in ("optimizers", "eps"):
-        of_each: list[Any] = record.meta.get(key) or []
+        of_each: list[Any] = record.meta.get(key, [])
         own[key] = [of_each[index]] if index is not None and index < len(of_each) else []
     return record.meta | own
 

@@ -1,11 +1,11 @@
 """Findings on their way to a function of the user's while the run goes on."""
 
-import math
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from gradguard.json_values import jsonable
 from gradguard.monitoring.judge.health import KINDS, Finding
 from gradguard.monitoring.record.file import Line
 
@@ -90,15 +90,14 @@ class Alerts:
 
 
 def _finding(event: Line) -> Finding:
-    value = event.get("value")
     return Finding(
         kind=event["kind"],
-        severity=event.get("severity") or "info",
-        message=event.get("message") or "",
-        advice=event.get("advice") or "",
+        severity=event.get("severity", "info"),
+        message=event.get("message", ""),
+        advice=event.get("advice", ""),
         first_step=event["i"],
         last_step=event["i"],
-        params=tuple(event.get("params") or ()),
+        params=tuple(event.get("params", ())),
         optimizer=event.get("optimizer"),
-        value=value if value is None or math.isfinite(value) else None,
+        value=jsonable(event.get("value")),
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.judge.diagnosis import diagnose
-from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, read_record
+from gradguard.monitoring.record.file import SCHEMA, file_of, read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.record.text import drop_output, encodable, printable
 from gradguard.monitoring.show.run_state import RunState
@@ -144,17 +144,12 @@ class Watched:
             return
         self._judged_whole = self.run.end is not None
         with suppress(OSError, RecordError):
-            if self.path_of_record.stat().st_size <= LONGEST_JUDGED:
+            if file_of(self.path).stat().st_size <= LONGEST_JUDGED:
                 found = diagnose(read_record(self.path))
                 advice = "" if found.is_well else f" {found.cause.advice}"
                 self.run.diagnosis = f"{found.sentence}{advice}"
         took = time.monotonic() - began
         self._judge_at = began + max(JUDGED_SECONDS, took / JUDGED_SHARE)
-
-    @property
-    def path_of_record(self) -> Path:
-        """The record itself."""
-        return self.path / FILE_NAME if self.path.is_dir() else self.path
 
     @property
     def there(self) -> bool:

@@ -193,11 +193,14 @@ def _was_thrown(signals: RunSignals, place: int) -> bool:
 def _learned_anew(signals: RunSignals) -> int | None:
     """The only place at which the loss leaps up out of calm, and comes down from there step by step, as by learning."""
     loss, found = signals.loss, list[int]()
-    for place in range(30, signals.count - 40):
+    values = loss.values
+    for place, first, second, third in zip(
+        range(30, signals.count - 40), values[30:], values[31:], values[32:], strict=False
+    ):
+        if not first > second > max(third, LEARNED * first):
+            continue
         before = loss.known(place - 20, place)
-        first, second, third = map(loss.at, range(place, place + 3))
-        comes_down = first > second > max(third, LEARNED * first) and third > max(before, default=math.inf)
-        if len(before) >= 15 and comes_down and first >= 2 * max(before) > 0:
+        if len(before) >= 15 and third > max(before) and first >= 2 * max(before) > 0:
             found.append(place)
     return found[0] if len(found) == 1 else None
 
@@ -206,8 +209,9 @@ def _level_shift(signals: RunSignals) -> int | None:
     """The place at which the loss leaps to another level within one step; None where that comes on a schedule."""
     loss = signals.loss
     leaps, found = list[int](), list[tuple[float, int]]()
-    for place in range(30, signals.count - 15):
-        if not loss.at(place) >= 1.3 * loss.at(place - 1):
+    values = loss.values
+    for place, one_before, here in zip(range(30, signals.count - 15), values[29:], values[30:], strict=False):
+        if not here >= 1.3 * one_before:
             continue
         before, after = loss.known(place - 20, place), loss.known(place, place + 10)
         low, high = middle(before), statistics.median(after)

@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, clipped_twice, shares_in_words
+from gradguard.monitoring.judge.acting_clips import (
+    ActingClip,
+    acting_clips,
+    clipped_twice,
+    clips_on,
+    shares_in_words,
+)
 from gradguard.monitoring.judge.cause import Sign
 from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import capital, from_to, percent, plain_threshold
@@ -119,7 +125,7 @@ def clips_twice(signals: RunSignals) -> Sign | None:
     if len(clipped_twice(signals.record.steps)) <= SEVERAL * signals.count:
         return None
     twice = clipped_twice(taken_steps(signals.record))
-    clips = acting_clips(signals.record, twice)
+    clips = clips_on(signals.record, twice)
     binding = [clip for clip in clips if (clip.bound or 0) > 0.05 * len(twice)]
     if not binding:
         return None

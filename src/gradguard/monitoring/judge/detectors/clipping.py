@@ -6,7 +6,7 @@ from collections import deque
 from itertools import compress
 from operator import or_
 
-from gradguard.monitoring.judge.acting_clips import acting_clips, clipped_twice, shares_in_words
+from gradguard.monitoring.judge.acting_clips import clipped_twice, clips_on, shares_in_words
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, named, said
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.record_lines import Lines
@@ -78,7 +78,7 @@ def _clipped_twice(part: OptimizerSteps, taken: Lines) -> list[Episode]:
     twice = clipped_twice(taken)
     if not twice:
         return []
-    clips = acting_clips(part.record, twice)
+    clips = clips_on(part.record, twice)
     words, *before, last_clip = shares_in_words(clips, len(twice)), *clips
     idle = named([clip.name for clip in clips if clip.bound == 0])
     words += f"; {idle} had no effect" if idle else ""

@@ -45,10 +45,10 @@ class Layers:
     def __init__(self, log: Log, params: Sequence[dict[str, Any]], several: bool = False) -> None:
         self._log, self._several = log, several
         self.names = [str(parameter.get("name", "?")) for parameter in params]
-        elements = [parameter.get("numel") or 0 for parameter in params]
+        elements = [parameter.get("numel", 0) for parameter in params]
         self._large = [count > DOMINATING_ELEMENTS * sum(elements) for count in elements]
         # Vectors stay out: a bias before a normalisation or of attention's keys has a gradient of 0 by mathematics.
-        matrices = [i for i, count in enumerate(elements) if count and len(params[i].get("shape") or []) > 1]
+        matrices = [i for i, count in enumerate(elements) if count and len(params[i].get("shape", ())) > 1]
         self._roots = {place: math.sqrt(elements[place]) for place in matrices}
         self._tensors = 0 if several else len(self.names)  # how many are this optimizer's
         self._seen, self._tops = 0, Counter()

@@ -45,7 +45,7 @@ class Setup:
 
     def __init__(self, log: Log, meta: Mapping[str, Any], place: int, name: str) -> None:
         self._log = log
-        self._params = meta.get("params") or []
+        self._params = meta.get("params", [])
         self._floors = _floors(self._params, name, meta.get("eps"), place)
         self._scaled, self._kept = list[int](), list[int]()  # the first steps of each
         self._coefficient = 1.0

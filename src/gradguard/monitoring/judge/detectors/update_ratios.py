@@ -34,8 +34,8 @@ class UpdateRatios:
 
     def __init__(self, log: Log, params: Sequence[dict[str, Any]]) -> None:
         names = [str(parameter.get("name", "?")) for parameter in params]
-        self._groups = [parameter.get("group") or 0 for parameter in params]
-        self._matrices = [place for place, parameter in enumerate(params) if len(parameter.get("shape") or ()) > 1]
+        self._groups = [parameter.get("group", 0) for parameter in params]
+        self._matrices = [place for place, parameter in enumerate(params) if len(parameter.get("shape", ())) > 1]
         self._large, self._small = (Lasting(log, names, UPDATE_LINES, UPDATE_STEPS) for _ in range(2))
 
     def follow(self, i: int, weights: Numbers, updates: Numbers, gradients: Numbers, rates: Numbers) -> None:

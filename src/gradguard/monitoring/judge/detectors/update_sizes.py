@@ -160,9 +160,9 @@ class Rule:
     def __init__(self, log: Log, params: Sequence[dict[str, Any]]) -> None:
         self._log, self._params = log, params
         self._names = [str(one.get("name", "?")) for one in params]
-        self._groups = [one.get("group") or 0 for one in params]
-        self._roots = [math.sqrt(one.get("numel") or 0) for one in params]
-        self._are_small = all((one.get("numel") or 0) <= ELEMENTS for one in params)
+        self._groups = [one.get("group", 0) for one in params]
+        self._roots = [math.sqrt(one.get("numel", 0)) for one in params]
+        self._are_small = all(one.get("numel", 0) <= ELEMENTS for one in params)
         self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
         self._added = deque[dict[int, float]](maxlen=_KEPT)  # sizes of what was added to momenta
         self._factors: deque[tuple[float, float]] = deque(maxlen=FACTORS)
@@ -198,13 +198,13 @@ class Rule:
             rate: The learning rate of the first group.
             gradient: The norm of the gradients that the optimizer got.
         """
-        rates = line.get("rates") or [rate]
+        rates = line.get("rates", [rate])
         of_each = [(rates[group] if group < len(rates) else None) or 0.0 for group in self._groups]
         if line.get("weight") and line.get("update"):
             self._weights = line["weight"]
             self._decay(i, line["weight"], line["update"], of_each)
         sizes = self._sizes(line, of_each)
-        of_added: Numbers = line.get("added") or ()
+        of_added: Numbers = line.get("added", ())
         added = {place: size for place, size in enumerate(of_added) if size}
         if len(sizes) >= 2:
             self._lines.append((gradient, sizes))
@@ -223,9 +223,9 @@ class Rule:
     def _sizes(self, line: dict[str, Any], rates: Sequence[float]) -> dict[int, float]:
         """Return the root mean square of each tensor's update over its learning rate, where it is known exactly."""
         if self._are_small:
-            found = line.get("moved") or ()
+            found = line.get("moved", ())
         else:
-            pairs = zip(line.get("update") or (), self._roots, strict=False)
+            pairs = zip(line.get("update", ()), self._roots, strict=False)
             found = [norm / root if norm and root else None for norm, root in pairs]
         rows = enumerate(zip(found, rates, strict=False))
         return {

@@ -50,7 +50,7 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
         if recommendation.rate_factor is not None:
             console.print(f"with the learning rate multiplied by {recommendation.rate_factor:g} in the script:")
         console.print(Text(command(record, recommendation.rule), style="bold"), soft_wrap=True)
-    cost = _cost(judged, record.end or {})
+    cost = _cost(judged, record.closing)
     if cost:
         console.print(f"observing cost: {cost}", markup=False, highlight=False)
 
@@ -300,7 +300,7 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
     Returns:
         The rows that the record knows.
     """
-    meta, end = record.meta, record.end or {}
+    meta, end = record.meta, record.closing
     parameters = meta.get("params", ())
     elements = sum(parameter.get("numel", 0) for parameter in parameters)
     rows = [

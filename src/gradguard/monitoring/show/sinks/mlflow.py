@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from gradguard.monitoring.show.sinks.sink import Dashboard, required
+from gradguard.monitoring.show.sinks.sink import Dashboard, required, run_of
 
 
 class MlflowSink(Dashboard):
@@ -21,10 +21,8 @@ class MlflowSink(Dashboard):
     def __init__(self, run: Any = None) -> None:
         mlflow = required("mlflow", "mlflow")
         self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
-        run = mlflow.active_run() if run is None else run
-        self.owned = run is None
-        if run is None:
-            run = mlflow.start_run()  # which knows the experiment that was chosen
+        run, self.owned = run_of(run, mlflow.active_run, mlflow.start_run)  # which knows the experiment that was chosen
+        if self.owned:
             mlflow.end_run("RUNNING")  # no longer the active one
         self._run: str = run.info.run_id
         self._last: Any = None  # what the last call promised to send

@@ -3,9 +3,9 @@
 import importlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 from gradguard.errors import MissingPackageError
 from gradguard.monitoring.record.file import Line
@@ -129,6 +129,18 @@ def named(scalars: Mapping[str, float]) -> dict[str, float]:
     return {PREFIX + key: value for key, value in scalars.items()}
 
 
+def run_of(given: Any, find: Callable[[], Any], make: Callable[[], Any]) -> tuple[Any, bool]:
+    """Return the run to write to, and whether it was made here: the user's, else the active one, else a new one.
+
+    Args:
+        given: The user's; None if there is none.
+        find: Returns the active one, None without one.
+        make: Makes one.
+    """
+    run = find() if given is None else given
+    return (make(), True) if run is None else (run, False)
+
+
 class Dashboard:
     """A sink that shows about ten numbers of each flush.
 
@@ -136,7 +148,7 @@ class Dashboard:
         owned: Whether what it writes to was made here, and is closed here.
     """
 
-    owned = False
+    owned: bool
 
     def push(self, lines: Sequence[Line]) -> None:
         """Show ``lines`` in about ten numbers; nothing where there is no step among them."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gradguard.monitoring.show.sinks.sink import Dashboard, required
+from gradguard.monitoring.show.sinks.sink import Dashboard, required, run_of
 
 
 class TensorBoardSink(Dashboard):
@@ -16,8 +16,9 @@ class TensorBoardSink(Dashboard):
     name = "TensorBoard"
 
     def __init__(self, writer: Any = None) -> None:
-        self.owned = writer is None
-        self._writer = required("torch.utils.tensorboard", "tensorboard").SummaryWriter() if self.owned else writer
+        self._writer, self.owned = run_of(
+            writer, lambda: None, lambda: required("torch.utils.tensorboard", "tensorboard").SummaryWriter()
+        )
 
     def show(self, step: int, scalars: dict[str, float]) -> None:
         """Add one point to about ten curves."""

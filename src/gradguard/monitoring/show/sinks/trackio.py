@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from gradguard.monitoring.show.sinks.sink import Dashboard, required
+from gradguard.monitoring.show.sinks.sink import Dashboard, required, run_of
 
 
 class TrackioSink(Dashboard):
@@ -22,9 +22,8 @@ class TrackioSink(Dashboard):
     def __init__(self, run: Any = None) -> None:
         trackio = required("trackio", "trackio")
         self._package: Any = trackio
-        run = trackio.context_vars.current_run.get() if run is None else run
-        self.owned = run is None
-        self._run: Any = trackio.init(project=os.environ.get("TRACKIO_PROJECT", "gradguard")) if run is None else run
+        project = os.environ.get("TRACKIO_PROJECT", "gradguard")
+        self._run, self.owned = run_of(run, trackio.context_vars.current_run.get, lambda: trackio.init(project=project))
 
     def show(self, step: int, scalars: dict[str, float]) -> None:
         """Log about ten numbers."""

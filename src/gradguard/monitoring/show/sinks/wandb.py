@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.show.sinks.sink import PREFIX, DashboardWindow, named, required
+from gradguard.monitoring.show.sinks.sink import PREFIX, DashboardWindow, named, required, run_of
 
 
 class WandbSink:
@@ -24,9 +24,8 @@ class WandbSink:
 
     def __init__(self, run: Any = None) -> None:
         wandb = required("wandb", "wandb")
-        run = wandb.run if run is None else run
-        self.owned = run is None
-        self._run: Any = wandb.init(project=os.environ.get("WANDB_PROJECT", "gradguard")) if run is None else run
+        project = os.environ.get("WANDB_PROJECT", "gradguard")
+        self._run, self.owned = run_of(run, lambda: wandb.run, lambda: wandb.init(project=project))
         self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
         self._window, self._row = DashboardWindow(), self._run.step
 
