@@ -93,14 +93,10 @@ class Frozen:
         for slots, name, buffer in self._slots:
             slots[name] = buffer
         for buffer, value in self._copies:  # one that has not changed may be in a graph, which no write may meet
-            if not _are_equal(buffer, value):
+            if value.layout is not torch.strided or not torch.equal(local_part(buffer), local_part(value)):
                 if buffer.shape != value.shape:
                     buffer.resize_(value.shape)
                 buffer.copy_(value)
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.layout is torch.strided and torch.equal(local_part(one), local_part(other))
 
 
 _BASES: Any = OrderedDict, dict, list, set, deque
