@@ -241,7 +241,7 @@ class Reducer:
             DistributedError: If one of the first is not so.
             UnsupportedGradientError: If copies differ.
         """
-        same, agreed, balanced = (one.all() for one in is_told)
+        same, agreed, balanced = map(torch.all, is_told)
         sound = same & agreed & balanced & ~apart.any()
         if not are_readable(sound):
             return [torch.where(sound, x, math.nan) for x in norms]

@@ -221,7 +221,7 @@ def refuse_flat_gradients(gradients: Sequence[Tensor | None]) -> None:
     """
     wanted = {id(g) for g in gradients if g is not None}
     flat = (p for w in _wrappers() if not isinstance(w, DistributedDataParallel) for p in w.parameters())
-    if any(flattened_by_fsdp1(gradients)) or any(p.grad is not None and id(p.grad) in wanted for p in flat):
+    if any(flattened_by_fsdp1(gradients)) or any(id(p.grad) in wanted for p in flat):
         raise UnsupportedGradientError(
             "a tensor belongs to FullyShardedDataParallel (FSDP1): its norm would be that of this process' part. "
             'clip_grad_norm_(model, float("inf")) with the root module measures all gradients and writes nothing.'

@@ -131,8 +131,8 @@ def _refill(container: Any, held: Sequence[Any]) -> None:
 def modules_of_call(fn: Callable[..., Any], *arguments: Any) -> list[nn.Module]:
     """Return the modules that a call of ``fn`` may write to, those it refers to; not ``fn`` itself."""
     found: dict[int, nn.Module] = {}
-    for value in [] if isinstance(fn, nn.Module) else [fn]:
-        _collect(value, _DEEPEST, {}, found)
+    if not isinstance(fn, nn.Module):
+        _collect(fn, _DEEPEST, {}, found)
     _collect(list(arguments), _DEEPEST, {}, found)
     return list(found.values())
 
