@@ -816,10 +816,10 @@ def flattened_by_fsdp1(tensors: Sequence[Tensor | None]) -> list[bool]:
 @_needs
 def is_silent_fsdp1(module: nn.Module) -> bool:
     """Tell whether the gradients of ``module``, FSDP1's, are this process' own: in ``no_sync()``, or after it."""
-    handle: Any = module._handle if is_fsdp1(module) else None
-    flat = None if handle is None else handle.flat_param
-    is_uncut = flat is not None and flat.grad is not None and flat.grad.numel() > flat.numel()
-    return is_uncut or (is_fsdp1(module) and not module._sync_gradients)
+    if not is_fsdp1(module) or not module._sync_gradients:
+        return is_fsdp1(module)
+    flat: Any = getattr(module._handle, "flat_param", None)
+    return flat is not None and flat.grad is not None and flat.grad.numel() > flat.numel()
 
 
 class FlatShard(NamedTuple):

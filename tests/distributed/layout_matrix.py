@@ -87,7 +87,7 @@ MAY_BE = {
 """The ways in which each model may lie: FSDP's units cannot share a weight, and freeze flat parameters whole."""
 
 NEEDS = {f"FSDP1, HYBRID_SHARD, {kind}": 4 for kind in ("flat", "original parameters")}
-"""Of how many processes a layout is made: of one that shards, FSDP1 itself adds up no copies, and an audit fails."""
+"""Of how many processes a layout is made: of one that shards, FSDP1 itself adds up no copies, see `test_fsdp1.py`."""
 
 PLACED = [layout for layout in LAYOUTS if layout != "last"]  # which needs three dimensions
 LAYOUTS_OF_ALL = [

@@ -152,8 +152,8 @@ def share(meshes, layouts, order):
     own = layer(root["dp"], [Shard(0)], random(6, seed=1 + stage))
     weight = shared[0][1]
     calls = [
-        lambda: gg.clip_grad_norm_([weight, own[0][1]], math.inf, order, mesh=root["pp"], shared=[weight]),
-        lambda: gg.ClipByGlobalNorm(1e9, order)([weight, own[0][1]], mesh=root["pp"], shared=[weight]).norm,
+        lambda: gg.clip_grad_norm_([weight, own[0][1]], math.inf, order, mesh=root["pp"], shared={"weight": weight}),
+        lambda: gg.ClipByGlobalNorm(1e9, order)([weight, own[0][1]], mesh=root["pp"], shared={"weight": weight}).norm,
     ]
     return [float(call()) for call in calls]
 

@@ -69,7 +69,7 @@ class HeldPiece:
         weight: The weight in short.
         dtype: The dtype of the gradient.
         group: The processes that the tensor is spread over, as its layout says; empty for an ordinary tensor.
-        part: Which part of it this is, as its layout says.
+        part: Number of this part of it, as its layout says.
         claim: Role of an ordinary tensor across processes by its attributes; None if they tell none.
         index: The position among what this process holds.
         whole: How many elements all parts have together, where the layout says so.
@@ -82,7 +82,7 @@ class HeldPiece:
     weight: Sketch = field(default_factory=Sketch)
     dtype: str = "float32"
     group: tuple[int, ...] = ()
-    part: tuple[int, ...] = ()
+    part: int = 0
     claim: Claim | None = None
     index: int = 0
     whole: int | None = None

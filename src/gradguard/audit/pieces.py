@@ -73,7 +73,7 @@ class Piece:
         is_flat_part = placement.replicas == 1 and shard.shape != shard.own and not shard.along
         return HeldPiece(
             tuple(self._names), self._real, square, summary_of(values), weight, dtype,
-            tuple(sorted(placement.ranks)), placement.part, "sharded" if claims_to_be_part(p) else None, index,
+            tuple(sorted(placement.ranks)), placement.place[0], "sharded" if claims_to_be_part(p) else None, index,
             math.prod(shard.shape) if is_flat_part else None,
         )  # fmt: skip
 

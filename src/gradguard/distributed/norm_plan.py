@@ -323,7 +323,7 @@ def plan_for(
             return plan, tensors, names
         _keep(plans, key, plan, _KEPT if plans is _plans else None)
         # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
-        forget = partial(_forget, key, weakref.ref(plan))
+        forget = partial(_forget, plans, key, weakref.ref(plan))
         plan.alive = [weakref.ref(t, forget) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
 
@@ -342,10 +342,9 @@ def _key(tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, sha
     return tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in shared.items())
 
 
-def _forget(key: tuple, plan: weakref.ref, _: object) -> None:
-    for plans in (_plans, _plans_of_one):
-        if plan() is not None and plans.get(key) is plan():
-            del plans[key]
+def _forget(plans: dict[tuple, NormPlan], key: tuple, plan: weakref.ref, _: object) -> None:
+    if plan() is not None and plans.get(key) is plan():
+        del plans[key]
 
 
 def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], NormReduction] | None:
@@ -377,8 +376,8 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         names = [f"number {i}" for i in range(len(gradients))]
         copies = Copies(torch.arange(len(gradients), device="cpu"), names)  # of a missing one none knows who holds it
         _keep(_reducers, key, (reducer, copies))
-    share_of = {p: _share(_holders(p, union), p.is_whole) for p in set(placements) if p is not None} | {None: 0.0}
-    shares = torch.tensor([share_of[p] for p in placements], dtype=torch.float64, device=reducer.device)
+    shares = [0.0 if p is None else _share(_holders(p, union), p.is_whole) for p in placements]
+    shares = torch.tensor(shares, dtype=torch.float64, device=reducer.device)
     balance = balances(placements, union, dist.get_rank()).sum()
     part = NormReduction(reducer, shares.abs(), shares, balance.to(reducer.device), copies=copies)
     return [torch.empty(0, device="cpu") if g is None else local_part(added_up(g)) for g in gradients], part

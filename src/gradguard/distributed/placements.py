@@ -43,12 +43,17 @@ class Placement:
         object.__setattr__(self, "is_partial", any(kind.is_partial() for kind in self.kinds))
 
     @property
-    def part(self) -> tuple[int, ...]:
-        """The number of this process' part along each sharding mesh dimension: equal on all holders of the part."""
+    def place(self) -> tuple[int, int]:
+        """The number of this process' part, equal on all that hold it, and which of these copies it has."""
         if self.mesh is None:
-            return () if self.is_whole else (dist.get_rank(),)
-        kinds = zip(self.kinds, self.mesh.get_coordinate(), strict=True)
-        return tuple(at for kind, at in kinds if not (kind.is_replicate() or kind.is_partial()))
+            return 0 if self.is_whole else dist.get_rank(), 0
+        part = copy = 0
+        for size, at, kind in zip(self.mesh.shape, self.mesh.get_coordinate(), self.kinds, strict=True):
+            if kind.is_replicate() or kind.is_partial():
+                copy = copy * size + at
+            else:
+                part = part * size + at
+        return part, copy
 
 
 _known: dict[tuple[int, tuple], Placement] = {}

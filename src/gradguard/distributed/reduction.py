@@ -194,7 +194,7 @@ class Reducer:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
         (first, order), at = measured[0], copies.at.to(self.device)
         # The mean of the squares of powers is the square of their mean if, and only if, all copies are equal.
-        squares = encode(first[at], weights[at], 2 * order, self.wide)
+        squares = encode(first[at], weights[at], 2 * order, self.wide) if len(at) else self._zero[:0]
         sums_to_zero = self._zero if balance is None else balance.view(1)
         mine = digest(self._settings, self.device)
         vector = torch.cat([*parts, squares, shares, sums_to_zero, self._number, mine])
@@ -202,8 +202,10 @@ class Reducer:
         lengths = [*map(len, parts), len(squares), len(shares), 1, 2, 2]
         *added, squares, share, remainder, numbers, alike = vector.split(lengths)
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
-        spread = decode(squares, share[at], 2 * order, self.wide) / norms[0][at]
-        apart = (spread > (1 + (order * APART) ** 2) ** (0.5 / order)) & (share[at] > 0)
+        apart = at > 0
+        if len(at):
+            spread = decode(squares, share[at], 2 * order, self.wide) / norms[0][at]
+            apart = (spread > (1 + (order * APART) ** 2) ** (0.5 / order)) & (share[at] > 0)
         is_told = numbers == self._numbers, alike == self._world * mine, remainder == 0
         return self._checked(norms, is_told, apart, copies), share != 0
 
@@ -239,7 +241,7 @@ class Reducer:
             DistributedError: If one of the first is not so.
             UnsupportedGradientError: If copies differ.
         """
-        same, agreed, balanced = (one.all() for one in is_told)
+        same, agreed, balanced = map(torch.all, is_told)
         sound = same & agreed & balanced & ~apart.any()
         if not are_readable(sound):
             return [torch.where(sound, x, math.nan) for x in norms]

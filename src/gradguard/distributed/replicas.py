@@ -68,14 +68,8 @@ def _own_part(placement: Placement, union: ReductionGroup, me: int) -> tuple[int
     slices = _slices(placement, union)
     if slices is None:  # who holds the same part cannot be told: all processes must be alike
         return 0, sorted(union.stage).index(me), len(union.stage)
-    slice_number, slice_count = slices
-    part, holder = 0, slice_number
-    for size, at, kind in zip(placement.mesh.shape, placement.mesh.get_coordinate(), placement.kinds, strict=True):
-        if kind.is_replicate() or kind.is_partial():
-            holder = holder * size + at
-        else:
-            part = part * size + at
-    return part, holder, placement.replicas * slice_count
+    (slice_number, slice_count), (part, copy) = slices, placement.place
+    return part, slice_number * placement.replicas + copy, placement.replicas * slice_count
 
 
 def _slices(placement: Placement, union: ReductionGroup) -> tuple[int, int] | None:

@@ -22,18 +22,14 @@ def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
 
     Raises:
         InvalidValueError: If it is given without stages, or names a tensor that is not in the list.
-        InvalidTypeError: If it is no mapping or list of tensors.
+        InvalidTypeError: If it is no mapping to tensors.
     """
     if shared is None:
         return {}
-    if isinstance(shared, Tensor):
-        shared = [shared]
-    if isinstance(shared, list | tuple):
-        shared = {str(i): tensor for i, tensor in enumerate(shared)}
     if not isinstance(shared, Mapping) or not all(isinstance(t, Tensor) for t in shared.values()):
         raise InvalidTypeError(
             f"shared is {type(shared).__name__}: expected a mapping from a name, the same on every stage, to a "
-            "parameter, such as shared={'embedding': model.embedding.weight}; or a list in the same order."
+            "parameter, such as shared={'embedding': model.embedding.weight}."
         )
     if shared and stages is None:
         raise InvalidValueError(

@@ -57,7 +57,7 @@ class _KnownWrappers:
         last_synchronises = wrapper.require_forward_param_sync
         self._before = () if last_synchronises else tuple(self._reducer.get_backward_stats())
         """The state of DDP's reducer before the last backward, or clip."""
-        self._averaged: dict[int, weakref.ref[Tensor]] = {}
+        self._averaged = weakref.WeakValueDictionary[int, Tensor]()
         """The gradients that are averaged, by the identities of their parameters."""
         wrapper.register_forward_hook(ForwardHook(self._after_forward))
 
@@ -67,11 +67,11 @@ class _KnownWrappers:
         if now != self._before and any(now):
             self._before = now
             self.note_averaged(wrapper.parameters())
-        return all(p.grad is None or self._averaged.get(id(p), _nothing)() is p.grad for p in parameters)
+        return all(p.grad is None or self._averaged.get(id(p)) is p.grad for p in parameters)
 
     def note_averaged(self, parameters: Iterable[Tensor]) -> None:
         """Take note that these gradients are those of all processes, until the next backward."""
-        self._averaged |= {id(p): weakref.ref(p.grad) for p in parameters if p.grad is not None}
+        self._averaged.update({id(p): p.grad for p in parameters if p.grad is not None})
 
     @never_compiled
     def _after_forward(self, wrapper: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -84,10 +84,6 @@ class _KnownWrappers:
     def _before_backward(self, gradient: Tensor) -> None:
         self._before = tuple(self._reducer.get_backward_stats())
         self._averaged.clear()
-
-
-def _nothing() -> None:
-    pass
 
 
 def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
@@ -135,9 +131,10 @@ def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:
     """
     possible = [w for w in _wrappers() if isinstance(w, DistributedDataParallel) or is_silent_fsdp1(w)]
     for wrapper, own in _wrappers_of(tensors, possible):
-        if isinstance(wrapper, DistributedDataParallel) and any(flattened_by_fsdp1(own)):
+        is_ddp = isinstance(wrapper, DistributedDataParallel)
+        if is_ddp and any(flattened_by_fsdp1(own)):
             continue  # FSDP1 averages what it holds, whoever is inside it
-        if is_silent_fsdp1(wrapper) or not wrapper.require_backward_grad_sync:
+        if not is_ddp or not wrapper.require_backward_grad_sync:
             raise UnsupportedGradientError(
                 f"gradients of a backward inside {type(wrapper).__name__}.no_sync() are this process' own: "
                 "their norm differs from rank to rank. Clip after the backward pass that synchronizes, outside "
@@ -224,7 +221,7 @@ def refuse_flat_gradients(gradients: Sequence[Tensor | None]) -> None:
     """
     wanted = {id(g) for g in gradients if g is not None}
     flat = (p for w in _wrappers() if not isinstance(w, DistributedDataParallel) for p in w.parameters())
-    if any(flattened_by_fsdp1(gradients)) or any(p.grad is not None and id(p.grad) in wanted for p in flat):
+    if any(flattened_by_fsdp1(gradients)) or any(id(p.grad) in wanted for p in flat):
         raise UnsupportedGradientError(
             "a tensor belongs to FullyShardedDataParallel (FSDP1): its norm would be that of this process' part. "
             'clip_grad_norm_(model, float("inf")) with the root module measures all gradients and writes nothing.'

@@ -93,14 +93,10 @@ class Frozen:
         for slots, name, buffer in self._slots:
             slots[name] = buffer
         for buffer, value in self._copies:  # one that has not changed may be in a graph, which no write may meet
-            if not _are_equal(buffer, value):
+            if value.layout is not torch.strided or not torch.equal(local_part(buffer), local_part(value)):
                 if buffer.shape != value.shape:
                     buffer.resize_(value.shape)
                 buffer.copy_(value)
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.layout is torch.strided and torch.equal(local_part(one), local_part(other))
 
 
 _BASES: Any = OrderedDict, dict, list, set, deque
@@ -135,8 +131,8 @@ def _refill(container: Any, held: Sequence[Any]) -> None:
 def modules_of_call(fn: Callable[..., Any], *arguments: Any) -> list[nn.Module]:
     """Return the modules that a call of ``fn`` may write to, those it refers to; not ``fn`` itself."""
     found: dict[int, nn.Module] = {}
-    for value in [] if isinstance(fn, nn.Module) else [fn]:
-        _collect(value, _DEEPEST, {}, found)
+    if not isinstance(fn, nn.Module):
+        _collect(fn, _DEEPEST, {}, found)
     _collect(list(arguments), _DEEPEST, {}, found)
     return list(found.values())
 
