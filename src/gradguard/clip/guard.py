@@ -62,16 +62,20 @@ TAKEN = StepOutcome()
 
 
 @dataclass(slots=True)
-class _OpenStep:
-    """A step that is running, as far as it may have to be undone.
+class _Step:
+    """The step that is running, or the last one; each has its own.
 
     Attributes:
-        snapshot: The optimizer before it, where something may have moved; None where nothing has.
+        outcome: Its result, as far as it is known.
+        snapshot: The optimizer before it, where something may have moved and have to be undone; None where nothing has.
         unjudged: The decision of a step that is judged by its update, after it; None of any other.
+        waits: Whether a GradScaler has begun it and the optimizer has not, which it may never do.
     """
 
+    outcome: StepOutcome = TAKEN
     snapshot: OptimizerSnapshot | None = None
     unjudged: tuple[Decision, UpdateSize] | None = None
+    waits: bool = False
 
 
 class OfOneOptimizer:
@@ -202,8 +206,7 @@ class Guard(OfOneOptimizer):
         self._attached = False
         # The step that is running, or the last one.
         self.last = cast("ClipResult | None", None)
-        self._outcome, self._open = TAKEN, _OpenStep()
-        self._reached = False  # whether the ``scaler.step`` that is running has called the optimizer's step
+        self._step = _Step()
         follow_backwards()
         self._attach()
 
@@ -222,13 +225,13 @@ class Guard(OfOneOptimizer):
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
-        self._outcome, self._open, self._reached = TAKEN, _OpenStep(), True
+        self._step = _Step()
         if not self._attached:
             return None
         if self._proxy is not None:
             return self._proxy.enter()
         if closure and (self._policy in ("skip", "raise") or (self.spikes is not None and self.spikes.act)):
-            self._open.snapshot = OptimizerSnapshot(optimizer)  # evaluated when weights may have moved already
+            self._step.snapshot = OptimizerSnapshot(optimizer)  # evaluated when weights may have moved already
         return None
 
     @torch.no_grad()
@@ -236,7 +239,7 @@ class Guard(OfOneOptimizer):
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
-        if self._outcome.skipped is True:  # an evaluation after the one that ended the step
+        if self._step.outcome.skipped is True:  # an evaluation after the one that ended the step
             self._cancel()
             return True
         in_backward = is_in_backward()
@@ -251,21 +254,21 @@ class Guard(OfOneOptimizer):
             at_once = self._policy != "raise" and self.spikes is None
             decide = self.clipper.decide_at_once if at_once else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
-        self.last, self._outcome = decision.result, TAKEN
+        self.last, self._step.outcome = decision.result, TAKEN
         update = None
         if number == 0:
             self._counts.begin(decision.result)
-            update = self._update_of(decision, is_alone=self._open.snapshot is None)
+            update = self._update_of(decision, is_alone=self._step.snapshot is None)
         try:
-            self._outcome = self._act(decision, scale, overflow, number, update)
+            self._step.outcome = self._act(decision, scale, overflow, number, update)
         except NonFiniteGradientError as error:
             if in_backward:
                 tell_what_has_stepped(error)
-            if self._open.snapshot is not None:
-                self._open.snapshot.restore()
+            if self._step.snapshot is not None:
+                self._step.snapshot.restore()
             raise
         self._tell(decision)
-        return self._outcome.skipped is True
+        return self._step.outcome.skipped is True
 
     def _update_of(self, decision: Decision, is_alone: bool) -> Tensor | None:
         """Return how far the step will move the weights, for spikes; None if nobody asks, or it shows only afterwards.
@@ -279,21 +282,21 @@ class Guard(OfOneOptimizer):
         grads, coefficient = decision.gradients, decision.coefficient
         if self._proxy is not None and is_alone and grads.reduction is None and coefficient is not None:
             return rehearsed_update(self.optimizer, coefficient)
-        self._open.unjudged = decision, UpdateSize(self._guarded.parameters)
-        self._open.snapshot = self._open.snapshot or OptimizerSnapshot(self.optimizer)
+        self._step.unjudged = decision, UpdateSize(self._guarded.parameters)
+        self._step.snapshot = self._step.snapshot or OptimizerSnapshot(self.optimizer)
         return None
 
     def _judge_update(self) -> None:
         """Judge a step that has been taken by how far it has moved the weights; a spike is undone."""
-        if self._open.unjudged is None:
+        if self._step.unjudged is None:
             return
-        decision, size = self._open.unjudged
-        result, skipped = decision.result, self._outcome.skipped
+        decision, size = self._step.unjudged
+        result, skipped = decision.result, self._step.outcome.skipped
         bad = result.nonfinite | (move(skipped, result.norm.device) if isinstance(skipped, Tensor) else skipped)
         spike = self._spike_watch.judge(result, bad, 0, size.measure(decision.gradients))
         if spike is not None and bool(spike):
             self._spike_watch.undo_clipper()
-            self._outcome = StepOutcome(True, "spike", True)
+            self._step.outcome = StepOutcome(True, "spike", True)
             self._counts.decided(skip=True, spike=True)
             if is_heard():
                 undone = "undid the step behind this one, because the norm of its update is a spike"
@@ -301,7 +304,7 @@ class Guard(OfOneOptimizer):
 
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
-            outcome = self._outcome
+            outcome = self._step.outcome
             event = self.clipper.event_of(decision, self.last, self.optimizer, outcome.skipped, outcome.reason)
             tell(replace(event, spike=outcome.spike) if self.spikes is not None else event)
 
@@ -314,12 +317,14 @@ class Guard(OfOneOptimizer):
         update: Tensor | None,
     ) -> StepOutcome:
         """Clip, or leave the step out; return which."""
-        folds, spike = self._folds(decision), None
+        spike, proxy, grads = None, self._proxy, decision.gradients.gradients
+        # The proxy, where its kernel multiplies by the coefficient; None where the clip must come first.
+        folds = proxy if proxy is not None and decision.coefficient is not None and proxy.can_fold(grads) else None
         bad, skips_bad = decision.result.nonfinite, self._policy == "skip" or overflow is not None
         if overflow is not None:
             bad = bad | move(overflow != 0, bad.device)
         kernel = None if are_readable(bad, decision.result.norm) else folds
-        if self._open.unjudged is None:
+        if self._step.unjudged is None:
             spike = self._spike_watch.judge(decision.result, bad, number, update)
         if spike is not None:
             bad = self._spike_watch.bad_on_any(bad)
@@ -369,7 +374,7 @@ class Guard(OfOneOptimizer):
         return skip, spiked
 
     def _skip_on_host(self, outcome: StepOutcome) -> StepOutcome:
-        self._outcome = outcome  # also where the next lines raise, because there were too many
+        self._step.outcome = outcome  # also where the next lines raise, because there were too many
         self._cancel()
         self._counts.decided(skip=True, spike=bool(outcome.spike))
         return outcome
@@ -394,21 +399,15 @@ class Guard(OfOneOptimizer):
         elif float(coefficient) != 1.0:
             folds.fold(coefficient, scale)
 
-    def _folds(self, decision: Decision) -> OptimizerProxy | None:
-        """Return the proxy whose kernel multiplies by the coefficient; None where the clip must come first."""
-        if self._proxy is None or decision.coefficient is None:
-            return None
-        return self._proxy if self._proxy.can_fold(decision.gradients.gradients) else None
-
     def _cancel(self) -> None:
         """Let the step that is running do nothing, or undo what it has done."""
         if self._proxy is not None:
             self._proxy.skip()
             return
-        if self._open.snapshot is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
-            self._open.snapshot = OptimizerSnapshot(self.optimizer)
+        if self._step.snapshot is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
+            self._step.snapshot = OptimizerSnapshot(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.LBFGS):
-            self._open.snapshot.hide_gradients()  # so that its search ends
+            self._step.snapshot.hide_gradients()  # so that its search ends
 
     def _after(self, optimizer: Optimizer) -> None:
         if not self._attached:
@@ -416,10 +415,11 @@ class Guard(OfOneOptimizer):
         if self._proxy is not None:
             self._proxy.leave()
         self._judge_update()
-        snapshot, self._open = self._open.snapshot, _OpenStep()
-        if self._outcome.skipped is False:
+        outcome, snapshot = self._step.outcome, self._step.snapshot
+        self._step = _Step(outcome)  # which keeps nothing of the optimizer alive
+        if outcome.skipped is False:
             self._counts.decided(skip=False)
-        elif self._outcome.skipped is True and snapshot is not None:
+        elif outcome.skipped is True and snapshot is not None:
             snapshot.restore()
         self._spike_watch.forget_loss()
         del optimizer
@@ -428,18 +428,18 @@ class Guard(OfOneOptimizer):
 
     def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
         del optimizer, step
-        self._reached = False
+        self._step = _Step(self._step.outcome, waits=True)
 
     def _scaler_ends(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A ``scaler.step`` that does not reach the optimizer has found an overflow: it counts as a skipped step."""
         self._spike_watch.forget_loss()
-        if not self._attached or self._reached or step.skipped is None:
+        if not self._attached or not self._step.waits or step.skipped is None:
             return
         with torch.no_grad():
             decision = self.clipper.decide(self._guarded.gradients(self._proxy, self._policy))
         self.last = decision.result
         self._counts.begin(self.last)
-        self._outcome = StepOutcome(True, "grad_scaler")
+        self._step = _Step(StepOutcome(True, "grad_scaler"))
         self._tell(decision)
         self._counts.decided(skip=True)
 
@@ -458,7 +458,7 @@ class Guard(OfOneOptimizer):
     @property
     def skipped(self) -> Tensor | bool:
         """Whether the last step was skipped: 0-dim on the device where only that knows; the host does not wait."""
-        return self._outcome.skipped
+        return self._step.outcome.skipped
 
     @property
     def last_skip(self) -> SkipReason | None:
@@ -467,7 +467,7 @@ class Guard(OfOneOptimizer):
         ``"grad_scaler"``: a GradScaler found infinity or NaN. ``"nonfinite"``: the guard did. ``"spike"``: the
         step was finite, and ``spikes=`` called it a spike.
         """
-        return self._outcome.why()
+        return self._step.outcome.why()
 
     def record_loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
         """Record the loss of one micro-batch before its step, for ``spikes=``; return it unchanged.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.adapter import Run, wrap_once
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.integrations.adapter import Run, refuse, wrap_once
 from gradguard.integrations.guard_job import refuse_beside_a_guard
 from gradguard.integrations.sample_jobs import PerSampleJob, check_norm_clipper, undo_division
 
@@ -158,17 +158,19 @@ def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimi
             "this accelerator has a per-sample clip already, and two would both clip: call detach() on the other."
         )
     replicated = isinstance(model, DistributedDataParallel)
-    if accelerator.distributed_type in _ENGINES or (accelerator.num_processes > 1 and not replicated):
-        raise UnsupportedGradientError(
+    refuse(
+        (
+            accelerator.distributed_type in _ENGINES or (accelerator.num_processes > 1 and not replicated),
             f"{call} is for one process, or several with DistributedDataParallel, and not for "
             f"{accelerator.distributed_type} with a {type(model).__name__}. In a loop of your own "
-            "gg.PerSampleGradientClipper and gg.private.make_private take fully_shard."
-        )
-    if accelerator.native_amp or accelerator.mixed_precision != "no":
-        raise UnsupportedGradientError(
+            "gg.PerSampleGradientClipper and gg.private.make_private take fully_shard.",
+        ),
+        (
+            accelerator.native_amp or accelerator.mixed_precision != "no",
             f'mixed_precision="{accelerator.mixed_precision}" begins inside the forward of the prepared model, where '
-            'the clipper cannot know of it. Leave it "no", and write `with torch.autocast(...)` round the forward.'
-        )
+            'the clipper cannot know of it. Leave it "no", and write `with torch.autocast(...)` round the forward.',
+        ),
+    )
     refuse_beside_a_guard(call, model.parameters())
 
 

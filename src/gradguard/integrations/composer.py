@@ -33,7 +33,7 @@ def apply_gradient_clipping(
 ) -> gg.results.ClipResult:
     """Clip all gradients of ``model``, in place, with the arguments of Composer's function of this name.
 
-    The same call as `gradguard.apply_gradient_clipping`, and one argument more.
+    It calls `gradguard.apply_gradient_clipping`; Composer's ``fsdp_enabled`` is accepted beside its arguments.
 
     **Guarantees.** A value clip clamps each element however the model is sharded, where Composer 0.32 under FSDP1
     scales all gradients by their largest element. An adaptive clip bounds each unit, also under FSDP2; under FSDP1,

@@ -66,8 +66,7 @@ class GuardJob(Job):
         super().__init__()
         self._clippers = clippers
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
-        given = clippers if isinstance(clippers, Sequence) else [clippers]
-        self._remember(*(one for one in given if isinstance(one, gg.rules.Clipper)))
+        self._remember(*filter(None, listed(clippers)))
 
     def _not_begun(self) -> dict[str, Any]:
         return {**super()._not_begun(), "_attached": {}}
@@ -180,10 +179,15 @@ def check_clippers(clippers: object) -> None:
     Raises:
         InvalidTypeError: If one of them is not a clipper.
     """
-    several = clippers if isinstance(clippers, list | tuple) and clippers else [clippers]
+    several = listed(clippers)
     for one in several:
         if one is not None or several is not clippers:
             check_clipper(one)
+
+
+def listed(clippers: Any) -> Sequence[Any]:
+    """Return several clippers as they are, and a single one in a list."""
+    return clippers if isinstance(clippers, list | tuple) and clippers else [clippers]
 
 
 def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequence[gg.rules.Clipper | None]:
@@ -205,7 +209,7 @@ def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequenc
         >>> one_for_each([gg.ClipByGlobalNorm(1.0), None], ["two", "optimizers"])
         [ClipByGlobalNorm(max_norm=1.0), None]
     """
-    each = clippers if isinstance(clippers, Sequence) else [clippers]
+    each = listed(clippers)
     if len(each) != len(optimizers):
         raise InvalidValueError(
             f"there are {len(each)} clippers, and configure_optimizers returned {len(optimizers)} optimizers: expected "

@@ -10,7 +10,7 @@ from torch.optim import LBFGS
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.adapter import Run
+from gradguard.integrations.adapter import Run, refuse
 from gradguard.integrations.lightning_clip import TrainersClip
 from gradguard.integrations.sample_jobs import PerSampleJob, check_norm_clipper, undo_division
 
@@ -160,25 +160,29 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModu
             f"{name} has a configure_gradient_clipping of its own, which would clip after the {which}: "
             "expected one clip. Take it away."
         )
-    if not module.automatic_optimization:
-        raise UnsupportedGradientError(
-            f"{name} optimizes by hand, where nobody can tell which backward is for which step. Use "
-            "gg.PerSampleGradientClipper(self, ...) in its training_step."
-        )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy) and type(trainer.strategy) is not DDPStrategy:
-        raise UnsupportedGradientError(
-            f"{which} trains on one device or under DDPStrategy, and not with {type(trainer.strategy).__name__}. Use "
-            "gg.PerSampleGradientClipper in a loop of your own, which takes fully_shard."
-        )
     check_norm_clipper(callback.norm_clipper, trainer.world_size)
-    if getattr(trainer.precision_plugin, "scaler", None) is not None or trainer.precision == "16-mixed":
-        raise UnsupportedGradientError(
-            'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use "bf16-mixed".'
-        )
-    if getattr(module, "_compiler_ctx", None) is not None:
-        raise UnsupportedGradientError(
-            f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before torch.compile."
-        )
+    strategy, scaler = trainer.strategy, getattr(trainer.precision_plugin, "scaler", None)
+    refuse(
+        (
+            not module.automatic_optimization,
+            f"{name} optimizes by hand, where nobody can tell which backward is for which step. Use "
+            "gg.PerSampleGradientClipper(self, ...) in its training_step.",
+        ),
+        (
+            not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy,
+            f"{which} trains on one device or under DDPStrategy, and not with {type(strategy).__name__}. Use "
+            "gg.PerSampleGradientClipper in a loop of your own, which takes fully_shard.",
+        ),
+        (
+            scaler is not None or trainer.precision == "16-mixed",
+            'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use "bf16-mixed".',
+        ),
+        (
+            getattr(module, "_compiler_ctx", None) is not None,
+            f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before "
+            "torch.compile.",
+        ),
+    )
 
 
 def refuse_optimizers(trainer: Trainer) -> None:

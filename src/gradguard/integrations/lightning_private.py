@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.adapter import Run
+from gradguard.integrations.adapter import Run, refuse
 from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
 from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob
 
@@ -149,16 +149,14 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         super()._refuse(trainer, module)
-        _refuse(trainer)
-
-
-def _refuse(trainer: Trainer) -> None:
-    if any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):  # type: ignore[attr-defined]
-        raise UnsupportedGradientError(
-            "GradientAccumulationScheduler changes the sampling rate between epochs. Use accumulate_grad_batches."
-        )
-    which = next((n for n in ("overfit_batches", "reload_dataloaders_every_n_epochs") if getattr(trainer, n)), None)
-    if which is not None:
-        raise UnsupportedGradientError(
-            f"{which} changes what samples are drawn from, and with it what a step costs. Leave it out."
+        changes = "changes what samples are drawn from, and with it what a step costs. Leave it out."
+        refuse(
+            (
+                any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks),  # type: ignore[attr-defined]
+                "GradientAccumulationScheduler changes the sampling rate between epochs. Use accumulate_grad_batches.",
+            ),
+            *(
+                (getattr(trainer, name), f"{name} {changes}")
+                for name in ("overfit_batches", "reload_dataloaders_every_n_epochs")
+            ),
         )

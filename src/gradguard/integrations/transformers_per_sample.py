@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.adapter import Run, replaced
+from gradguard.integrations.adapter import Run, refuse, replaced
 from gradguard.integrations.sample_jobs import PerSampleJob
 from gradguard.integrations.sample_losses import sample_losses
 from gradguard.integrations.transformers_clip import TrainersClip
@@ -289,19 +289,20 @@ def without_autocast_in_forward(model: nn.Module) -> AbstractContextManager[None
 
 
 def _refuse_other_losses(which: str, trainer: Trainer) -> None:
-    for name, where in (("compute_loss", "loss"), ("training_step", "step")):
-        if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
-            raise UnsupportedGradientError(
-                f"{type(trainer).__name__} has a {name} of its own, so its {where} is not the one whose gradients are "
-                f"clipped. Use Trainer itself, and give {which}(..., loss=function) a function that returns one loss "
-                "for each sample."
+    give = f"give {which}(..., loss=function) a function that returns one loss for each sample."
+    own = f"{type(trainer).__name__} has a %s of its own, so its %s is not the one whose gradients are clipped. "
+    whole = "is set: a loss of the whole batch, and not the one whose gradients are clipped. Leave it out, and"
+    refuse(
+        *(
+            (
+                getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name),
+                f"{own % (name, what)}Use Trainer itself, and {give}",
             )
-    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-        option = "compute_loss_func" if trainer.compute_loss_func is not None else "label_smoothing_factor"
-        raise UnsupportedGradientError(
-            f"{option} is set: a loss of the whole batch, and not the one whose gradients are clipped. Leave it out, "
-            f"and give {which}(..., loss=function) a function that returns one loss for each sample."
-        )
+            for name, what in (("compute_loss", "loss"), ("training_step", "step"))
+        ),
+        (trainer.compute_loss_func is not None, f"compute_loss_func {whole} {give}"),
+        (trainer.label_smoother is not None, f"label_smoothing_factor {whole} {give}"),
+    )
 
 
 def refuse_unfollowed(which: str, trainer: Trainer) -> None:
@@ -316,17 +317,19 @@ def refuse_unfollowed(which: str, trainer: Trainer) -> None:
             whose scale is not known.
     """
     args, accelerator = trainer.args, trainer.accelerator
-    if accelerator.distributed_type != DistributedType.NO or args.n_gpu > 1:
-        raise UnsupportedGradientError(
+    refuse(
+        (
+            accelerator.distributed_type != DistributedType.NO or args.n_gpu > 1,
             f"{which} trains in one process on one device, and not with {accelerator.distributed_type} on "
             f"{max(args.n_gpu, accelerator.num_processes)} of them. Use a loop of your own, in which "
-            "gg.PerSampleGradientClipper and gg.private.make_private take DistributedDataParallel and fully_shard."
-        )
-    if args.torch_compile:
-        raise UnsupportedGradientError(
-            "torch_compile is on: the layers inside a compiled model cannot be followed. Leave it out."
-        )
-    if args.fp16 and accelerator.scaler is None and accelerator.native_amp and args.device.type != "cpu":
-        raise UnsupportedGradientError(
-            "fp16 without a GradScaler of Accelerate's: the scale of the loss cannot be told. Use bf16."
-        )
+            "gg.PerSampleGradientClipper and gg.private.make_private take DistributedDataParallel and fully_shard.",
+        ),
+        (
+            args.torch_compile,
+            "torch_compile is on: the layers inside a compiled model cannot be followed. Leave it out.",
+        ),
+        (
+            args.fp16 and accelerator.scaler is None and accelerator.native_amp and args.device.type != "cpu",
+            "fp16 without a GradScaler of Accelerate's: the scale of the loss cannot be told. Use bf16.",
+        ),
+    )

@@ -6,8 +6,7 @@ from typing import Any
 from transformers import Trainer
 
 import gradguard as gg
-from gradguard.errors import UnsupportedGradientError
-from gradguard.integrations.adapter import replaced
+from gradguard.integrations.adapter import refuse, replaced
 from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob
 from gradguard.integrations.transformers_per_sample import PerSampleCallback, run_of
 
@@ -93,15 +92,17 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
 
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
-        if trainer.args.fp16:
-            raise UnsupportedGradientError(
-                "fp16: the scale of the loss follows overflows, which tell of single samples. Use bf16."
-            )
-        if trainer.args.auto_find_batch_size:
-            raise UnsupportedGradientError(
+        refuse(
+            (
+                trainer.args.fp16,
+                "fp16: the scale of the loss follows overflows, which tell of single samples. Use bf16.",
+            ),
+            (
+                trainer.args.auto_find_batch_size,
                 "auto_find_batch_size begins again with another sampling rate, and the steps before would be "
-                "forgotten. Choose per_device_train_batch_size, with gradient_accumulation_steps for the rest."
-            )
+                "forgotten. Choose per_device_train_batch_size, with gradient_accumulation_steps for the rest.",
+            ),
+        )
 
     def _get_train_dataloader(self, original: Callable[..., Any], trainer: Trainer) -> PrivateBatches:
         """Keep the Trainer's loader, and give it Poisson batches instead."""

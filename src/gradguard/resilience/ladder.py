@@ -3,7 +3,7 @@
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleId
 from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
 from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
+from gradguard.resilience.older_weights import Burst, KeptSnapshot, MeasuredStep, SnapshotShelf, Trial
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
@@ -49,32 +50,6 @@ _NONFINITE = 18
 """Steps in a row that are not finite after which to go back; a new GradScaler may need 17 to find its scale."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """One step as the detector and the guard measured it, in plain numbers."""
-
-    step: int
-    spike: bool
-    stands_out: bool  # be it alone, which is no spike
-    adopted: bool
-    nonfinite: bool
-    changed: bool  # weights, outside of the optimizer, before it
-    in_a_row: int
-    scores: list[float]
-
-    @classmethod
-    def of(cls, step: int, numbers: Tensor | list[float]) -> "_Measured":
-        spike, stands_out, adopted, nonfinite, changed, in_a_row, *scores = (
-            numbers.tolist() if isinstance(numbers, Tensor) else numbers
-        )
-        flags = bool(spike), bool(stands_out), bool(adopted), bool(nonfinite), bool(changed)
-        return cls(step, *flags, int(in_a_row), scores)
-
-    @property
-    def is_bad(self) -> bool:
-        return self.stands_out or self.nonfinite
-
-
 @dataclass(slots=True)
 class _Course:
     """The state of a run between two steps; all of it begins anew where a run is resumed.
@@ -93,9 +68,9 @@ class _Course:
     missed: int = 0
     nonfinite: int = 0
     changed_at: int = 0
-    burst: "_Burst | None" = None
+    burst: Burst | None = None
 
-    def follow(self, now: _Measured, steps: int) -> None:
+    def follow(self, now: MeasuredStep, steps: int) -> None:
         """Note what was measured of a step, when ``steps`` were taken."""
         self.nonfinite = self.nonfinite + 1 if now.nonfinite else 0
         self.calm_since = steps if now.is_bad else self.calm_since
@@ -239,7 +214,7 @@ class SpikeRecovery:
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down, self._buffers = SlowDown(optimizer), StepBuffers(model)
         everything = [self._detector, clipper, *extra_state]
-        self._shelf = _Shelf(
+        self._shelf = SnapshotShelf(
             lambda: Snapshot(model, optimizer, extra_state=everything), self._cap + self.detection_delay
         )
         self.batches = Batches(steps=_TRIALS[-1] + self._cap + self.detection_delay + 32, keep=evidence is not None)
@@ -340,7 +315,7 @@ class SpikeRecovery:
             landed.synchronize()
         if not len(numbers):
             return None
-        now, course = _Measured.of(step, numbers), self._course
+        now, course = MeasuredStep.of(step, numbers), self._course
         course.follow(now, self.steps)
         burst = course.burst
         if burst is not None and burst.trial is not None:
@@ -376,7 +351,7 @@ class SpikeRecovery:
             return self._roll_back(burst, burst.trial)
         return self._event(burst.first, "burst", "went on", burst.seen, lost=burst.lost)
 
-    def _suspect(self, now: _Measured) -> Event:
+    def _suspect(self, now: MeasuredStep) -> Event:
         """A burst is adopted: plan at which steps to try the weights from before it."""
         first, changed_at = now.step - now.in_a_row + 1, self._course.changed_at
         self._shelf.held_at, base = 0, self._shelf.before(first)
@@ -385,7 +360,7 @@ class SpikeRecovery:
         older = self._shelf.taken_before(changed_at) if base.taken >= changed_at > 0 else None
         bases = [base, older] if older is not None else [base]  # the other from before the weights were changed
         trials = [(self.steps + wait, one) for wait in _TRIALS for one in bases]
-        burst = self._course.burst = _Burst(first, now, older is not None, trials, now.in_a_row)
+        burst = self._course.burst = Burst(first, now, older is not None, trials, now.in_a_row)
         return self._event(first, "burst", "adopted", now, changed=burst.changed)
 
     def _go_on(self) -> None:
@@ -398,7 +373,7 @@ class SpikeRecovery:
         if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._course.calm_since):
             self._shelf.take(self.steps, self.steps)
 
-    def _judge_trial(self, burst: "_Burst", trial: "_Trial", now: _Measured) -> Event | None:
+    def _judge_trial(self, burst: Burst, trial: Trial, now: MeasuredStep) -> Event | None:
         if not now.is_bad:
             burst.good += 1
             return self._roll_back(burst, trial) if burst.good == _GOOD else None
@@ -410,12 +385,12 @@ class SpikeRecovery:
         more = {"lost": burst.lost, "changed": burst.changed, "recovery": self.steps - burst.first}
         return self._event(burst.first, "shift", "went on", burst.seen, **more)
 
-    def _roll_back(self, burst: "_Burst", trial: "_Trial") -> Event:
+    def _roll_back(self, burst: Burst, trial: Trial) -> Event:
         more = {"until": trial.began, "changed": burst.changed, "recovery": self.steps - burst.first}
         lost = trial.began - trial.base.step
         return self._went_back(trial.base, burst.first, "burst", burst.seen, lost=lost, **more)
 
-    def _leave_nonfinite(self, now: _Measured) -> Event | None:
+    def _leave_nonfinite(self, now: MeasuredStep) -> Event | None:
         first = now.step - self._course.nonfinite + 1
         base, self._course.nonfinite = self._shelf.before(first), 0
         if base is None:
@@ -426,7 +401,7 @@ class SpikeRecovery:
         return self._went_back(base, first, "nonfinite", recovery=passed, lost=lost)
 
     def _went_back(
-        self, base: "_KeptSnapshots", first: int, what: str, seen: _Measured | None = None, **more: Any
+        self, base: KeptSnapshot, first: int, what: str, seen: MeasuredStep | None = None, **more: Any
     ) -> Event:
         """Tell of a roll-back, and pay for it: with a lower rate from the second on, and with an error in the end."""
         self._course.burst, self._course.nonfinite, self._course.calm_since = None, 0, self.steps
@@ -447,7 +422,14 @@ class SpikeRecovery:
         )
 
     def _event(
-        self, step: int, what: str, action: str, seen: _Measured | None = None, *, until: int | None = None, **more: Any
+        self,
+        step: int,
+        what: str,
+        action: str,
+        seen: MeasuredStep | None = None,
+        *,
+        until: int | None = None,
+        **more: Any,
     ) -> Event:
         signal, score = self._worst(seen)
         steps = range(step, (until or step) + 1)
@@ -472,7 +454,7 @@ class SpikeRecovery:
         before = culprit.step if self.detection_delay == 0 else None  # else later steps may have changed the weights
         evidence.write(self.batches, culprit, self._model, older, before)
 
-    def _worst(self, seen: _Measured | None) -> tuple[str, float]:
+    def _worst(self, seen: MeasuredStep | None) -> tuple[str, float]:
         """Return the signal that stood out most and how far; "" and NaN where nothing was judged."""
         known = [] if seen is None else [(score, i) for i, score in enumerate(seen.scores) if not math.isnan(score)]
         if not known:
@@ -559,112 +541,6 @@ def _forgotten(steps: int) -> str:
         "has not seen: it would neither go back nor count right. Call resilience.step() once after each "
         "optimizer.step(): `gradguard explain resilience`."
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _KeptSnapshots:
-    """A snapshot of the weights after ``step``, which was taken at the step ``taken``."""
-
-    step: int
-    taken: int
-    snapshot: Snapshot
-
-    def go_back(self) -> None:
-        self.snapshot.restore(rewind_generators=False, rewind_schedule=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Older weights that were taken at the step ``began``, and the newer ones, which may come back."""
-
-    base: _KeptSnapshots
-    newer: _KeptSnapshots
-    began: int
-
-
-@dataclass(slots=True)
-class _Burst:
-    """Spikes in a row that were adopted, and what is still to be tried.
-
-    Attributes:
-        first: The step of the first spike.
-        seen: The step on which they were adopted.
-        changed: Whether something else had changed the weights before.
-        trials: The steps at which to try older weights, each with these.
-        lost: Steps whose work is lost: spikes that were skipped, and the steps of trials that failed.
-        trial: The one that runs; None between them.
-        good: Steps in a row that its weights have taken without a spike.
-    """
-
-    first: int
-    seen: _Measured
-    changed: bool
-    trials: list[tuple[int, _KeptSnapshots]]
-    lost: int
-    trial: _Trial | None = None
-    good: int = 0
-
-    def begin_trial(self, shelf: "_Shelf", step: int) -> None:
-        newer, (_, base) = shelf.spare(step), self.trials.pop(0)
-        base.go_back()
-        self.trial, self.good = _Trial(base, newer, step), 0
-
-    def end_trial(self, trial: _Trial, step: int) -> None:
-        self.lost += step - trial.began
-        trial.newer.go_back()
-        self.trial = None
-
-
-class _Shelf:
-    """Two snapshots, of which one is older than the detection delay, and a spare one."""
-
-    def __init__(self, make: Callable[[], Snapshot], delay: int) -> None:
-        self._make, self._delay = make, delay
-        self.clear()
-
-    def clear(self) -> None:
-        self.kept: list[_KeptSnapshots] = []
-        self.held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
-        self._spare: Snapshot | None = None
-
-    def is_due(self, step: int, every: int, calm_since: int) -> bool:
-        if not self.kept:
-            return True
-        return step - calm_since > self._delay and step - self.kept[-1].step >= max(every, self._delay)
-
-    def take(self, step: int, now: int) -> None:
-        """Keep the state as it is at step ``now``, which is that after ``step``."""
-        if len(self.kept) < 2:
-            snapshot = self._make()
-        else:  # the older one goes, unless the newer is too young to be alone: it may hold what is not detected yet
-            snapshot = self.kept.pop(0 if step - self.kept[1].step >= self._delay else 1).snapshot
-        snapshot.take()
-        self.kept = sorted([*self.kept, _KeptSnapshots(step, now, snapshot)], key=lambda kept: kept.step)
-
-    def hold(self, step: int, now: int) -> None:
-        """Keep the state as that after ``step``, which it is if all steps since then turn out to be spikes."""
-        self.take(step, now)
-        self.held_at = now
-
-    def settle(self, step: int) -> None:
-        """Note that ``step`` was taken: then what was held as from before it is from after it."""
-        if step <= self.held_at:
-            del self.kept[-1:]
-        self.held_at = 0
-
-    def before(self, step: int) -> _KeptSnapshots | None:
-        """Return the newest from before ``step``."""
-        return next((kept for kept in reversed(self.kept) if kept.step < step), None)
-
-    def taken_before(self, step: int) -> _KeptSnapshots | None:
-        """Return the newest that was taken before ``step`` began."""
-        return next((kept for kept in reversed(self.kept) if kept.taken < step), None)
-
-    def spare(self, step: int) -> _KeptSnapshots:
-        """Return a snapshot of the state as it is now."""
-        self._spare = self._spare or self._make()
-        self._spare.take()
-        return _KeptSnapshots(step, step, self._spare)
 
 
 def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
