@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import is_, is_not
+from operator import call, is_, is_not
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class PendingClips:
 
     def living(self) -> list[Any]:
         """Return the gradients, None for one that is gone."""
-        return [gradient() for gradient in self.gradients]
+        return list(map(call, self.gradients))
 
     def only(self, rows: Sequence[int]) -> "PendingClips":
         """Return the table of some rows, with the clips that acted on them."""
@@ -151,16 +151,16 @@ class StepClips:
 
         None if one of them is not known.
         """
-        if isinstance(self.known, Tensor) and self.places == range(self.count):  # as nearly always on a device
-            return self.known
-        found: list[Any] = [None] * self.count if now is None else list(now)
-        for place, norm in zip(self.places, self.known, strict=True):
-            found[place] = norm
+        found: Any = self.known
+        if self.places != range(self.count):  # as hardly ever
+            found = [None] * self.count if now is None else list(now)
+            for place, norm in zip(self.places, self.known, strict=True):
+                found[place] = norm
+        if isinstance(found, Tensor) or set(map(type, found)) <= {float}:
+            return found
         if any(norm is None for norm in found):
             return None
-        if not (tensors := [norm for norm in found if isinstance(norm, Tensor)]):
-            return found
-        device = next((one.device for one in tensors if not one.is_cpu), tensors[0].device)
+        device = next((one.device for one in found if isinstance(one, Tensor) and not one.is_cpu), None)
         return torch.stack([torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in found])
 
 

@@ -17,7 +17,7 @@ from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
 from gradguard.monitoring.observe.step_rules import Rule, Taken, rule_of
-from gradguard.tensors.kernels import memory_of
+from gradguard.tensors.kernels import Blocks, memory_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -77,6 +77,11 @@ class Samples:
         self.before = torch.cat(self.views)  # in the widest of their dtypes
         self.changes = torch.empty_like(self.before)
         self.parts = [*self.changes.split(self.counts), *self.before.split(self.counts)]
+        self._blocks = Blocks.of(self.parts)
+
+    def norms(self) -> Norms:
+        """Return the 2-norm of each of ``parts``."""
+        return gradient_norms(self.parts) if self._blocks is None else self._blocks.norms(2.0).tolist()
 
 
 class Sampled:
@@ -88,7 +93,6 @@ class Sampled:
     def __init__(self) -> None:
         self._known = WeakKeyDictionary[Optimizer, tuple[bytearray, Samples]]()
 
-    @torch.no_grad()
     def of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Samples:
         """Return the samples of ``parameters``, those of a step of ``optimizer``, as they are now."""
         memory, (known, samples) = memory_of(parameters), self._known.pop(optimizer, (None, None))
@@ -111,7 +115,6 @@ class Moving:
         step: How many steps of this optimizer came before.
     """
 
-    @torch.no_grad()
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], samples: Samples, step: int = 0) -> None:
         device, rule = parameters[0].device, rule_of(optimizer)
         self._optimizer, self._parameters, self._samples = optimizer, parameters, samples
@@ -124,18 +127,18 @@ class Moving:
         rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
-    @torch.no_grad()
     def moved(self) -> Moved:
         """Return what the step has done."""
         samples = self._samples
         torch.cat(samples.views, out=samples.changes).sub_(samples.before)
         added = [kept.float() - left for kept, left in self._momenta]
-        norms, n, over_rule = gradient_norms([*samples.parts, *added]), len(samples.counts), None
+        norms, n, over_rule = samples.norms(), len(samples.counts), None
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
                 over_rule = self._over_rule(self._rule, samples.parts[:n], samples.parts[n:])
-        return Moved(norms[:n], norms[n : 2 * n], samples.counts, samples.sizes, self._rates, norms[2 * n :], over_rule)
+        return Moved(norms[:n], norms[n:], samples.counts, samples.sizes, self._rates, gradient_norms(added), over_rule)
 
+    @torch.no_grad()
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
         """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
         group, rate = self._optimizer.param_groups[0], self._rates[0]
