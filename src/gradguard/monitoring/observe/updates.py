@@ -3,6 +3,7 @@
 A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and a sharded one by this process's part.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ class Moved(NamedTuple):
         weight: 2-norm of these elements before the step.
         counts: How many elements are looked at; 0 where none can be.
         sizes: How many elements there are.
+        roots: The root of ``sizes`` over ``counts``: by so much a norm of these elements is less than that of all.
         rates: The learning rate of each group of the optimizer.
         added: 2-norm of what it added to the momentum of each parameter of at most `ELEMENTS` elements, 0 for others;
             empty where the optimizer has a rule here, or no momentum.
@@ -53,6 +55,7 @@ class Moved(NamedTuple):
     weight: Norms
     counts: list[int]
     sizes: list[int]
+    roots: list[float]
     rates: list[Any]
     added: Norms
     over_rule: Tensor | None
@@ -74,6 +77,8 @@ class Samples:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.views = [_sample(p.detach(), parameters[0].device) for p in parameters]
         self.counts, self.sizes = [view.numel() for view in self.views], [p.numel() for p in parameters]
+        pairs = zip(self.sizes, self.counts, strict=True)
+        self.roots = [math.sqrt(size / count) if count else 0.0 for size, count in pairs]
         self.before = torch.cat(self.views)  # in the widest of their dtypes
         self.changes = torch.empty_like(self.before)
         self.parts = [*self.changes.split(self.counts), *self.before.split(self.counts)]
@@ -136,7 +141,8 @@ class Moving:
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
                 over_rule = self._over_rule(self._rule, samples.parts[:n], samples.parts[n:])
-        return Moved(norms[:n], norms[n:], samples.counts, samples.sizes, self._rates, gradient_norms(added), over_rule)
+        facts = samples.counts, samples.sizes, samples.roots, self._rates
+        return Moved(norms[:n], norms[n:], *facts, gradient_norms(added), over_rule)
 
     @torch.no_grad()
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
