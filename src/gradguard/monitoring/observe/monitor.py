@@ -23,7 +23,7 @@ from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import StepClips, StepGradients, told_by_guard
 from gradguard.monitoring.observe.measure import Norms, gradient_norms
 from gradguard.monitoring.observe.meta import living_modules, parameters_of, program_facts, rank_and_world
-from gradguard.monitoring.observe.observer import Observer, check_callable, safely
+from gradguard.monitoring.observe.observer import Observer, check_callable, given_gradients, safely
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
@@ -273,16 +273,15 @@ class Monitor(Observer):
         if evaluation == 0:
             parameters = self._parameters(optimizer)
             told = self._guard_tells_2_norms()
-            spread, shared = self._joined(parameters) if told else super()._joined(parameters)
-            with_grad = parameters if spread else [p for p in parameters if p.grad is not None]
-            self._look_before_guard(with_grad, shared, not (told or spread))
+            joined = self._joined(parameters) if told else super()._joined(parameters)
+            self._look_before_guard(given_gradients(parameters, *joined), told)
 
     @safely
-    def _look_before_guard(self, parameters: list[Tensor], shared: Shared | None, measures: bool) -> None:
-        gradients, norms = grads_of(parameters), None if shared is None else shared.norms
-        if measures:
-            norms = gradient_norms([gradient for gradient in gradients if gradient is not None])
-        self._before = _BeforeGuard(parameters, self._clips.take(gradients), norms, shared)
+    def _look_before_guard(self, given: StepGradients, told: bool) -> None:
+        norms = None if given.shared is None else given.shared.norms
+        if not (told or given.spread):
+            norms = gradient_norms(given.gradients)
+        self._before = _BeforeGuard(given.parameters, self._clips.take(given.gradients), norms, given.shared)
 
     def _guard_tells_2_norms(self) -> bool:
         orders = getattr(getattr(self._guard, "clipper", None), "orders", None)

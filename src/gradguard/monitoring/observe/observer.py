@@ -223,7 +223,7 @@ class Observer(Listener):
 
     @safely
     def _begin_clip(self, call: ClipCall, parameters: list[Tensor], spread: bool, shared: Shared | None) -> None:
-        if self._clips.begin(call, parameters, spread, shared):
+        if self._clips.begin(call, given_gradients(parameters, spread, shared)):
             self._losses.keep_last()  # those before belong to the backward passes whose step never came
 
     @safely
@@ -262,7 +262,7 @@ class Observer(Listener):
             self._forget(parameters)
             self._clip(optimizer)
             return
-        self._measure_step(optimizer, _given(parameters, *self._joined(parameters)), parameters)
+        self._measure_step(optimizer, given_gradients(parameters, *self._joined(parameters)), parameters)
         if (event := self._clip(optimizer)) is not None:
             self._note_applied(event)
 
@@ -602,7 +602,7 @@ class Observer(Listener):
         on_stderr(message)
 
 
-def _given(parameters: list[Tensor], spread: bool, shared: Shared | None) -> StepGradients:
+def given_gradients(parameters: list[Tensor], spread: bool, shared: Shared | None) -> StepGradients:
     """Return the parameters that have gradients, with these; all of them where processes hold parts."""
     gradients = grads_of(parameters)
     if not spread and not all(map(is_not, gradients, repeat(None))):
