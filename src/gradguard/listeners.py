@@ -1,14 +1,13 @@
 """Events of a training, and who listens to them: a clip does not know that it is watched.
 
-A clip of gradguard's calls `announce` before it writes, and `tell` when it is done; a run that goes back to older
-weights calls `tell_recovery`. Where nobody listens that is a look at an empty tuple. What a script does by itself is
-heard through `gradguard.script_events.listening`. Listeners hear the calls of all threads, each in the thread that
-makes it.
+A clip calls `announce` before it writes, and `tell` when it is done; a run that goes back to older weights calls
+`tell_recovery`. Where nobody listens that is a look at an empty tuple. A script's own clips do the same while
+`gradguard.script_events.clips_are_heard`. Listeners hear the calls of all threads, each in the thread that makes it.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,8 +112,8 @@ class RecoveryEvent:
 class Listener:
     """Hears of a training; each method does nothing unless a subclass overrides it.
 
-    A method must not write to a gradient, nor raise, unless it is to end the script. `listen` brings the clips of
-    gradguard's and recoveries, `gradguard.script_events.listening` all of these.
+    A method must not write to a gradient, nor raise, unless it is to end the script. `listen` brings clips and
+    recoveries, `gradguard.script_events.listening` all of these.
     """
 
     def on_begin(self) -> None:
@@ -175,7 +174,7 @@ _listeners: tuple[Listener, ...] = ()
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Let ``listener`` hear of every clip of gradguard's and every recovery from now on.
+    """Let ``listener`` hear of every clip and every recovery from now on; of a script's own clips while they are heard.
 
     Args:
         listener: Who listens.
@@ -233,7 +232,7 @@ def is_heard() -> bool:
 
 
 def announce(parameters: Sequence[Tensor], *, tells_norms: bool = False) -> None:
-    """Say that a clip is about to act on the gradients of ``parameters``.
+    """Say that a clip of gradguard's is about to act on the gradients of ``parameters``.
 
     Args:
         parameters: The parameters.
@@ -242,6 +241,23 @@ def announce(parameters: Sequence[Tensor], *, tells_norms: bool = False) -> None
     call = ClipCall(tells_norms=tells_norms)
     for listener in _listeners:
         listener.on_clip(call, parameters)
+
+
+def announced(call: ClipCall, parameters: Sequence[Tensor]) -> ExitStack:
+    """Say that a clip of a script's is about to act; it runs inside what is returned.
+
+    Args:
+        call: The clip.
+        parameters: The parameters whose gradients it clips.
+
+    Returns:
+        The contexts of those who listen.
+    """
+    with ExitStack() as inside:
+        for listener in _listeners:
+            if (context := listener.on_clip(call, parameters)) is not None:
+                inside.enter_context(context)
+        return inside.pop_all()
 
 
 def tell(event: ClipEvent) -> None:

@@ -14,6 +14,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -57,7 +59,7 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 
 def parameters_of(optimizer: Any) -> list[Any]:
     """Return the parameters of all groups of an optimizer, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
 
 
 class EveryStep:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from gradguard.distributed.engines.deepspeed import CLIP_OF_FLOAT32
 from gradguard.distributed.engines.megatron import CLIP_BY_GIVEN_NORM
 from gradguard.grad_scaler import listen_to_scale, listen_to_steps
-from gradguard.listeners import ClipCall, ClipEvent, Listener, is_muted, listen
+from gradguard.listeners import ClipCall, ClipEvent, Listener, announced, is_heard, is_muted, listen, tell
 from gradguard.optimizer_hooks import EveryStep
-from gradguard.replacements import Replacement, place_waiting
+from gradguard.replacements import Replacement, once, place_waiting
 from gradguard.torch_private import Backward, call_before_backwards, current_graph_task
 
 
@@ -40,14 +40,17 @@ def listening(*listeners: Listener) -> Iterator[None]:
             ends.callback(listen_to_steps(listener.on_scaler_step, listener.on_scaler_stepped))
             ends.callback(listen_to_scale(listener.on_scale, listener.on_scale_update))
             ends.callback(call_before_backwards(functools.partial(_tell_backward, listener)))
-            for one in _CLIPS:
-                ends.callback(one.use())
-            _listeners.append(listener)
-            ends.callback(_listeners.remove, listener)
+            ends.callback(clips_are_heard())
         yield
 
 
-_listeners: list[Listener] = []
+def clips_are_heard() -> Callable[[], None]:
+    """Let those who `listen` hear of the clips of scripts and engines too, from now on.
+
+    Returns:
+        A function that ends it; calling it again does nothing.
+    """
+    return once(*[clip.use() for clip in _CLIPS])
 
 
 def _tell_backward(listener: Listener, backward: Backward) -> Callable[[], object] | None:
@@ -75,7 +78,7 @@ def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any
     Returns:
         Its result.
     """
-    if not _listeners or is_muted():
+    if not is_heard():
         return original(*args, **kwargs)
     named = dict(kwargs)
     key = next((name for name in ("parameters", "model") if name in kwargs), None)
@@ -93,16 +96,10 @@ def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any
     tensors: list[Tensor] = []
     with suppress(Exception):  # of what the script passes anything may raise, at the second look
         tensors = tensors_of(seen)
-    listeners = tuple(_listeners)
-    with ExitStack() as inside:
-        for listener in listeners:
-            if (context := listener.on_clip(call, tensors)) is not None:
-                inside.enter_context(context)
+    with announced(call, tensors):
         result = act(parameters)
     norm = result if isinstance(result, Tensor) else None
-    event = ClipEvent(call.rule, tensors, call.threshold, norm, norm_type=call.norm_type)
-    for listener in listeners:
-        listener.on_clipped(event)
+    tell(ClipEvent(call.rule, tensors, call.threshold, norm, norm_type=call.norm_type))
     return result
 
 

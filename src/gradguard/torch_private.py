@@ -721,9 +721,9 @@ def grads_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Return ``.grad`` of each; DTensors are not asked whether they override that, which takes half as long again."""
     kinds = set(map(type, tensors)) - {Tensor}
     if any(kind.__torch_function__ is not _not_overridden for kind in kinds):
-        return [t.grad for t in tensors]
+        return list(map(attrgetter("grad"), tensors))
     with _without_overrides():
-        return [t.grad for t in tensors]
+        return list(map(attrgetter("grad"), tensors))
 
 
 local_tensor_of: Callable[[Any], Tensor] = _read("local_tensor_of")

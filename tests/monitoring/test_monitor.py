@@ -237,6 +237,32 @@ def test_a_clip_by_hand_is_told_to_log(max_norm):
         assert array == pytest.approx(raw, rel=1e-3)
 
 
+def clips_by_pytorch(parameters):
+    return float(torch.nn.utils.clip_grad_norm_(parameters, 0.01))
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("told", [False, True])
+def test_a_clip_of_pytorch_is_seen_and_given_back(told, guarded):
+    """Told or not: without it the norm of each step would be the bound of the clip, and the run look calm."""
+    theirs, model, lines, norms = torch.nn.utils.clip_grad_norm_, a_model(), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1e6)) if guarded else None
+    with Monitor(guard or optimizer, sink=lines.append, model=model) as monitor:
+        for i in range(3):
+            optimizer.zero_grad()
+            backward(model, i)
+            norms.append(clips_by_pytorch(model.parameters()))
+            if told and not guarded:
+                monitor.log(norm=norms[-1], max_norm=0.01)
+            optimizer.step()
+    assert torch.nn.utils.clip_grad_norm_ is theirs
+    for step, norm in zip(steps_of(lines), norms, strict=True):
+        assert (step["norm"], step["user_max_norm"]) == (pytest.approx(norm, rel=1e-4), 0.01)
+        assert step["post_norm"] == pytest.approx(0.01, rel=1e-3)
+        assert step["coefficient"] == pytest.approx(0.01 / norm, rel=1e-3)
+
+
 # -- log ---------------------------------------------------------------------------------------------------------------
 
 

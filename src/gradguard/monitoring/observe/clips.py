@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import is_, is_not
+from operator import call, is_, is_not
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class PendingClips:
 
     def living(self) -> list[Any]:
         """Return the gradients, None for one that is gone."""
-        return [gradient() for gradient in self.gradients]
+        return list(map(call, self.gradients))
 
     def only(self, rows: Sequence[int]) -> "PendingClips":
         """Return the table of some rows, with the clips that acted on them."""
@@ -151,16 +151,16 @@ class StepClips:
 
         None if one of them is not known.
         """
-        if isinstance(self.known, Tensor) and self.places == range(self.count):  # as nearly always on a device
-            return self.known
-        found: list[Any] = [None] * self.count if now is None else list(now)
-        for place, norm in zip(self.places, self.known, strict=True):
-            found[place] = norm
+        found: Any = self.known
+        if self.places != range(self.count):  # as hardly ever
+            found = [None] * self.count if now is None else list(now)
+            for place, norm in zip(self.places, self.known, strict=True):
+                found[place] = norm
+        if isinstance(found, Tensor) or set(map(type, found)) <= {float}:
+            return found
         if any(norm is None for norm in found):
             return None
-        if not (tensors := [norm for norm in found if isinstance(norm, Tensor)]):
-            return found
-        device = next((one.device for one in tensors if not one.is_cpu), tensors[0].device)
+        device = next((one.device for one in found if isinstance(one, Tensor) and not one.is_cpu), None)
         return torch.stack([torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in found])
 
 
@@ -170,13 +170,14 @@ class StepGradients:
 
     Attributes:
         parameters: Those that have gradients; all where processes hold parts.
-        gradients: Their gradients, which are kept alive: for no longer than the step begins.
+        gradients: Their gradients, which are kept alive: for no longer than the step begins. None only where processes
+            hold parts.
         spread: Whether processes hold parts of them.
         shared: Norms that these have measured together.
     """
 
     parameters: list[Tensor]
-    gradients: Sequence[Tensor | None]
+    gradients: Sequence[Any]
     spread: bool = False
     shared: Shared | None = None
 
@@ -208,34 +209,28 @@ class HeardClips:
     _lock: Any = field(default_factory=threading.RLock)  # several threads may train at once
     _thread: _Thread = field(default_factory=_Thread)
 
-    def begin(self, call: ClipCall, parameters: Sequence[Tensor], spread: bool, shared: Shared | None) -> bool:
+    def begin(self, call: ClipCall, given: StepGradients) -> bool:
         """Measure before a clip acts.
 
         Args:
             call: The call.
-            parameters: Its parameters.
-            spread: Whether processes hold parts of them.
-            shared: Norms that these have measured together.
+            given: The gradients that it clips.
 
         Returns:
             Whether it replaces clips that no step followed.
         """
         self.count += 1
-        there = [] if spread else without_none(grads_of(parameters))
         with self._lock:
             before, self._pending = self._pending, self._pending.unchanged()
-        replaced = before is not self._pending
         clip, norms = ScriptClip(call.rule, copied(call.threshold), copied(call.norm)), None
-        if shared is not None:
-            norms = shared.norms
+        if given.shared is not None:
+            norms = given.shared.norms
             if call.rule and call.norm is None and call.norm_type == 2 and not call.whole:
                 clip = clip._replace(norm=total(norms))
-        elif not spread:
-            parameters = [p for p in parameters if p.grad is not None] if len(there) < len(parameters) else parameters
-            if not (call.tells_norms or self._pending.has_norms_of(there)):  # norms are those before the first clip
-                norms = gradient_norms(there)
-        self._thread.running.append((clip, parameters, norms))
-        return replaced
+        elif not (given.spread or call.tells_norms or self._pending.has_norms_of(given.gradients)):
+            norms = gradient_norms(given.gradients)  # those before the first clip
+        self._thread.running.append((clip, given.parameters, norms))
+        return before is not self._pending
 
     def end(self, event: ClipEvent) -> None:
         """The clip of the last `begin` is done and tells this."""
@@ -295,7 +290,7 @@ class HeardClips:
             before, told = [], unscaled(alone.norm, scale)  # the clip told the norm, and nothing else
         elif before is None:
             if now is None:
-                now = gradient_norms(without_none(given.gradients)) if shared is None else shared.norms
+                now = gradient_norms(given.gradients) if shared is None else shared.norms
             before = clipped.norms(now) if clips else now
             post = unscaled(total(now), scale) if clips and before is not None else None
         norms = unscaled(now if before is None else before, scale)

@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
-from operator import is_
+from operator import call, is_
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class Places:
             parameters: Those of its step.
         """
         last, places = self._last.get(optimizer, ([], array("q")))
-        if len(last) != len(parameters) or not all(map(is_, [parameter() for parameter in last], parameters)):
+        if len(last) != len(parameters) or not all(map(is_, map(call, last), parameters)):
             places = array("q", map(self._place, parameters))
             self._last[optimizer] = list(map(weakref.ref, parameters)), places
         return places

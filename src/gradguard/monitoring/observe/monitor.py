@@ -23,7 +23,7 @@ from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import StepClips, StepGradients, told_by_guard
 from gradguard.monitoring.observe.measure import Norms, gradient_norms
 from gradguard.monitoring.observe.meta import living_modules, parameters_of, program_facts, rank_and_world
-from gradguard.monitoring.observe.observer import Observer, check_callable, safely
+from gradguard.monitoring.observe.observer import Observer, check_callable, given_gradients, safely
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
@@ -40,6 +40,8 @@ from gradguard.monitoring.observe.step import (
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
+from gradguard.replacements import once
+from gradguard.script_events import clips_are_heard
 from gradguard.torch_private import grads_of
 
 
@@ -48,8 +50,8 @@ class Monitor(Observer):
 
     Of a plain optimizer it measures :math:`\lVert g_p \rVert_2` of each parameter as the gradients reach the step. Of
     a `Guard` it measures nothing: it writes down what the guard has measured and done (a guard that takes norms of
-    another order is measured like a plain optimizer). Other clips of gradguard's that act before the step are listed
-    beside it.
+    another order is measured like a plain optimizer). Clips before the step, gradguard's and PyTorch's functions, are
+    listed beside it, and the norms are those before the first of them.
 
     **Guarantees.**
 
@@ -65,9 +67,9 @@ class Monitor(Observer):
     ===============================================  ===================================================================
     case                                             what happens
     ===============================================  ===================================================================
-    PyTorch's ``clip_grad_norm_`` before ``step()``  the gradients seen are clipped ones: ``log(norm=...,
-                                                     max_norm=...)`` what it returned and got, and the record has both.
-                                                     Clips of gradguard's are seen
+    gradients clipped by hand before ``step()``      the gradients seen are clipped ones: ``log(norm=...,
+                                                     max_norm=...)`` the norm before and the bound, and the record has
+                                                     both. Functions of PyTorch's and of gradguard's are seen
     ``log`` after ``step()``                         belongs to the step before it; the first call tells which way you
                                                      do it
     ``log`` twice before a step                      the mean of the losses, the last of everything else
@@ -149,7 +151,7 @@ class Monitor(Observer):
         self._hooks = [EveryStep(self.on_step, self.on_stepped, optimizer=optimizer, first=self._guard is None)]
         if self._guard is not None:
             self._hooks.append(EveryStep(self._before_guard, lambda _: None, optimizer=optimizer, first=True))
-        self._stop_listening = listen(weakref.proxy(self))  # which does not keep it alive
+        self._stop_listening = once(listen(weakref.proxy(self)), clips_are_heard())  # which does not keep it alive
         weakref.finalize(self, self._stop_listening)
         self._leave_scaler = listen_to_steps(self.on_scaler_step, self.on_scaler_stepped, optimizer=optimizer)
         close, terminated, flush = (
@@ -180,8 +182,8 @@ class Monitor(Observer):
 
         Args:
             loss: The loss; under accumulation call it for each micro-batch, and the line has the mean.
-            norm: The norm that ``clip_grad_norm_`` returned, if you clip by hand before the step.
-            max_norm: The threshold that it was given.
+            norm: The norm before the clip, if code of your own clips before the step.
+            max_norm: The threshold of that clip.
             **scalars: Anything else, by name.
 
         Example:
@@ -190,7 +192,9 @@ class Monitor(Observer):
             >>> optimizer = torch.optim.SGD(layer.parameters())
             >>> with Monitor(optimizer, sink=[], model=layer) as monitor:
             ...     layer(torch.ones(1)).sum().backward()
-            ...     norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), max_norm=0.5)
+            ...     norm = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
+            ...     for p in layer.parameters():
+            ...         _ = p.grad.mul_(0.5 / norm)
             ...     monitor.log(norm=norm, max_norm=0.5)
             ...     optimizer.step()
             >>> {key: round(monitor.last[key], 3) for key in ("norm", "post_norm", "threshold")}
@@ -269,16 +273,15 @@ class Monitor(Observer):
         if evaluation == 0:
             parameters = self._parameters(optimizer)
             told = self._guard_tells_2_norms()
-            spread, shared = self._joined(parameters) if told else super()._joined(parameters)
-            with_grad = parameters if spread else [p for p in parameters if p.grad is not None]
-            self._look_before_guard(with_grad, shared, not (told or spread))
+            joined = self._joined(parameters) if told else super()._joined(parameters)
+            self._look_before_guard(given_gradients(parameters, *joined), told)
 
     @safely
-    def _look_before_guard(self, parameters: list[Tensor], shared: Shared | None, measures: bool) -> None:
-        gradients, norms = grads_of(parameters), None if shared is None else shared.norms
-        if measures:
-            norms = gradient_norms([gradient for gradient in gradients if gradient is not None])
-        self._before = _BeforeGuard(parameters, self._clips.take(gradients), norms, shared)
+    def _look_before_guard(self, given: StepGradients, told: bool) -> None:
+        norms = None if given.shared is None else given.shared.norms
+        if not (told or given.spread):
+            norms = gradient_norms(given.gradients)
+        self._before = _BeforeGuard(given.parameters, self._clips.take(given.gradients), norms, given.shared)
 
     def _guard_tells_2_norms(self) -> bool:
         orders = getattr(getattr(self._guard, "clipper", None), "orders", None)

@@ -223,7 +223,7 @@ class Observer(Listener):
 
     @safely
     def _begin_clip(self, call: ClipCall, parameters: list[Tensor], spread: bool, shared: Shared | None) -> None:
-        if self._clips.begin(call, parameters, spread, shared):
+        if self._clips.begin(call, given_gradients(parameters, spread, shared)):
             self._losses.keep_last()  # those before belong to the backward passes whose step never came
 
     @safely
@@ -262,11 +262,9 @@ class Observer(Listener):
             self._forget(parameters)
             self._clip(optimizer)
             return
-        spread, shared = self._joined(parameters)
-        given = _given(parameters, spread, shared)
-        self._measure_step(optimizer, given, parameters)
-        self._note_applied(self._clip(optimizer))
-        self._look_at_weights(optimizer, given.parameters, spread)
+        self._measure_step(optimizer, given_gradients(parameters, *self._joined(parameters)), parameters)
+        if (event := self._clip(optimizer)) is not None:
+            self._note_applied(event)
 
     def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
         try:
@@ -298,7 +296,7 @@ class Observer(Listener):
 
     @safely
     def _measure_step(self, optimizer: Optimizer, given: StepGradients, parameters: list[Tensor]) -> None:
-        self._thread.step = None  # of a step that raised
+        self._thread.step = self._thread.moving = None  # of a step that raised
         if parameters and is_captured(parameters[0]):
             return
         if not self._is_open(optimizer):
@@ -308,8 +306,9 @@ class Observer(Listener):
             (logits, told), self._logits, self._told = (self._logits, self._told), {}, {}
             step = self._begun(optimizer, gradients, clips, skip)
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
-            self._thread.step = step._replace(logits=logits, kept_gradients=kept, logged=told)
-            self._thread.optimizer = weakref.ref(optimizer)
+            step = step._replace(logits=logits, kept_gradients=kept, logged=told)
+            self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
+            self._look_at_weights(optimizer, given, step)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
             self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
 
@@ -360,27 +359,26 @@ class Observer(Listener):
         return None if self._applied is None else self._applied(optimizer, living_modules)
 
     @safely
-    def _note_applied(self, event: ClipEvent | None) -> None:
-        if event is not None and (step := self._thread.step) is not None:
+    def _note_applied(self, event: ClipEvent) -> None:
+        if (step := self._thread.step) is not None:
             self._thread.step = step._replace(clips=step.clips._replace(applied=ScriptClip.told(event)))
 
-    @safely
-    def _look_at_weights(self, optimizer: Optimizer, parameters: list[Tensor], spread: bool) -> None:
+    def _look_at_weights(self, optimizer: Optimizer, given: StepGradients, step: StepMeasurement) -> None:
         """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
-        step, self._thread.moving = self._thread.step, None
-        if step is None or not parameters:
+        if not given.parameters:
             return
-        now = time.perf_counter()
+        now, turn = time.perf_counter(), self._turns[step.optimizer or 0]
         elapsed = now - self._started
-        measurable = not spread and step.gradients.total is None  # of a part, or scaled, diagnostics would be wrong
-        if measurable and self._schedule.due(self._turns[step.optimizer or 0], elapsed):
-            found = measure_diagnostics(parameters)
-            step = step._replace(diagnostics=found._replace(seconds=time.perf_counter() - now))
-            self._thread.step = step
-        if step.diagnostics is not None or self._watching_updates <= FREE + SHARE * elapsed:
+        measurable = not given.spread and step.gradients.total is None  # of a part, or scaled, they would be wrong
+        full = measurable and self._schedule.due(turn, elapsed)
+        if full:
+            found = measure_diagnostics(given.parameters)
+            self._thread.step = step._replace(diagnostics=found._replace(seconds=time.perf_counter() - now))
+        if full or self._watching_updates <= FREE + SHARE * elapsed:
             began = time.perf_counter()  # a look at the thread's own time would be a call of the system
-            samples = self._sampled.of(optimizer, parameters)
-            self._thread.moving = Moving(optimizer, parameters, samples, self._turns[step.optimizer or 0])
+            self._thread.moving = Moving(
+                optimizer, given.parameters, self._sampled.of(optimizer, given.parameters), turn
+            )
             self._watching_updates += time.perf_counter() - began
 
     def on_stepped(self, optimizer: Optimizer) -> None:
@@ -604,7 +602,7 @@ class Observer(Listener):
         on_stderr(message)
 
 
-def _given(parameters: list[Tensor], spread: bool, shared: Shared | None) -> StepGradients:
+def given_gradients(parameters: list[Tensor], spread: bool, shared: Shared | None) -> StepGradients:
     """Return the parameters that have gradients, with these; all of them where processes hold parts."""
     gradients = grads_of(parameters)
     if not spread and not all(map(is_not, gradients, repeat(None))):

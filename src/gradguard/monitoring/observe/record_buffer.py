@@ -25,10 +25,6 @@ MOST_BEHIND = 2
 is killed has left all but the last steps."""
 
 
-PARTS = 5
-"""Our own thread gets the rows of a flush in so many parts, so that a program that is killed loses few of them."""
-
-
 class RecordBuffer:
     """Writes steps in the order they came, at the latest `FLUSH_ROWS` steps or `FLUSH_SECONDS` after.
 
@@ -91,8 +87,7 @@ class RecordBuffer:
     def add(self, entry: Entry) -> None:
         """Take a step or an event; write what is due of those before, to which nothing will be added any more."""
         with self._lock:
-            parts = 1 if entry.late or not self._in_background else PARTS
-            due = len(self._waiting) >= FLUSH_ROWS / parts or self._is_late()
+            due = len(self._waiting) >= FLUSH_ROWS or self._is_late()
             if due:
                 self._send()
             self._waiting.append(entry)
@@ -171,8 +166,6 @@ class RecordBuffer:
         lines: list[Line] = []
         for entry in entries if copy is None else copy.with_numbers():
             lines += self._lines_of(entry)
-            if threading.current_thread() is self._thread:
-                time.sleep(0)  # the thread that trains goes first
         if not lines:
             return
         self.rows += [line for line in lines if line["t"] == "step"]

@@ -5,6 +5,7 @@ The one place where tensors become numbers.
 
 import math
 import operator
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -286,6 +287,7 @@ class ParameterTable:
     def __init__(self, params: Sequence[Mapping[str, Any]] = ()) -> None:
         self.names = [parameter["name"] for parameter in params]
         self._of: dict[int, list[int]] = {}
+        self._everywhere = array("q", range(len(params)))
         for place, parameter in enumerate(params):
             self._of.setdefault(parameter.get("optimizer", 0), []).append(place)
 
@@ -294,11 +296,13 @@ class ParameterTable:
 
         A number of an earlier step would make a layer look alive that gets no gradient any more.
         """
-        array = [missing] * len(self.names)
+        if places == self._everywhere:
+            return [*_numbers(values)]
+        found = [missing] * len(self.names)
         for place, value in zip(places, _numbers(values), strict=True):
             if place >= 0:
-                array[place] = value
-        return array
+                found[place] = value
+        return found
 
     def names_of(self, optimizer: int | None) -> list[str]:
         """Return the names of the parameters of an optimizer (None: the only one)."""
@@ -397,8 +401,9 @@ def _update_of(moved: Moved | None) -> float | None:
     """Return the norm of what a step changed over that of the weights, each parameter's sample standing for all."""
     if moved is None:
         return None
-    roots = [math.sqrt(size / count) if count else 0.0 for size, count in zip(moved.sizes, moved.counts, strict=True)]
-    update, weight = (math.hypot(*map(operator.mul, _numbers(norms), roots)) for norms in (moved.update, moved.weight))
+    update, weight = (
+        math.hypot(*map(operator.mul, _numbers(norms), moved.roots)) for norms in (moved.update, moved.weight)
+    )
     return update / weight if 0 < weight < math.inf and update < math.inf else None
 
 

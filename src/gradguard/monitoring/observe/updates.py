@@ -3,6 +3,7 @@
 A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and a sharded one by this process's part.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
 from gradguard.monitoring.observe.step_rules import Rule, Taken, rule_of
-from gradguard.tensors.kernels import memory_of
+from gradguard.tensors.kernels import Blocks, memory_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -42,6 +43,7 @@ class Moved(NamedTuple):
         weight: 2-norm of these elements before the step.
         counts: How many elements are looked at; 0 where none can be.
         sizes: How many elements there are.
+        roots: The root of ``sizes`` over ``counts``: by so much a norm of these elements is less than that of all.
         rates: The learning rate of each group of the optimizer.
         added: 2-norm of what it added to the momentum of each parameter of at most `ELEMENTS` elements, 0 for others;
             empty where the optimizer has a rule here, or no momentum.
@@ -53,6 +55,7 @@ class Moved(NamedTuple):
     weight: Norms
     counts: list[int]
     sizes: list[int]
+    roots: list[float]
     rates: list[Any]
     added: Norms
     over_rule: Tensor | None
@@ -74,9 +77,16 @@ class Samples:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.views = [_sample(p.detach(), parameters[0].device) for p in parameters]
         self.counts, self.sizes = [view.numel() for view in self.views], [p.numel() for p in parameters]
+        pairs = zip(self.sizes, self.counts, strict=True)
+        self.roots = [math.sqrt(size / count) if count else 0.0 for size, count in pairs]
         self.before = torch.cat(self.views)  # in the widest of their dtypes
         self.changes = torch.empty_like(self.before)
         self.parts = [*self.changes.split(self.counts), *self.before.split(self.counts)]
+        self._blocks = Blocks.of(self.parts)
+
+    def norms(self) -> Norms:
+        """Return the 2-norm of each of ``parts``."""
+        return gradient_norms(self.parts) if self._blocks is None else self._blocks.norms(2.0).tolist()
 
 
 class Sampled:
@@ -88,7 +98,6 @@ class Sampled:
     def __init__(self) -> None:
         self._known = WeakKeyDictionary[Optimizer, tuple[bytearray, Samples]]()
 
-    @torch.no_grad()
     def of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Samples:
         """Return the samples of ``parameters``, those of a step of ``optimizer``, as they are now."""
         memory, (known, samples) = memory_of(parameters), self._known.pop(optimizer, (None, None))
@@ -111,7 +120,6 @@ class Moving:
         step: How many steps of this optimizer came before.
     """
 
-    @torch.no_grad()
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], samples: Samples, step: int = 0) -> None:
         device, rule = parameters[0].device, rule_of(optimizer)
         self._optimizer, self._parameters, self._samples = optimizer, parameters, samples
@@ -124,18 +132,19 @@ class Moving:
         rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
-    @torch.no_grad()
     def moved(self) -> Moved:
         """Return what the step has done."""
         samples = self._samples
         torch.cat(samples.views, out=samples.changes).sub_(samples.before)
         added = [kept.float() - left for kept, left in self._momenta]
-        norms, n, over_rule = gradient_norms([*samples.parts, *added]), len(samples.counts), None
+        norms, n, over_rule = samples.norms(), len(samples.counts), None
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
                 over_rule = self._over_rule(self._rule, samples.parts[:n], samples.parts[n:])
-        return Moved(norms[:n], norms[n : 2 * n], samples.counts, samples.sizes, self._rates, norms[2 * n :], over_rule)
+        facts = samples.counts, samples.sizes, samples.roots, self._rates
+        return Moved(norms[:n], norms[n:], *facts, gradient_norms(added), over_rule)
 
+    @torch.no_grad()
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
         """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
         group, rate = self._optimizer.param_groups[0], self._rates[0]

@@ -155,8 +155,7 @@ def watch(
     if path is not None and not isinstance(path, str | os.PathLike):
         raise InvalidTypeError(f"path: expected a path such as 'run.jsonl', got {type(path).__name__}.")
     check_callable(on_finding)
-    if _active is not None:
-        _active.close()
+    stop_watching()
     rank, _ = rank_and_world()
     target = None if rank else _record_path(path)
     return _begin(Watch(Observer(target, program_facts(keep_arguments=argv), every=every, on_finding=on_finding)))

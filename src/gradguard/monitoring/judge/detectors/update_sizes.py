@@ -246,12 +246,15 @@ class Rule:
             return False
         totals = [sum(line) for line in squares]
         spread = _spread(totals) / 2
+        gradients = [gradient for gradient, _ in self._lines if gradient > 0]
+        if len(gradients) < LINES or _spread(gradients) < 10 * max(
+            spread, 1e-3
+        ):  # updates follow them, as nearly always
+            return False
         means = [statistics.fmean(its) / statistics.fmean(totals) for its in zip(*squares, strict=True)]
         own = [_spread(its) / 2 for its in zip(*squares, strict=True)]
         expected = math.hypot(*[mean * one for mean, one in zip(means, own, strict=True)])
-        gradients = [gradient for gradient, _ in self._lines if gradient > 0]
-        follows = len(gradients) < LINES or _spread(gradients) < 10 * max(spread, 1e-3)
-        return expected > LEAST_SPREAD and spread < CONSTANT * expected and not follows
+        return expected > LEAST_SPREAD and spread < CONSTANT * expected
 
     def _decay(self, i: int, weights: Numbers, updates: Numbers, rates: Sequence[float]) -> None:
         """Follow which share of a step is weight decay, and tell of weights that have lost much since it is most."""
