@@ -51,7 +51,7 @@ def findings(record: Record) -> list[Finding]:
     ==================  ========  ======================================================================================
 
     And how the loop is set up (`detectors.loop_setup`): ``gradient_without_optimizer``, ``optimizer_without_gradient``,
-    ``clip_before_unscale``, ``missing_zero_grad``, ``empty_micro_batch`` and ``clip_below_eps``.
+    ``clip_before_unscale``, ``missing_zero_grad`` and ``empty_micro_batch``.
 
     **Guarantees**: a calm, a decaying or a short run has none, unless it clips: then the last three kinds may be told.
     The same record always gives the same findings. Each kind is told once for each optimizer, with the steps of each
