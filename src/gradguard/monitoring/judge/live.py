@@ -131,8 +131,6 @@ class Track:
         threshold = threshold_of(step)
         if threshold is not None:
             self.clipping.follow(i, threshold, step.get("coefficient"))
-        if top is not None:
-            self.layers.top(i, *top)
         self.used = step.get("lr") or 0.0, step.get("post_norm") or norm
         if (logit := step.get("logit")) is not None:
             self.logits.follow(i, logit, step.get("logit_of") or "")
