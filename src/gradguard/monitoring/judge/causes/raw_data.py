@@ -1,4 +1,4 @@
-"""Signs of inputs or targets that nobody brought to a size near 1, which no learning rate fits."""
+"""Signs of inputs or targets in units of their own, far from a size of 1, which no learning rate fits."""
 
 import math
 import statistics
