@@ -508,6 +508,30 @@ CASES = {
         "healthy", "well"),
     "micro-batches summed, and numbers that were lost at once": (
         lost(run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), 4), "accumulation", "8 micro-batches"),
+    "weights thrown far by the first steps of Adam, under a loss that nearly vanishes from there": (
+        run(falling(end=0.02), optimizer="Adam", eps=1e-8, meta=FLAT_META,
+            tensors=moving(lambda i: 4.0 if i < 10 else 90.0)),
+        "rate_too_high", "By step 60 the usual weight had 22.5 times"),
+    "weights thrown by the first steps of Adam, under a loss that nearly vanishes from there": (
+        run(falling(end=0.02), optimizer="Adam", eps=1e-8, meta=FLAT_META,
+            tensors=moving(lambda i: 4.0 if i < 10 else 40.0)),
+        "healthy", "well"),
+    "a rate that leaps up, and noise that comes of it": (
+        run([*falling(200, end=0.4), 12.0, 90.0, *[max(0.5, (1.5 + random.Random(i).random()) * 500 * 0.95**i) for i in
+            range(198)]], [*calm(200), *[50 * x for x in calm(200)]], lr=[0.002] * 200 + [0.6] * 200),
+        "rate_leapt", "leapt up, at step 200"),
+    "a clip that lets hardly anything move, under a loss that falls on": (
+        clipped(0.03, [5.0 - i / 100 + 0.03 * random.Random(i).gauss(0, 1) for i in range(COUNT)], meta=FLAT_META,
+                tensors=lines(TENTH, 3e-4)),
+        "clip_starves", "multiplies the learning rate by 0.03"),
+    "a clip that binds always, under a loss that falls on and weights that move": (
+        clipped(0.03, [5.0 - i / 100 + 0.03 * random.Random(i).gauss(0, 1) for i in range(COUNT)], meta=FLAT_META,
+                tensors=lines(TENTH, 3e-3)),
+        "healthy", "well"),
+    "a loss that a momentum threw up four steps after a large gradient": (
+        run([x + (5 * 0.6 ** (i - 250) if i >= 250 else 0) for i, x in enumerate(falling(end=1.0))],
+            [x * (4 if i == 246 else 1) for i, x in enumerate(calm())]),
+        "healthy", "well"),
     "inputs that are not normalised": (
         run([9.0, 2e4, *flat(398, 900.0)], [5e3] * COUNT, meta=TWO_LAYERS, tensors=lines([16000.0, 5.0, 40.0, 5.0])),
         "raw_data", "The inputs .* about 800.*mean of 0 and a spread of 1"),

@@ -135,8 +135,6 @@ FAULTS = [
         CALM, tensors=lines_of(600, lambda i, norms: (zero(4, since=100, until=400)(i, norms),
                                                       zero(7, since=200, until=500)(i, norms))))),
     ("dead_layer", "info", "from the first one on", run(CALM, tensors=lines_of(600, zero(4)))),
-    ("dominating_layer", "warning", "layers.5.weight alone makes more than 95 % of the",
-     run(steps=steps_of(CALM, top=[5, 0.97]))),
     ("amp_scale_collapse", "error", "fell to 0.5 at step 600",
      run(steps=[*steps_of(CALM, amp_scale=2.0), {"t": "step", "i": 600, "norm": 1.0, "amp_scale": 0.5}])),
     ("amp_scale_collapse", "error", "12 steps in a row were skipped",
@@ -304,7 +302,6 @@ def told(record):
             [145, 345],
         ),
         (run(CALM, tensors=lines_of(600, zero(4, since=100, until=300))), [145]),
-        (run(steps=steps_of(CALM, top=[5, 0.97])), [99]),
         (run(steps=steps_of(CALM, amp_scale=0.25)), [0]),
     ],
 )

@@ -11,21 +11,21 @@ from torch import nn
 import gradguard as gg
 from forked_python import run_python
 from gradguard.monitoring.judge.detectors import loop_faults as loop_setup
+from gradguard.monitoring.judge.diagnosis import diagnose
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.observe.watch import stop_watching
 from gradguard.monitoring.record.file import read_record
 
-BELOW_EPS, KEPT, NO_GRADIENT, NO_OPTIMIZER, SCALED_CLIP = (
+KEPT, NO_GRADIENT, NO_OPTIMIZER, SCALED_CLIP = (
     kind.name
     for kind in (
-        loop_setup.BELOW_EPS,
         loop_setup.KEPT,
         loop_setup.NO_GRADIENT,
         loop_setup.NO_OPTIMIZER,
         loop_setup.SCALED_CLIP,
     )
 )
-OWN = {BELOW_EPS, KEPT, NO_GRADIENT, NO_OPTIMIZER, SCALED_CLIP}
+OWN = {KEPT, NO_GRADIENT, NO_OPTIMIZER, SCALED_CLIP}
 STEPS = 24
 
 
@@ -280,8 +280,6 @@ SICK = [
     ("no zero_grad of one group", zero_grad_of_the_last_layer, ["watch"], KEPT, "error", "not cleared"),
     ("no zero_grad, closure", closure_without_zero_grad, ["watch"], KEPT, "error", "not cleared"),
     ("no zero_grad, scaler", scaler_without_zero_grad, ["watch"], KEPT, "error", "not cleared"),
-    ("below eps", one_gradient_far_above_the_others(adam), BOTH, BELOW_EPS, "warning", "0.weight, 0.bias, 2.weight"),
-    ("below Muon's floor", one_gradient_far_above_the_others(muon), BOTH, BELOW_EPS, "warning", "0.weight"),
 ]  # fmt: skip
 
 
@@ -309,6 +307,21 @@ def test_a_loop_that_is_set_up_wrong(loop, how, kind, severity, words, tmp_path)
     assert sorted(said) == sorted(at_the_end)  # it was told when it was sure, and goes on
 
 
+@pytest.mark.parametrize(
+    ("loop", "starves"),
+    [
+        (one_gradient_far_above_the_others(adam), True),
+        (one_gradient_far_above_the_others(muon), True),
+        (one_gradient_far_above_the_others(sgd), False),
+        (one_gradient_far_above_the_others(adam, times=100.0), False),
+    ],
+)
+def test_a_clip_that_leaves_gradients_below_eps_is_the_cause(loop, starves, tmp_path):
+    (record,) = watched(loop, "watch", tmp_path)
+    causes = [cause for cause in diagnose(record).causes if "below its eps" in cause.sentence]
+    assert [cause.key for cause in causes] == ["clip_starves"] * starves
+
+
 @pytest.mark.parametrize("kind", [NO_OPTIMIZER, NO_GRADIENT])
 @pytest.mark.parametrize(
     "broken", [{}, {"params": 3}, {"params": [None]}, {"value": "x"}, {"value": True}, {"severity": 1}]
@@ -325,7 +338,7 @@ def test_arrays_that_do_not_fit_name_nothing(broken):
     steps = [{"t": "step", "i": i, "norm": 1.0, "coefficient": 1e-9, "rule": "norm"} for i in range(30)]
     lines = [{"t": "tensors", "i": i, "norm": [0.0, 1.0]} | broken for i in range(30)]
     record = make_record(meta=meta, steps=steps, tensors=lines)
-    assert {found.kind for found in own(record)} <= {BELOW_EPS}
+    assert own(record) == []
 
 
 def test_where_numbers_are_read_later(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ class Cause:
         rate_factor: The number to multiply the learning rate by, where that is the advice.
         threshold: The norm to clip at, where that is part of the advice.
         optimizer: The label of the optimizer that it is about, where the record has several.
-        may_be_meant: Whether somebody may have wanted it, so that a run which learns is asked.
+        may_be_meant: Whether it may be wanted, so that the page of a run which learns asks.
     """
 
     key: str
@@ -103,7 +103,7 @@ class Row:
         sentence: One sentence on the run, with gaps in braces.
         advice: The steps to take, with gaps in braces.
         rules_out: The causes that the evidence excludes; a cause that is only possible excludes nothing.
-        may_be_meant: Whether somebody may have wanted it.
+        may_be_meant: Whether it may be wanted.
     """
 
     key: str

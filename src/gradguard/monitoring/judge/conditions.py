@@ -205,7 +205,6 @@ _STEPS = ("steps", lambda record: bool(record.steps))
 _NORMS = ("norms to find it in", _any_step("norm", "nonfinite"))
 _NEEDED: dict[str, tuple[str, Callable[[Record], bool]]] = {
     "dead_layer": ("norms of each parameter to find it in", lambda record: bool(record.tensors)),
-    "dominating_layer": ("norms of each parameter to find it in", _any_step("top")),
     **dict.fromkeys(("exploding", "vanishing", "nonfinite"), _NORMS),
 }
 """Without what a finding of that kind cannot be made."""

@@ -96,12 +96,7 @@ def diagnose(record: Record) -> Diagnosis:
     return Diagnosis((whole, *sick), parts=tuple(each))
 
 
-SYMPTOMS = (
-    "clipping_always_on",
-    "dominating_layer",
-    "logits_grow",
-    "recurring_spikes",
-)
+SYMPTOMS = ("clipping_always_on", "logits_grow", "recurring_spikes")
 """Kinds of findings that warn where something is wrong, and are remarks where the run is well."""
 
 

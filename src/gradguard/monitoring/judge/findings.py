@@ -29,14 +29,12 @@ class Kind:
         words: Says an episode of it.
         value: Which of an episode's numbers says how bad it is, if one does.
         confidence: As a `Finding` has it.
-        apart: Whether each layer has a finding of its own.
     """
 
     name: str
     words: Callable[["Episode"], Words]
     value: str = ""
     confidence: str = "high"
-    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,15 +43,14 @@ def findings(record: Record) -> list[Finding]:
     update_spike        info      steps 1.5 times as long as usual at their learning rate, on 3 measured ones in a row
     update_rule         warning   updates of one length, bounded from below, a factor off their rule, or weight decay
     logits_grow         warning   the largest attention logit above 50 and 4 times its lowest, as medians of 20 steps
-    dominating_layer    warning   one of at least 8 tensors has 95 % of the squared norm on 80 of 100 steps
     amp_scale_collapse  error     the loss scale is below 1, or 12 steps in a row were skipped
     lock_in             warning   bound on more than half of 100 steps at one threshold, by a rule that moves it
     clipping_always_on  warning   bound on more than half of the steps (info with an optimizer that cancels a scale)
     clipped_twice       warning   two clips acted on the same gradients (info: none of them ever bound)
     ==================  ========  ======================================================================================
 
-    And how the loop is set up (`detectors.loop_setup`): ``gradient_without_optimizer``, ``optimizer_without_gradient``,
-    ``clip_before_unscale``, ``missing_zero_grad``, ``empty_micro_batch`` and ``clip_below_eps``.
+    And how the loop is set up (`detectors.loop_faults`): ``gradient_without_optimizer``,
+    ``optimizer_without_gradient``, ``clip_before_unscale``, ``missing_zero_grad`` and ``empty_micro_batch``.
 
     **Guarantees**: a calm, a decaying or a short run has none, unless it clips: then the last three kinds may be told.
     The same record always gives the same findings. Each kind is told once for each optimizer, with the steps of each
@@ -126,11 +125,10 @@ def _stands(episode: Episode, every: Sequence[Episode]) -> bool:
 
 
 def _merged(episodes: list[Episode]) -> list[Finding]:
-    """One finding for all episodes of a kind, apart from those that say something else."""
+    """One finding for all episodes of a kind."""
     groups: dict[tuple, list[Episode]] = defaultdict(list)
     for episode in episodes:
-        about = tuple(episode.params) if episode.kind.apart else ()
-        groups[episode.kind, episode.optimizer, about].append(episode)
+        groups[episode.kind, episode.optimizer].append(episode)
     for first, *later in groups.values():
         for episode in later:
             first.join(episode)

@@ -91,19 +91,17 @@ class HealthMonitor:
             optimizer: The ``optimizer`` of a step.
         """
         if optimizer not in self._tracks:
-            place = optimizer or 0
-            name = self._optimizers[place] if place < len(self._optimizers) else ""
-            self._tracks[optimizer] = Track(optimizer, name, self._meta, several=len(self._optimizers) > 1)
+            self._tracks[optimizer] = Track(optimizer, self._meta, several=len(self._optimizers) > 1)
         return self._tracks[optimizer]
 
 
 class Track:
     """Watches the steps of one optimizer."""
 
-    def __init__(self, optimizer: int | None, name: str, meta: dict[str, Any], several: bool) -> None:
+    def __init__(self, optimizer: int | None, meta: dict[str, Any], several: bool) -> None:
         params = meta.get("params", [])
         self.log = log = Log(optimizer)
-        self.setup = Setup(log, meta, optimizer or 0, name)
+        self.setup = Setup(log)
         self.layers = Layers(log, params, several)
         names = self.layers.names
         self.loss = Loss(log)
@@ -133,8 +131,6 @@ class Track:
         threshold = threshold_of(step)
         if threshold is not None:
             self.clipping.follow(i, threshold, step.get("coefficient"))
-        if top is not None:
-            self.layers.top(i, *top)
         self.used = step.get("lr") or 0.0, step.get("post_norm") or norm
         if (logit := step.get("logit")) is not None:
             self.logits.follow(i, logit, step.get("logit_of", ""))
@@ -151,7 +147,6 @@ class Track:
         known = range(len(names))
         absent = [place for place in line.get("absent", ()) if place in known]
         self.layers.norms(i, norms, absent)
-        self.setup.tensors(i, norms)
         if self.used is not None:
             self.rule.tensors(i, line, *self.used)
         if line.get("weight") and line.get("update"):

@@ -1,4 +1,4 @@
-"""Signs of inputs or targets that nobody brought to a size near 1, which no learning rate fits."""
+"""Signs of inputs or targets in units of their own, far from a size of 1, which no learning rate fits."""
 
 import math
 import statistics
@@ -10,7 +10,11 @@ from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Layer, RunSignals
 
 LARGE, SURE = 20.0, 100.0
-"""The size of inputs or targets that are not normalised; and one that leaves no other reading of a run that fails."""
+"""The size of inputs that are not normalised; and one that leaves no other reading of a run that fails. Targets need
+that one: less may be a sum over a batch."""
+
+FEWEST_UNITS = 8
+"""Of one alone the bias's gradient may be nearly 0 by chance."""
 
 _LINES = 5  # of the first ones
 _NOT_ROUNDED = 1e6  # times a vector's gradient: what is larger is one of 0, as before a normalisation
@@ -29,24 +33,22 @@ def inputs(signals: RunSignals) -> Sign | None:
     sizes = [weight / vector for weight, vector in pairs if 0 < weight < _NOT_ROUNDED * vector]
     size = statistics.median(sizes) if sizes else 0.0
     words = f"A number that {layer.name} reads is some {number(size)}: so many times its bias's gradient is its own."
-    return _sign(signals, "inputs", size, words, layer)
+    return _sign(signals, "inputs", size, words, layer) if size >= LARGE else None
 
 
 def targets(signals: RunSignals) -> Sign | None:
     """Return whether the first outputs are far from their targets by a squared error, in a run that fails."""
     loss, bias = next(iter(signals.losses), None), next(iter(signals.biases[::-1]), None)
-    if not loss or loss < 0 or bias is None or not _fails(signals):
+    outputs = 0 if bias is None else signals.elements([bias.place])
+    if bias is None or not loss or loss < outputs * SURE**2 or not _fails(signals):
         return None
-    outputs = signals.elements([bias.place])
     size = math.sqrt(loss / outputs)
-    slope = bias.gradients[0] * math.sqrt(outputs) / (2 * math.sqrt(loss))  # 1 or less for a mean of squares
+    slope = bias.gradients[0] / (2 * size)  # 1 or less for a mean of squares
     words = f"The first loss, {number(loss)}, is that of outputs that are off by about {number(size)}."
     return _sign(signals, "targets", size, words, bias) if 0.03 < slope < 1.02 else None
 
 
-def _sign(signals: RunSignals, which: str, size: float, words: str, layer: Layer) -> Sign | None:
-    if size < LARGE:
-        return None
+def _sign(signals: RunSignals, which: str, size: float, words: str, layer: Layer) -> Sign:
     seen = signals.seen(words, [layer.name])
     return Sign((seen,), {"which": which, "size": number(size)}, "certain" if size >= SURE else "likely")
 
@@ -60,5 +62,7 @@ def _fails(signals: RunSignals) -> bool:
 def _bias_of(signals: RunSignals, layer: Layer) -> Layer | None:
     """The vector of the same module that is added to what a weight makes."""
     module, size = layer.name.rpartition(".")[0], signals.shape(layer.place)[:1]
-    own = [one for one in signals.biases if one.name.rpartition(".")[0] == module]
-    return next((one for one in own if signals.shape(one.place) == size and "bias" in one.name), None)
+    if min(size, default=0) < FEWEST_UNITS:
+        return None
+    own = [one for one in signals.biases if one.name.startswith(f"{module}.bias".lstrip("."))]
+    return next((one for one in own if signals.shape(one.place) == size), None)

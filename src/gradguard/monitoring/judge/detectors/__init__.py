@@ -2,24 +2,16 @@
 
 from gradguard.monitoring.judge.detectors import (
     clipping,
+    layer_norms,
     level,
+    loop_faults,
     loss,
     loss_scale,
     outliers,
     update_ratios,
-)
-from gradguard.monitoring.judge.detectors import (
-    layer_norms as layers,
-)
-from gradguard.monitoring.judge.detectors import (
-    loop_faults as loop_setup,
-)
-from gradguard.monitoring.judge.detectors import (
-    update_sizes as updates,
+    update_sizes,
 )
 
-_MODULES = (level, loss, outliers, layers, update_ratios, updates, loss_scale, clipping, loop_setup)
-KINDS = tuple(
-    dict.fromkeys(kind.name for module in _MODULES for kind in module.KINDS),
-)
+_THEMES = (level, loss, outliers, layer_norms, update_ratios, update_sizes, loss_scale, clipping, loop_faults)
+KINDS = tuple(dict.fromkeys(kind.name for theme in _THEMES for kind in theme.KINDS))
 """The names of all kinds."""

@@ -1,4 +1,4 @@
-"""Whether one layer makes the whole norm, gets no gradient, or hardly any."""
+"""Whether a layer gets no gradient, or hardly any."""
 
 import math
 import statistics
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
-from gradguard.threshold_formulas import LOCK_IN_WINDOW
 
 WEAK_LAYER_SHARE = 1e-6
 """A weight whose gradient's elements are a millionth of the usual weight's: float32 resolves 1e-7 of a value."""
@@ -18,23 +17,11 @@ LAYER_LINES = 10
 REGULAR = 0.9
 """A parameter that had a gradient on so many of the lines before is one that every batch should reach."""
 
-DOMINATING_SHARE = 0.95
-"""Of the squared norm: the others together change the norm by at most 2.5 %, so that one layer alone decides a clip."""
-
-DOMINATING_OF_STEPS = 0.8
-"""On this share of the last 100 steps: a layer that dominates spikes only is their source, not an imbalance."""
-
-DOMINATING_TENSORS = 8
-"""Below so many tensors one of them dominates by nature."""
-
-DOMINATING_ELEMENTS = 0.5
-"""A tensor with half of all elements, such as a large embedding, dominates by nature."""
-
 _FEWEST_WEIGHTS = 3
 
 
 class Layers:
-    """Whether one layer makes the whole norm, gets no gradient, or hardly any.
+    """Whether a layer gets no gradient, or hardly any.
 
     Args:
         log: Where faults go.
@@ -46,35 +33,12 @@ class Layers:
         self._log, self._several = log, several
         self.names = [str(parameter.get("name", "?")) for parameter in params]
         elements = [parameter.get("numel", 0) for parameter in params]
-        self._large = [count > DOMINATING_ELEMENTS * sum(elements) for count in elements]
         # Vectors stay out: a bias before a normalisation or of attention's keys has a gradient of 0 by mathematics.
         matrices = [i for i, count in enumerate(elements) if count and len(params[i].get("shape", ())) > 1]
         self._roots = {place: math.sqrt(elements[place]) for place in matrices}
-        self._tensors = 0 if several else len(self.names)  # how many are this optimizer's
-        self._seen, self._tops = 0, Counter()
         self._alive = [False] * len(self.names)
         self._dead, self._weak, self._detached = (Lasting(log, self.names, LAYER_LINES) for _ in range(3))
         self._lines, self._absences = 0, Counter[int]()
-
-    def top(self, i: int, place: int, share: float) -> None:
-        """Follow a step whose largest gradient is known.
-
-        Args:
-            i: The step.
-            place: Which parameter it is.
-            share: Its share of the squared norm.
-        """
-        self._seen += 1
-        if share > DOMINATING_SHARE:
-            self._tops[place] += 1
-        if self._seen < LOCK_IN_WINDOW:
-            return
-        tops, self._tops, self._seen = self._tops, Counter(), 0
-        for place, count in tops.most_common(1):
-            often = count >= DOMINATING_OF_STEPS * LOCK_IN_WINDOW and self._tensors >= DOMINATING_TENSORS
-            if often and 0 <= place < len(self.names) and not self._large[place]:
-                about = {"params": [self.names[place]], "numbers": {"share": count / LOCK_IN_WINDOW}}
-                self._log.tell(f"dominating {self.names[place]}", DOMINATING, i, i, **about)
 
     def norms(self, i: int, norms: Sequence[float], absent: Sequence[int]) -> None:
         """Follow a line with the norm of each parameter.
@@ -86,8 +50,6 @@ class Layers:
         """
         if len(norms) != len(self.names) or not any(norms):
             return  # where all of them are 0, the norm says so
-        if self._several:
-            self._tensors = sum(norm > 0 for norm in norms)
         if not all(self._alive):
             self._alive = [alive or norm > 0 for alive, norm in zip(self._alive, norms, strict=True)]
         if absent or self._absences:
@@ -163,14 +125,4 @@ WEAK = Kind(
     ),
     value="smallest",
 )
-DOMINATING = Kind(
-    "dominating_layer",
-    said(
-        "warning",
-        "{names} alone makes more than 95 % of the squared gradient norm, on {share:%} of the steps",
-        "a clip of the global norm sees only this one: give it its own threshold with gg.Groups, or check its scale",
-    ),
-    value="share",
-    apart=True,
-)
-KINDS = (DEAD, NEVER_ALIVE, DETACHED, WEAK, DOMINATING)
+KINDS = (DEAD, NEVER_ALIVE, DETACHED, WEAK)

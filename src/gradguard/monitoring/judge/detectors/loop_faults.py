@@ -4,7 +4,6 @@ Thresholds, detection and words of these findings. What only the watched process
 an optimizer without gradients) comes as an event; the rest is read from the lines of the record.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,39 +16,17 @@ SCALED_CLIPS = 3
 KEPT_STEPS = 5
 """So many steps in a row: a loop may leave gradients where they are once, when it begins or resumes."""
 
-EPS_LINES = 10
-"""Per-tensor lines in a row: the clip of one spike may well leave little of everything else."""
-
-EPS_COEFFICIENT = 0.01
-"""Only a clip that takes a hundredth or less can be what pushed a gradient under the floor."""
-
-EPS_MARGIN = 10.0
-"""Above the floor by this factor before the clip, below it by this after: many elements may be 0."""
-
-UNIFORM_RULES = frozenset(["norm", "ClipByMedian", "AutoClip", "ZClip", "ClipFraction"])
-"""Rules that multiply all gradients by one number."""
-
-ADAM_LIKE = frozenset(["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop"])
-"""Optimizers that divide by the root mean square of each element, plus ``eps``."""
-
 
 class Setup:
     """Whether the loop does what it seems to do.
 
     Args:
         log: Where faults go.
-        meta: The first line of the record.
-        place: Which optimizer this is.
-        name: Its class.
     """
 
-    def __init__(self, log: Log, meta: Mapping[str, Any], place: int, name: str) -> None:
+    def __init__(self, log: Log) -> None:
         self._log = log
-        self._params = meta.get("params", [])
-        self._floors = _floors(self._params, name, meta.get("eps"), place)
         self._scaled, self._kept = list[int](), list[int]()  # the first steps of each
-        self._coefficient = 1.0
-        self._low: dict[int, int] = {}  # for how many lines in a row the clip has left less than the optimizer sees
 
     def step(self, step: dict[str, Any], bound: bool) -> None:
         """Follow a step.
@@ -58,7 +35,6 @@ class Setup:
             step: Its line.
             bound: Whether a clip bound on it.
         """
-        self._coefficient = step["coefficient"] if bound and step.get("rule") in UNIFORM_RULES else 1.0
         scale, threshold = step.get("amp_scale") or 0.0, step.get("threshold")
         if bound and step.get("scaled_clip") and scale > 1 and threshold is not None:  # a scale of 1 is none
             self._follow(SCALED_CLIP, self._scaled, SCALED_CLIPS, step["i"], threshold=threshold, scale=scale)
@@ -66,15 +42,6 @@ class Setup:
             self._follow(KEPT, self._kept, KEPT_STEPS, step["i"])
         if empty := step.get("empty_batches"):
             self._log.tell(EMPTY.name, EMPTY, step["i"], step["i"], empty, numbers={"largest": empty})
-
-    def tensors(self, i: int, norms: Sequence[float]) -> None:
-        """Follow a line with the norm of each parameter.
-
-        Args:
-            i: The step.
-            norms: One finite norm for each.
-        """
-        self._below_eps(i, norms)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Take what an event of these kinds says as a finding, as it was when it was told.
@@ -97,22 +64,6 @@ class Setup:
         if len(seen) == needed:
             self._log.begin(kind.name, kind, seen[0], i, count=needed, numbers=numbers)
             seen.clear()
-
-    def _below_eps(self, i: int, norms: Sequence[float]) -> None:
-        coefficient, before, self._low = self._coefficient, self._low, {}
-        if coefficient > EPS_COEFFICIENT:
-            return
-        for place, floor in self._floors.items():
-            norm = norms[place] if place < len(norms) else 0.0
-            if norm > EPS_MARGIN * floor and norm * coefficient * EPS_MARGIN < floor:
-                self._low[place] = before.get(place, 0) + 1
-        new = [place for place, count in self._low.items() if count == EPS_LINES]
-        if new:
-            about = {"count": EPS_LINES, "params": self._names(new), "numbers": {"smallest": coefficient}}
-            self._log.begin(f"{BELOW_EPS.name} {new}", BELOW_EPS, i, i, **about)
-
-    def _names(self, places: Sequence[int]) -> list[str]:
-        return [str(self._params[place].get("name", "?")) for place in places]
 
 
 def setup_episode(
@@ -142,26 +93,6 @@ def is_setup_event(line: Mapping[str, Any]) -> bool:
     """
     kind = line.get("kind")
     return isinstance(kind, str) and kind in _TOLD
-
-
-def _floors(params: Sequence[Mapping[str, Any]], name: str, eps: Any, place: int) -> dict[int, float]:
-    """The norm of each parameter's gradient below which the optimizer's ``eps`` decides its step, where it is known.
-
-    Adam and its like add ``eps`` to the root mean square of an element; Muon divides a matrix by its norm, or by
-    ``eps`` where that is larger.
-
-    Returns:
-        Norms by the place of the parameter.
-    """
-    known = eps[place] if isinstance(eps, list) and place < len(eps) else None
-    if not isinstance(known, int | float) or not (name in ADAM_LIKE or name == "Muon"):
-        return {}
-    floors = {}
-    for k, parameter in enumerate(params):
-        count = parameter.get("numel")
-        if isinstance(count, int) and count > 0 and parameter.get("optimizer", place) == place:
-            floors[k] = known * (1.0 if name == "Muon" else math.sqrt(count))
-    return floors
 
 
 def _no_optimizer(found: Episode) -> Words:
@@ -220,18 +151,7 @@ EMPTY = Kind(
     ),
     value="largest",
 )
-BELOW_EPS = Kind(
-    "clip_below_eps",
-    said(
-        "warning",
-        "the clip multiplies gradients by {smallest:.1g}, which leaves {names} below the eps of the optimizer on "
-        "{found.count} recorded steps: it hardly moves there",
-        "find what makes the norm so large, and clip that by itself (gg.Groups, or one optimizer for each), or raise "
-        "the threshold",
-    ),
-    value="smallest",
-)
-KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, EMPTY, BELOW_EPS)
+KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, EMPTY)
 
 _TOLD = {NO_OPTIMIZER.name: (NO_OPTIMIZER, "warning"), NO_GRADIENT.name: (NO_GRADIENT, "error")}
 """Events of the watched process, and the severity of each at worst."""
