@@ -9,7 +9,7 @@ from gradguard.check.function import Function
 
 
 class GradientOf:
-    """Inputs and cotangents to the gradient of Σ cotangent · output, with a graph of its own."""
+    """The function from inputs and cotangents to the gradient of Σ cotangent · output, which has a graph itself."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
