@@ -19,7 +19,7 @@ from gradguard.check.gradient_report import Finding, GradientReport, Power, Verd
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, coarseness_of, compare_backends
 from gradguard.check.search import Search
-from gradguard.check.second_order import GradientOf
+from gradguard.check.second_order import gradient_of
 from gradguard.check.sizes import with_other_sizes
 from gradguard.check.vectors import clear_of_zero, joined, largest
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -427,10 +427,10 @@ class _Check:
         self.notes += notes
 
     def _second_order(self, function: Function, exhaustive: bool) -> None:
-        gradient_of = GradientOf(function)
         cotangents = function.shaped(self._cotangent(function))
         point = (*(one.value for one in function.inputs), *cotangents)
-        second = Function(gradient_of, point, {}, wide=False, names=gradient_of.names)
+        names = [*(one.name for one in function.inputs), *(f"grad of {one.name}" for one in function.outputs)]
+        second = Function(gradient_of(function), point, {}, wide=False, names=names)
         self.functions.append(second)
         try:
             if any(node.name() == "torch::autograd::Error" for node in nodes_of(self._learn(second))):
