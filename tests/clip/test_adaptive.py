@@ -140,6 +140,13 @@ def test_zero_gradients_stay_zero(path):
     assert p.grad.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_a_unit_without_gradient_stays_zero_beside_one_that_is_clipped(dtype, path):
+    p = parameter(torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=dtype), torch.eye(2, dtype=dtype))
+    assert float(gg.clip_grad_adaptive_([p], 0.1)) == 5
+    torch.testing.assert_close(p.grad, torch.tensor([[0.0, 0.0], [0.06, 0.08]], dtype=dtype))
+
+
 def test_a_clip_that_does_not_bind_writes_nothing_on_the_cpu():
     p = parameter(random(3, 4) * 1e-4, random(3, 4, seed=1))
     version = p.grad._version

@@ -82,6 +82,10 @@ def test_squares_neither_overflow_nor_underflow(value, n, norm, path):
         assert slow_norm([p.grad]) == pytest.approx(1.0, rel=1e-5, abs=0)
 
 
+def test_a_tensor_of_as_many_elements_as_are_converted_at_a_time(path):
+    assert float(gg.get_total_norm([torch.ones(1 << 24, dtype=torch.bfloat16)], 3.0)) == pytest.approx(256.0)
+
+
 def test_a_norm_beyond_float32_still_scales_rightly(path):
     p = parameter(torch.full((40,), 3e38))
     assert float(gg.clip_grad_norm_(p, 1.0, error_if_nonfinite=True)) == math.inf  # 1.9e39 has no float32

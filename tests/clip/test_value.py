@@ -60,6 +60,21 @@ def test_the_bound_may_be_a_tensor(path):
     assert p.grad.tolist() == [1.0, -0.5]
 
 
+def test_complex_gradients_beside_a_transposed_one(path):
+    params = [parameter(torch.tensor([[3.0, -0.5], [0.25, -4.0]]).T), parameter(torch.tensor([3 - 4j, 0.5 + 0.25j]))]
+    gg.clip_grad_value_(params, 1.0)
+    assert params[0].grad.tolist() == [[1.0, 0.25], [-0.5, -1.0]]
+    assert params[1].grad.tolist() == [1 - 1j, 0.5 + 0.25j]
+
+
+@pytest.mark.parametrize(("largest", "clipped"), [(1.0, False), (1.0 + 2**-23, True)])
+@pytest.mark.parametrize("bound", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
+def test_an_element_at_the_bound_is_not_clipped(bound, largest, clipped, path):
+    for sign in (1, -1):
+        result = gg.ClipByValue(bound)([parameter(torch.tensor([0.5, sign * largest]))])
+        assert bool(result.clipped) == clipped
+
+
 def test_only_what_exceeds_is_written():
     params = [parameter(random(50_000)), parameter(torch.full((50_000,), 99.0))]
     versions = [p.grad._version for p in params]

@@ -51,7 +51,7 @@ CASES = {
         lambda q: gg.clip_grad_value_(q, mine(1.0, 2.0), nonfinite="zero"),
         r"\('clip_grad_value_', -2\.0, 2\.0, 'zero'\) where .* -1\.0, 1\.0",
     ),
-    "adaptive": (lambda q: gg.clip_grad_adaptive_(q, mine(0.01, 0.02)), r"\('clip_grad_adaptive_', 0\.02, 0\.001"),
+    "adaptive": (lambda q: gg.clip_grad_adaptive_(q, mine(0.01, 0.02)), r"\('ClipAdaptive', 0\.02, 0\.001"),
     "a clipper's argument": (lambda q: gg.ClipByMedian(k=mine(3.0, 4.0))(q), r"\('ClipByMedian', 4\.0, 128"),
     "a member's argument": (
         lambda q: gg.Groups({"layer0": gg.ClipByNorm(mine(1.0, 2.0))}, rest=None)(q),

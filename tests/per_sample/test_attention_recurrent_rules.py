@@ -247,6 +247,7 @@ def test_float32_is_as_close_as_float32_can_be():
         assert_rows(rule(replace(single, grads=[grad.float() for grad in call.grads])), expected, 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_widened_at_the_end(dtype):
     for call in every_call():

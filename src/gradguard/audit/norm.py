@@ -69,9 +69,9 @@ def audit_norm(
     Guarantees:
         - Gradients are bit-identical afterwards and the same objects, also where the norm function clips or raises.
         - All processes get the same verdict and findings.
-        - Values show what is a copy of what: weights, which are equal on copies and not on parts; where these are
-          constant, gradients. Layouts of DTensor, FSDP1 and DistributedDataParallel name the parts and copies
-          that they make; Megatron's attributes are claims that count only where values do not tell.
+        - Copies are recognised by values: weights are equal on copies and differ on parts; where weights are
+          constant, gradients are compared. Layouts of DTensor, FSDP1 and DistributedDataParallel name the parts and
+          copies that they make; Megatron's attributes are claims that count only where values do not tell.
 
     Edge cases:
 
@@ -82,8 +82,11 @@ def audit_norm(
         values contradict ``groups``           INCONCLUSIVE, with what they tell
         the norm does not read ``.grad``       INCONCLUSIVE, judged by its one value as if it was reported
         norms of 16 bits, by their values      compared to 1 percent, a note
+        other norms                            the squares are compared to 1e-4
         ``norm()`` adds up to 1e-5 to zeros    an epsilon, a note
         ``reported`` off as by 1e-6, 1e-7 ...  INCONCLUSIVE, where an epsilon may make it
+        ``reported``, errors that cancel       not seen; with ``norm`` they are, class by class
+        a gradient wrong on all copies alike   not seen: its norm is that of what processes hold
         =====================================  ======================================================
 
     Args:
@@ -170,7 +173,7 @@ class WatchedClip:
         return cls(pieces, processes, Setting(len(processes), accumulation, loss_scale), groups)
 
     def again(self, clip: NormFunction, max_norm: float | None) -> NormAudit:
-        """Audit a clip that can be called: it is, for each probe, and gradients are as before."""
+        """Audit a clip by calling it for each probe; the gradients are restored."""
         try:
             return _Audit(self, None).run(clip, max_norm)
         finally:
@@ -185,7 +188,7 @@ class WatchedClip:
             self.put_back()
 
     def applied(self, norm: Any) -> list[Applied]:
-        """Return what this process' gradients have been multiplied by since."""
+        """Return the factor by which each gradient of this process has been multiplied since."""
         computed = number_of(norm, _OF_CLIP) or 0.0
         return [one for piece in self.pieces if (one := piece.applied(computed)) is not None]
 
@@ -203,7 +206,7 @@ class WatchedClip:
         return cls(list(chain(*(clip.pieces for clip in clips))), indexed, clips[0].setting)
 
     def told(self, norm: Any, max_norm: float | None, applied: Sequence[Applied] | None) -> NormAudit:
-        """Audit a clip that tells its norm, or is told it.
+        """Audit a clip whose norm is known.
 
         Args:
             norm: The norm.

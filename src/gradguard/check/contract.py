@@ -1,12 +1,12 @@
-"""The contract of a backward, whatever its formula: one answer, for any layout, linear, changing none of its inputs.
+"""The contract of a backward, whatever its formula: deterministic, linear, independent of layout, without side effects.
 
-No differences are taken here: backward runs are compared with one another. The gradient is linear in ``grad_output``
-and belongs to the numbers, not to where they lie, nor to what else needs a gradient. So one gradient says what every
-other run owes.
+Backward runs are compared with one another, not with numerical differences. The gradient is linear in ``grad_output``,
+and depends on the values of tensors alone, not on their memory layout or on which inputs need a gradient. So one
+gradient determines the gradient that every other run owes.
 
-A graph of PyTorch's own nodes has no backward that somebody else wrote. Of such a function it is asked what its forward
-decides (by strides, state, and which inputs need a gradient) and what a hook could break (linearity). How PyTorch's own
-backwards read memory is left to PyTorch's tests.
+If all nodes of the graph are PyTorch's own, two things are probed: decisions of the forward (by strides, by state, by
+which inputs need a gradient), and linearity, which a hook could break. How PyTorch's backwards read memory is left to
+PyTorch's tests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POWERS = {torch.float64: (-20, 10), torch.float32: (-20, 4), torch.bfloat16: (-
 
 _ROUNDED_TIMES = 3
 _ROUNDING = 32
-"""So many times what rounding the inputs changes may come of sums in another order."""
+"""Sums in another order may change a result by this many times the change that rounding of the inputs makes."""
 
 _MOST_SUBSETS = 4
 """Up to so many inputs, every subset is tried as those which need a gradient; of more, halves by the digits of their
@@ -50,7 +50,7 @@ _OF_RUNS = ("layout", "linearity", "outputs", "state", "needs_input_grad")
 """Kinds of findings that a backward with varying results may cause by itself."""
 
 _LARGE = 1e250
-"""From here on a product with a cotangent may overflow."""
+"""Above this a product with a cotangent may overflow."""
 
 
 class Run(NamedTuple):
@@ -99,7 +99,7 @@ class Contract:
         self._varies = False
         """Whether two backward runs of one graph differed by a bit."""
         self._graph: tuple[list[Tensor], list[Tensor]] = [], []
-        """The leaves and outputs of the forward whose backward is looked at."""
+        """The leaves and outputs of the forward whose backward is run."""
 
     def probe(self) -> None:
         """Run all probes, the cheap ones first."""
@@ -109,7 +109,7 @@ class Contract:
 
     @torch.no_grad()
     def probe_needs(self) -> None:
-        """Let only some inputs need a gradient, and look at nothing else."""
+        """Probe only which inputs need a gradient."""
         self._record()
         self.first, self.usual_values = self._run()
         self.usual = largest(self.first)
@@ -213,7 +213,7 @@ class Contract:
         return " and ".join(shorter) or elsewhere
 
     def _call(self, inputs: list[Tensor]) -> bool:
-        """Tell whether the function can be called so."""
+        """Tell whether the function can be called with these inputs."""
         leaves = [one.clone().requires_grad_() for one in inputs]
         try:
             outputs = self.function.record(leaves)

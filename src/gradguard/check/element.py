@@ -63,7 +63,7 @@ class _StepSize:
 
 
 def examine(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> ElementVerdict:
-    """Return what ``direction`` shows, from steps relative to each of ``sizes``."""
+    """Return the verdict on ``direction``, from steps relative to each of ``sizes``."""
     moved = direction != 0
     own = differences.gradient[moved]
     value = float((own * direction[moved]).sum()) if bool(own.isfinite().all()) else float(own.sum())
@@ -120,7 +120,7 @@ def _diagnosis(
 def _usable_side(
     steps: list[_StepSize], two_sided: list[_StepSize]
 ) -> tuple[str, list[tuple[float, float, float]], int]:
-    """Return what is special here, and (step, derivative, rounding) from where the function is continuous.
+    """Return the kind of the point, and (step, derivative, rounding) on the sides where the function is continuous.
 
     With it the order in which these derivatives converge: 2 from both sides, 1 from one.
     """
@@ -207,7 +207,7 @@ class _Quantum:
         self.stuck = torch.zeros_like(base, dtype=torch.bool)
 
     def see(self, changes: Tensor) -> None:
-        """Take in what steps do, the largest step first, one in each row."""
+        """Update by the changes that steps make, the largest step first, one in each row."""
         sizes = finite(changes).abs()
         before = torch.cat([self.most[None], sizes]).cummax(dim=0).values
         self.stuck |= ((sizes == 0) & (before[:-1] > 0)).any(dim=0)

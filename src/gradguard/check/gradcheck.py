@@ -19,7 +19,7 @@ from gradguard.check.gradient_report import Finding, GradientReport, Power, Verd
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, coarseness_of, compare_backends
 from gradguard.check.search import Search
-from gradguard.check.second_order import GradientOf
+from gradguard.check.second_order import gradient_of
 from gradguard.check.sizes import with_other_sizes
 from gradguard.check.vectors import clear_of_zero, joined, largest
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -80,6 +80,10 @@ def gradcheck(
     dropout, BatchNorm in training    random numbers and buffers are the same in each call
     random in another way             INCONCLUSIVE
     straight-through estimators       fail: their gradient is no derivative
+    sparse gradients                  checked like dense ones; sparse inputs and outputs are refused
+    a layout that is refused          of inputs no fault; of ``grad_output`` a failure
+    PyTorch's own nodes alone         their forward mode and their reading of memory layouts are not probed
+    reentrant checkpoints             refused
     ================================  ==========================================================================
 
     Args:
@@ -92,10 +96,11 @@ def gradcheck(
         reference: A float64 version of ``fn``, where ``fn`` itself does not take float64.
         backends: Versions of ``fn`` on other devices or as other kernels, by name; each gradient is compared with
             the float64 one and with the others'. Inputs are moved where a name is that of a device.
-        exhaustive: Also compare every element with its own derivative; many share a forward where outputs are disjoint.
-        order: 2 to check the gradient of the gradient too.
-        rtol: The relative error that the function itself has, as a solver that stops at a tolerance: what a gradient
-            may be off by. A report that fails by little proposes one.
+        exhaustive: Also compare every element with its own derivative, until five are wrong; many share a forward where
+            outputs are disjoint.
+        order: 2 to check the gradient of the gradient too: its values in float64, and which inputs need a gradient.
+        rtol: The relative error that the function itself has, such as a solver that stops at a tolerance: the gradient
+            may have the same error. A report that fails by little proposes one.
         sizes: Other lengths to check too: ``{7: 16}`` tries 1, 15, 16 and 17 wherever an argument has a length of 7,
             the edges of a tile of 16; ``{7: [1, 100]}`` tries these.
         seed: The seed of the directions and the cotangent; equal seeds give equal reports.
@@ -422,10 +427,10 @@ class _Check:
         self.notes += notes
 
     def _second_order(self, function: Function, exhaustive: bool) -> None:
-        gradient_of = GradientOf(function)
         cotangents = function.shaped(self._cotangent(function))
         point = (*(one.value for one in function.inputs), *cotangents)
-        second = Function(gradient_of, point, {}, wide=False, names=gradient_of.names)
+        names = [*(one.name for one in function.inputs), *(f"grad of {one.name}" for one in function.outputs)]
+        second = Function(gradient_of(function), point, {}, wide=False, names=names)
         self.functions.append(second)
         try:
             if any(node.name() == "torch::autograd::Error" for node in nodes_of(self._learn(second))):

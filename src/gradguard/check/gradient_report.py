@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -36,9 +37,7 @@ class Finding:
     @property
     def place(self) -> str:
         """The element, as one would type it: ``"weight[3, 17]"``."""
-        if self.index is None:
-            return self.input
-        return f"{self.input}[{', '.join(map(str, self.index))}]"
+        return place_of(self.input, self.index or ())
 
     def __str__(self) -> str:
         parts = [self.place] if self.place else []
@@ -123,6 +122,11 @@ class GradientReport:
         if len(self.notes) > _MOST_NOTES:
             lines.append(f"{'note':<13} and {len(self.notes) - _MOST_NOTES} more")
         return "\n".join(lines)
+
+
+def place_of(name: str, index: Sequence[int]) -> str:
+    """Return an element of a tensor as one would type it; a tensor without dimensions has only its name."""
+    return f"{name}[{', '.join(map(str, index))}]" if index else name
 
 
 def digits_apart(first: float, second: float, least: int) -> int:

@@ -45,7 +45,7 @@ _NAN_AT_A_JUMP = "NaN, and the function jumps when such elements move together: 
 
 @dataclass
 class Search:
-    """The state of one search: what was found, which elements are done with."""
+    """A search for wrong elements, with its findings and the elements that are still open."""
 
     differences: Differences
     generator: torch.Generator
@@ -207,7 +207,7 @@ class Search:
         return self.differences.jumps(direction * self.differences.gradient.isnan())
 
     def examine_element(self, position: int) -> None:
-        """Look closely at one element, once, and note what it shows."""
+        """Examine one element, once, and note the verdict."""
         differences = self.differences
         if not bool(self.open[position]):
             return
@@ -240,7 +240,7 @@ class Search:
         return replace(shown, kind="undecided") if in_doubt else shown
 
     def _examine_jointly(self, direction: Tensor, found: Disagreement) -> None:
-        """Look at a direction as at one element: kinks, ties and noise of many elements show there as well."""
+        """Examine a direction like an element: kinks, ties and noise of many elements show along it as well."""
         shown = examine(self.differences, direction, [1.0])
         pieces = self._pieces(direction) if shown.is_wrong else None
         if pieces is not None or (not shown.is_wrong and shown.kind in ("ok", "kink")):

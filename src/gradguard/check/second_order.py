@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from gradguard.check.function import Function
 
 
-class GradientOf:
-    """Inputs and cotangents to the gradient of Σ cotangent · output, with a graph of its own."""
+def gradient_of(function: Function) -> Callable[..., list[Tensor]]:
+    """Return the function from inputs and cotangents to the gradients of Σ cotangent · output, which have a graph."""
 
-    def __init__(self, function: Function) -> None:
-        self.function = function
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the gradient for each input."""
-        count = len(self.function.inputs)
+    def gradient(*tensors: Tensor) -> list[Tensor]:
+        count = len(function.inputs)
         with torch.enable_grad():
             leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in tensors[:count]]
-            outputs = self.function.record(leaves)
+            outputs = function.record(leaves)
             pairs = [(o, v) for o, v in zip(outputs, tensors[count:], strict=True) if o.requires_grad]
             grads = torch.autograd.grad(
                 [o for o, _ in pairs], leaves, [v for _, v in pairs], create_graph=True, allow_unused=True
             )
-        dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
-        return [leaf * 0.0 if grad is None else grad for grad, leaf in zip(dense, leaves, strict=True)]
+        found = [leaf * 0.0 if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)]
+        return [grad.to_dense() if grad.is_sparse else grad for grad in found]
 
-    @property
-    def names(self) -> list[str]:
-        """The names of its inputs."""
-        return [one.name for one in self.function.inputs] + [f"grad of {o.name}" for o in self.function.outputs]
+    return gradient

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradguard.arguments import check_number
 from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.function import Function, name_of
+from gradguard.check.gradient_report import place_of
 from gradguard.check.named_call import NamedCall
 from gradguard.check.vectors import index_of, joined, numbers
 from gradguard.errors import GradientCheckError, InvalidValueError
@@ -197,7 +198,7 @@ def _numerical(call: NamedCall, name: str, delta: float, *, wide: bool = False, 
             both[:, i] += numbers([delta, -delta])
             upper, lower = function.rounded(both)[:, i].tolist()
             if upper == lower:
-                place = _place(name, value, i * value.numel() // len(point))
+                place = place_of(*function.name_of(i))
                 raise InvalidValueError(
                     f"{place} = {float(point[i]):g} in {value.dtype} is not changed by delta={delta:g}: give a larger "
                     f"delta or float64 values."
@@ -255,7 +256,7 @@ def _compare(name: str, expected: tuple[str, Tensor], found: tuple[str, Tensor],
     kind = "absolute" if float(size.reshape(-1)[worst]) < _FLOOR else "relative"
     what = "numerical" if reference == "numerical" else f"on the {reference}"
     raise GradientCheckError(
-        f"{_place(name, value, worst)} on the {device}: analytical {_shown(value, worst)}, {what} "
+        f"{place_of(name, index_of(worst, value.shape))} on the {device}: analytical {_shown(value, worst)}, {what} "
         f"{_shown(right, worst)}: {kind} error {float(error[worst]):.3g}, above max_relative_error={tolerance:g}; "
         f"{int((error > tolerance).sum())} of {error.numel()} elements are."
     )
@@ -265,13 +266,6 @@ def _sees_little(numerical: Tensor, analytical: Tensor) -> bool:
     below = numerical.abs() < _FLOOR
     is_zero = (numerical == 0) & (analytical == 0)
     return int(below.sum()) * 2 > below.numel() and not bool(is_zero[below].all())
-
-
-def _place(name: str, tensor: Tensor, position: int) -> str:
-    """Return an element as one would type it."""
-    if tensor.dim() == 0:
-        return name
-    return f"{name}[{', '.join(map(str, index_of(position, tensor.shape)))}]"
 
 
 def _shown(tensor: Tensor, position: int) -> str:

@@ -54,7 +54,7 @@ class _Composite(Clipper):
 
 
 class Chain(_Composite):
-    r"""Apply clippers one after the other: each sees what the one before it leaves.
+    r"""Apply clippers one after the other: each gets the gradients that the one before has clipped.
 
     .. math:: g \leftarrow \text{clip}_m(\cdots \text{clip}_2(\text{clip}_1(g)))
 
@@ -215,7 +215,7 @@ class Groups(_Composite):
               \qquad n_k = \lVert g_k \rVert_2, \quad n = \Bigl(\sum_k n_k^2\Bigr)^{1/2}
 
     **Guarantees.** Every gradient is in exactly one group. All are measured in one pass, and rules on the 2-norm take
-    what was measured. NaN in one group leaves the others right under ``"propagate"``.
+    what was measured. Under ``"propagate"`` NaN in one group does not affect the others.
 
     **Edge cases.**
 
@@ -225,7 +225,7 @@ class Groups(_Composite):
     a parameter that fits two groups    an error that lists the parameters and their groups
     a pattern that fits nothing         an error that lists the names
     a parameter in no group             an error that lists them, unless ``rest`` is given
-    a group without gradients           its norm is 0, its rule is not asked, its state stays
+    a group without gradients           its norm is 0, its rule is not applied, its state stays
     exempt gradients                    measured, never changed; they count in ``norm`` and ``nonfinite``
     tied parameters                     one parameter: any of its names fits
     ==================================  ========================================================================
@@ -295,7 +295,7 @@ class Groups(_Composite):
         return choice(self._places_of(grads)), *super().choices(grads)
 
     def learn(self, parameters: Parameters) -> None:
-        """Look at all parameters, those without a gradient too: every group must fit some, none may be in two.
+        """Check all parameters, with or without a gradient: every group matches one, and none is in two groups.
 
         Raises:
             InvalidTypeError: If pipeline stages are selected by anything but names.

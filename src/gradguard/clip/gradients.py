@@ -90,7 +90,7 @@ ONE_STAGE = Stages()
 
 
 def module_of(parameters: Parameters) -> nn.Module | None:
-    """Return the module, if that is what came."""
+    """Return ``parameters`` if that is a module, else None."""
     return parameters if isinstance(parameters, nn.Module) else None
 
 
@@ -180,10 +180,10 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
 
 
 def gradients_among(tensors: Parameters) -> Gradients:
-    """Return ``tensors`` as the gradients that they are, each once; ``None`` entries are left out.
+    """Return gradients that were passed themselves, each once; ``None`` entries are left out.
 
     Raises:
-        InvalidTypeError: If a module came: it has parameters *and* gradients.
+        InvalidTypeError: If a module was passed: it has parameters *and* gradients.
     """
     if isinstance(tensors, nn.Module):
         raise InvalidTypeError(
@@ -235,7 +235,7 @@ class refused_by_name:  # noqa: N801 - read as a sentence
 
 
 def to_clip_by(grads: Gradients, *settings: Setting) -> Gradients:
-    """Return ``grads``, of which all processes must ask the norm for the same: for a rule and its arguments."""
+    """Return ``grads``, whose norm all processes must request for the same rule with the same arguments."""
     return grads if grads.reduction is None else replace(grads, reduction=replace(grads.reduction, settings=settings))
 
 

@@ -19,10 +19,10 @@ class LockIn:
               \max_t c_t \le 1.01 \, \min_t c_t \quad\text{over the last } N \text{ steps}
 
     **Guarantees.** Nothing is read by the host, and the state is updated in place, so that a step can be captured in
-    a CUDA graph. The state follows the device of what it is told.
+    a CUDA graph. The state moves to the device of the arguments of `follow`.
 
-    **Edge cases.** The verdict is False until N finite steps have been seen. A step that is not finite leaves no
-    trace. A threshold of 0 is one threshold as well.
+    **Edge cases.** The verdict is False until N finite steps have been seen. A step that is not finite does not
+    change the state. A threshold of 0 is one threshold as well.
 
     Args:
         window: N.

@@ -29,12 +29,12 @@ class Reach:
     rates: Sequence[float | Tensor]
 
     def longest_gradient(self, grads: Gradients, order: float = 2.0) -> Tensor:
-        r"""Return a norm of gradients by which no step moves the weights further than they are long.
+        r"""Return the largest norm of the gradients for which no step moves the weights by more than their own norm.
 
         .. math:: \frac{\lVert (w_i)_{i:\, r_i > 0} \rVert}{\max_i r_i}
 
         It is infinite if no rate is above 0, and where all
-        weights are 0 or one is not finite: then a share of their length says nothing. Where processes hold parts of
+        weights are 0 or one is not finite: then a share of their norm means nothing. Where processes hold parts of
         the gradients this is one all-reduce, in which all of them take part. 0-dim, float64.
 
         Args:
@@ -79,7 +79,7 @@ def reach_of(optimizer: Optimizer) -> Reach | None:
 
     .. math:: r = \frac{\eta (1 - d)}{\sqrt{1 - \beta^2}}
 
-    which lies between what it is for gradients that are all alike and for such as turn round on each step. It is
+    which lies between the value for gradients that are all equal and that for gradients whose sign alternates. It is
     :math:`\eta` at least: the first step takes its gradient undamped.
 
     Args:

@@ -130,7 +130,7 @@ class KnownNames:
         self._names: dict[int, list[str]] = {}
 
     def learn(self, parameters: Parameters) -> tuple[Sequence[str] | None, Sequence[Tensor]]:
-        """Take in all parameters and return their names and tensors."""
+        """Remember all parameters; return their names and tensors."""
         names, tensors = named_tensors(parameters, "parameters")
         self._names = {}
         for name, tensor in zip(names or (), tensors, strict=names is not None):

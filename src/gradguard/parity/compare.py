@@ -41,14 +41,27 @@ _FOLLOWING = ("different", "ranks")  # how gradients look that come from wrong o
 
 
 def compare(reference: Run, new: Run) -> ParityReport:
-    """Compare the gradients of two runs, parameter by parameter.
+    r"""Compare two saved runs, stage by stage and parameter by parameter.
+
+    Two gradients are equal if they are at most three bars apart. A bar is the largest change of a gradient in the runs
+    that differ by rounding, in either set-up, and at least :math:`\sqrt{n / 2}` half units in the last place, for
+    n = 512 terms and the number of micro-batches.
+
+    **Guarantees.**
+
+    * PASS: something is known of more than half of the parameters, and all of these are equal. The others are named in
+      a note: zero in both runs, in neither run, or with a bar of a sixth of the gradient or more.
+    * FAIL: the findings are those of the first stage that differs. A note counts the differences of later stages.
+    * Other weights are never a PASS: INCONCLUSIVE where gradients alone were saved and both runs have them, else FAIL.
+    * Optimizers whose settings differ, and runs in which a clip changed some of the gradients, are never a PASS.
+    * A difference where random numbers were drawn is INCONCLUSIVE if other dropout masks could cause it.
 
     Args:
         reference: Result or file of `gradguard.save_gradients` in the set-up that is trusted.
         new: Result or file in the other set-up.
 
     Returns:
-        The report. FAIL if a gradient is wrong, INCONCLUSIVE if nobody can tell.
+        The report: FAIL if a gradient differs, INCONCLUSIVE if rounding or the set-ups leave that open, else PASS.
 
     Raises:
         RecordError: If a file cannot be read, or the two cannot be compared.
@@ -74,7 +87,7 @@ def _outcomes(a: SavedGradients, b: SavedGradients, facts: Facts) -> tuple[Outco
 
 
 def _later_stages(a: SavedGradients, b: SavedGradients, facts: Facts) -> list[Stage]:
-    """Compare what both runs have kept; of the optimizers' state what both optimizers keep at any time."""
+    """Compare the stages that both runs have saved; of the optimizers' states the entries that both optimizers have."""
     shared = _kept_by(a) & _kept_by(b)
     found = []
     for name in a.later:

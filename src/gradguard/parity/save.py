@@ -1,4 +1,4 @@
-"""`gradguard.save_gradients`: a step's gradients as sketches, with how far rounding alone moves each."""
+"""`gradguard.save_gradients`: the gradients of a step as sketches, each with the change that rounding alone makes."""
 
 import math
 import os
@@ -42,20 +42,20 @@ def save_gradients(
     steps: int = 3,
     others: Sequence[Any] = (),
 ) -> SavedGradients:
-    r"""Run a step several times and save what a comparison with another set-up needs; `gradguard parity` compares.
+    r"""Run a step several times and save sketches of its gradients, which `gradguard parity` compares with other ones.
 
-    Of each parameter's gradient :math:`g` it keeps 32 sums :math:`s_j = \sum_i \sigma_j(i)\, g_i`, whose signs
+    For the gradient :math:`g` of each parameter it saves 32 sums :math:`s_j = \sum_i \sigma_j(i)\, g_i`, whose signs
     :math:`\sigma_j(i) = \pm 1` are hashed from the place :math:`i` in the whole parameter: shards add up, a factor
     stays a factor, and :math:`\lVert g \rVert^2 \approx \sum_j s_j^2 / 32`. How far rounding moves :math:`g` is
     measured: the step runs once more as it was, and ``perturbed`` times with weights that are changed by some
     :math:`\epsilon` of themselves, the spacing of the coarsest dtype that layers compute in. In these runs the gradient
     at the loss is multiplied by a number between 1 and 2, which is taken off again: so each sum rounds anew.
 
-    With ``optimizer=`` it keeps the whole step, ``steps`` times over, each tensor with its own bar: the optimizer's
-    state and the buffers at first, the gradients that the optimizer takes, state and buffers then, and by how much
-    weights change. A loss scale of a GradScaler is taken off the gradients: ``update`` must unscale, not ``step``. Two
-    runs more move gradients up and down by 16 times what rounding does: an update may jump where a gradient is nearly
-    zero.
+    With ``optimizer=`` it saves ``steps`` whole steps, each tensor with its own bar: the optimizer's state and the
+    buffers before the first step, and of each step the gradients that the optimizer takes, state and buffers after it,
+    and the change of the weights. A loss scale of a GradScaler is taken off the gradients: ``update`` must unscale, not
+    ``step``. Two further runs shift gradients up and down by 16 times the change that rounding makes, because an update
+    may jump where a gradient is nearly zero.
 
     **Guarantees.** Weights, optimizers, their schedulers of PyTorch, GradScalers, ``others``, buffers and random
     generators are as before, to the last bit, also when
@@ -92,7 +92,7 @@ def save_gradients(
         steps: How many updates, each after another call of ``step``.
         others: Objects that ``update`` changes, with ``state_dict`` and ``load_state_dict``: an average of weights, a
             scheduler that is not PyTorch's. It is put back; its tensors of the name and the shape of a parameter are
-            compared. What is forgotten here stays changed, and is refused only if it makes updates differ.
+            compared. An object that is not named here stays changed, and is refused only if updates then differ.
 
     Returns:
         The saved sketches, equal on all processes.

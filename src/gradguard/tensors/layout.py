@@ -1,4 +1,4 @@
-"""How a gradient lies in memory: what can be read without a wait, and views that the kernels like."""
+"""The memory layout of gradients: which can be read without a host sync, and views that the kernels take."""
 
 from collections.abc import Callable, Iterable, Sequence
 

@@ -111,7 +111,7 @@ class ZClip(ZScoreRule, ThresholdClipper):
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return the threshold, and let mean and variance follow.
 
-        It is the smaller of ``ceiling`` and c; where the rule leaves n alone, of the norm at which it would not.
+        It is the smaller of ``ceiling`` and c; if n is not clipped, c is the smallest norm that would be.
         """
         return self._advance(self.next_threshold, norm, enters, first=RingHistory(self.state["first"]))
 
