@@ -1,7 +1,7 @@
 """The audit of the clips that a script makes, in its first steps: who listens to a run of it, and sums up.
 
-What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, and those of
-`gradguard.distributed.engines`. Whatever else clips is not, which is said.
+What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, and those of engines that
+`gradguard.script_events` and `ScriptAudit.on_begin` name. Whatever else clips is not, which is said.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from gradguard.audit.audit_report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.norm import WatchedClip, everywhere, number_of
-from gradguard.distributed.engines import NAMES, replacements
-from gradguard.distributed.engines.deepspeed import CLIP_OF_COPIES, clip_of_engine, holds_gradients_itself
+from gradguard.distributed.engines import torchtitan
+from gradguard.distributed.engines.deepspeed import CLIP_OF_COPIES, STEP, clip_of_engine, holds_gradients_itself
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
@@ -30,11 +30,9 @@ from gradguard.script_events import by_norm
 from gradguard.torch_private import parameter_slots
 from gradguard.words import counted
 
-_OTHERS = ", ".join([f"{name}'s" for name in NAMES[:-1]])
 _SEEN = (
     "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
-    f"{_OTHERS} and {NAMES[-1]}'s. Audit another norm in the script itself: "
-    "gg.audit_norm(model, norm)"
+    "Megatron-core's, torchtitan's and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
 )
 
 
@@ -86,8 +84,11 @@ class ScriptAudit(Listener):
 
     def on_begin(self) -> None:
         """Audit what engines clip by, too."""
-        copies = Replacement(*CLIP_OF_COPIES, self._clip_of_copies)
-        self._ends = [one.use() for one in (*replacements(self._clip_of_engine, self._step_of_engine), copies)]
+        self._ends = [
+            Replacement(*torchtitan.CLIP, self._clip_of_engine).use(),
+            Replacement(*CLIP_OF_COPIES, self._clip_of_copies).use(),
+            Replacement(*STEP, self._step_of_engine).use(),
+        ]
 
     def on_end(self) -> None:
         """Give back what engines clip by."""
@@ -301,12 +302,10 @@ class ScriptAudit(Listener):
             return call.again()
 
     def _clip_of_copies(self, original: Callable, optimizer: Any, total_norm: Any, *args: Any) -> Any:
-        if not self._is_deaf:
-            self._may_end_round()
+        call = ClipCall("norm", norm=total_norm, again=lambda: None)  # which leaves the gradients themselves alone
+        with self.on_clip(call, list(chain(*optimizer.fp16_groups))):
             self._whole = True
-            parameters = [p for group in optimizer.fp16_groups for p in group]
-            self._guarded(parameters, lambda: self._watched(parameters).told(total_norm, None, None))
-        return original(optimizer, total_norm, *args)
+            return original(optimizer, total_norm, *args)
 
     def _step_of_engine(self, original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
         if holds_gradients_itself(engine) and not self._is_deaf:

@@ -21,7 +21,7 @@ from gradguard.parity.saved import (
     read,
 )
 from gradguard.parity.scales import is_same_setting
-from gradguard.parity.vectors import Vector, minus, norm
+from gradguard.parity.vectors import Vector, distance, norm
 from gradguard.words import counted, listed
 
 Findings = Sequence[ParityFinding]
@@ -241,21 +241,36 @@ def _findings(outcomes: Outcomes, facts: Facts) -> list[ParityFinding]:
 
 
 def _sorted_findings(wrong: Outcomes, total: int, facts: Facts) -> list[ParityFinding]:
-    groups: dict[object, list[Outcome]] = {}
-    for one in wrong:
-        if one.kind != "factor":
-            groups.setdefault(_key(one), []).append(one)
-    found = [_factor_finding(group, total, facts) for group in _same_factor(wrong)]
-    found += [_finding(group[0].kind, _about_others(group), group) for group in groups.values()]
+    found = [
+        _factor_finding(group, total, facts)
+        if group[0].kind == "factor"
+        else _finding(group[0].kind, _about_others(group), group)
+        for group in _told_together(wrong)
+    ]
     kinds = (*_DECISIVE, "noisy", "unknown")
     return sorted(found, key=lambda one: (kinds.index(one.kind), -len(one.parameters)))
 
 
-def _key(one: Outcome) -> object:
-    """Return the key by which outcomes are joined into one finding."""
-    if one.kind == "mixture":
-        return tuple((name, round(weight, 2)) for name, (weight, _) in one.weights.items())
-    return one.kind, one.name if one.kind == "rows" else one.message
+def _told_together(outcomes: Outcomes) -> list[list[Outcome]]:
+    """Return outcomes by finding; of factors the sharpest comes first, and all that agree with it, by their bars."""
+    groups: list[list[Outcome]] = []
+    for one in sorted(outcomes, key=lambda o: (o.factor_bar or 0.0) if o.kind == "factor" else 0.0):
+        group = next((group for group in groups if _is_alike(one, group[0])), None)
+        if group is None:
+            groups.append([one])
+        else:
+            group.append(one)
+    return groups
+
+
+def _is_alike(one: Outcome, other: Outcome) -> bool:
+    """Tell whether two outcomes are one finding: of mixtures, whose weights are equal to the hundredth."""
+    if one.kind != other.kind or one.kind == "rows":
+        return False
+    if one.kind == "factor":
+        return _agree(one, other)
+    a, b = ([(name, round(weight, 2)) for name, (weight, _) in o.weights.items()] or o.message for o in (one, other))
+    return a == b
 
 
 def _finding(kind: str, message: str, group: Outcomes) -> ParityFinding:
@@ -265,7 +280,7 @@ def _finding(kind: str, message: str, group: Outcomes) -> ParityFinding:
 
 def _with_others(outcomes: Outcomes) -> list[Outcome]:
     """Return ``outcomes``; those with too few numbers to tell a factor have it if exactly one found elsewhere fits."""
-    groups = _same_factor([o for o in outcomes if o.kind == "factor"])
+    groups = _told_together([o for o in outcomes if o.kind == "factor"])
     return [replace(o, kind="factor") if sum(_agree(o, group[0]) for group in groups) == 1 else o for o in outcomes]
 
 
@@ -273,18 +288,6 @@ def _agree(one: Outcome, other: Outcome) -> bool:
     if one.factor is None or other.factor is None:
         return False
     return abs(one.factor - other.factor) <= (one.factor_bar or 0.0) + (other.factor_bar or 0.0)
-
-
-def _same_factor(outcomes: Outcomes) -> list[list[Outcome]]:
-    """Parameters with one factor, as far as its bars tell: the sharpest first, then all that agree with it."""
-    groups: list[list[Outcome]] = []
-    for one in sorted((o for o in outcomes if o.kind == "factor"), key=lambda o: o.factor_bar or 0.0):
-        group = next((group for group in groups if _agree(one, group[0])), None)
-        if group is None:
-            groups.append([one])
-        else:
-            group.append(one)
-    return groups
 
 
 def _factor_finding(group: Outcomes, total: int, facts: Facts) -> ParityFinding:
@@ -317,8 +320,8 @@ def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
     for name, (p, xs) in _weights_of(a).items():
         q, ys = of_b.get(name, (p, xs))
         coarse = max(p.weight_rounding, q.weight_rounding, SKETCH_ROUNDING)
-        moved = max(norm(minus(one, runs[0])) for runs in (xs, ys) for one in runs)
-        if p.shape == q.shape and not norm(minus(xs[0], ys[0])) <= max(2 * coarse * norm(xs[0]), BARS * moved):
+        moved = max(distance(one, runs[0]) for runs in (xs, ys) for one in runs)
+        if p.shape == q.shape and not distance(xs[0], ys[0]) <= max(2 * coarse * norm(xs[0]), BARS * moved):
             wrong.append(name)
     if not wrong:
         return []

@@ -21,7 +21,7 @@ from gradguard.errors import RecordError
 from gradguard.parity.rounding_runs import tables, with_rounding
 from gradguard.parity.saved import GRADIENT, UPDATE, SavedGradients, read, write
 from gradguard.parity.scales import ScriptRun, apart, same_twice
-from gradguard.parity.vectors import Vector, minus, norm
+from gradguard.parity.vectors import Vector, distance, norm
 from gradguard.replacements import Replacement
 
 _SAME = 1e-9  # sketches of the same weights differ by what the order of additions does
@@ -236,4 +236,4 @@ def check_same(runs: Sequence[SavedGradients]) -> None:
 
 
 def _same(a: Vector, b: Vector) -> bool:
-    return list(a) == list(b) or norm(minus(a, b)) <= _SAME * norm(a)
+    return list(a) == list(b) or distance(a, b) <= _SAME * norm(a)

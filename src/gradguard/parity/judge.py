@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from gradguard.parity.vectors import Vector, along, dot, minus, norm
+from gradguard.parity.vectors import Vector, along, distance, dot, minus, norm
 
 Facts = Mapping[str, float]
 """Numbers that a factor may be, by name."""
@@ -173,7 +173,7 @@ def bar_of(run: MeasuredGradient) -> float | None:
     """
     if not run.repeated:
         return None
-    return max([run.floor, *(run.few * norm(minus(other, run.gradient)) for other in run.repeated)])
+    return max([run.floor, *(run.few * distance(other, run.gradient) for other in run.repeated)])
 
 
 def judge(name: str, reference: MeasuredGradient | None, new: MeasuredGradient | None, facts: Facts) -> Outcome:
@@ -211,22 +211,22 @@ def _no_gradient(run: MeasuredGradient | None, who: str) -> str:
 
 def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
     reference, new = runs.values()
-    size, difference = max(reference.size, new.size), norm(minus(new.gradient, reference.gradient))
-    distance = difference / bar if bar else (math.inf if difference else 0.0)
+    size, difference = max(reference.size, new.size), distance(new.gradient, reference.gradient)
+    bars = difference / bar if bar else (math.inf if difference else 0.0)
     is_measured = bool(reference.repeated or new.repeated)
-    why = "" if distance <= BARS and is_measured else _not_measured(runs)
-    shown = Outcome(name, "equal", distance, math.inf if not size else None if why else bar / size)
+    why = "" if bars <= BARS and is_measured else _not_measured(runs)
+    shown = Outcome(name, "equal", bars, math.inf if not size else None if why else bar / size)
     pair = _Pair(reference, new, bar, facts, shown)
     apart = [who for who, run in runs.items() if any(not norm(one) <= BARS * bar for one in run.contrasts)]
     dead = [who for who, run in runs.items() if not any(run.gradient)]
-    if dead and not apart and not why and distance > BARS:
+    if dead and not apart and not why and bars > BARS:
         return pair.is_("dead", f"all zeros in {dead[0]}")
     if apart:
         said = f"ranks hold different copies in {' and in '.join(apart)}"
         if why:
             return pair.is_("unknown", f"{said}; {why}")
         return (pair.missing_reduction(*apart) if len(apart) == 1 else None) or pair.is_("ranks", said)
-    if distance <= BARS:
+    if bars <= BARS:
         return _noisy(pair, runs, difference) or pair.blind() or shown
     if difference <= BARS * bar + reference.one_sided * reference.size + new.one_sided * new.size:
         return pair.is_("unknown", _ONE_SIDED)
@@ -293,7 +293,7 @@ class _Pair:
         of_ranks, one = (self.new, self.reference) if who == "the new run" else (self.reference, self.new)
         for reduction, times in (("sum", of_ranks.copies), ("mean", 1)):
             reduced = [times * x for x in of_ranks.gradient]
-            if norm(minus(reduced, one.gradient)) <= BARS * self.bar * times:
+            if distance(reduced, one.gradient) <= BARS * self.bar * times:
                 said = f"a {reduction} over {of_ranks.copies} ranks is missing in {who}: that of its copies is right"
                 return self.is_("ranks", said, reduction=reduction)
         return None
@@ -332,7 +332,7 @@ class _Pair:
     def _multiple(self) -> tuple[float, float]:
         """Return the factor of the reference that is nearest to the new gradient, and the norm of the remainder."""
         factor = along(self.new.gradient, self.reference.gradient)
-        return factor, norm(minus(self.new.gradient, [factor * x for x in self.reference.gradient]))
+        return factor, distance(self.new.gradient, [factor * x for x in self.reference.gradient])
 
     def _named(self, kind: Kind, factor: float, width: float) -> Outcome:
         name = name_of_factor(factor, width, self.facts)
@@ -345,8 +345,8 @@ class _Pair:
         share = self.bar / math.sqrt(len(r))  # a row of few elements may have been lucky in all runs
         wrong = []
         for i, (x, y) in enumerate(zip(r, c, strict=True)):
-            apart = [norm(minus(run[i], base)) for runs, base in ((of_reference, x), (of_new, y)) for run in runs]
-            if not norm(minus(y, x)) <= BARS * max([share, *apart]):
+            apart = [distance(run[i], base) for runs, base in ((of_reference, x), (of_new, y)) for run in runs]
+            if not distance(y, x) <= BARS * max([share, *apart]):
                 wrong.append(i)
         if not 0 < len(wrong) < len(r):
             return None
@@ -367,7 +367,7 @@ class _Pair:
             return None
         weights, spreads = solved
         mixed = [dot(weights, one) for one in zip(*parts.values(), strict=True)]
-        left = norm(minus(self.new.gradient, mixed))
+        left = distance(self.new.gradient, mixed)
         bar, largest = BARS * self.bar, max(map(abs, weights))
         widths = [bar * spread for spread in spreads]
         if not left <= bar * max(1.0, largest) or not max(widths) <= _WIDEST_NAMED * largest:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradguard.parity.saved import SavedParameter
-from gradguard.parity.vectors import Vector, minus, norm
+from gradguard.parity.vectors import Vector, distance, norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def is_linear(first: Sequence[Vector], doubled: Sequence[Vector], again: Sequenc
     """
     alike = first if again is None else again
     return all(
-        norm(minus(two, one)) <= _EXACT * norm(one) + _BY_CHANCE * norm(minus(other, one))
+        distance(two, one) <= _EXACT * norm(one) + _BY_CHANCE * distance(other, one)
         for one, two, other in zip(first, doubled, alike, strict=True)
     )
 
@@ -95,7 +95,7 @@ def same_twice(first: Sequence[Vector], again: Sequence[Vector], epsilon: float)
 
 def apart(first: Sequence[Vector], again: Sequence[Vector]) -> float:
     """Return by what part of themselves tensors differ: the median of those that are not zero."""
-    shares = [norm(minus(a, b)) / norm(a) for a, b in zip(first, again, strict=True) if norm(a)]
+    shares = [distance(a, b) / norm(a) for a, b in zip(first, again, strict=True) if norm(a)]
     return statistics.median(shares) if shares else 0.0
 
 
@@ -112,7 +112,7 @@ def turned_sizes(parameters: Sequence[SavedParameter], runs: Sequence[Sequence[V
     first, *others = runs
     sizes = {}
     for i, p in enumerate(parameters):
-        noise = max(p.rounding * norm(first[i]), *(norm(minus(run[i], first[i])) for run in others))
+        noise = max(p.rounding * norm(first[i]), *(distance(run[i], first[i]) for run in others))
         size = min(_LOUD * noise, max(_LOUDEST * norm(first[i]), noise))
         sizes[p.name] = size / math.sqrt(max(1, math.prod(p.shape)))
     return sizes

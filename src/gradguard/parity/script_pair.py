@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +17,15 @@ from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.listeners import ClipCall, ClipEvent, Listener
 from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.parity.backward_replay import add_signs, flip_weights, precision_of, scale_gradients
-from gradguard.parity.saved import GRADIENT, START, SavedGradients, SavedParameter
+from gradguard.parity.forked_runs import ForkedRuns
+from gradguard.parity.saved import GRADIENT, START, SavedParameter
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
-from gradguard.parity.step_parity import ComparedStages, Noted, StepNotes, scale_between
+from gradguard.parity.step_parity import ComparedStages, Noted, StepNotes, scale_between, taken_off_by
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import never_compiled
-
-
-class Runs(Protocol):
-    """Which of several runs of the script this process is, and how that ends."""
-
-    def which(self) -> ScriptRun:
-        """Return how this run differs from the others; asked at the first forward pass."""
-        ...
-
-    def end(self, saved: SavedGradients | None, refusal: str = "") -> NoReturn:
-        """End the script: with what was saved of it, or with why nothing was."""
-        ...
 
 
 @dataclass
@@ -75,14 +64,14 @@ class ScriptGradients(Listener):
     the next forward pass in which gradients are recorded, or the script's end.
 
     Args:
-        runs: Which steps, how this run differs from the others, and how it ends.
+        runs: The runs of the script, of which this process is one.
         modules: Returns the root modules that exist.
         optimizers: Returns the optimizers that exist.
     """
 
     def __init__(
         self,
-        runs: Runs,
+        runs: ForkedRuns,
         modules: Callable[[], Sequence[nn.Module]],
         optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
@@ -97,7 +86,7 @@ class ScriptGradients(Listener):
         self._stack, self._forward, self._depth = ExitStack(), ExitStack(), 0
         self._raised = True  # gradients are multiplied by the scale
         self._number, self._step = 1, _Step()  # 1 is the one that is saved
-        self._first: _Step | None = None
+        self._first = _Step()
         self._weights: dict[str, Tensor] = {}
         self._weights_then: dict[str, Tensor] = {}
         self._noted: dict[str, Noted] = {}
@@ -160,7 +149,7 @@ class ScriptGradients(Listener):
         self._flip(self._local)
 
     def _start_step(self) -> None:
-        if self._number == 1 and not self._run.is_first_step_alone:
+        if self._number == 1:
             self._weights_then = local_weights(self._local) if self._run.at > 1 else {}
             if self._run.steps:
                 self._noted[START] = self._notes.start()
@@ -178,7 +167,7 @@ class ScriptGradients(Listener):
         if self._number == 1:
             self._first = step
         if self._number == max(self._run.steps, 1):
-            self._save(self._first or step)
+            self._save(self._first)
         self._number, self._step = self._number + 1, _Step()
         self._start_step()
 
@@ -241,7 +230,7 @@ class ScriptGradients(Listener):
             self._step.turned |= {p.name for p in own}
 
     def _lower(self) -> None:
-        if self._raised and not self._run.is_first_step_alone:
+        if self._raised:
             scale_gradients(self._with_masters(self._local), 1 / self._run.scale)
             self._raised = False
 
@@ -296,8 +285,7 @@ class ScriptGradients(Listener):
         if found is not None:
             self._compare(own)
         else:
-            scale = getattr(optimizer, "grad_scale", None)  # which a fused optimizer takes off by itself
-            found, factor = self._looked_at(own), 1.0 if scale is None else 1 / float(scale)
+            found, factor = self._looked_at(own), taken_off_by(optimizer)
         step.gradients |= {p.name: found[p.name] * factor for p in own if p.name in found}
         self._turn(own, factor)
         step.about |= {p.name: about(p) for p in own}

@@ -157,8 +157,7 @@ class StepNotes:
             return
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         own = [p for p in self.stepped if id(p.parameter) in groups]
-        scale = getattr(optimizer, "grad_scale", None)  # which a fused optimizer takes off by itself
-        factor = 1.0 if scale is None else 1 / float(scale)
+        factor = taken_off_by(optimizer)
         self._taken |= {name: factor * sketch for name, sketch in local_gradients(own).items()}
         for p in own:
             self.settings.setdefault(p.name, _numbers(groups[id(p.parameter)]))
@@ -434,6 +433,12 @@ def scale_between(loss: Any, scaled: Any) -> float | None:
         return None
     before, after = float(loss.detach()), float(scaled.detach())
     return after / before if before and math.isfinite(after / before) else None
+
+
+def taken_off_by(optimizer: Optimizer) -> float:
+    """Return what a fused optimizer multiplies gradients by to take a GradScaler's scale off; 1 for another one."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else 1 / float(scale)
 
 
 def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:

@@ -11,6 +11,11 @@ def norm(sketch: Vector) -> float:
     return math.hypot(*sketch) / math.sqrt(len(sketch)) if sketch else 0.0
 
 
+def distance(a: Vector, b: Vector) -> float:
+    """Return the norm of the difference of what two sketches are of."""
+    return norm(minus(a, b))
+
+
 def minus(a: Vector, b: Vector) -> list[float]:
     """Return the difference of two sketches of one length."""
     return [x - y for x, y in zip(a, b, strict=True)]

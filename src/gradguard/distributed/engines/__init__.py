@@ -1,10 +1,9 @@
-"""The engines that spread tensors over processes, one in each file: what each holds where, and by what it clips.
+"""The engines that spread tensors over processes, one in each file: what each holds where.
 
 A new engine is a subclass of `Engine` in a file of its own, and its name in `ENGINES`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,22 +13,16 @@ from gradguard.distributed.engines.dtensor import DTensors
 from gradguard.distributed.engines.engine import Engine, Held
 from gradguard.distributed.engines.fsdp1 import FlatParameters
 from gradguard.distributed.engines.megatron import Megatron
-from gradguard.distributed.engines.torchtitan import Torchtitan
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import Placement
-from gradguard.replacements import Replacement
 
 ENGINES: Sequence[Engine] = (
     DTensors(),
     ReplicatedModules(),
     FlatParameters(),
     Megatron(),
-    Torchtitan(),
     ZeRO(),
 )
-
-NAMES = tuple(engine.name for engine in ENGINES if engine.name)
-"""Names of the engines with clips of their own, as users know them."""
 
 
 def shard_of(tensor: Tensor) -> LocalShard:
@@ -60,13 +53,3 @@ def placements_by(
 def held_apart(model: nn.Module) -> list[Held]:
     """Return the parts of parameters that engines keep elsewhere than in a tensor of their own."""
     return [held for engine in ENGINES for held in engine.held_apart(model)]
-
-
-def replacements(clip: Callable[..., Any], step: Callable[..., Any]) -> list[Replacement]:
-    """Return what replaces the functions that engines clip and step by.
-
-    Args:
-        clip: Called in place of a function of parameters, ``max_norm`` and perhaps ``norm_type``, with that first.
-        step: Called in place of the step of an engine that holds gradients itself, with that and the engine.
-    """
-    return [one for engine in ENGINES for one in engine.replacements(clip, step)]

@@ -12,7 +12,6 @@ from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import Placement
 from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.errors import UnsupportedGradientError
-from gradguard.replacements import Replacement
 
 
 @dataclass(eq=False, slots=True)
@@ -31,8 +30,6 @@ class GradientHolder:
 class ZeRO(Engine):
     """DeepSpeed's ZeRO."""
 
-    name = "DeepSpeed"
-
     def held_apart(self, model: nn.Module) -> list[Held]:
         """Return this process' parts of the gradients, as ZeRO keeps them between backward and step.
 
@@ -41,10 +38,9 @@ class ZeRO(Engine):
         """
         return _parts_of(model) if holds_gradients_itself(model) else []
 
-    def replacements(self, clip: Callable[..., Any], step: Callable[..., Any]) -> list[Replacement]:
-        """Return what replaces the function that it steps by."""
-        return [Replacement("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", step)]
 
+STEP = "deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step"
+"""The step of DeepSpeed's engines: its module, and its name there."""
 
 CLIP_OF_FLOAT32 = "deepspeed.runtime.engine", "clip_grad_norm_"
 """DeepSpeed's clip without ZeRO in float32: the module that looks it up at each step, and its name there."""

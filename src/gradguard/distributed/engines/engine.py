@@ -1,13 +1,12 @@
 """Questions to an engine that spreads tensors over processes, which each file of this folder answers for one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import Placement
-from gradguard.replacements import Replacement
 
 
 class Held(NamedTuple):
@@ -27,15 +26,13 @@ class Held(NamedTuple):
 
 
 class Engine:
-    """An engine: who holds what it has spread, which elements these are, and by which functions it clips.
+    """An engine: who holds what it has spread, and which elements these are.
 
     Attributes:
-        name: Its name for users, if it clips by a function of its own.
         has_parts: Processes hold different parts or tensors, whose norms add up; copies need no sum.
         is_certain: The engine itself makes what it tells. Attributes that anybody may set are a claim.
     """
 
-    name = ""
     has_parts = True
     is_certain = True
 
@@ -50,7 +47,3 @@ class Engine:
     def held_apart(self, model: nn.Module) -> Iterable[Held]:
         """Return the parts that it keeps elsewhere than in a tensor of their own."""
         return ()
-
-    def replacements(self, clip: Callable[..., Any], step: Callable[..., Any]) -> list[Replacement]:
-        """Return what replaces the functions that it clips and steps by, as `gradguard.distributed.engines` has it."""
-        return []

@@ -43,7 +43,6 @@ def megatron_state() -> Any:
 class Megatron(Engine):
     """Megatron-core's tensor and expert parallelism. An audit of norms takes its attributes for a claim."""
 
-    name = "Megatron-core"
     is_certain = False
 
     def placements(self, tensors: Sequence[Tensor], module: nn.Module | None = None) -> dict[int, Placement]:
