@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress, pairwise
+from operator import not_
 from typing import Any
 
 from gradguard.monitoring.judge.cause import Evidence
@@ -20,7 +21,7 @@ from gradguard.monitoring.judge.numbers import last_window, median, medians, num
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.record_lines import Numbers, without_none
-from gradguard.monitoring.record.step_rows import BINDS_BELOW, OTHER_LOSSES, is_search_of_scale, skipped_on
+from gradguard.monitoring.record.step_rows import BINDS_BELOW, OTHER_LOSSES, skipped_on
 from gradguard.threshold_rules import upper_median_distance
 
 FEWEST_STEPS = 60
@@ -221,13 +222,10 @@ class RunSignals:
         gaps = sum(after - before > 1 for before, after in pairwise(self.numbers))
         self.takes_turns = bool(record.meta.get(OTHER_LOSSES)) and gaps > self.count // 10
         self.skipped = skipped_on(steps)
-        self.searched = [False] * self.count
-        if steps.has_any("amp_scale"):
-            self.searched = [is_search_of_scale(step) for step in steps]
-        self.losses, self.turn = _of_turns(_finite(steps.column("loss")))
-        self.norms, self.rates, self.coefficients = (
-            _finite(steps.column(key)) for key in ("norm", "lr", "coefficient")
-        )
+        searched = zip(self.skipped, steps.has("amp_scale"), map(not_, steps.column("spike")), strict=True)
+        self.searched = list(map(all, searched))  # an overflow now and then is how a GradScaler finds its scale
+        self.losses, self.turn = _of_turns(steps.column("loss"))
+        self.norms, self.rates, self.coefficients = map(steps.column, ("norm", "lr", "coefficient"))
         gone = [
             [there and value is None for value, there in zip(values, steps.has(key), strict=True)]
             for key, values in (("norm", self.norms), ("loss", self.losses))
@@ -690,13 +688,6 @@ def usual_step(logs: Numbers, lag: int) -> float:
     pairs = zip(logs, logs[lag:], strict=False)
     steps = [abs(after - before) for before, after in pairs if before is not None and after is not None]
     return statistics.median(steps) if steps else math.inf
-
-
-def _finite(values: list[float | None]) -> list[float | None]:
-    """The values, with None for those that are not finite, as a run that is still in memory may have them."""
-    if math.isfinite(sum(filter(None, values))):
-        return values
-    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
 @once
