@@ -20,8 +20,8 @@ from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import last_window, median, medians, number, only, window_means
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.record_lines import Numbers, without_none
-from gradguard.monitoring.record.step_rows import BINDS_BELOW, OTHER_LOSSES, skipped_on
+from gradguard.monitoring.record.record_lines import Numbers, names_of, without_none
+from gradguard.monitoring.record.step_rows import OTHER_LOSSES, bound_on, skipped_on
 from gradguard.threshold_rules import upper_median_distance
 
 FEWEST_STEPS = 60
@@ -243,7 +243,7 @@ class RunSignals:
         """The parameters of other optimizers."""
         mine = {place or 0 for place in self.record.steps.column("optimizer")}
         others = (one for one in self.record.meta.get("params", []) if mine and one.get("optimizer", 0) not in mine)
-        return {str(one.get("name", "?")) for one in others if "optimizer" in one}
+        return set(names_of(one for one in others if "optimizer" in one))
 
     def finding(self, kind: str) -> Finding | None:
         """Return what health found of a kind, the gravest first; None without it."""
@@ -409,7 +409,7 @@ class RunSignals:
         Args:
             place: Its place in the record's arrays.
         """
-        return str(self.params[place].get("name", "?"))
+        return self.record.names[place]
 
     def shape(self, place: int) -> list[int]:
         """Return the shape of a parameter; an empty one where it is not known.
@@ -579,7 +579,7 @@ class RunSignals:
     @cached_property
     def bound(self) -> list[float]:
         """The coefficients of the steps on which a clip bound."""
-        return [one for one in self.coefficients if one is not None and one < BINDS_BELOW]
+        return list(compress(self.coefficients, bound_on(self.record.steps)))
 
     @cached_property
     def bound_share(self) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, named, said, steps
 from gradguard.monitoring.judge.numbers import plain_threshold
+from gradguard.monitoring.record.record_lines import names_of
 
 SCALED_CLIPS = 3
 """So many bound clips of scaled gradients: a single one may be an experiment."""
@@ -108,11 +109,12 @@ class Setup:
                 self._low[place] = before.get(place, 0) + 1
         new = [place for place, count in self._low.items() if count == EPS_LINES]
         if new:
-            about = {"count": EPS_LINES, "params": self._names(new), "numbers": {"smallest": coefficient}}
+            about = {
+                "count": EPS_LINES,
+                "params": names_of(self._params[place] for place in new),
+                "numbers": {"smallest": coefficient},
+            }
             self._log.begin(f"{BELOW_EPS.name} {new}", BELOW_EPS, i, i, **about)
-
-    def _names(self, places: Sequence[int]) -> list[str]:
-        return [str(self._params[place].get("name", "?")) for place in places]
 
 
 def setup_episode(
