@@ -43,7 +43,7 @@ class _Name:
     high: float
     clipper: str
     argument: str
-    on_numbers: Callable[..., NormRule | PerTensor] | None = None
+    on_numbers: Callable[..., FixedNorm | NormRule | PerTensor] | None = None
     needs_number: bool = False
     excludes: bool = False
 
@@ -130,7 +130,7 @@ def clipping_rule(text: str) -> NamedRule:
     return rule
 
 
-def replayed_rule(text: str) -> Callable[[], NormRule | PerTensor]:
+def replayed_rule(text: str) -> Callable[[], FixedNorm | NormRule | PerTensor]:
     """Return what makes the rule on plain numbers that ``text`` names, without a state.
 
     =============================  =====================================================================================

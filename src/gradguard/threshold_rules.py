@@ -30,28 +30,7 @@ from gradguard.threshold_formulas import (
 )
 
 
-class NormRule(ABC):
-    """A rule for the norm of all gradients, as a function of that norm and of those before it."""
-
-    def step(self, norm: float) -> tuple[float, float]:
-        """Return what gradients of ``norm`` are multiplied by, and the threshold; let the state follow.
-
-        Args:
-            norm: The norm of this step before any clip: finite, at least 0.
-        """
-        threshold = self.choose(norm)
-        return coefficient_of(PLAIN, norm, threshold), threshold
-
-    @abstractmethod
-    def choose(self, norm: float) -> float:
-        """Return the threshold for ``norm``, infinite for none, and let the state follow where ``norm`` is above 0.
-
-        Args:
-            norm: As for `step`.
-        """
-
-
-class FixedNorm(NormRule):
+class FixedNorm:
     """One threshold for the whole run, as `clip_grad_norm_` has it.
 
     Args:
@@ -62,7 +41,7 @@ class FixedNorm(NormRule):
         self.max_norm = max_norm
 
     def step(self, norm: float) -> tuple[float, float]:
-        """Return PyTorch's coefficient, whose divisor is ``norm + 1e-6``.
+        """Return PyTorch's coefficient, whose divisor is ``norm + 1e-6``, and the threshold.
 
         Args:
             norm: As for `NormRule.step`.
@@ -70,17 +49,9 @@ class FixedNorm(NormRule):
         infinite = math.isinf(self.max_norm)
         return (1.0 if infinite else pytorch_coefficient(PLAIN, norm, self.max_norm)), self.max_norm
 
-    def choose(self, norm: float) -> float:
-        """Return the threshold.
 
-        Args:
-            norm: Not looked at.
-        """
-        return self.max_norm
-
-
-class _OnNumbers(NormRule, ThresholdRule):
-    """A `ThresholdRule` that keeps its memory itself."""
+class NormRule(ThresholdRule, ABC):
+    """A rule for the norm of all gradients, which keeps its memory itself."""
 
     def __post_init__(self) -> None:
         """Remember nothing yet."""
@@ -90,11 +61,20 @@ class _OnNumbers(NormRule, ThresholdRule):
     def memory(self) -> Memory:
         """Return what the rule remembers before the first step."""
 
-    def choose(self, norm: float, **known: float) -> float:
-        """Return the threshold for ``norm``, and remember it.
+    def step(self, norm: float) -> tuple[float, float]:
+        """Return what gradients of ``norm`` are multiplied by, and the threshold; let the state follow.
 
         Args:
-            norm: As for `NormRule.step`.
+            norm: The norm of this step before any clip: finite, at least 0.
+        """
+        threshold = self.choose(norm)
+        return coefficient_of(PLAIN, norm, threshold), threshold
+
+    def choose(self, norm: float, **known: float) -> float:
+        """Return the threshold for ``norm``, infinite for none, and remember it where ``norm`` is above 0.
+
+        Args:
+            norm: As for `step`.
             known: Other numbers that the rule looks at, by name.
         """
         threshold, changed = self.next_threshold(PLAIN, self._memory, norm, norm > 0, **known)
@@ -102,7 +82,7 @@ class _OnNumbers(NormRule, ThresholdRule):
         return threshold
 
 
-class Median(MedianRule, _OnNumbers):
+class Median(MedianRule, NormRule):
     """`ClipByMedian`.
 
     A record of norms does not hold the weights, so this is the rule without a guard, or under one with ``update=None``:
@@ -114,7 +94,7 @@ class Median(MedianRule, _OnNumbers):
         return {"logarithms": SortedWindow(self.window), "count": 0, "held": 0.0}
 
 
-class Percentile(PercentileRule, _OnNumbers):
+class Percentile(PercentileRule, NormRule):
     """`AutoClip`."""
 
     def memory(self) -> Memory:
@@ -122,7 +102,7 @@ class Percentile(PercentileRule, _OnNumbers):
         return {"history": _HeapHistory(), "count": 0}
 
 
-class ZScore(ZScoreRule, _OnNumbers):
+class ZScore(ZScoreRule, NormRule):
     """`ZClip`."""
 
     def memory(self) -> Memory:
@@ -130,7 +110,7 @@ class ZScore(ZScoreRule, _OnNumbers):
         return {"first": _FirstNorms(), "count": 0, "mean": math.nan, "variance": math.nan}
 
 
-class Fraction(FractionRule, _OnNumbers):
+class Fraction(FractionRule, NormRule):
     """`ClipFraction`."""
 
     def memory(self) -> Memory:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -141,9 +141,9 @@ NEEDS = {
 # fmt: on
 
 
-def _refusal(row: str) -> UnsupportedVersionError:
+def _refuse(row: str, *_: Any, **__: Any) -> NoReturn:
     holder, names, feature, instead = NEEDS[row]
-    return UnsupportedVersionError(
+    raise UnsupportedVersionError(
         f"{feature} needs {holder}.{names.replace(' ', ', ')}, which torch {torch.__version__} does not have. {instead}"
         "Install an older torch, or a newer gradguard."
     )
@@ -154,21 +154,16 @@ def _find(row: str, name: str = "") -> Any:
     path = f"{NEEDS[row].holder}.{name or NEEDS[row].names}"
     try:
         return attrgetter(path.removeprefix("torch."))(torch)
-    except AttributeError as error:
-        raise _refusal(row) from error
+    except AttributeError:
+        _refuse(row)
 
 
 def _bind(row: str, name: str = "") -> Callable[..., Any]:
     """Return the function that a row names; where torch lacks it, one that refuses."""
     try:
         return _find(row, name)
-    except UnsupportedVersionError as refusal:
-        words = str(refusal)
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedVersionError(words)
-
-    return refuse
+    except UnsupportedVersionError:
+        return functools.partial(_refuse, row)
 
 
 def _needs(function: _F, row: str = "") -> _F:
@@ -178,8 +173,8 @@ def _needs(function: _F, row: str = "") -> _F:
     def call(*args: Any) -> Any:
         try:
             return function(*args)
-        except (AttributeError, ImportError, KeyError) as error:
-            raise _refusal(row) from error
+        except (AttributeError, ImportError, KeyError):
+            _refuse(row)
 
     functools.update_wrapper(call, function).__name__ = row
     call.__code__ = call.__code__.replace(co_name=row)  # code of its own: the compiler counts recompilations by code
@@ -554,7 +549,7 @@ def stop_compiling(part: nn.Module) -> Callable[[], None]:
     if "_orig_mod" in (held.get("_modules") or {}):
         slot, instead = "forward", held["_modules"]["_orig_mod"].__call__
     if slot not in held:
-        raise _refusal("stop_compiling")
+        _refuse("stop_compiling")
     before, held[slot] = held[slot], instead
 
     def resume() -> None:
@@ -685,7 +680,7 @@ def is_within_compiled_code() -> bool:
         return False
     made, frame = getattr(compiler, "output_codes", None), sys._getframe()
     if made is None:
-        raise _refusal("is_within_compiled_code")
+        _refuse("is_within_compiled_code")
     while frame is not None and frame.f_code not in made:
         frame = frame.f_back
     return frame is not None
@@ -700,8 +695,8 @@ def traced_inputs() -> list[tuple[Tensor, Tensor]]:
         if tracer is None:
             return []
         held = [(node.meta["grapharg"].example, node.meta["example_value"]) for node in tracer.output.placeholders]
-    except (AttributeError, KeyError) as error:
-        raise _refusal("traced_inputs") from error
+    except (AttributeError, KeyError):
+        _refuse("traced_inputs")
     return [(given, stand_in) for given, stand_in in held if isinstance(given, Tensor)]
 
 

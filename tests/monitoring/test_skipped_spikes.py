@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from synthetic import make_record
 
 import gradguard as gg
 from gradguard.monitoring.judge.judgement import verdict
+from gradguard.monitoring.judge.signals import signals_of
 from gradguard.monitoring.record.file import read_record
-from gradguard.monitoring.record.step_rows import is_search_of_scale
 from gradguard.monitoring.show.sinks.sink import DashboardWindow
 
 
@@ -73,6 +74,6 @@ def test_a_dashboard_gets_their_number():
 
 
 def test_a_spike_is_no_search_for_the_loss_scale():
-    step = {"t": "step", "i": 0, "skipped": True, "amp_scale": 1024.0}
-    assert is_search_of_scale(step)
-    assert not is_search_of_scale(step | {"spike": True})
+    step = {"t": "step", "skipped": True, "amp_scale": 1024.0}
+    steps = [step | {"i": 0}, step | {"i": 1, "spike": True}, {"t": "step", "i": 2, "skipped": True}]
+    assert signals_of(make_record(steps=steps)).searched == [True, False, False]

@@ -5,13 +5,15 @@ read or allocated.
 """
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from types import TracebackType
-from typing import Any, NamedTuple, Self, SupportsIndex
+from typing import Any, NamedTuple, Self
 
+from gradguard.files.foreign_fields import Rule, list_of, mapping_of, of_type, row_of, text, whole
 from gradguard.files.json_text import decode_json
 from gradguard.files.opening import open_regular, size_of
 
@@ -23,6 +25,23 @@ _AT_ONCE = 2**24  # bytes that are read or written by one call
 _ITEMSIZE = {"U8": 1, "F64": 8}
 
 Buffer = bytes | bytearray | memoryview
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return a shape that was read from a file.
+
+    Raises:
+        ValueError: If ``value`` is not a list of counts, or there are 2**63 elements or more.
+    """
+    shape = tuple(_counts(value))
+    if len(shape) > MOST_DIMENSIONS or math.prod(shape) >= 2**63:
+        raise ValueError("a shape has more elements, or dimensions, than can be meant")
+    return shape
+
+
+_count, _object = whole(0, 2**63 - 1), of_type(dict)
+_counts = list_of(_count)
+_DESCRIPTION: Mapping[str, Rule] = {"dtype": text, "shape": shape_of, "data_offsets": row_of(_count, _count)}
 
 
 class Block(NamedTuple):
@@ -98,13 +117,8 @@ class BlockFile:
             length = int.from_bytes(self._file.read(8), "little")
             if not 2 <= length <= min(self._size - 8, LONGEST_HEADER):
                 raise ValueError("its header has no length that can be meant, or it is cut off")
-            header = decode_json(self._file.read(length))
-            if type(header) is not dict:
-                raise ValueError("its header is no object")
-            about = header.pop("__metadata__", {})
-            if type(about) is not dict or any(type(one) is not str for one in about.values()):
-                raise ValueError("its texts are none")
-            self.about: dict[str, str] = about
+            header = _object(decode_json(self._file.read(length)))
+            self.about: dict[str, str] = mapping_of(text)(header.pop("__metadata__", {}))
             self.blocks = {name: self._block(one, 8 + length) for name, one in header.items()}
             ends = sorted((block.start, block.end) for block in self.blocks.values())
             if [8 + length, *(end for _, end in ends)] != [*(start for start, _ in ends), self._size]:
@@ -114,17 +128,13 @@ class BlockFile:
             raise
 
     def _block(self, told: Any, begin: int) -> Block:
-        if type(told) is not dict or told.keys() != {"dtype", "shape", "data_offsets"}:
+        if _object(told).keys() != _DESCRIPTION.keys():
             raise ValueError("a block is not described as one")
-        dtype, shape, offsets = told["dtype"], told["shape"], told["data_offsets"]
-        if type(dtype) is not str or dtype not in _ITEMSIZE:
-            raise ValueError("a block has a dtype that is not known")
-        if type(offsets) is not list or len(offsets) != 2 or not all(map(is_count, offsets)):
-            raise ValueError("a block has no place")
-        start, end = begin + offsets[0], begin + offsets[1]
-        if not start <= end <= self._size or end - start != _ITEMSIZE[dtype] * number_of_elements(shape):
-            raise ValueError("a block has another size than its shape, or it is cut off")
-        return Block(dtype, tuple(shape), start, end)
+        dtype, shape, (start, end) = (rule(told[name]) for name, rule in _DESCRIPTION.items())
+        length = _ITEMSIZE.get(dtype, math.nan) * math.prod(shape)
+        if not start <= end <= self._size - begin or end - start != length:
+            raise ValueError("a block has another size than its dtype and shape, or it is cut off")
+        return Block(dtype, shape, begin + start, begin + end)
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a block.
@@ -172,25 +182,3 @@ class BlockFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-
-
-def is_count(value: object) -> bool:
-    """Tell whether ``value`` is an int from 0 to 2**63 - 1 and not a bool."""
-    return type(value) is int and 0 <= value < 2**63
-
-
-def number_of_elements(shape: object) -> int:
-    """Return the number of elements of a shape that was read from a file.
-
-    Raises:
-        ValueError: If ``shape`` is not a list of counts, or its elements are 2**63 or more.
-    """
-    if type(shape) not in (list, tuple) or len(shape) > MOST_DIMENSIONS or not all(map(is_count, shape)):  # type: ignore[arg-type]
-        raise ValueError("a shape is no list of some whole numbers")
-    sizes: Iterable[SupportsIndex] = shape  # type: ignore[assignment]
-    count = 1
-    for size in sizes:
-        count *= int(size)
-    if count >= 2**63:
-        raise ValueError("a shape has more elements than can be meant")
-    return count

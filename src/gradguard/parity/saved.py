@@ -12,7 +12,7 @@ from sys import float_info
 from typing import Any
 
 from gradguard.errors import RecordError
-from gradguard.files.blocks import BlockFile, NewBlock, number_of_elements, write_blocks
+from gradguard.files.blocks import BlockFile, NewBlock, shape_of, write_blocks
 from gradguard.files.foreign_fields import (
     LARGEST,
     Rule,
@@ -208,17 +208,12 @@ def _fit(sketches: dict[str, Runs], parameters: int, parts: Sequence[str]) -> bo
     )
 
 
-def _size(value: Any) -> tuple[int, ...]:
-    number_of_elements(value)
-    return tuple(value)
-
-
 def _real(low: float, high: float = LARGEST) -> Rule:
     return lambda value: float(number(low, high)(value))
 
 
 _PARAMETER: Mapping[str, Rule] = {
-    "name": text, "shape": _size, "rounding": _real(0, 1), "has_gradient": truth,
+    "name": text, "shape": shape_of, "rounding": _real(0, 1), "has_gradient": truth,
     "copies": whole(1, 2**31), "weight_rounding": _real(0, 1), "one_sided": _real(0),
 }  # fmt: skip
 _ABOUT: Mapping[str, Rule] = {

@@ -33,7 +33,8 @@ QUANTITIES = {
 """Each quantity that a condition can compare with a number: the keys of ``--json``. The number of findings of each kind
 can be compared too."""
 
-_SEVERITIES = {"errors": "error", "warnings": "warning"}
+_COUNTED = frozenset([*KINDS, "errors", "warnings"])
+"""Names of findings that can be counted: of a kind, or of a severity."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
@@ -56,16 +57,6 @@ class Condition:
     comparison: str = ">"
     value: float = 0.0
     alone: bool = False
-
-    @property
-    def kind(self) -> str | None:
-        """The kind of findings that it counts, if it does."""
-        return self.quantity if self.quantity in KINDS else None
-
-    @property
-    def severity(self) -> str | None:
-        """The severity of the findings that it counts, if it counts those of one."""
-        return _SEVERITIES.get(self.quantity)
 
     def holds(self, measured: float) -> bool:
         """Return whether it holds of a measured number.
@@ -115,7 +106,7 @@ def holding(conditions: list[Condition], record: Record) -> list[str]:
     """
     said = []
     for condition in conditions:
-        said += (_of_findings if condition.kind or condition.severity else _of_quantity)(condition, record)
+        said += (_of_findings if condition.quantity in _COUNTED else _of_quantity)(condition, record)
     return said
 
 
@@ -132,7 +123,7 @@ def _parse(text: str) -> Condition:
         meant = f" Did you mean {near[0]}?" if near else ""
         raise CommandError(f"--fail-on {text.strip()!r}: unknown quantity or finding {quantity!r}.{meant} {_KNOWN}")
     if comparison is None:
-        if quantity not in KINDS and quantity not in _SEVERITIES:
+        if quantity not in _COUNTED:
             raise CommandError(f"--fail-on {text.strip()!r}: expected a number to compare it with, as in {quantity}>0.")
         return Condition(quantity, alone=True)
     try:
@@ -184,11 +175,11 @@ def _measured(quantity: str, record: Record, judged: Verdict) -> float | None:
 
 def _of_findings(condition: Condition, record: Record) -> list[str]:
     """Return a sentence where a condition on a number of findings holds."""
-    needed, measured = _NEEDED.get(condition.kind or "", _STEPS)
+    needed, measured = _NEEDED.get(condition.quantity, _STEPS)
     if not measured(record):  # no finding is no sign of health then
         raise CommandError(_not_measured(condition, needed, record))
     findings = weighed_findings(record)
-    found = [one for one in findings if condition.kind == one.kind or condition.severity == one.severity]
+    found = [one for one in findings if condition.quantity in (one.kind, f"{one.severity}s")]
     if not condition.holds(len(found)):
         return []
     if not condition.alone:

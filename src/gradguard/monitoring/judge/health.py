@@ -1,5 +1,6 @@
 """Health of a run: faults in words that a person can act on, from the plain numbers of its record."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -12,8 +13,7 @@ from gradguard.monitoring.judge.detectors.outliers import RECURRING_SPIKES, SPIK
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, worst_first
 from gradguard.monitoring.judge.live import HealthMonitor
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.record_lines import without_none
-from gradguard.monitoring.record.step_rows import bound_on, by_optimizer, in_order, taken_steps, thresholds_of
+from gradguard.monitoring.record.step_rows import bound_on, by_optimizer, in_order, taken_steps
 from gradguard.threshold_rules import LockInAlarm
 
 __all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]
@@ -104,10 +104,9 @@ def lock_in_share(record: Record) -> float | None:
     taken = taken_steps(record)
     if not taken:
         return None
-    bound, thresholds = bound_on(taken), thresholds_of(taken)
-    known = without_none(thresholds)
-    bound = [binds for binds, threshold in zip(bound, thresholds, strict=True) if threshold is not None]
-    return sum(map(LockInAlarm().follow, bound, known)) / len(taken)
+    clipped = taken.where(taken.has("threshold"))
+    thresholds = [math.inf if threshold is None else threshold for threshold in clipped.column("threshold")]
+    return sum(map(LockInAlarm().follow, bound_on(clipped), thresholds)) / len(taken)
 
 
 _SAY_MORE = (NONFINITE, EXPLODING, JUMP, RECURRING_SPIKES)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.record_lines import without_none
 from gradguard.words import counted
 
 
@@ -59,7 +60,7 @@ def recoveries(record: Record) -> Recoveries | None:
     if not events:
         return None
     backs = [event for event in events if event["kind"] == "rolled_back"]
-    ended = [event["recovery"] for event in events if event.get("recovery") is not None]
+    ended = without_none(event.get("recovery") for event in events)
     return Recoveries(
         roll_backs=len(backs),
         slow_downs=sum(bool(event.get("slowed_down")) for event in backs),

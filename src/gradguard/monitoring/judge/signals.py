@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress, pairwise
+from operator import not_
 from typing import Any
 
 from gradguard.monitoring.judge.cause import Evidence
@@ -19,8 +20,8 @@ from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import last_window, median, medians, number, only, window_means
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.record_lines import Numbers, without_none
-from gradguard.monitoring.record.step_rows import BINDS_BELOW, OTHER_LOSSES, is_search_of_scale, skipped_on
+from gradguard.monitoring.record.record_lines import Numbers, names_of, without_none
+from gradguard.monitoring.record.step_rows import OTHER_LOSSES, bound_on, skipped_on
 from gradguard.threshold_rules import upper_median_distance
 
 FEWEST_STEPS = 60
@@ -221,13 +222,10 @@ class RunSignals:
         gaps = sum(after - before > 1 for before, after in pairwise(self.numbers))
         self.takes_turns = bool(record.meta.get(OTHER_LOSSES)) and gaps > self.count // 10
         self.skipped = skipped_on(steps)
-        self.searched = [False] * self.count
-        if steps.has_any("amp_scale"):
-            self.searched = [is_search_of_scale(step) for step in steps]
-        self.losses, self.turn = _of_turns(_finite(steps.column("loss")))
-        self.norms, self.rates, self.coefficients = (
-            _finite(steps.column(key)) for key in ("norm", "lr", "coefficient")
-        )
+        searched = zip(self.skipped, steps.has("amp_scale"), map(not_, steps.column("spike")), strict=True)
+        self.searched = list(map(all, searched))  # an overflow now and then is how a GradScaler finds its scale
+        self.losses, self.turn = _of_turns(steps.column("loss"))
+        self.norms, self.rates, self.coefficients = map(steps.column, ("norm", "lr", "coefficient"))
         gone = [
             [there and value is None for value, there in zip(values, steps.has(key), strict=True)]
             for key, values in (("norm", self.norms), ("loss", self.losses))
@@ -245,7 +243,7 @@ class RunSignals:
         """The parameters of other optimizers."""
         mine = {place or 0 for place in self.record.steps.column("optimizer")}
         others = (one for one in self.record.meta.get("params", []) if mine and one.get("optimizer", 0) not in mine)
-        return {str(one.get("name", "?")) for one in others if "optimizer" in one}
+        return set(names_of(one for one in others if "optimizer" in one))
 
     def finding(self, kind: str) -> Finding | None:
         """Return what health found of a kind, the gravest first; None without it."""
@@ -412,7 +410,7 @@ class RunSignals:
         Args:
             place: Its place in the record's arrays.
         """
-        return str(self.params[place].get("name", "?"))
+        return self.record.names[place]
 
     def shape(self, place: int) -> list[int]:
         """Return the shape of a parameter; an empty one where it is not known.
@@ -582,7 +580,7 @@ class RunSignals:
     @cached_property
     def bound(self) -> list[float]:
         """The coefficients of the steps on which a clip bound."""
-        return [one for one in self.coefficients if one is not None and one < BINDS_BELOW]
+        return list(compress(self.coefficients, bound_on(self.record.steps)))
 
     @cached_property
     def bound_share(self) -> float:
@@ -691,13 +689,6 @@ def usual_step(logs: Numbers, lag: int) -> float:
     pairs = zip(logs, logs[lag:], strict=False)
     steps = [abs(after - before) for before, after in pairs if before is not None and after is not None]
     return statistics.median(steps) if steps else math.inf
-
-
-def _finite(values: list[float | None]) -> list[float | None]:
-    """The values, with None for those that are not finite, as a run that is still in memory may have them."""
-    if math.isfinite(sum(filter(None, values))):
-        return values
-    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
 @once

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradguard.monitoring.observe.shared_norms import is_captured
+from gradguard.monitoring.record.record_lines import without_none
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import version_of
 
@@ -58,7 +59,7 @@ class KeptGradients:
     def after_step(self, optimizer: Optimizer) -> None:
         """Follow a gradient of each parameter group until the next step of the optimizer."""
         lasts = (next(filter(_can_be_followed, reversed(group["params"])), None) for group in optimizer.param_groups)
-        self._followed[id(optimizer)] = [_Followed(last) for last in lasts if last is not None]
+        self._followed[id(optimizer)] = [_Followed(last) for last in without_none(lasts)]
 
 
 class _Followed:

@@ -18,6 +18,7 @@ from gradguard.monitoring.judge.detectors.loop_faults import NO_GRADIENT, NO_OPT
 from gradguard.monitoring.observe.meta import all_optimizers
 from gradguard.monitoring.observe.shared_norms import are_spread, is_captured
 from gradguard.monitoring.observe.step import Event, setup_event
+from gradguard.monitoring.record.record_lines import without_none
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.torch_private import version_of
 
@@ -156,7 +157,7 @@ class Unowned:
                     its.is_forgotten = its.is_forgotten and forgotten  # part of several modules
         # what never gets a gradient is no master copy: a part of a model that was replaced
         elements = sum(one.numel() for one in unnamed.values() if not is_lazy(one) and one.grad is not None)
-        known = [p for candidate in self._candidates.values() if (p := candidate.parameter()) is not None]
+        known: list[Tensor] = without_none(candidate.parameter() for candidate in self._candidates.values())
         if elements and elements >= sum(p.numel() for p in known):
             self._candidates = {}
 

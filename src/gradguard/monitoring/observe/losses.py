@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded, local_part, placement_of
+from gradguard.monitoring.record.record_lines import without_none
 from gradguard.tensors.layout import are_readable
 
 MOST_LOSSES = 1000
@@ -24,8 +25,7 @@ class Losses:
 
     def add(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
         """Keep the loss of a backward: the weighted sum of those that it starts from; left out if one is not known."""
-        pairs = zip(losses, weights, strict=True)
-        numbers = [number for loss, weight in pairs if (number := self._number(loss, weight)) is not None]
+        numbers = without_none(map(self._number, losses, weights))
         if numbers and len(numbers) == len(losses):
             self._losses.append(sum(numbers[1:], start=numbers[0]))
 
@@ -57,8 +57,7 @@ class Losses:
 
     def keep_last(self) -> None:
         """Forget all but the last: the step of the others never came."""
-        while len(self._losses) > 1:
-            self._losses.popleft()
+        self._losses = deque(list(self._losses)[-1:], maxlen=MOST_LOSSES)
 
     def take(self) -> list[Any]:
         """Return all and forget them."""

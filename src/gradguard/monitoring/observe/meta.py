@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.monitoring.observe.graph_facts import GraphFacts
 from gradguard.monitoring.record.file import SCHEMA, Line
-from gradguard.monitoring.record.record_lines import known_fields
+from gradguard.monitoring.record.record_lines import known_fields, without_none
 from gradguard.monitoring.record.redaction import redacted_arguments
 from gradguard.optimizer_hooks import parameters_of
 
@@ -48,7 +48,7 @@ def mesh_of(parameters: Sequence[Tensor]) -> dict[str, int] | None:
 
     Where there are several meshes, the one of most dimensions is the one that says most.
     """
-    meshes = [mesh for mesh in (getattr(p, "device_mesh", None) for p in parameters) if mesh is not None]
+    meshes: list[Any] = without_none(getattr(p, "device_mesh", None) for p in parameters)
     if not meshes:
         return None
     mesh = max(meshes, key=lambda mesh: mesh.ndim)

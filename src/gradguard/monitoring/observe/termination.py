@@ -10,10 +10,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
+from gradguard.monitoring.record.record_lines import without_none
+
 HANGUP: int | None = getattr(signal, "SIGHUP", None)
 """The signal of a terminal that closes; it often comes twice, from the shell and from the system."""
 
-ENDING = [number for number in (signal.SIGTERM, HANGUP) if number is not None]
+ENDING: list[int] = without_none((signal.SIGTERM, HANGUP))
 """The signals that end a process without a word to Python; Ctrl-C raises `KeyboardInterrupt`."""
 
 
@@ -184,7 +186,7 @@ def before_signals(close: Callable[[int], object], flush: Callable[[], object]) 
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     key = object()
-    heard = [guests for guests in map(_guests_of, ENDING) if guests is not None]
+    heard = without_none(map(_guests_of, ENDING))
     for guests in heard:
         guests.known[key] = close, flush
 

@@ -18,6 +18,7 @@ from gradguard.monitoring.observe.meta import OWNER, program_facts, rank_and_wor
 from gradguard.monitoring.observe.observer import Observer, check_callable
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.record.file import FILE_NAME, first_line, read_record
+from gradguard.monitoring.record.record_lines import known_fields
 from gradguard.script_events import listening
 
 VARIABLE = "GRADGUARD"
@@ -191,11 +192,9 @@ def children_watched(path: Path | None, replaced: str = "") -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in kept.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in kept:
+            os.environ.pop(name, None)
+        os.environ |= known_fields(kept)
 
 
 def record_of_fork(path: Path, observer: Observer) -> Path | None:
@@ -223,11 +222,11 @@ def identity(path: Path | None) -> str:
     Returns:
         The words; empty where there is no file.
     """
-    try:
-        found = path.stat() if path is not None else None
-    except OSError:
-        return ""
-    return "" if found is None else f"{found.st_dev} {found.st_ino} {found.st_mtime_ns} {found.st_size}"
+    with suppress(OSError):
+        if path is not None:
+            found = path.stat()
+            return f"{found.st_dev} {found.st_ino} {found.st_mtime_ns} {found.st_size}"
+    return ""
 
 
 def remove_replaced(path: Path, replaced: str) -> None:

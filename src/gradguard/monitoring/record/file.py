@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from gradguard.errors import InvalidTypeError, RecordError
 from gradguard.files.opening import open_regular
 from gradguard.monitoring.record.record_fields import LONGEST_LINE, parse_line, read_line
-from gradguard.monitoring.record.record_lines import Lines, known_fields
+from gradguard.monitoring.record.record_lines import Lines, known_fields, names_of
 from gradguard.monitoring.record.text import printable
 
 FILE_NAME = "run.jsonl"
@@ -96,7 +96,7 @@ class Record:
     @functools.cached_property
     def names(self) -> list[str]:
         """The parameter names, in the order of every per-tensor array."""
-        return [str(parameter.get("name", "?")) for parameter in self.meta.get("params", [])]
+        return names_of(self.meta.get("params", []))
 
 
 Answer = TypeVar("Answer")

@@ -9,6 +9,7 @@ from gradguard.errors import RecordError
 from gradguard.files.opening import open_regular
 from gradguard.monitoring.record.file import file_of, refuse_at_once
 from gradguard.monitoring.record.record_fields import LONGEST_LINE, read_line
+from gradguard.monitoring.record.record_lines import without_none
 
 READ_AT_ONCE = 16 * 2**20
 """A longer record is not read whole when it is met: its first line and as much of its end as this are."""
@@ -82,7 +83,7 @@ class JsonlReader:
                 f"cannot read {path}: {error.strerror or error}. Name a record that you may read"
             ) from error
         self.missing = False
-        return [line for raw in new if (line := self._parsed(path, raw)) is not None]
+        return without_none(self._parsed(path, raw) for raw in new)
 
     def _forget(self) -> None:
         self.unreadable = self.dropped = self.skipped = 0

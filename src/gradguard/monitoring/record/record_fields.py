@@ -147,18 +147,8 @@ _KNOWN: dict[float, float] = {}
 _MOST_KNOWN = 2**17
 
 
-def _facts(value: Any) -> dict[str, Any]:
-    """Some texts, numbers and truths by name."""
-    if len(_object(value)) > _MOST_FACTS:
-        raise ValueError(f"expected at most {_MOST_FACTS} facts")
-    return mapping_of(_fact, _text)(value)
-
-
 def _fact(value: Any) -> Any:
     return _FACTS.get(type(value), _number)(value)
-
-
-_MOST_FACTS = 20
 
 
 def _severity(value: Any) -> str:
@@ -172,7 +162,7 @@ def _params(value: Any) -> list[Any]:
 
 
 _number, _amount, _seconds = number(null=True), number(0, null=True), number(0, MOST)
-_count, _each_amount, _list, _object = whole(), list_of(_amount), of_type(list), of_type(dict)
+_count, _each_amount, _list = whole(), list_of(_amount), of_type(list)
 _FACTS: Mapping[type, Rule] = {str: _text, bool: truth}
 
 _PARAMETER: Mapping[str, Rule] = {
@@ -212,7 +202,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "compute": list_of(_text),
         "leaves": _count,
         "loss_factor": _number,
-        "followed": _facts,
+        "followed": mapping_of(_fact, _text),
     },
     "step": {
         "t": _word,

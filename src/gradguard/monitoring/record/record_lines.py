@@ -146,6 +146,15 @@ def without_none(values: Iterable[_T | None]) -> list[_T]:
     return list(filter(partial(is_not, None), values))  # type: ignore[arg-type]
 
 
+def names_of(params: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of parameters, ``"?"`` for one without a name.
+
+    Args:
+        params: The ``params`` of a record's first line.
+    """
+    return [str(parameter.get("name", "?")) for parameter in params]
+
+
 def known_fields(line: Mapping[str, _T | None]) -> dict[str, _T]:
     """Return the fields that are there.
 

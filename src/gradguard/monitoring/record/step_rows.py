@@ -9,7 +9,7 @@ from operator import itemgetter, not_, or_
 from typing import Any
 
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.record_lines import Lines, Numbers
+from gradguard.monitoring.record.record_lines import Lines
 
 BINDS_BELOW = 1 - 1e-9
 _GUARD_BELOW, _NORMALISING_ABOVE = 0.05, 0.5
@@ -54,18 +54,6 @@ def is_nonfinite(step: dict[str, Any]) -> bool:
     return bool(step.get("nonfinite")) or ("norm" in step and step["norm"] is None)
 
 
-def is_search_of_scale(step: dict[str, Any]) -> bool:
-    """Whether a GradScaler left this step out: an overflow now and then is how it finds its scale.
-
-    Args:
-        step: A step of a record.
-
-    Returns:
-        True where a step with a loss scale was skipped, and not as a finite spike.
-    """
-    return bool(step.get("skipped")) and "amp_scale" in step and not step.get("spike")
-
-
 def bound_on(steps: Lines) -> list[bool]:
     """Return for each step whether it `binds`.
 
@@ -73,26 +61,6 @@ def bound_on(steps: Lines) -> list[bool]:
         steps: Steps of a record.
     """
     return [value is not None and value < BINDS_BELOW for value in steps.column("coefficient")]
-
-
-def thresholds_of(steps: Lines) -> Numbers:
-    """Return for each step its `threshold_of`.
-
-    Args:
-        steps: Steps of a record.
-    """
-    pairs = zip(steps.column("threshold"), steps.has("threshold"), strict=True)
-    return [math.inf if value is None and there else value for value, there in pairs]
-
-
-def rules_on(steps: Lines) -> list[Any]:
-    """Return the rule of each step; ``"norm"`` where it does not say.
-
-    Args:
-        steps: Steps of a record.
-    """
-    pairs = zip(steps.column("rule"), steps.has("rule"), strict=True)
-    return [rule if there else "norm" for rule, there in pairs]
 
 
 def nonfinite_on(steps: Lines) -> list[bool]:

@@ -220,9 +220,9 @@ def _show_once(watched: Watched, events: int, console: "Console") -> None:
     if console.is_terminal:
         console.print(_drawn(watched, events, console))
         return
-    shown = list(watched.run.events)[-events:] if events else []
-    first = [printable(watched.run.diagnosis)] if watched.run.diagnosis else []
-    for text in [*first, *map(event_line, shown), line(watched.run), printable(watched.status(time.time())[0])]:
+    shown = map(event_line, _last(list(watched.run.events), events))
+    diagnosis, status = printable(watched.run.diagnosis), printable(watched.status(time.time())[0])
+    for text in [diagnosis, *shown, line(watched.run), status]:
         _write(console, text)
 
 
@@ -259,7 +259,7 @@ def _print_lines(watched: Watched, events: int, console: "Console") -> None:
     while True:
         lines = watched.look()
         new = [entry for entry in lines if entry["t"] == "event"]
-        for event in (new[-events:] if events else []) if first else new:
+        for event in _last(new, events) if first else new:
             _write(console, event_line(event))
         has_news = has_news or any(entry["t"] == "step" for entry in lines)
         has_ended = watched.run.end is not None
@@ -276,6 +276,10 @@ def _print_lines(watched: Watched, events: int, console: "Console") -> None:
         if has_ended:
             return
         time.sleep(POLL_SECONDS)
+
+
+def _last(events: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    return events[max(0, len(events) - count) :]
 
 
 def _write(console: "Console", text: str) -> None:

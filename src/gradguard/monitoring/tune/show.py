@@ -119,29 +119,32 @@ def notes(trials: Trials) -> list[str]:
     Args:
         trials: The trials.
     """
-    found = [_TRAINING_LOSS if trials.plan.metric is None else "The metric has 95 % intervals over seeds."]
     script = next((word for word in trials.plan.target if not word.startswith("-")), "the script")
-    if trials.suggested:
-        found.append(trials.suggested)
-    if trials.seeds_itself:
-        found.append(
-            f"{script} sets its seed itself: another one gave the same losses, so there are no error bars. If it takes "
-            "a seed as an argument, write {seed} in its place."
-        )
-    if trials.clips_itself:
-        found.append(
-            f'{script} clips itself: its clip stays, "{NONE}" is the script as it is, and each rule acts after it.'
-        )
-    if trials.optimizers > 1:
-        found.append(
-            f"{trials.optimizers} optimizers step: each has its own clipper, and the losses of all are pooled; where "
-            "networks work against each other, these say little: let the script print what counts, for --metric."
-        )
     lengths = {len(run.losses) for run in trials.runs if not run.stopped}
-    if len(lengths) > 1:
-        found.append(
-            f"The runs have from {min(lengths)} to {max(lengths)} losses, of which each has its own last tenth."
-        )
+    remarks = [
+        (True, _TRAINING_LOSS if trials.plan.metric is None else "The metric has 95 % intervals over seeds."),
+        (trials.suggested, trials.suggested),
+        (
+            trials.seeds_itself,
+            f"{script} sets its seed itself: another one gave the same losses, so there are no error bars. If it takes "
+            "a seed as an argument, write {seed} in its place.",
+        ),
+        (
+            trials.clips_itself,
+            f'{script} clips itself: its clip stays, "{NONE}" is the script as it is, and each rule acts after it.',
+        ),
+        (
+            trials.optimizers > 1,
+            f"{trials.optimizers} optimizers step: each has its own clipper, and the losses of all are pooled; where "
+            "networks work against each other, these say little: let the script print what counts, for --metric.",
+        ),
+        (
+            len(lengths) > 1,
+            f"The runs have from {min(lengths, default=0)} to {max(lengths, default=0)} losses, of which each has its "
+            "own last tenth.",
+        ),
+    ]
+    found = [words for holds, words in remarks if holds]
     of_errors, of_metrics = [], []
     for run in trials.runs:
         see = f"counts as diverged: see {trials.folder_of(run.rule, run.seed) / OUTPUT}."

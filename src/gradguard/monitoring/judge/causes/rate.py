@@ -39,7 +39,7 @@ def too_long(signals: RunSignals) -> Sign | None:
         return None
     thrown, curve = _thrown(signals), signals.curve
     signs = [thrown, *(look(signals, curve) for look in _OF_RATIOS if curve.is_positive)]
-    known = tuple(sign for sign in signs if sign is not None)
+    known = tuple(without_none(signs))
     if not known:
         return None
     sure = thrown or (len(known) >= 3 and len(signals.outbursts) < 3)

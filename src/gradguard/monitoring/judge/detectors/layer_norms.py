@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
+from gradguard.monitoring.record.record_lines import names_of
 
 WEAK_LAYER_SHARE = 1e-6
 """A weight whose gradient's elements are a millionth of the usual weight's: float32 resolves 1e-7 of a value."""
@@ -31,7 +32,7 @@ class Layers:
 
     def __init__(self, log: Log, params: Sequence[dict[str, Any]], several: bool = False) -> None:
         self._log, self._several = log, several
-        self.names = [str(parameter.get("name", "?")) for parameter in params]
+        self.names = names_of(params)
         elements = [parameter.get("numel", 0) for parameter in params]
         # Vectors stay out: a bias before a normalisation or of attention's keys has a gradient of 0 by mathematics.
         matrices = [i for i, count in enumerate(elements) if count and len(params[i].get("shape", ())) > 1]

@@ -6,6 +6,7 @@ from collections import deque
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words
 from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.record.record_lines import without_none
 from gradguard.monitoring.record.step_rows import OptimizerSteps, taken_steps
 
 DIVERGED_TIMES = 2.5
@@ -95,7 +96,7 @@ def came_back(found: Episode, part: OptimizerSteps) -> bool:
         found: The episode of a loss that rose.
         part: The steps of its optimizer.
     """
-    losses = [loss for loss in taken_steps(part.record).column("loss") if loss is not None and math.isfinite(loss)]
+    losses = without_none(taken_steps(part.record).column("loss"))
     best, start = found.numbers["best"], found.numbers["start"]
     end = statistics.median(losses[-BLOCK:]) if losses else math.inf
     return end <= max(DIVERGED_TIMES * best, best + DIVERGED_PROGRESS * (start - best))

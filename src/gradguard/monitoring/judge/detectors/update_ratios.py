@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
-from gradguard.monitoring.record.record_lines import Numbers
+from gradguard.monitoring.record.record_lines import Numbers, names_of
 
 LARGE_UPDATE = 0.1
 """Norm of an update over that of its weight: 1e-3 is the rule of thumb, and above a tenth a weight is another one after
@@ -33,7 +33,7 @@ class UpdateRatios:
     """
 
     def __init__(self, log: Log, params: Sequence[dict[str, Any]]) -> None:
-        names = [str(parameter.get("name", "?")) for parameter in params]
+        names = names_of(params)
         self._groups = [parameter.get("group", 0) for parameter in params]
         self._matrices = [place for place, parameter in enumerate(params) if len(parameter.get("shape", ())) > 1]
         self._large, self._small = (Lasting(log, names, UPDATE_LINES, UPDATE_STEPS) for _ in range(2))

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Log, said
-from gradguard.monitoring.record.record_lines import Numbers
+from gradguard.monitoring.record.record_lines import Numbers, names_of
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
 SPIKE_TIMES = 1.5
@@ -159,7 +159,7 @@ class Rule:
 
     def __init__(self, log: Log, params: Sequence[dict[str, Any]]) -> None:
         self._log, self._params = log, params
-        self._names = [str(one.get("name", "?")) for one in params]
+        self._names = names_of(params)
         self._groups = [one.get("group", 0) for one in params]
         self._roots = [math.sqrt(one.get("numel", 0)) for one in params]
         self._are_small = all(one.get("numel", 0) <= ELEMENTS for one in params)

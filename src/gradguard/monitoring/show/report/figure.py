@@ -59,7 +59,7 @@ class Row:
     Attributes:
         traces: Its lines, bars and marks.
         yaxis: Keys of its vertical axis.
-        share: Its share of the height.
+        share: Its height, as a share of that of all rows or in any other unit.
     """
 
     traces: Sequence[Keys]
@@ -94,7 +94,7 @@ def drawing(rows: Sequence[Row], height: int, xaxis: Keys, **layout: Any) -> Key
         ([0.436, 1.0], [0.0, 0.376])
     """
     gap, top, data, axes, mark = 0.06, 1.0, [], {}, ""
-    free = 1 - gap * (len(rows) - 1)
+    free = (1 - gap * (len(rows) - 1)) / math.fsum(row.share for row in rows)
     for number, row in enumerate(rows, start=1):
         mark = "" if number == 1 else str(number)
         bottom = abs(round(top - free * row.share, 6))  # abs: the last one may come out as -0.0

@@ -4,7 +4,6 @@ import html
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.signals import signals_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.record_lines import without_none
-from gradguard.monitoring.record.step_rows import nonfinite_on, regime_of, rules_on
+from gradguard.monitoring.record.step_rows import nonfinite_on, regime_of
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
     BLACK,
@@ -137,7 +136,6 @@ def _over_steps(
             drawn += plot.series
     if not rows:
         return None
-    rows = rows if len(rows) > 1 else [replace(rows[0], share=1.0)]
     figure = drawing(rows, 60 + 240 * len(rows), steps_axis(records))
     return Chart(name, title, caption, figure, _numbers(records, labels, drawn), over_steps=True)
 
@@ -202,8 +200,9 @@ def _thresholds(record: Record, advice: Recommendation, most: int) -> list[Keys]
 
 def clips_norms(record: Record) -> bool:
     """Tell whether every threshold of a record is one of global norms, which belongs on an axis of norms."""
-    thresholds = [threshold is not None for threshold in record.steps.column("threshold")]
-    return any(thresholds) and all(rule == "norm" for rule in compress(rules_on(record.steps), thresholds))
+    known = [threshold is not None for threshold in record.steps.column("threshold")]
+    rules = set(compress(record.steps.column("rule"), known))
+    return bool(rules) and rules <= {"norm", None}  # a step that names no rule was clipped by the norm
 
 
 _MARKS = {

@@ -65,7 +65,7 @@ class LayerMatrix:
 
     def medians(self) -> list[Number]:
         """The median of the positive cells of each row, None for a row without one."""
-        return [median([cell for cell in row if cell is not None and cell > 0]) for row in self.cells]
+        return [median(_above(0.0, row)) for row in self.cells]
 
     def packed(self) -> str:
         """All cells as hundredths of log10 in 16 bits, in base64: two digits in a third of the text."""
@@ -247,14 +247,19 @@ def _matrix(
 
 def _largest(cells: Sequence[Number]) -> Number:
     """The largest of a parameter's values in one column; None if one was not finite, NaN if none was measured."""
-    return (
-        None if None in cells else max((cell for cell in cells if cell is not None and cell == cell), default=math.nan)
-    )
+    return None if None in cells else max(_above(_LEAST, cells), default=math.nan)
+
+
+_LEAST = -1.0  # below every norm; NaN is not above it
+
+
+def _above(low: float, cells: Sequence[Number]) -> list[float]:
+    return [cell for cell in cells if cell is not None and cell > low]
 
 
 def _movement(cells: Sequence[Number]) -> float:
     """By how much the largest cell of a row is above the smallest: infinitely where one is not above 0."""
-    known = [cell for cell in cells if cell is not None and cell > 0]
+    known = _above(0.0, cells)
     return max(known) / min(known) if len(known) == len(cells) else math.inf
 
 
@@ -307,7 +312,7 @@ def _cells(matrix: LayerMatrix) -> Keys:
 def _numbers(matrix: LayerMatrix) -> Table:
     found = []
     for name, cells, usual in zip(matrix.names, matrix.cells, matrix.medians(), strict=True):
-        largest = max((cell for cell in cells if cell is not None and cell == cell), default=None)
+        largest = max(_above(_LEAST, cells), default=None)
         shown = (name, number(usual), number(largest), f"{cells.count(0):,}", f"{cells.count(None):,}")
         found.append((_movement(cells), shown))
     most = sorted(range(len(found)), key=lambda row: -found[row][0])[:_MOST_TABLE_ROWS]

@@ -14,6 +14,7 @@ from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.record_lines import without_none
 from gradguard.monitoring.record.step_rows import OptimizerSteps, by_optimizer, usable_steps
 from gradguard.monitoring.show.report import figures, layer_section, series
 from gradguard.monitoring.show.report.figure import Chart, palette, steps_between
@@ -175,7 +176,7 @@ def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, amo
         "diagnosis": diagnosis,
         "recommendation": recommendation,
         "command": recommendation.rule and command(record, recommendation.rule, part.label),
-        "figures": [_drawn(chart, prefix, identity) for chart in charts if chart is not None],
+        "figures": [_drawn(chart, prefix, identity) for chart in without_none(charts)],
         "findings": findings,
         "counts": severities(findings),
         "events": sorted(gravest, key=lambda event: event["i"]),

@@ -7,6 +7,7 @@ from itertools import compress
 
 from gradguard.monitoring.judge.numbers import median
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.record_lines import without_none
 from gradguard.monitoring.record.step_rows import bound_on, taken_steps
 
 MOST_POINTS = 1200
@@ -118,7 +119,7 @@ def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
         The ends of the axis, or None where all losses fit: the largest is no more than three times as far above
         the smallest as 98 % of them are.
     """
-    losses = sorted(loss for record in records for loss in record.steps.column("loss") if loss is not None)
+    losses = sorted(loss for record in records for loss in without_none(record.steps.column("loss")))
     if not losses:
         return None
     low, most, high = losses[0], losses[int(0.98 * (len(losses) - 1))], losses[-1]
