@@ -9,7 +9,6 @@ from typing import Any
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, named, said, steps
 from gradguard.monitoring.judge.numbers import plain_threshold
-from gradguard.monitoring.record.record_lines import names_of
 
 SCALED_CLIPS = 3
 """So many bound clips of scaled gradients: a single one may be an experiment."""
