@@ -376,11 +376,12 @@ def saved_tensors(node: Node) -> list[Tensor]:
     return [one for one in found if isinstance(one, Tensor)]
 
 
-def saved_names(node: Node) -> list[str]:
-    """Return the names of what ``node`` saved and has, but for sizes; ``self`` first."""
-    names = [name.removeprefix("_saved_") for name in dir(type(node)) if name.startswith("_saved_")]
-    there = [name for name in names if "_sym_" not in name and getattr(node, f"_saved_{name}") is not None]
-    return sorted(there, key=lambda name: name != "self")
+def saved_all(node: Node, names: Sequence[str]) -> list[Any] | None:
+    """Return what ``node`` saved under all of these names; None where it did not, or some are freed or changed."""
+    try:
+        return [getattr(node, f"_saved_{name}") for name in names]
+    except (AttributeError, RuntimeError):
+        return None
 
 
 @functools.cache
