@@ -107,7 +107,8 @@ class SharedValue:
         )
         if theirs.dim() and mine.numel() != theirs.numel():
             return False
-        mine, theirs = mine.flatten(), (theirs.flatten() if theirs.dim() else theirs).to(mine)
+        mine = mine.flatten().float() if mine.dtype is torch.bool else mine.flatten()
+        theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
         rounding = self.rounding.flatten() if isinstance(self.rounding, Tensor) else self.rounding
         close = (mine - theirs).abs() <= 2 * rounding + 1e-12 * theirs.abs()
         return bool((close | (mine == theirs) | (mine.isnan() & theirs.isnan())).all())
