@@ -969,10 +969,12 @@ def test_layouts_of_ordinary_tensors_are_their_dtypes():
     assert torch_private.layouts_of(tensors) == [torch.float32, "its spec", torch.float64]
 
 
-def test_saved_names():
-    x = torch.ones(2, requires_grad=True)
-    assert torch_private.saved_names(torch.hypot(x, x).grad_fn) == ["self", "other", "result"]
-    assert torch_private.saved_names((-x).grad_fn) == []
+def test_saved_all():
+    x = torch.rand(3, requires_grad=True)
+    given, result = torch_private.saved_all(torch.hypot(x, x).grad_fn, ["self", "result"])
+    assert torch.equal(given, x)
+    assert torch.equal(result, torch.hypot(x, x))
+    assert torch_private.saved_all((-x).grad_fn, ["self"]) is None
 
 
 def test_saved_tensors_of():

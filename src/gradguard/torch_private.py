@@ -378,11 +378,12 @@ def saved_tensors(node: Node) -> list[Tensor]:
     return [one for one in found if isinstance(one, Tensor)]
 
 
-def saved_names(node: Node) -> list[str]:
-    """Return the names of what ``node`` saved and has, but for sizes; ``self`` first."""
-    names = [name for name in _saved(type(node)) if "_sym_" not in name]
-    there = [name for name in names if getattr(node, f"_saved_{name}") is not None]
-    return sorted(there, key=lambda name: name != "self")
+def saved_all(node: Node, names: Sequence[str]) -> list[Any] | None:
+    """Return what ``node`` saved under all of these names; None where it did not, or some are freed or changed."""
+    try:
+        return [getattr(node, f"_saved_{name}") for name in names]
+    except (AttributeError, RuntimeError):
+        return None
 
 
 _FACTORS = frozenset(["other", "self", "alpha", "value", "beta"])

@@ -116,6 +116,13 @@ def test_what_wide_draws_found_wrong(seed):
     assert glance(case).kind in ("refused", "false refusal")
 
 
+@pytest.mark.parametrize("reductions", [("mean", "sum"), ("token_mean",)], ids=str)
+def test_a_number_that_equals_a_declared_one_is_not_declared(reductions):
+    outcome = glance(draw(1007970, reductions, wide=True))  # the schedule's 1/6 in a batch of 6, and 1 over its size
+    assert outcome.kind == "refused"
+    assert "2 operations take the number 0.166667, and 1 of them were declared" in outcome.words
+
+
 def test_a_loss_inside_the_module_that_repeats_a_row_by_its_place_is_seen_on_the_first_step():
     found = trial(draw_widely(14039941))  # only the batch's last sample has rows: one sample at random seldom shows it
     assert (found.kind in ("refused", "false refusal"), found.steps) == (True, 0)

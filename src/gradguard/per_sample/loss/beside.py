@@ -6,7 +6,12 @@ like put in is saved nowhere. Its value follows from values that are saved: let 
 their Jacobian. The operations between are affine, so the constant is :math:`v - J x`.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
+    TAPS,
     Dependence,
     Unreadable,
     inputs_of,
@@ -22,11 +28,13 @@ from gradguard.per_sample.loss.loss_graph import (
     operation,
     operations,
     parents,
+    pull,
     saved,
     shape_of,
+    signed,
     walk,
 )
-from gradguard.torch_private import saved_names, saved_tensors
+from gradguard.torch_private import arguments_of, saved_all, saved_tensors
 
 Value = tuple[Node, int]
 
@@ -45,8 +53,16 @@ _CONVOLUTIONS = operations("Convolution ConvolutionOverrideable")
 _BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices")
 """Operations that choose or put values, whose constants lie beside none."""
 
-_WHOLE = (["self"], ["self", "other"], ["self", "exponent"], ["self", "mat2"])
-"""The inputs of functions, in their order."""
+_MOVING = operations(
+    "Gather Take TakeAlongDim Topk Sort Max Min Amax Amin Median Kthvalue Cumsum Flip Roll Repeat Diagonal Tril Triu"
+)
+"""Operations that are linear once they have chosen what they take, beside those that a loss is read through."""
+
+_INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "Exp": torch.log, "Sigmoid": torch.logit, "Tanh": torch.atanh, "Sqrt": torch.square, "Relu": torch.clone,
+    "Reciprocal": torch.reciprocal,
+}  # fmt: skip
+"""Functions of operations that save their results alone, inverted where they have a derivative."""
 
 
 def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, Tensor]]:
@@ -123,43 +139,127 @@ def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
             if tensor.requires_grad:
                 edge = get_gradient_edge(tensor)
                 found[edge.node, edge.output_nr] = tensor.detach()
+                if operation(edge.node) == "Clone":  # of what an operation in place has written over
+                    found[parents(edge.node)[0]] = tensor.detach()
         if (again := _again(node)) is not None:
             found.setdefault((node, 0), again)
-        if operation(node) == "Sqrt":
-            found.setdefault(parents(node)[0], saved(node, "result").detach().square())
     return found
 
 
 def _again(node: Node) -> Tensor | None:
-    """Return the result of a function of torch of its inputs, where an operation saved these, and nothing else."""
-    function, names = getattr(torch, operation(node).lower(), None), saved_names(node)
-    if function is None or names not in _WHOLE or len(names) < len(node.next_functions):
-        return None
-    with torch.no_grad():
-        found = function(*[saved(node, name) for name in names])
-    return found if found.shape == shape_of(node) else None
+    """Return the result of a function of torch's where the operation saved all that it takes."""
+    for function, names in _functions(operation(node)) if operation(node) not in _MOVING else ():
+        given = saved_all(node, names) if len(names) >= len(node.next_functions) else None
+        if given is None:
+            continue
+        with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError):
+            values = [_signed(one) for one in given]
+            named = zip(arguments_of(function), values, strict=True)
+            keywords = {one.name: value for one, value in named if one.kwarg_only}
+            found = function(*values[: len(values) - len(keywords)], **keywords)
+            found = found[0] if isinstance(found, tuple) else found
+            return found if isinstance(found, Tensor) and found.shape == shape_of(node) else None
+    return None
 
 
-def added(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the constant in a value, and how far rounding may have moved it; None if it cannot be told.
+def _signed(value: Any) -> Any:
+    """Return what a node saved as it was given: whole numbers below 0 are kept as unsigned ones."""
+    if isinstance(value, list | tuple):
+        return [_signed(one) for one in value]
+    return signed(value) if type(value) is int else value
 
-    Rounding is given twice: of each element where its parts do not cancel, and of any, where they do.
+
+@functools.cache
+def _functions(name: str) -> list[tuple[Callable[..., Any], tuple[str, ...]]]:
+    """Return the forms of torch's function that an operation is called after, with the names of their arguments."""
+    words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    packets = [getattr(torch.ops.aten, one, None) for one in dict.fromkeys((name.lower(), words, f"{words}_forward"))]
+    forms = [getattr(packet, form) for packet in packets if packet is not None for form in packet.overloads()]
+    named = [(form, tuple(one.name for one in arguments_of(form))) for form in forms]
+    drawn = torch.Tag.nondeterministic_seeded
+    return sorted([one for one in named if drawn not in one[0].tags], key=lambda one: -len(one[1]))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Numbers that are known but for rounding, or not at all.
+
+    Attributes:
+        low: The least that they may be.
+        high: The most.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def around(cls, values: Tensor, rounding: Tensor) -> "Bounds":
+        """Return those of values, of which NaN are not known."""
+        low, high = values - rounding, values + rounding
+        return cls(low.nan_to_num(-torch.inf), high.nan_to_num(torch.inf))
+
+    def alike(self, dim: int) -> "Bounds":
+        """Return those of the numbers along a dimension, which are the same."""
+        return Bounds(self.low.amax(dim, keepdim=True), self.high.amin(dim, keepdim=True))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes, 1 where numbers along a dimension may be the same."""
+        if not self.low.numel():
+            return [1] * self.low.dim()
+        differ = [bool((self.low.amax(dim) > self.high.amin(dim)).any()) for dim in range(self.low.dim())]
+        return [size if differs else 1 for size, differs in zip(self.low.shape, differ, strict=True)]
+
+    @property
+    def middle(self) -> Tensor:
+        """The numbers; NaN where they are not known."""
+        return (self.low + self.high) / 2
+
+    @property
+    def rounding(self) -> Tensor:
+        """How far the numbers may be from `middle`."""
+        return (self.high - self.low) / 2
+
+
+def recovered_values(nodes: Sequence[Node]) -> dict[Value, Bounds]:
+    """Return the values that follow from results of functions, by where they were computed.
+
+    What the result does not show of a value, its derivative does not either: rounding of one is as large as the other
+    is small, and a value is not known where the derivative is 0.
+    """
+    found: dict[Value, Bounds] = {}
+    for node in nodes:
+        if (inverse := _INVERSES.get(operation(node))) is not None:
+            result = saved(node, "result").detach()
+            slope = pull(node, 0, 0, torch.ones_like(result)).abs()
+            rounding = 16 * torch.finfo(result.dtype).eps * result.abs() / slope
+            values = inverse(result).where(slope > 0, torch.nan)
+            found[parents(node)[0]] = Bounds.around(values, rounding)
+    return found
+
+
+def added(
+    value: Value, whole: Bounds, known: Mapping[Value, Tensor], depends: Dependence
+) -> tuple[Bounds, Bounds] | None:
+    """Return the constant in a value; None if it cannot be told.
+
+    It is given twice: by the rounding of each element where its parts do not cancel, and of any, where they do.
 
     Args:
         value: Where it was computed.
-        known: The values that are known, ``value`` among them.
+        whole: The value, without rounding where an operation saved it.
+        known: The values that are known.
         depends: Knows which values depend on the samples.
 
     Raises:
         Unreadable: If a backward from there cannot be run.
     """
-    below = _nearest(value, known, depends)
+    below = nearest(value, known, depends)
     if below is None:
         return None
-    whole = known[value]
-    cotangent = torch.zeros_like(whole, requires_grad=True)
+    cotangent = torch.zeros_like(whole.low, requires_grad=True)
     try:
-        with torch.enable_grad(), torch.autocast(whole.device.type, enabled=False), silent_taps():
+        with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False), silent_taps():
             pulled = torch.autograd.grad(
                 [GradientEdge(*value)],  # pyright: ignore[reportArgumentType]
                 [GradientEdge(*one) for one in below],  # pyright: ignore[reportArgumentType]
@@ -171,9 +271,11 @@ def added(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> t
             [linear] = torch.autograd.grad(product, cotangent)
     except (RuntimeError, TypeError) as error:
         raise Unreadable(f"what is added to values from {value[0].name()} cannot be read") from error
-    rounding = 16 * max(torch.finfo(known[one].dtype).eps for one in (value, *below))
-    each = rounding * (whole.abs() + linear.abs())
-    return whole - linear, each, torch.stack([each.max(), *[rounding * known[one].abs().max() for one in below]]).sum()
+    rounding = 16 * max(torch.finfo(one.dtype).eps for one in (whole.low, *[known[one] for one in below]))
+    each = rounding * (whole.middle.nan_to_num().abs() + linear.abs())
+    most = torch.stack([each.max(), *[rounding * known[one].abs().max() for one in below]]).sum()
+    low, high = whole.low - linear, whole.high - linear
+    return Bounds(low - each, high + each), Bounds(low - most, high + most)
 
 
 def adds_unseen_below(value: Value, known: Container[Value], depends: Dependence) -> bool:
@@ -181,23 +283,41 @@ def adds_unseen_below(value: Value, known: Container[Value], depends: Dependence
     return any(adds_unseen(node, depends) for node in _affine(value, known, depends))
 
 
-def _nearest(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> list[Value] | None:
-    """The known values that a value is an affine function of; None if it is of others, too."""
-    found: dict[Value, None] = {}
-    nodes = list(_affine(value, known, depends))
-    for edge in [value, *[edge for node in nodes for edge in parents(node) if depends(edge[0])]]:
-        if edge != value and edge in known:
-            found[edge] = None
-        elif edge[0] not in nodes:
-            return None
-    return [*found]
+def nearest(value: Value, known: Container[Value], depends: Dependence) -> list[Value] | None:
+    """Return the known values that a value is an affine function of; None if it is of others, too."""
+    edges = _behind(value, known, depends)
+    return None if any(edge not in known for edge in edges) else edges
+
+
+def is_told(value: Value, known: Container[Value], ends: Container[Value], depends: Dependence) -> bool:
+    """Tell whether what was added to a value follows from known values, or lies within the module.
+
+    Args:
+        value: Where it was computed.
+        known: The values that are known.
+        ends: The values that the module returned.
+        depends: Knows which values depend on the samples.
+
+    Returns:
+        Whether it is so.
+    """
+    behind = [edge for edge in _behind(value, known, depends) if edge not in known]
+    return all(edge[0].name() in TAPS and edge not in ends for edge in behind)
+
+
+def _behind(value: Value, known: Container[Value], depends: Dependence) -> list[Value]:
+    """Return the nearest values that a value is an affine function of."""
+    nodes = {*_affine(value, known, depends)}
+    edges = [value, *[edge for node in nodes for edge in parents(node) if depends(edge[0])]]
+    return [*dict.fromkeys(e for e in edges if (e in known and e != value) or e[0] not in nodes)]
 
 
 def _affine(value: Value, known: Container[Value], depends: Dependence) -> Iterator[Node]:
     """Yield the affine operations from a value to the known ones that are nearest."""
 
     def ends(place: Value) -> bool:
-        return (place in known and place != value) or not is_affine(place[0], depends)
+        moves = operation(place[0]) in _MOVING or is_affine(place[0], depends)
+        return (place in known and place != value) or not moves
 
     places = walk(
         [value], lambda place: () if ends(place) else (edge for edge in parents(place[0]) if depends(edge[0]))
@@ -219,12 +339,7 @@ def own_sizes(constant: Tensor) -> list[int]:
     return [1 if stride == 0 else size for size, stride in zip(constant.shape, constant.stride(), strict=True)]
 
 
-def varying_sizes(constant: Tensor, rounding: Tensor | None = None) -> list[int]:
-    """Return the sizes of a constant, 1 where values along a dimension are the same, but for rounding."""
-    if rounding is None:
-        constant, rounding = constant.double(), torch.zeros((), dtype=torch.float64, device=constant.device)
-    rounding = rounding.broadcast_to(constant.shape)
-    changes = [
-        (constant - constant.roll(1, dim)).abs() > rounding + rounding.roll(1, dim) for dim in range(constant.dim())
-    ]  # no NaN is greater
-    return [size if bool(change.any()) else 1 for size, change in zip(constant.shape, changes, strict=True)]
+def varying_sizes(constant: Tensor) -> list[int]:
+    """Return the sizes of a constant, 1 where values along a dimension are the same."""
+    constant = constant.double()
+    return Bounds.around(constant, torch.zeros_like(constant)).sizes

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import (
+    Bounds,
     added,
     adds_unseen,
     adds_unseen_below,
@@ -20,6 +21,7 @@ from gradguard.per_sample.loss.beside import (
     known_values,
     own_sizes,
     places_of,
+    recovered_values,
     varying_sizes,
 )
 from gradguard.per_sample.loss.ledger import RowWeights
@@ -363,18 +365,20 @@ class SampleRows:
         doubtful = any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen)
         outputs.coincide |= doubtful
         known = outputs.held | known_values(nodes) if doubtful else {}
+        recovered = recovered_values(nodes) if doubtful else {}
+        wholes = {one: bounds for one, bounds in recovered.items() if bool(bounds.middle.isfinite().all())}
+        wholes |= {one: Bounds(values, values) for one, values in known.items()}
         ends = {edge: None for node in nodes for edge in parents(node) if not is_affine(node, depends)}
         for value in ends if doubtful else ():
             shape = shape_of(*value)
             if not adds_unseen_below(value, known, depends) or not self._is_doubtful(shape, shape):
                 continue
-            found = added(value, known, depends) if value in known else None
+            found = added(value, wholes[value], known, depends) if value in wholes else None
             if found is None:
                 self._refuse_constant(value[0], value)
                 continue
-            constant, each, most = found
-            surely = varying_sizes(constant, most)
-            self._refuse_constant(value[0], value, varying_sizes(constant, each), surely)
+            each, most = found
+            self._refuse_constant(value[0], value, each.sizes, most.sizes)
 
     def _learn(self, sizes: Sequence[int]) -> None:
         """Remember sizes of constants that are made of no samples; beside a single sample any may be."""

@@ -20,16 +20,18 @@ from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import (
     TAKES_BESIDE,
+    Bounds,
     Value,
     added,
     adds_unseen,
     adds_unseen_below,
     constants_beside,
     is_affine,
+    is_told,
     known_values,
     own_sizes,
     places_of,
-    varying_sizes,
+    recovered_values,
 )
 from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
@@ -87,7 +89,7 @@ class SharedValue:
     key: Hashable
     value: Tensor | float
     is_shared: Callable[[], bool] = lambda: True
-    rounding: float = 0.0
+    rounding: Tensor | float = 0.0
     places: tuple[Hashable, ...] = ()
 
     def is_of(self, declared: Tensor | float) -> bool:
@@ -105,8 +107,11 @@ class SharedValue:
         )
         if theirs.dim() and mine.numel() != theirs.numel():
             return False
-        theirs = theirs.flatten() if theirs.dim() else theirs
-        return torch.allclose(mine.flatten(), theirs.to(mine), rtol=1e-12, atol=self.rounding, equal_nan=True)
+        mine = mine.flatten().float() if mine.dtype is torch.bool else mine.flatten()
+        theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
+        rounding = self.rounding.flatten() if isinstance(self.rounding, Tensor) else self.rounding
+        close = (mine - theirs).abs() <= 2 * rounding + 1e-12 * theirs.abs()
+        return bool((close | (mine == theirs) | (mine.isnan() & theirs.isnan())).all())
 
 
 @dataclass(frozen=True)
@@ -208,12 +213,16 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 def hidden_in_graph(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> str:
     """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
     nodes = [node for node, _ in _nodes(roots, outputs, depends)]
-    known = outputs.held | known_values(nodes)
+    adds = any(adds_unseen(node, depends) for node in nodes)
+    known = outputs.held | known_values(nodes) if adds else {}
+    found = {**known, **recovered_values(nodes)} if adds else {}
     for node in nodes:
         if operation(node) not in _SHOWING:
             return f"its graph does not show all numbers that {node.name()} takes"
-        for value in parents(node) if not is_affine(node, depends) and operation(node) != "LogSoftmax" else ():
-            if value not in known and adds_unseen_below(value, known, depends):
+        for value in parents(node) if adds and not is_affine(node, depends) else ():
+            if adds_unseen_below(value, known, depends) and not (
+                (value in found or operation(node) == "LogSoftmax") and is_told(value, known, outputs.values, depends)
+            ):
                 return f"its graph does not show what is added to values before {node.name()}"
     if outputs.batch_size > 1 and (name := _own_sum_of_several(nodes, outputs, depends)):
         return (
@@ -292,60 +301,68 @@ def shared_in_graph(
 
 def _added(
     nodes: Sequence[Node], outputs: Outputs, depends: Dependence
-) -> Iterator[tuple[int, Value, list[int], Tensor | float, float]]:
+) -> Iterator[tuple[int, Value, list[int], Tensor | float, Tensor]]:
     """Yield the constants that operations add and do not save, where they may be alike for all samples.
 
     Each comes after the number of its place, the value that it is in, and its sizes, and before its rounding.
     Whole numbers are left out: targets and masks of all samples may be alike by chance.
     """
-    for number, value, constant, rounding, _ in _sums(nodes, outputs, depends):
-        places = places_of(shape_of(*value), outputs.batch_size)
-        sizes = varying_sizes(constant, rounding)
-        if any(sizes[dim] == 1 for dim in places):
-            for dim in (dim for dim in places if sizes[dim] == 1):
-                constant = constant.narrow(dim, 0, 1)
-            one = constant.flatten()[0]
-            if bool(((constant - one).abs() <= rounding).all()):
-                constant = one
-            if bool(((constant - constant.round()).abs() > rounding).any()):
-                yield number, value, sizes, constant if constant.dim() else float(one), float(2 * rounding)
+    for number, value, bounds, _, _ in _sums(nodes, outputs, depends):
+        sizes = bounds.sizes
+        alike = [dim for dim in places_of(shape_of(*value), outputs.batch_size) if sizes[dim] == 1]
+        if not alike:
+            continue
+        for dim in alike:
+            bounds = bounds.alike(dim)
+        low, high = bounds.low.max(), bounds.high.min()
+        bounds = Bounds(low, high) if low <= high else bounds
+        constant = bounds.middle
+        if bool(((constant - constant.round()).abs() > bounds.rounding).any()):
+            yield number, value, sizes, constant if constant.dim() else float(constant), bounds.rounding
 
 
 def _sums(
     nodes: Sequence[Node], outputs: Outputs, depends: Dependence
-) -> Iterator[tuple[int, Value, Tensor, Tensor, dict[Value, Tensor]]]:
-    """Yield the number of each value that has unseen constants in it, the value, their sum, and the known values."""
+) -> Iterator[tuple[int, Value, Bounds, Tensor, dict[Value, Tensor]]]:
+    """Yield each value that has unseen constants in it: its number, its place, their sum, it, and the known values."""
     if not any(adds_unseen(node, depends) for node in nodes):
         return
     known = outputs.held | known_values(nodes)
+    found = {one: Bounds(values, values) for one, values in known.items()}
+    found |= {one: bounds for one, bounds in recovered_values(nodes).items() if one not in known}
     normalized: dict[Value, int] = {}  # of these the result is known: they themselves but for a number of each row
     for node in nodes:
-        if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in known:
-            known[value], normalized[value] = saved(node, "result").detach(), signed(saved(node, "dim"))
-    ends = {edge: None for node in nodes if not is_affine(node, depends) for edge in parents(node) if edge in known}
+        if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in found:
+            result, normalized[value] = saved(node, "result").detach(), signed(saved(node, "dim"))
+            found[value] = Bounds(result, result)
+    ends = {edge: None for node in nodes if not is_affine(node, depends) for edge in parents(node) if edge in found}
     for number, value in enumerate(ends):
         places = places_of(shape_of(*value), outputs.batch_size)
         if not places or not adds_unseen_below(value, known, depends):
             continue
-        if (found := _subtracted(value, known, depends) or added(value, known, depends)) is None:
+        whole = found[value]
+        bounds = _subtracted(value, known, depends)
+        if bounds is None and (apart := added(value, whole, known, depends)) is not None:
+            bounds = apart[1]
+        if bounds is None:
             continue
-        constant, rounding = found[0], found[-1]
         if value in normalized:
-            constant = constant - constant.mean(normalized[value], keepdim=True)
-        yield number, value, constant, rounding, known
+            mean = bounds.middle.mean(normalized[value], keepdim=True)
+            bounds = Bounds(bounds.low - mean, bounds.high - mean)
+        yield number, value, bounds, whole.middle, known
 
 
 def _own_sum_of_several(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> str:
     """Return the operation that takes a value to which several constants were added, of which the sum is seen alone."""
-    for _, value, constant, rounding, known in _sums(nodes, outputs, depends):
-        sizes = varying_sizes(constant, rounding)
+    for _, value, bounds, whole, known in _sums(nodes, outputs, depends):
+        sizes = bounds.sizes
         own = any(sizes[dim] > 1 for dim in places_of(shape_of(*value), outputs.batch_size))
-        if own and _additions(value, known, depends) > 1:
+        if own and _additions(value, whole, known, depends) > 1:
             return value[0].name()
     return ""
 
 
-def _additions(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> int:
+def _additions(value: Value, whole: Tensor, known: Mapping[Value, Tensor], depends: Dependence) -> int:
     """Return how many unseen constants are added to an element of a value at most, from the known values on."""
     counts: dict[Value, int] = {}
     pending = [value]
@@ -362,7 +379,7 @@ def _additions(value: Value, known: Mapping[Value, Tensor], depends: Dependence)
             continue
         found = [counts[edge] for edge in below]
         together = max(found) if operation(node) in {"Stack", "Cat"} else sum(found)
-        is_seen = top == value and operation(node) == "Where" and _is_zero_elsewhere(node, known[value], depends)
+        is_seen = top == value and operation(node) == "Where" and _is_zero_elsewhere(node, whole, depends)
         is_number = node.name() in {"AddBackward1", "SubBackward1"}  # of a function of torch's, as its eps
         counts[top] = together + (adds_unseen(node, depends) and not is_seen and not is_number)
     return counts[value]
@@ -477,16 +494,18 @@ def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> Iter
         pending += [(child, output, is_behind) for child, output in parents(node)]
 
 
-def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> tuple[Tensor, Tensor] | None:
-    """Return the constant that one operation adds or subtracts, and rounding: what `added` does, in one pass."""
-    node, inputs = value[0], inputs_of(value[0], depends)
+def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> Bounds | None:
+    """Return the constant that one operation adds to or subtracts from known values: what `added` does, in one pass."""
+    node, inputs, whole = value[0], inputs_of(value[0], depends), known.get(value)
     below = node.next_functions[inputs[0]] if len(inputs) == 1 else (None, 0)
-    whole, part = known[value], known.get(cast("Value", below))
-    if operation(node) not in {"Add", "Sub"} or scalars(node) != [1.0] or part is None or part.shape != whole.shape:
+    part = known.get(cast("Value", below))
+    if whole is None or operation(node) not in {"Add", "Sub"} or scalars(node) != [1.0] or part is None:
+        return None
+    if part.shape != whole.shape:
         return None
     sign = -1 if operation(node) == "Sub" and inputs == [1] else 1
     rounding = 16 * torch.finfo(whole.dtype).eps * torch.maximum(whole.abs().max(), part.abs().max())
-    return whole - sign * part, rounding
+    return Bounds.around(whole - sign * part, rounding)
 
 
 _FACTORS = ("alpha", "beta", "value", "self")

@@ -153,8 +153,9 @@ def loss_parts(
         found_paths = list(paths(roots, depends, outputs.values, declared))
         owners = known.owners if known else [None] * len(found_paths)
         ends = [_rows(path, outputs, depends, owner) for path, owner in zip(found_paths, owners, strict=True)]
-        if ledger.strict and declared:
-            _refuse_undeclared(found_paths, [node for end in ends for node in end.behind], depends, declared)
+        if declared:
+            needless = {0.5} if ledger.strict else set[float]()
+            _refuse_undeclared(found_paths, [node for end in ends for node in end.behind], depends, declared, needless)
         if ledger.strict and outputs.batch_size > 1:
             _refuse_cut(ends)
         terms = [end.term(scale) for end in ends]
@@ -266,7 +267,7 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
 
 
 def _refuse_undeclared(
-    found: Sequence[Path], behind: Sequence[Node], depends: Dependence, declared: Sequence[float]
+    found: Sequence[Path], behind: Sequence[Node], depends: Dependence, declared: Sequence[float], needless: Set[float]
 ) -> None:
     """Check that no number is taken for a declared one because it equals that: each was declared where it stands.
 
@@ -275,9 +276,10 @@ def _refuse_undeclared(
         behind: The operations between the rows and the module, where a declared number may stand as well.
         depends: Knows which values depend on the samples.
         declared: The declared numbers.
+        needless: Factors that need not be declared.
 
     Raises:
-        Refused: If more operations take a number than were declared, and it is no factor 0.5, which need not be.
+        Refused: If more operations take a number than were declared, and it is no such factor.
     """
     on_paths = {c.node: c for path in found for c in path.constants if c.origin == "declared"}
     nodes = {one.node: one for node in behind for one in declared_at(node, depends, declared)} | on_paths
@@ -285,7 +287,7 @@ def _refuse_undeclared(
         number = constant.number
         same = [one for one in nodes.values() if math.isclose(one.number, number, rel_tol=1e-12)]
         taken, said = len(same), sum(math.isclose(one, number, rel_tol=1e-12) for one in declared)
-        if taken > said and (number != 0.5 or any(one.divides for one in same)):
+        if taken > said and (number not in needless or any(one.divides for one in same)):
             raise Refused(
                 f"{taken} operations take the number {number:.6g}, and {said} of them were declared: another may have "
                 "been counted from the batch. Say clipper.constant(number) at each place where it stands, and leave a "
