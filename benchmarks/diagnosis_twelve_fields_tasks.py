@@ -165,7 +165,7 @@ def molecules(run: Run) -> float:
     bend = torch.sigmoid if run.has("vanishing__sigmoid") else torch.relu
     if run.has("exploding_depth__sum"):
         for layer in rounds:
-            nn.init.normal_(layer.weight, std=0.6)
+            nn.init.normal_(layer.get_parameter("weight"), std=0.6)
     optimizer = torch.optim.SGD(
         [*enter.parameters(), *rounds.parameters(), *leave.parameters()], lr=0.05 * run.rate, momentum=0.9
     )
