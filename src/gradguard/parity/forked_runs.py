@@ -30,7 +30,7 @@ _NO_FORK_AFTER = (
     ("torch.distributed", "init_process_group"),  # connections
     ("multiprocessing.synchronize", "SemLock.__init__"),  # a queue to a worker
     ("multiprocessing.process", "BaseProcess.__init__"),
-    ("threading", "Thread.start"),
+    ("threading", "Thread.__init__"),  # Python 3.13.0 to 3.13.3 start none in a fork that was made before it
     ("torch", "set_num_threads"),  # OpenMP's threads
 )
 
