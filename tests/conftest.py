@@ -2,10 +2,13 @@
 
 import gc
 import os
+import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
 
+if sys.platform != "win32":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup processes would inherit that it is ignored
 if sys.platform == "linux":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine need not be able to resolve its own name
 

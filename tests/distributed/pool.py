@@ -217,6 +217,7 @@ def _serve(pipe: Any, rank: int, world: int, folder: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # as in pyproject.toml
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
         try:
             join(rank, world, folder)
             while True:

@@ -80,8 +80,8 @@ SHARED = {
         r"shared has 'both0' on stage 0 only",
     ),
     "two shapes": (
-        lambda m: [m["both" if dist.get_rank() == 0 else "own"].weight],
-        r"shared\['0'\] is not one weight: \(2, 3\) torch.float32 on stage 0, \(2, 2\) torch.float32 on stage 1",
+        lambda m: {"both": m["both" if dist.get_rank() == 0 else "own"].weight},
+        r"shared\['both'\] is not one weight: \(2, 3\) torch.float32 on stage 0, \(2, 2\) torch.float32 on stage 1",
     ),
 }
 
@@ -99,6 +99,11 @@ def test_shared_weights_must_be_shared(pool, how):
     for wrong, norm in pool(2).run(share, how):
         check_refusals([wrong], "InvalidValueError", SHARED[how][1])
         assert norm == pytest.approx(math.sqrt(6 + 4 * 1 + 4 * 4))
+
+
+def test_a_list_does_not_say_what_is_shared_with_what():
+    with pytest.raises(gg.errors.InvalidTypeError, match="shared is list: expected a mapping from a name, the same on"):
+        gg.clip_grad_norm_(torch.nn.Linear(2, 2), 1.0, shared=[torch.nn.Parameter(torch.zeros(2))])
 
 
 def share_with_nobody():
