@@ -4,8 +4,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.findings import Kind, Log, said
 from gradguard.monitoring.judge.spikes import SpikeFinder
 
 SPIKE_TIMES = 5.0
@@ -87,20 +86,22 @@ class Outliers:
             self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=[layer] if layer else [])
 
 
-def _spike(found: Episode) -> Words:
-    where = f", mostly in {found.params[0]}" if found.params else ""
-    times = number(found.numbers["largest"])
-    message = f"the gradient norm was {times} times that of the steps around it on step {found.first}{where}"
-    return "info", message, "look at its batch; what to clip by, the report's decision says"
-
-
 _STOOD_OUT = (
     "the gradient norm stood out {found.count} times from that of the steps around it, first on step {found.first}, by "
     "up to {largest} times"
 )
 _LOOK = "look at the batches of these steps: mislabelled, unnormalised or overlong samples do that"
 
-SPIKE = Kind("spike", _spike, value="largest")
+SPIKE = Kind(
+    "spike",
+    said(
+        "info",
+        "the gradient norm was {largest} times that of the steps around it on step {found.first}{where}",
+        "look at its batch; what to clip by, the report's decision says",
+        where=", mostly in {found.params[0]}",
+    ),
+    value="largest",
+)
 RECURRING_SPIKES = Kind(
     "recurring_spikes",
     said(
