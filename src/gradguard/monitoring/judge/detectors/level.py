@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from gradguard.monitoring.judge.detectors.loss import Loss
-from gradguard.monitoring.judge.detectors.outliers import FROM_ONE_LAYER
+from gradguard.monitoring.judge.detectors.outliers import source_of
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said, steps
 from gradguard.monitoring.judge.numbers import number
 
@@ -169,8 +169,7 @@ class NormLevel:
         self._peak = max(self._peak, norm)
         if loss is not None:
             self._run_losses.append(loss)
-        if top is not None and top[1] > FROM_ONE_LAYER and 0 <= top[0] < len(self._names):
-            self._tops[self._names[top[0]]] += 1
+        self._tops.update(source_of(top, self._names))
         if count < EXPLODING_STEPS:
             self._jump(i, norm, clipped)
             return

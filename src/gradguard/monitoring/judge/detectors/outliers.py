@@ -68,14 +68,9 @@ class Outliers:
                 continue
             is_new, self._last = i - self._last > ONE_SPIKE, i
             if is_new:
-                self._spike(i, times, self._layer(top), clipped)
+                self._spike(i, times, source_of(top, self._names), clipped)
 
-    def _layer(self, top: Top) -> str:
-        if top is None or top[1] < FROM_ONE_LAYER or not 0 <= top[0] < len(self._names):
-            return ""
-        return self._names[top[0]]
-
-    def _spike(self, i: int, times: float, layer: str, clipped: bool) -> None:
+    def _spike(self, i: int, times: float, source: list[str], clipped: bool) -> None:
         self._spikes.append((i, times, clipped))
         near = [spike for spike in self._spikes if i - spike[0] <= RECURRING_STEPS]
         if len(near) >= RECURRING:
@@ -83,7 +78,17 @@ class Outliers:
             about = {"numbers": numbers, "harmless": harmless, "count": len(near)}
             self._log.tell("recurring spikes", RECURRING_SPIKES, near[0][0], i, times, **about)
         elif not clipped:  # a clip has done what it is for
-            self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=[layer] if layer else [])
+            self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=source)
+
+
+def source_of(top: Top, names: Sequence[str]) -> list[str]:
+    """Return the parameter that most of a gradient comes from; nothing where there is none, or it is not known.
+
+    Args:
+        top: The place of the parameter with the largest gradient, and its share of the squared norm, if known.
+        names: The names of the parameters.
+    """
+    return [] if top is None or top[1] < FROM_ONE_LAYER else [*names[top[0] : top[0] + 1]]
 
 
 _STOOD_OUT = (

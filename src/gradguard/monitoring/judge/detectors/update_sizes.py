@@ -196,7 +196,7 @@ class Rule:
         self._factors.append((factor, factor / rate))
         columns = zip(*self._factors, strict=True)
         if len(self._factors) == FACTORS and any(max(one) - min(one) < STEADY * abs(max(one)) for one in columns):
-            self._tell(FACTOR, i, factor)
+            self._log.tell("rule", FACTOR, i, i, numbers={"size": factor})
 
     def tensors(self, i: int, line: dict[str, Any], rate: float | None, gradient: float) -> None:
         """Follow a line with the update of each tensor.
@@ -222,10 +222,10 @@ class Rule:
         if self._followed % _LINES_BETWEEN:
             return
         if len(self._moved) >= LINES and self._is_one_length():
-            self._tell(ONE_LENGTH, i)
+            self._log.tell("rule", ONE_LENGTH, i, i)
         for kind, lines, same in ((FLOOR, self._moved, SAME), (ADDED_FLOOR, self._added, SAME_ADDED)):
             if len(lines) >= LINES and (floor := _floor(lines, same)) is not None:
-                self._tell(kind, i, floor)
+                self._log.tell("rule", kind, i, i, numbers={"size": floor})
 
     def _sizes(self, updates: Numbers, rates: Numbers) -> Numbers:
         """Return the root mean square of each tensor's update over its learning rate; None where it is not exact.
@@ -273,10 +273,6 @@ class Rule:
         first, share = min(decaying[place][0] for place in shrunk), max(decaying[place][2] for place in shrunk)
         about = {"params": [self._names[place] for place in shrunk], "numbers": {"share": min(1.0, share)}}
         self._log.begin("decay", DECAY, first, i, **about)
-
-    def _tell(self, kind: Kind, i: int, size: float = 0.0) -> None:
-        if self._log.goes_on("rule", i) is None:
-            self._log.begin("rule", kind, i, i, numbers={"size": size})
 
 
 def _floor(lines: Iterable[Numbers], same: float) -> float | None:
