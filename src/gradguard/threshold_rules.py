@@ -157,7 +157,21 @@ class PerTensor:
         return scaled
 
 
-class SortedWindow:
+class _Past:
+    """The norms of earlier steps, as a rule remembers them."""
+
+    def add(self, value: float) -> None:
+        """Remember a value."""
+        raise NotImplementedError
+
+    def put(self, count: int, value: float, enters: bool) -> None:
+        """Remember ``value`` if it ``enters``; ``count`` is for memories on a device, which have fixed places."""
+        del count
+        if enters:
+            self.add(value)
+
+
+class SortedWindow(_Past):
     """The last values, in the order in which they came and sorted: a median takes logarithmic time.
 
     Args:
@@ -184,17 +198,6 @@ class SortedWindow:
         recent.append(value)
         insort(ordered, value)
 
-    def put(self, count: int, value: float, enters: bool) -> None:
-        """Remember ``value`` if it ``enters``.
-
-        Args:
-            count: Not looked at.
-            value: A number.
-            enters: Whether it does.
-        """
-        if enters:
-            self.add(value)
-
     def median(self, count: int) -> float:
         """Return the median, 0 if there are no values.
 
@@ -213,7 +216,7 @@ class SortedWindow:
         return median_distance(self.ordered, middle) if count else 0.0
 
 
-class _HeapHistory:
+class _HeapHistory(_Past):
     """All values, in two heaps that meet at a place.
 
     The place of a percentile moves by less than one for each value: a run of a million steps needs no sorted list.
@@ -223,10 +226,8 @@ class _HeapHistory:
         self._below: list[float] = []  # the smallest ones, negated, so that their largest comes first
         self._above: list[float] = []
 
-    def put(self, count: int, value: float, enters: bool) -> None:
-        del count
-        if enters:
-            heapq.heappush(self._above, -heapq.heappushpop(self._below, -value))
+    def add(self, value: float) -> None:
+        heapq.heappush(self._above, -heapq.heappushpop(self._below, -value))
 
     def last(self, count: int) -> int:
         return max(count, 1) - 1
@@ -238,16 +239,14 @@ class _HeapHistory:
         return low, self._above[0] if place < last else low
 
 
-class _FirstNorms:
+class _FirstNorms(_Past):
     """The first norms."""
 
     def __init__(self) -> None:
         self._norms: list[float] = []
 
-    def put(self, count: int, value: float, enters: bool) -> None:
-        del count
-        if enters:
-            self._norms.append(value)
+    def add(self, value: float) -> None:
+        self._norms.append(value)
 
     def moments(self) -> tuple[float, float]:
         mean = sum(self._norms) / len(self._norms)

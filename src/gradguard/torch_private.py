@@ -729,7 +729,7 @@ local_tensor_of: Callable[[Any], Tensor] = _read("local_tensor_of")
 def local_tensors(tensors: Sequence[Tensor | None], missing: Sequence[Tensor]) -> list[Tensor]:
     """Return `local_tensor_of` each DTensor, ordinary tensors as they are; of ``missing`` where there is none."""
     with suppress(AttributeError):  # all are DTensors, and there: looking for what may be missing takes twice as long
-        return [t._local_tensor for t in tensors]  # type: ignore[union-attr]
+        return list(map(attrgetter("_local_tensor"), tensors))
     return [m if t is None else getattr(t, "_local_tensor", t) for t, m in zip(tensors, missing, strict=True)]
 
 
@@ -740,14 +740,14 @@ spec_of: Callable[[Any], Any] = _read("spec_of")
 def specs_of(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Return `spec_of` each DTensor, False for ordinary tensors, None where there is none."""
     with suppress(AttributeError):
-        return [t._spec for t in tensors]  # type: ignore[union-attr]
+        return list(map(attrgetter("_spec"), tensors))
     return [None if t is None else getattr(t, "_spec", False) for t in tensors]
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Return `spec_of` each DTensor, which tells shape and dtype too; of ordinary tensors the dtype."""
     with suppress(AttributeError):
-        return [t._spec for t in tensors]  # type: ignore[attr-defined]
+        return list(map(attrgetter("_spec"), tensors))
     return [getattr(t, "_spec", None) or t.dtype for t in tensors]
 
 
@@ -771,8 +771,7 @@ def process_groups() -> Mapping[Any, Mapping[int, int]]:
 def device_types_of(group: Any) -> list[str]:
     """Return the types of devices that ``group`` can add up on; of a group that does not list them, by its backends."""
     known = [device.type for device in group._device_types]
-    pairs = [] if known else torch.distributed.get_backend_config(group).split(",")
-    return known or [pair.partition(":")[0] for pair in pairs]
+    return known or [pair.partition(":")[0] for pair in torch.distributed.get_backend_config(group).split(",")]
 
 
 @_needs

@@ -25,7 +25,7 @@ ENCODER = ["encoder.weight", "encoder.bias"]
 SET_UP = [  # of those that FAULTS leaves to the tests of loops
     loop_setup.setup_episode(loop_setup.NO_OPTIMIZER, 9, ENCODER, 10),
     loop_setup.setup_episode(loop_setup.NO_GRADIENT, 10, ["head.weight"], 10),
-    Episode(loop_setup.SCALED_CLIP, None, 38, 40, 3, numbers={"threshold": 1.0, "scale": 65536.0}),
+    Episode(loop_setup.SCALED_CLIP, None, 38, 40, 3, numbers={"threshold": 1.0, "scale": 65536.0, "acts": 1 / 65536}),
     Episode(loop_setup.KEPT, None, 1, 5, 5),
     Episode(loop_setup.EMPTY, None, 1, 1, numbers={"largest": 4.0}),
 ]

@@ -37,13 +37,13 @@ class UnitLayout:
 
     def units(self, tensor: Tensor) -> int:
         """Return how many units ``tensor`` has."""
-        if self.dim is None or tensor.dim() == 0:
+        if self.dim is None:
             return 1
         return tensor.shape[0] if self.dim == 0 else self.groups * tensor.shape[self.dim]
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` as ``[units, elements of a unit]``: a view wherever its strides allow one."""
-        if self.dim is None or tensor.dim() == 0:
+        if self.dim is None:
             return tensor.reshape(1, -1)
         if self == ROWS and tensor.is_contiguous():
             return tensor.flatten(1)
@@ -53,7 +53,7 @@ class UnitLayout:
 
     def spread(self, tensor: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of ``tensor`` and ``factors``, one factor for each unit, whose product scales each unit."""
-        if self.dim is None or tensor.dim() == 0:
+        if self.dim is None:
             return (tensor if tensor.dim() else tensor[None]), factors
         if self == ROWS:
             return tensor, factors.view(-1, *[1] * (tensor.dim() - 1))

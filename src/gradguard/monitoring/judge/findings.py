@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradguard.monitoring.judge.numbers import number, percent
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.record.record_lines import Lines
 from gradguard.monitoring.record.step_rows import OptimizerSteps
 from gradguard.words import counted, listed
@@ -270,8 +270,6 @@ class Lasting:
             i: The step.
             faulty: The places of the parameters on which it is seen.
         """
-        if not faulty and not self._faults:  # as nearly always
-            return []
         new, self._faults = [], {place: self._faults.get(place, _Fault(i)) for place in faulty}
         for place, fault in self._faults.items():
             fault.count += 1
@@ -302,26 +300,30 @@ class Lasting:
 
 
 class _Shown(float):
-    """A number that words write as people do: ``{}`` as `number`, ``{:%}`` as `percent`."""
+    """A number that words write as people do: ``{}`` as `number`, ``{:%}`` as `percent`, ``{:=}`` as typed."""
 
     def __format__(self, form: str) -> str:
-        written = {"": number, "%": percent}.get(form)
+        written = {"": number, "%": percent, "=": plain_threshold}.get(form)
         return super().__format__(form) if written is None else written(self)
 
 
-_ONE = {"is_": "is", "has": "has", "changes": "changes"}
-_SEVERAL = {"is_": "are", "has": "have", "changes": "change"}
+_ONE = {"is_": "is", "has": "has", "changes": "changes", "receives": "receives", "it": "it"}
+_SEVERAL = {"is_": "are", "has": "have", "changes": "change", "receives": "receive", "it": "they"}
 
 
-def said(severity: str, message: str, advice: str, harmless: Words | None = None) -> Callable[[Episode], Words]:
+def said(
+    severity: str, message: str, advice: str, harmless: Words | None = None, where: str = ""
+) -> Callable[[Episode], Words]:
     """Return the words of a kind whose episodes differ in their numbers only.
 
     Args:
         severity: The severity.
         message: The observation, in which the numbers of an episode stand by name, ``{steps}`` for its number of steps,
-            ``{names}`` for its parameters, and ``{is_}``, ``{has}`` or ``{changes}`` for a verb that they need.
+            ``{names}`` for its parameters, ``{where}`` for the argument of that name, and ``{is_}``, ``{has}``,
+            ``{receives}``, ``{changes}`` or ``{it}`` for a word that follows their number.
         advice: The steps to take.
         harmless: All three of an episode that is harmless, where they are others.
+        where: The words for ``{where}`` of an episode that has parameters, with gaps as the message has them.
     """
     usual = severity, message, advice
 
@@ -329,8 +331,9 @@ def said(severity: str, message: str, advice: str, harmless: Words | None = None
         severity, message, advice = harmless if harmless and found.harmless else usual
         numbers = {name: _Shown(value) for name, value in found.numbers.items()}
         verbs = _SEVERAL if len(found.params) > 1 else _ONE
-        text = message.format(found=found, names=named(found.params), steps=steps(found.count), **numbers, **verbs)
-        return severity, text, advice
+        gaps = {**numbers, **verbs, "found": found, "names": named(found.params or ["a parameter"])}
+        place = where.format(**gaps) if found.params else ""
+        return severity, message.format(**gaps | {"where": place, "steps": steps(found.count)}), advice
 
     return words
 

@@ -78,12 +78,11 @@ def findings(record: Record) -> list[Finding]:
         monitor.see(line)
     monitor.finish()
     parts = by_optimizer(record)
-    if len(parts) == 1:  # however many the script has: one stepped
-        for episode in monitor.episodes:
-            episode.optimizer = parts[0].index
     idle = record.closing.get("idle_steps", 0)
     by_index = {part.index: part for part in parts}
     for episode in monitor.episodes:
+        if len(parts) == 1:  # however many the script has: one stepped
+            episode.optimizer = parts[0].index
         if episode.kind is NO_GRADIENT:  # it was told when it was sure, and went on
             episode.count = max(episode.count, idle)
         if episode.kind is DIVERGING and episode.optimizer in by_index:

@@ -15,7 +15,7 @@ from gradguard.monitoring.judge.detectors.update_sizes import Logits, Rule, Upda
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.record_lines import known_fields
-from gradguard.monitoring.record.step_rows import binds, threshold_of
+from gradguard.monitoring.record.step_rows import binds, is_finite, is_nonfinite, threshold_of
 
 
 class HealthMonitor:
@@ -117,13 +117,13 @@ class Track:
         self.setup.step(step, clipped)
         if scale is not None:
             self.scale.step(i, scale, skipped and not step.get("spike"))
-        if step.get("nonfinite") or ("norm" in step and not _is_finite(norm)):
+        if is_nonfinite(step):
             self.level.nonfinite(i, skipped, scale is not None)
             return
         if norm is None or skipped:
             return
         loss, top = step.get("loss"), step.get("top")
-        loss = loss if _is_finite(loss) else None
+        loss = loss if is_finite(loss) else None
         if loss is not None and one_loss:
             self.loss.follow(i, loss)
         self.level.finite(i, norm, loss, clipped, top)
@@ -142,7 +142,7 @@ class Track:
         """Follow a line of per-tensor numbers."""
         i, norms, names = line.get("i", 0), line["norm"], self.layers.names
         if None in norms or not all(map(math.isfinite, norms)):
-            self.level.blame(i, [name for name, norm in zip(names, norms, strict=False) if not _is_finite(norm)])
+            self.level.blame(i, [name for name, norm in zip(names, norms, strict=False) if not is_finite(norm)])
             return
         known = range(len(names))
         absent = [place for place in line.get("absent", ()) if place in known]
@@ -158,11 +158,6 @@ class Track:
             self.level.blame(event["i"], event.get("params", []))
         elif event.get("kind") == "amp_skip":
             self.scale.skip(event["i"])
-
-
-def _is_finite(number: float | None) -> bool:
-    """A record writes null where a line that was not written yet may still hold NaN or infinity."""
-    return number is not None and math.isfinite(number)
 
 
 class Judge:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import methodcaller
 from typing import TypeVar
 
@@ -107,6 +107,25 @@ def medians(values: Sequence[float], size: int) -> list[float]:
         size: How many, at least 1.
     """
     return [statistics.median(values[k : k + size]) for k in range(0, len(values) - size + 1, size)]
+
+
+def buckets(count: int, most: int) -> list[range]:
+    """Cut ``count`` indices into at most ``most`` neighbouring ranges of nearly the same size.
+
+    Args:
+        count: How many indices.
+        most: How many ranges at most.
+
+    Returns:
+        The ranges, none of them empty.
+
+    Example:
+        >>> buckets(5, 2)
+        [range(0, 2), range(2, 5)]
+    """
+    pieces = min(count, most)
+    edges = [count * piece // pieces for piece in range(pieces + 1)] if pieces else []
+    return [range(start, stop) for start, stop in pairwise(edges)]
 
 
 def only(values: Collection[_T]) -> _T | None:

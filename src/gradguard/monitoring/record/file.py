@@ -286,8 +286,8 @@ def is_of_command(path: Path, argv: list[str]) -> bool:
     Returns:
         Whether each argument is that of the record, numbers apart.
     """
-    theirs = [str(word) for word in first_line(path).get("argv", [])]
-    return bool(argv) and [_NUMBER.sub("#", word) for word in theirs] == [_NUMBER.sub("#", word) for word in argv]
+    blank = functools.partial(_NUMBER.sub, "#")
+    return bool(argv) and list(map(blank, map(str, first_line(path).get("argv", [])))) == list(map(blank, argv))
 
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(?![\w.])")

@@ -1,10 +1,10 @@
 """Reading the steps of a record: whether clipping bound, which steps count, and whose optimizer they are."""
 
+import heapq
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress, takewhile
+from itertools import compress, takewhile
 from operator import itemgetter, not_, or_
 from typing import Any
 
@@ -51,7 +51,12 @@ def is_nonfinite(step: dict[str, Any]) -> bool:
     Returns:
         True where elements were counted as non-finite, or the norm was measured and was not finite.
     """
-    return bool(step.get("nonfinite")) or ("norm" in step and step["norm"] is None)
+    return bool(step.get("nonfinite")) or ("norm" in step and not is_finite(step["norm"]))
+
+
+def is_finite(number: float | None) -> bool:
+    """Tell whether a number is finite: a record has None, a line that was not written yet NaN or infinity."""
+    return number is not None and math.isfinite(number)
 
 
 def bound_on(steps: Lines) -> list[bool]:
@@ -90,13 +95,15 @@ def in_order(record: Record) -> Iterator[dict[str, Any]]:
     Args:
         record: The record of a run, whose steps and lines of per-tensor numbers ascend.
     """
-    behind = defaultdict[int, list[dict[str, Any]]](list)
-    for line in chain(record.tensors, record.events):
-        behind[line["i"]].append(line)
-    for step in record.steps:
-        yield step
-        yield from behind.pop(step["i"], ())
-    yield from sorted(chain.from_iterable(behind.values()), key=itemgetter("i"))
+    numbers, late = set(record.steps.column("i")), []
+    events = sorted(record.events, key=itemgetter("i"))
+    # one dictionary at a time: a long record has more lines of per-tensor numbers than memory for dictionaries
+    for line in heapq.merge(record.steps, record.tensors, events, key=itemgetter("i")):
+        if line["i"] in numbers:
+            yield line
+        else:
+            late.append(line)
+    yield from late
 
 
 @once

@@ -6,9 +6,9 @@ Lines come from `parse_line`, so that their fields are of the types that it prom
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import buckets
 from gradguard.monitoring.record.step_rows import binds, is_nonfinite
 
 WINDOW = 100
@@ -48,10 +48,7 @@ class History:
 
     def columns(self, count: int) -> list[float]:
         """Return the run in ``count`` buckets, or in fewer if it has fewer steps."""
-        total = len(self._buckets)
-        count = min(count, total)
-        cuts = [total * k // count for k in range(count + 1)] if count else []
-        return [max(self._buckets[start:end]) for start, end in pairwise(cuts)]
+        return [max(self._buckets[part.start : part.stop]) for part in buckets(len(self._buckets), count)]
 
 
 @dataclass

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from operator import or_
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
@@ -51,10 +52,8 @@ class Layers:
         """
         if len(norms) != len(self.names) or not any(norms):
             return  # where all of them are 0, the norm says so
-        if not all(self._alive):
-            self._alive = [alive or norm > 0 for alive, norm in zip(self._alive, norms, strict=True)]
-        if absent or self._absences:
-            self._detach(i, absent)
+        self._alive = list(map(or_, self._alive, map(bool, norms)))
+        self._detach(i, absent)
         zero = []
         if 0.0 in norms:
             zero = [place for place, norm in enumerate(norms) if not norm and place not in absent]
@@ -68,8 +67,7 @@ class Layers:
 
     def _detach(self, i: int, absent: Sequence[int]) -> None:
         """Those that had a gradient nearly always, and now no more; an expert that some batches use is none."""
-        for place in absent:
-            self._absences[place] += 1
+        self._absences.update(absent)
         regular = [place for place in absent if self._was_regular(place)]
         self._detached.begin(DETACHED, i, self._detached.follow(i, regular))
 

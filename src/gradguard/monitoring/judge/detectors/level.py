@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from gradguard.monitoring.judge.detectors.loss import Loss
-from gradguard.monitoring.judge.detectors.outliers import FROM_ONE_LAYER
-from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, named, steps
+from gradguard.monitoring.judge.detectors.outliers import source_of
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said, steps
 from gradguard.monitoring.judge.numbers import number
 
 EXPLODING_TIMES = 10.0
@@ -115,10 +115,11 @@ class NormLevel:
         """
         if skipped and amp:
             return
-        numbers = {}
+        text = ""
         if self._usual and self._norm > EXPLODING_TIMES * self._usual:
-            numbers = {"before": self._norm, "times": self._norm / self._usual}
-        self._log.tell("nonfinite", NONFINITE, i, i, numbers=numbers, harmless=skipped)
+            times = number(self._norm / self._usual)
+            text = f"; the norm before it was {number(self._norm)}, {times} times the usual"
+        self._log.tell("nonfinite", NONFINITE, i, i, text=text, harmless=skipped)
 
     def blame(self, i: int, names: Sequence[str]) -> None:
         """Name the parameters whose gradients were not finite on step ``i``.
@@ -168,8 +169,7 @@ class NormLevel:
         self._peak = max(self._peak, norm)
         if loss is not None:
             self._run_losses.append(loss)
-        if top is not None and top[1] > FROM_ONE_LAYER and 0 <= top[0] < len(self._names):
-            self._tops[self._names[top[0]]] += 1
+        self._tops.update(source_of(top, self._names))
         if count < EXPLODING_STEPS:
             self._jump(i, norm, clipped)
             return
@@ -223,55 +223,6 @@ class NormLevel:
             self._low = VANISHING_SHARE * self._usual
 
 
-def _nonfinite(found: Episode) -> Words:
-    where = f" in {named(found.params)}" if found.params else ""
-    before = found.numbers.get("before")
-    grown = (
-        f"; the norm before it was {number(before)}, {number(found.numbers['times'])} times the usual" if before else ""
-    )
-    message = f"gradients were not finite{where} on {steps(found.count)}, first on step {found.first}{grown}"
-    if found.harmless:
-        return "warning", f"{message}; all of these steps were skipped", (
-            "the weights are safe; if it comes often, `gradguard explain nan` finds the operation"
-        )  # fmt: skip
-    return "error", message, (
-        "find the operation (`gradguard explain nan`), or leave such steps out with "
-        'gg.Guard(optimizer, clipper, nonfinite="skip")'
-    )  # fmt: skip
-
-
-def _exploding(found: Episode) -> Words:
-    usual, largest = found.numbers["usual"], found.numbers["largest"]
-    message = (
-        f"the gradient norm stayed more than {found.numbers['times']:g} times above its usual {number(usual)} for "
-        f"{steps(found.count)} from step {found.first} on, up to {number(largest)}{_where(found)}"
-    )
-    return (
-        "error",
-        message,
-        "clip (gg.ClipByMedian() needs no number), or lower the learning rate; see the layers' norms",
-    )
-
-
-def _jump(found: Episode) -> Words:
-    usual, largest = found.numbers["usual"], found.numbers["largest"]
-    least = EXPLODING_CLIPPED_TIMES if found.harmless else EXPLODING_ONCE_TIMES
-    message = (
-        f"the gradient norm jumped above {least:,.0f} times its usual {number(usual)} on {steps(found.count)}, first "
-        f"on step {found.first}, up to {number(largest)}{_where(found)}"
-    )
-    if found.harmless:
-        return "warning", f"{message}; a clip bound, which left nothing of the other gradients", (
-            "find what such a step has computed: an overflow, a division by almost 0, or damaged data"
-        )  # fmt: skip
-    advice = "clip as the report advises, or by gg.ClipByMedian(), which needs no number"
-    return "warning", f"{message}, and nothing clipped it", advice
-
-
-def _where(found: Episode) -> str:
-    return f", most of it in {found.params[0]}" if found.params else ""
-
-
 def _vanishing(found: Episode) -> Words:
     smallest = found.numbers["smallest"]
     what = (
@@ -282,8 +233,52 @@ def _vanishing(found: Episode) -> Words:
     return ("error" if smallest == 0 else "warning"), message, advice
 
 
-NONFINITE = Kind("nonfinite", _nonfinite)
-EXPLODING = Kind("exploding", _exploding, value="largest")
-JUMP = Kind("exploding", _jump, value="largest")
+_NOT_FINITE = "gradients were not finite{where} on {steps}, first on step {found.first}{found.text}"
+NONFINITE = Kind(
+    "nonfinite",
+    said(
+        "error",
+        _NOT_FINITE,
+        "find the operation (`gradguard explain nan`), or leave such steps out with "
+        'gg.Guard(optimizer, clipper, nonfinite="skip")',
+        harmless=(
+            "warning",
+            f"{_NOT_FINITE}; all of these steps were skipped",
+            "the weights are safe; if it comes often, `gradguard explain nan` finds the operation",
+        ),
+        where=" in {names}",
+    ),
+)
+_MOST_OF_IT = ", most of it in {found.params[0]}"
+EXPLODING = Kind(
+    "exploding",
+    said(
+        "error",
+        "the gradient norm stayed more than {times:g} times above its usual {usual} for {steps} from step "
+        "{found.first} on, up to {largest}{where}",
+        "clip (gg.ClipByMedian() needs no number), or lower the learning rate; see the layers' norms",
+        where=_MOST_OF_IT,
+    ),
+    value="largest",
+)
+_JUMPED = (
+    "the gradient norm jumped above {:,.0f} times its usual {{usual}} on {{steps}}, first on step {{found.first}}, up "
+    "to {{largest}}{{where}}"
+)
+JUMP = Kind(
+    "exploding",
+    said(
+        "warning",
+        f"{_JUMPED.format(EXPLODING_ONCE_TIMES)}, and nothing clipped it",
+        "clip as the report advises, or by gg.ClipByMedian(), which needs no number",
+        harmless=(
+            "warning",
+            f"{_JUMPED.format(EXPLODING_CLIPPED_TIMES)}; a clip bound, which left nothing of the other gradients",
+            "find what such a step has computed: an overflow, a division by almost 0, or damaged data",
+        ),
+        where=_MOST_OF_IT,
+    ),
+    value="largest",
+)
 VANISHING = Kind("vanishing", _vanishing, value="smallest")
 KINDS = (NONFINITE, EXPLODING, JUMP, VANISHING)

@@ -7,8 +7,7 @@ an optimizer without gradients) comes as an event; the rest is read from the lin
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, named, said, steps
-from gradguard.monitoring.judge.numbers import plain_threshold
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, said
 
 SCALED_CLIPS = 3
 """So many bound clips of scaled gradients: a single one may be an experiment."""
@@ -37,7 +36,8 @@ class Setup:
         """
         scale, threshold = step.get("amp_scale") or 0.0, step.get("threshold")
         if bound and step.get("scaled_clip") and scale > 1 and threshold is not None:  # a scale of 1 is none
-            self._follow(SCALED_CLIP, self._scaled, SCALED_CLIPS, step["i"], threshold=threshold, scale=scale)
+            numbers = {"threshold": threshold, "scale": scale, "acts": threshold / scale}
+            self._follow(SCALED_CLIP, self._scaled, SCALED_CLIPS, step["i"], **numbers)
         if step.get("kept_gradients"):
             self._follow(KEPT, self._kept, KEPT_STEPS, step["i"])
         if empty := step.get("empty_batches"):
@@ -95,42 +95,36 @@ def is_setup_event(line: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and kind in _TOLD
 
 
-def _no_optimizer(found: Episode) -> Words:
-    what = "receive gradients at every step and are in no optimizer, so that they never change"
-    if len(found.params) <= 1:
-        what = "receives gradients at every step and is in no optimizer, so that it never changes"
-    advice = (
-        "give them to the optimizer; if they are meant to stay as they are, requires_grad_(False) saves the time and "
-        "memory of their gradients, and keeps these out of the norm that a clip compares"
-    )
-    names = named(found.params) if found.params else "a parameter"
-    return "info" if found.harmless else "warning", f"{names} {what}", advice
-
-
-def _no_gradient(found: Episode) -> Words:
-    of = f" of {named(found.params)}" if found.params else ""
-    message = f"the optimizer{of} stepped {found.count:,} times and none of its parameters ever had a gradient"
-    advice = (
-        "check that it was given the parameters of the model that computes the loss (not of a copy, or of one that was "
-        "made anew since), that the loss depends on them, and that zero_grad() does not come between backward() and "
-        "step()"
-    )
-    return "warning" if found.harmless else "error", message, advice
-
-
-def _scaled_clip(found: Episode) -> Words:
-    threshold, scale = found.numbers["threshold"], found.numbers["scale"]
-    message = (
-        f"gradients were clipped while they were still multiplied by the loss scale, on {steps(found.count)} up to "
-        f"step {found.last}: at a scale of {scale:,g} a threshold of {plain_threshold(threshold)} acts like "
-        f"{threshold / scale:.2g}"
-    )
-    return "error", message, "call scaler.unscale_(optimizer) before the clip"
-
-
-NO_OPTIMIZER = Kind("gradient_without_optimizer", _no_optimizer, value="steps")
-NO_GRADIENT = Kind("optimizer_without_gradient", _no_gradient, value="steps")
-SCALED_CLIP = Kind("clip_before_unscale", _scaled_clip, value="scale")
+_IN_NONE = "{names} {receives} gradients at every step and {is_} in no optimizer, so that {it} never {changes}"
+_GIVE_THEM = (
+    "give them to the optimizer; if they are meant to stay as they are, requires_grad_(False) saves the time and "
+    "memory of their gradients, and keeps these out of the norm that a clip compares"
+)
+NO_OPTIMIZER = Kind(
+    "gradient_without_optimizer",
+    said("warning", _IN_NONE, _GIVE_THEM, harmless=("info", _IN_NONE, _GIVE_THEM)),
+    value="steps",
+)
+_NONE_EVER = "the optimizer{where} stepped {found.count:,} times and none of its parameters ever had a gradient"
+_CHECK_MODEL = (
+    "check that it was given the parameters of the model that computes the loss (not of a copy, or of one that was "
+    "made anew since), that the loss depends on them, and that zero_grad() does not come between backward() and step()"
+)
+NO_GRADIENT = Kind(
+    "optimizer_without_gradient",
+    said("error", _NONE_EVER, _CHECK_MODEL, harmless=("warning", _NONE_EVER, _CHECK_MODEL), where=" of {names}"),
+    value="steps",
+)
+SCALED_CLIP = Kind(
+    "clip_before_unscale",
+    said(
+        "error",
+        "gradients were clipped while they were still multiplied by the loss scale, on {steps} up to step "
+        "{found.last}: at a scale of {scale:,g} a threshold of {threshold:=} acts like {acts:.2g}",
+        "call scaler.unscale_(optimizer) before the clip",
+    ),
+    value="scale",
+)
 KEPT = Kind(
     "missing_zero_grad",
     said(

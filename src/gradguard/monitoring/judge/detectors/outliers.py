@@ -4,8 +4,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.findings import Kind, Log, said
 from gradguard.monitoring.judge.spikes import SpikeFinder
 
 SPIKE_TIMES = 5.0
@@ -69,14 +68,9 @@ class Outliers:
                 continue
             is_new, self._last = i - self._last > ONE_SPIKE, i
             if is_new:
-                self._spike(i, times, self._layer(top), clipped)
+                self._spike(i, times, source_of(top, self._names), clipped)
 
-    def _layer(self, top: Top) -> str:
-        if top is None or top[1] < FROM_ONE_LAYER or not 0 <= top[0] < len(self._names):
-            return ""
-        return self._names[top[0]]
-
-    def _spike(self, i: int, times: float, layer: str, clipped: bool) -> None:
+    def _spike(self, i: int, times: float, source: list[str], clipped: bool) -> None:
         self._spikes.append((i, times, clipped))
         near = [spike for spike in self._spikes if i - spike[0] <= RECURRING_STEPS]
         if len(near) >= RECURRING:
@@ -84,14 +78,17 @@ class Outliers:
             about = {"numbers": numbers, "harmless": harmless, "count": len(near)}
             self._log.tell("recurring spikes", RECURRING_SPIKES, near[0][0], i, times, **about)
         elif not clipped:  # a clip has done what it is for
-            self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=[layer] if layer else [])
+            self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=source)
 
 
-def _spike(found: Episode) -> Words:
-    where = f", mostly in {found.params[0]}" if found.params else ""
-    times = number(found.numbers["largest"])
-    message = f"the gradient norm was {times} times that of the steps around it on step {found.first}{where}"
-    return "info", message, "look at its batch; what to clip by, the report's decision says"
+def source_of(top: Top, names: Sequence[str]) -> list[str]:
+    """Return the parameter that most of a gradient comes from; nothing where there is none, or it is not known.
+
+    Args:
+        top: The place of the parameter with the largest gradient, and its share of the squared norm, if known.
+        names: The names of the parameters.
+    """
+    return [] if top is None or top[1] < FROM_ONE_LAYER else [*names[top[0] : top[0] + 1]]
 
 
 _STOOD_OUT = (
@@ -100,7 +97,16 @@ _STOOD_OUT = (
 )
 _LOOK = "look at the batches of these steps: mislabelled, unnormalised or overlong samples do that"
 
-SPIKE = Kind("spike", _spike, value="largest")
+SPIKE = Kind(
+    "spike",
+    said(
+        "info",
+        "the gradient norm was {largest} times that of the steps around it on step {found.first}{where}",
+        "look at its batch; what to clip by, the report's decision says",
+        where=", mostly in {found.params[0]}",
+    ),
+    value="largest",
+)
 RECURRING_SPIKES = Kind(
     "recurring_spikes",
     said(

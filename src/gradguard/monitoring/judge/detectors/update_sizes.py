@@ -3,9 +3,10 @@
 import math
 import statistics
 from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from operator import mul
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Log, said
@@ -158,18 +159,26 @@ class Rule:
     """
 
     def __init__(self, log: Log, params: Sequence[dict[str, Any]]) -> None:
-        self._log, self._params = log, params
-        self._names = names_of(params)
+        self._log, self._names = log, names_of(params)
         self._groups = [one.get("group", 0) for one in params]
-        self._roots = [math.sqrt(one.get("numel", 0)) for one in params]
-        self._are_small = all(one.get("numel", 0) <= ELEMENTS for one in params)
-        self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
-        self._added = deque[dict[int, float]](maxlen=_KEPT)  # sizes of what was added to momenta
+        self._decays = [one.get("weight_decay") or 0.0 for one in params]
+        elements = [one.get("numel", 0) for one in params]
+        self._roots = [math.sqrt(count) for count in elements]
+        digits = [ROUNDED * _LAST_DIGIT.get(one.get("dtype", ""), 2.0**-24) for one in params]
+        # Of small tensors the root mean square of an update is known as such, of others from its norm.
+        self._key, self._divisors = "update", [root or math.inf for root in self._roots]
+        self._rounded = digits  # times a weight: a shorter update was rounded
+        if max(elements, default=0) <= ELEMENTS:
+            self._key, self._divisors = "moved", [1.0] * len(elements)
+            self._rounded = [digit / (root or 1.0) for digit, root in zip(digits, self._roots, strict=True)]
+        self._weights = [0.0] * len(elements)
+        self._gradients = deque[float](maxlen=_KEPT)  # norms
+        self._moved = deque[Numbers](maxlen=_KEPT)  # sizes of updates, on the same lines
+        self._added = deque[Numbers](maxlen=_KEPT)  # sizes of what was added to momenta
         self._factors: deque[tuple[float, float]] = deque(maxlen=FACTORS)
         self._followed = 0
         self._decaying: dict[int, tuple[int, float, float]] = {}  # since which step, its weight then, and the share
         self._shrunk = set[int]()
-        self._weights: Numbers = ()
 
     def step(self, i: int, factor: float | None, rate: float) -> None:
         """Follow a step.
@@ -187,7 +196,7 @@ class Rule:
         self._factors.append((factor, factor / rate))
         columns = zip(*self._factors, strict=True)
         if len(self._factors) == FACTORS and any(max(one) - min(one) < STEADY * abs(max(one)) for one in columns):
-            self._tell(FACTOR, i, factor)
+            self._log.tell("rule", FACTOR, i, i, numbers={"size": factor})
 
     def tensors(self, i: int, line: dict[str, Any], rate: float | None, gradient: float) -> None:
         """Follow a line with the update of each tensor.
@@ -198,75 +207,64 @@ class Rule:
             rate: The learning rate of the first group.
             gradient: The norm of the gradients that the optimizer got.
         """
-        rates = line.get("rates", [rate])
-        of_each = [(rates[group] if group < len(rates) else None) or 0.0 for group in self._groups]
-        if line.get("weight") and line.get("update"):
-            self._weights = line["weight"]
-            self._decay(i, line["weight"], line["update"], of_each)
-        sizes = self._sizes(line, of_each)
-        of_added: Numbers = line.get("added", ())
-        added = {place: size for place, size in enumerate(of_added) if size}
-        if len(sizes) >= 2:
-            self._lines.append((gradient, sizes))
-        if len(added) >= 2:
+        rates = list(map(dict(enumerate(line.get("rates", [rate]))).get, self._groups))
+        weights, updates, added = line.get("weight"), line.get("update"), line.get("added", ())
+        if weights and updates:
+            self._weights = [weight or 0.0 for weight in weights]
+            self._decay(i, self._weights, updates, rates)
+        sizes = self._sizes(line.get(self._key, ()), rates)
+        if sum(map(bool, sizes)) >= 2:
+            self._gradients.append(gradient)
+            self._moved.append(sizes)
+        if sum(map(bool, added)) >= 2:
             self._added.append(added)
         self._followed += 1
         if self._followed % _LINES_BETWEEN:
             return
-        if len(self._lines) >= LINES and self._is_one_length():
-            self._tell(ONE_LENGTH, i)
-        moved = [one for _, one in self._lines]
-        for kind, lines, same in ((FLOOR, moved, SAME), (ADDED_FLOOR, self._added, SAME_ADDED)):
+        if len(self._moved) >= LINES and self._is_one_length():
+            self._log.tell("rule", ONE_LENGTH, i, i)
+        for kind, lines, same in ((FLOOR, self._moved, SAME), (ADDED_FLOOR, self._added, SAME_ADDED)):
             if len(lines) >= LINES and (floor := _floor(lines, same)) is not None:
-                self._tell(kind, i, floor)
+                self._log.tell("rule", kind, i, i, numbers={"size": floor})
 
-    def _sizes(self, line: dict[str, Any], rates: Sequence[float]) -> dict[int, float]:
-        """Return the root mean square of each tensor's update over its learning rate, where it is known exactly."""
-        if self._are_small:
-            found = line.get("moved", ())
-        else:
-            pairs = zip(line.get("update", ()), self._roots, strict=False)
-            found = [norm / root if norm and root else None for norm, root in pairs]
-        rows = enumerate(zip(found, rates, strict=False))
-        return {
-            place: size / rate for place, (size, rate) in rows if size and rate and not self._is_rounded(place, size)
-        }
+    def _sizes(self, updates: Numbers, rates: Numbers) -> Numbers:
+        """Return the root mean square of each tensor's update over its learning rate; None where it is not exact.
 
-    def _is_rounded(self, place: int, size: float) -> bool:
-        """Whether an update is so short for its weight that the digits of the weight say how long it is."""
-        weight = self._weights[place] if place < len(self._weights) else None
-        digit = _LAST_DIGIT.get(self._params[place].get("dtype", ""), 2.0**-24)
-        return bool(weight) and size < ROUNDED * digit * weight / (self._roots[place] or 1.0)
+        An update that is short for its weight is as long as the digits of the weight make it.
+        """
+        rows = zip(updates, rates, self._divisors, self._rounded, self._weights, strict=False)
+        return [
+            size / divisor / rate if size and rate and size > rounded * weight else None
+            for size, rate, divisor, rounded, weight in rows
+        ]
 
     def _is_one_length(self) -> bool:
         """Whether all updates together have one length, while those of single tensors, and the gradients, vary."""
-        places = set.intersection(*(set(sizes) for _, sizes in self._lines))
-        squares = [[(sizes[place] * self._roots[place]) ** 2 for place in places] for _, sizes in self._lines]
-        if len(places) < 2:
+        pairs = zip(self._roots, zip(*self._moved, strict=False), strict=False)
+        known = [(root, column) for root, column in pairs if all(column)]
+        gradients = list(filter(None, self._gradients))
+        if len(known) < 2 or len(gradients) < LINES:
             return False
-        totals = [sum(line) for line in squares]
-        spread = _spread(totals) / 2
-        gradients = [gradient for gradient, _ in self._lines if gradient > 0]
-        if len(gradients) < LINES or _spread(gradients) < 10 * max(
-            spread, 1e-3
-        ):  # updates follow them, as nearly always
+        roots, columns = zip(*known, strict=True)
+        lengths = [math.hypot(*map(mul, roots, line)) for line in zip(*columns, strict=True)]
+        spread = _spread(lengths)
+        if _spread(gradients) < 10 * max(spread, 1e-3):  # updates follow them, as nearly always
             return False
-        means = [statistics.fmean(its) / statistics.fmean(totals) for its in zip(*squares, strict=True)]
-        own = [_spread(its) / 2 for its in zip(*squares, strict=True)]
-        expected = math.hypot(*[mean * one for mean, one in zip(means, own, strict=True)])
+        own = [root**2 * statistics.fmean(map(mul, column, column)) * _spread(column) for root, column in known]
+        expected = math.hypot(*own) / statistics.fmean(map(mul, lengths, lengths))
         return expected > LEAST_SPREAD and spread < CONSTANT * expected
 
-    def _decay(self, i: int, weights: Numbers, updates: Numbers, rates: Sequence[float]) -> None:
+    def _decay(self, i: int, weights: Sequence[float], updates: Numbers, rates: Numbers) -> None:
         """Follow which share of a step is weight decay, and tell of weights that have lost much since it is most."""
         decaying, shrunk = self._decaying, list[int]()
         self._decaying = {}
-        for place, (weight, update) in enumerate(zip(weights, updates, strict=False)):
-            if place >= len(rates) or not weight or not update:
+        for place, (weight, update, rate, by) in enumerate(zip(weights, updates, rates, self._decays, strict=False)):
+            if not (weight and update):
                 continue
             since, before, most = decaying.get(place, (i, weight, 0.0))
             if weight < SHRUNK * before and place not in self._shrunk:
                 shrunk.append(place)
-            share = rates[place] * (self._params[place].get("weight_decay") or 0.0) * weight / update
+            share = (rate or 0.0) * by * weight / update
             if ONLY_DECAY < share < IMPOSSIBLE:
                 self._decaying[place] = since, before, max(most, share)
         if not shrunk:
@@ -276,19 +274,12 @@ class Rule:
         about = {"params": [self._names[place] for place in shrunk], "numbers": {"share": min(1.0, share)}}
         self._log.begin("decay", DECAY, first, i, **about)
 
-    def _tell(self, kind: Kind, i: int, size: float = 0.0) -> None:
-        if self._log.goes_on("rule", i) is None:
-            self._log.begin("rule", kind, i, i, numbers={"size": size})
 
-
-def _floor(lines: Iterable[Mapping[int, float]], same: float) -> float | None:
+def _floor(lines: Iterable[Numbers], same: float) -> float | None:
     """The size that updates do not go below, where many have just that one, and many are above it."""
-    of_each = defaultdict[int, list[float]](list)
-    for line in lines:
-        for place, size in line.items():
-            of_each[place].append(size)
+    of_each = [list(filter(None, column)) for column in zip(*lines, strict=False)]
     # Many rules give each shape a size of its own: a tensor whose updates all have one size says nothing of a clip.
-    sizes = sorted(chain.from_iterable(own for own in of_each.values() if max(own) > ABOVE * min(own)))
+    sizes = sorted(chain.from_iterable(own for own in filter(None, of_each) if max(own) > ABOVE * min(own)))
     if not sizes:
         return None
     least = sizes[0]
@@ -296,7 +287,7 @@ def _floor(lines: Iterable[Mapping[int, float]], same: float) -> float | None:
     return least if at > AT_FLOOR * len(sizes) and above > IS_ABOVE * len(sizes) else None
 
 
-def _spread(values: Sequence[float]) -> float:
+def _spread(values: Iterable[float]) -> float:
     """The standard deviation of logarithms."""
     logs = [math.log(value) for value in values]
     mean = statistics.fmean(logs)

@@ -8,7 +8,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from gradguard.monitoring.judge.judgement import Verdict
-from gradguard.monitoring.judge.numbers import median, number, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import buckets, median, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.signals import signals_of
 from gradguard.monitoring.record.file import Record
@@ -244,7 +244,7 @@ def _numbers(records: Sequence[Record], labels: Sequence[str], drawn: Sequence[_
     head = ["steps", *(f"{one.label}: {what}" for one in drawn for what in ("median", "largest"))]
     rows = []
     for record, label in zip(records, labels, strict=True):
-        for place in series.buckets(len(record.steps), _TABLE_ROWS):
+        for place in buckets(len(record.steps), _TABLE_ROWS):
             steps = record.steps[place.start : place.stop]
             found = [without_none(steps.column(one.key)) for one in drawn]
             numbers = [number(value) for values in found for value in (median(values), max(values, default=None))]

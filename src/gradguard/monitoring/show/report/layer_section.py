@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradguard.monitoring.judge.numbers import median, number, percent
+from gradguard.monitoring.judge.numbers import buckets, median, number, percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report.figure import (
     BLACK,
@@ -28,7 +28,7 @@ from gradguard.monitoring.show.report.figure import (
     titled,
 )
 from gradguard.monitoring.show.report.figures import steps_axis
-from gradguard.monitoring.show.report.series import Number, buckets
+from gradguard.monitoring.show.report.series import Number
 
 MOST_COLUMNS = 600
 MOST_ROWS = 1500

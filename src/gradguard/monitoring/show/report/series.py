@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from gradguard.monitoring.judge.numbers import median
+from gradguard.monitoring.judge.numbers import buckets, median
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.record_lines import without_none
 from gradguard.monitoring.record.step_rows import bound_on, taken_steps
@@ -88,25 +88,6 @@ def outline(drawn: Band) -> tuple[list[Number], list[Number]]:
             x += [*(drawn.steps[index] for index in forth), *(drawn.steps[index] for index in back), None]
             y += [*(drawn.high[index] for index in forth), *(drawn.low[index] for index in back), None]
     return x, y
-
-
-def buckets(count: int, most: int) -> list[range]:
-    """Cut ``count`` indices into at most ``most`` neighbouring ranges of nearly the same size.
-
-    Args:
-        count: How many indices.
-        most: How many ranges at most.
-
-    Returns:
-        The ranges, none of them empty.
-
-    Example:
-        >>> buckets(5, 2)
-        [range(0, 2), range(2, 5)]
-    """
-    pieces = min(count, most)
-    edges = [count * piece // pieces for piece in range(pieces + 1)] if pieces else []
-    return [range(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:

@@ -219,9 +219,9 @@ def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis,
         body.append(f" {recommendation.reason}" if recommendation.reason else "", style="not bold")
     body.append(f"\n\n{judged.sentence}", style="not bold")
     grave = [item for item in found if item.severity != "info"]
+    body.append("\n" * bool(grave))
     for item in grave[:_MOST_FINDINGS]:
-        body.append("\n\n" if item is grave[0] else "\n")
-        body.append(f"{item.severity}: ", style="bold").append(
+        body.append(f"\n{item.severity}: ", style="bold").append(
             f"{said_of(item)} {sentence(item.advice)}", style="not bold"
         )
     rest = [item for item in found if item not in grave[:_MOST_FINDINGS]]
