@@ -294,31 +294,30 @@ def shared_in_graph(
             counted[name] += 1
             of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
             yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
-    for i, value, sizes, constant, rounding in _added([node for node, _ in nodes], outputs, depends) if several else ():
-        key = kind, "added", i, getattr(constant, "shape", ())
-        yield SharedValue(key, constant, look(value, sizes), rounding)
+    for place, value, sizes, constant, rounding in _added([node for node, _ in nodes], outputs, depends):
+        yield SharedValue((kind, "added", place), constant, look(value, sizes), rounding)
 
 
 def _added(
     nodes: Sequence[Node], outputs: Outputs, depends: Dependence
-) -> Iterator[tuple[int, Value, list[int], Tensor | float, Tensor]]:
+) -> Iterator[tuple[Hashable, Value, list[int], Tensor | float, Tensor]]:
     """Yield the constants that operations add and do not save, where they may be alike for all samples.
 
-    Each comes after the number of its place, the value that it is in, and its sizes, and before its rounding.
+    Each comes after its place, the value that it is in, and its sizes, and before its rounding.
     Whole numbers are left out: targets and masks of all samples may be alike by chance.
     """
     for number, value, bounds, _, _ in _sums(nodes, outputs, depends):
         sizes = bounds.sizes
-        alike = [dim for dim in places_of(shape_of(*value), outputs.batch_size) if sizes[dim] == 1]
-        if not alike:
+        places = _places_of_rows(value, outputs)
+        if all(sizes[dim] > 1 for dim in places):
             continue
-        for dim in alike:
+        for dim in (dim for dim, size in enumerate(sizes) if size == 1):
             bounds = bounds.alike(dim)
-        low, high = bounds.low.max(), bounds.high.min()
-        bounds = Bounds(low, high) if low <= high else bounds
         constant = bounds.middle
         if bool(((constant - constant.round()).abs() > bounds.rounding).any()):
-            yield number, value, sizes, constant if constant.dim() else float(constant), bounds.rounding
+            key = number, len(sizes), *[size for dim, size in enumerate(shape_of(*value)) if dim != places[0]]
+            constant = constant if constant.numel() > 1 else float(constant)
+            yield key, value, sizes, constant, bounds.rounding
 
 
 def _sums(
@@ -337,8 +336,7 @@ def _sums(
             found[value] = Bounds(result, result)
     ends = {edge: None for node in nodes if not is_affine(node, depends) for edge in parents(node) if edge in found}
     for number, value in enumerate(ends):
-        places = places_of(shape_of(*value), outputs.batch_size)
-        if not places or not adds_unseen_below(value, known, depends):
+        if not _places_of_rows(value, outputs) or not adds_unseen_below(value, known, depends):
             continue
         whole = found[value]
         bounds = _subtracted(value, known, depends)
@@ -352,11 +350,17 @@ def _sums(
         yield number, value, bounds, whole.middle, known
 
 
+def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
+    """Return the dimensions along which samples may lie, or rows that were chosen of them."""
+    shape = shape_of(*value)
+    return places_of(shape, outputs.batch_size) or ([0] if shape and shape[0] > 1 else [])
+
+
 def _own_sum_of_several(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> str:
     """Return the operation that takes a value to which several constants were added, of which the sum is seen alone."""
     for _, value, bounds, whole, known in _sums(nodes, outputs, depends):
         sizes = bounds.sizes
-        own = any(sizes[dim] > 1 for dim in places_of(shape_of(*value), outputs.batch_size))
+        own = any(sizes[dim] > 1 for dim in _places_of_rows(value, outputs))
         if own and _additions(value, whole, known, depends) > 1:
             return value[0].name()
     return ""
@@ -546,7 +550,7 @@ def _is_shared(outputs: Outputs, node: Node, number: int, sizes: Sequence[int]) 
     try:
         samples = outputs.samples_of(node, number)
     except Silent:
-        places = places_of(shape_of(node, number), outputs.batch_size)
+        places = _places_of_rows((node, number), outputs)
         return bool(places) and len(sizes) > places[0] and sizes[places[0]] == 1
     except Unreadable:
         return True
