@@ -801,7 +801,7 @@ STATISTICS = {
     "mean": torch.mean,
     "mean, number": lambda y: y.mean().item(),
     "deviation": torch.std,
-    "deviations": lambda y: y.flatten(0, -2).std(0, correction=0),
+    "deviations": lambda y: y.flatten(0, -2).std(0, correction=0) + 0.1,
     "deviation, number": lambda y: y.std().item(),
     "largest": torch.max,
     "largest of columns": lambda y: y.flatten(0, -2).amax(0),
@@ -987,7 +987,10 @@ class Case:
     @property
     def out_of_sight(self):
         """What nobody can see: weights, masks or targets of the whole batch, rows chosen by their place in it."""
-        masked = self.behind is not None and self.behind.act == "where"
+        masked = self.behind is not None and (
+            self.behind.act == "where"
+            or any(t.rows in ("where", "masked_fill", "multiplied_by_a_mask") for t in (*self.terms, *self.others))
+        )
         return (
             masked
             or self.statistic == "centre"
