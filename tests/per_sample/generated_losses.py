@@ -14,7 +14,8 @@ the first ones, and one that is accepted and gives it a third gradient is wrong.
 ``python tests/per_sample/generated_losses.py FIRST LAST [REDUCTIONS]`` prints what came of the cases; with ``wide`` in
 front, of cases drawn from all reductions and everything that is here, a third of them private; with ``glance``, of what
 the check alone says, where that is enough; with both, of the former by the latter. ``square`` draws batches of as many
-samples as there are rows and values, with constants along any dimension.
+samples as there are rows and values, with constants along any dimension. ``behind`` draws wide cases in which a
+statistic of the batch acts on a function of the outputs.
 """
 
 import contextlib
@@ -747,6 +748,99 @@ class Beside(Term):
         return mean[tuple(None if dim < 0 else slice(None) for dim in lies)]
 
 
+FUNCTIONS = {
+    "itself": lambda v: v,
+    "softplus": F.softplus,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "elu": F.elu,
+    "relu": F.relu,
+    "leaky_relu": F.leaky_relu,
+    "hardtanh": F.hardtanh,
+    "hardswish": F.hardswish,
+    "softsign": F.softsign,
+    "tanhshrink": F.tanhshrink,
+    "softshrink": lambda v: F.softshrink(v, 0.1),
+    "logsigmoid": F.logsigmoid,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "exp": torch.exp,
+    "expm1": torch.expm1,
+    "sin": torch.sin,
+    "atan": torch.atan,
+    "asinh": torch.asinh,
+    "erf": torch.erf,
+    "abs": torch.abs,
+    "square": torch.square,
+    "root": lambda v: (v.square() + 1).sqrt(),
+    "logarithm": lambda v: v.exp().log1p(),
+    "reciprocal": lambda v: 1 / (v.square() + 1),
+    "clamp": lambda v: v.clamp(-1, 1),
+    "sort": lambda v: v.sort(-1).values,
+    "largest first": lambda v: v.topk(v.shape[-1], -1).values,
+    "gather": lambda v: v.gather(-1, torch.arange(v.shape[-1]).flip(0).expand_as(v)),
+    "flip": lambda v: v.flip(-1),
+    "roll": lambda v: v.roll(1, -1),
+    "repeat": lambda v: v.repeat(*[1] * (v.ndim - 1), 2)[..., : v.shape[-1]],
+    "cumsum": lambda v: v.cumsum(-1),
+    "largest": lambda v: torch.maximum(v, v.flip(-1)),
+    "largest so far": lambda v: v.cummax(-1).values,
+    "maximum": lambda v: v.amax(-1, keepdim=True).expand_as(v),
+    "softmax": lambda v: v.softmax(-1),
+    "log_softmax": lambda v: v.log_softmax(-1),
+    "logsumexp": lambda v: v.logsumexp(-1, keepdim=True).expand_as(v),
+    "layer_norm": lambda v: F.layer_norm(v, v.shape[-1:]),
+    "normalize": lambda v: F.normalize(v, dim=-1),
+    "standard deviation": lambda v: v.std(-1, keepdim=True).expand_as(v),
+    "product with itself": lambda v: v * v.flip(-1),
+    "where": lambda v: torch.where(v > 0, v, v.square()),
+    "doubled": lambda v: 2 * v + 1,
+}
+STATISTICS = {
+    "column means": lambda y: y.flatten(0, -2).mean(0),
+    "mean": torch.mean,
+    "mean, number": lambda y: y.mean().item(),
+    "deviation": torch.std,
+    "deviations": lambda y: y.flatten(0, -2).std(0, correction=0) + 0.1,
+    "deviation, number": lambda y: y.std().item(),
+    "largest": torch.max,
+    "largest of columns": lambda y: y.flatten(0, -2).amax(0),
+    "largest, number": lambda y: y.max().item(),
+    "sum, number": lambda y: float(y.sum()),
+}
+ACTS = {
+    "plus": lambda v, s: v + s,
+    "minus": lambda v, s: v - s,
+    "from": lambda v, s: s - v,
+    "times": lambda v, s: v * s,
+    "over": lambda v, s: v / s,
+    "twice minus": lambda v, s: torch.sub(v, s, alpha=2),
+    "in place minus": lambda v, s: v.clone().sub_(s),
+    "half way to": lambda v, s: torch.lerp(v, torch.as_tensor(s, dtype=v.dtype).expand_as(v), 0.5),
+    "plus products": lambda v, s: torch.addcmul(v, torch.ones_like(v), torch.as_tensor(s, dtype=v.dtype)),
+    "where": lambda v, s: torch.where(v.detach() > 0, v, v - s),
+}
+
+
+@dataclass
+class Behind:
+    """A statistic of the targets, or of the detached outputs, that acts on a function of the outputs."""
+
+    inner: str
+    statistic: str
+    act: str
+    outer: str
+    of_outputs: bool
+
+    def __str__(self):
+        of = "outputs" if self.of_outputs else "targets"
+        return f"{self.outer} of ({self.inner} {self.act} {self.statistic} of {of})"
+
+    def __call__(self, p, b):
+        statistic = STATISTICS[self.statistic]((p if self.of_outputs else b.y.to(p.dtype)).detach())
+        return FUNCTIONS[self.outer](ACTS[self.act](FUNCTIONS[self.inner](p), statistic))
+
+
 PLAIN = Term("hand squares", "as_they_are", "mean", "none", "B")
 NORMALISED = Term("hand squares", "as_they_are", "sum", "normalised", "nothing")
 OVER_ALL_ROWS = Term("hand squares", "bool_index", "mean", "none", "B")
@@ -763,6 +857,8 @@ def class_weight(p, b, case):
 def of_the_batch(p, b, case):
     """Values of the samples after a statistic of the batch has acted on them, in some cases."""
     y = b.y.detach().to(p.dtype)
+    if case.behind is not None:
+        return case.behind(p, b)
     if case.statistic == "temperature":
         return p / (0.5 + float(y.abs().mean()))
     return p - y.flatten(0, -2).mean(0) if case.statistic == "centre" else p
@@ -820,6 +916,7 @@ class Case:
     square: bool = False  # there are as many samples as rows, and as values
     constant: object = field(default=lambda value: value, repr=False)  # `PerSampleGradientClipper.constant`
     statistic: str = "no"  # what the loss takes that was made of the whole batch
+    behind: Behind | None = None  # a statistic of the batch that acts on a function of the outputs
     given: list = field(default_factory=list)  # norms of samples that the clipper told, until they are looked at
 
     def __str__(self):
@@ -833,6 +930,7 @@ class Case:
             name for name in ("private", "scaled", "collated", "time_first", "two", "square") if getattr(self, name)
         ]
         words += [f"{self.statistic} of the batch"] if self.statistic != "no" else []
+        words += [] if self.behind is None else [str(self.behind)]
         text = ", ".join(words) + " || " + "  ++  ".join(map(str, self.terms))
         return text + (" // " + "  ++  ".join(map(str, self.others)) if self.others else "")
 
@@ -889,19 +987,27 @@ class Case:
     @property
     def out_of_sight(self):
         """What nobody can see: weights, masks or targets of the whole batch, rows chosen by their place in it."""
-        return self.statistic == "centre" or any(
-            term.weight == "normalised"
-            or term.rows in BY_PLACE
-            or term.combine == "above the mean"
-            or (isinstance(term, Beside) and term.by_place)
-            for term in (*self.terms, *self.others)
+        masked = self.behind is not None and (
+            self.behind.act == "where"
+            or any(t.rows in ("where", "masked_fill", "multiplied_by_a_mask") for t in (*self.terms, *self.others))
+        )
+        return (
+            masked
+            or self.statistic == "centre"
+            or any(
+                term.weight == "normalised"
+                or term.rows in BY_PLACE
+                or term.combine == "above the mean"
+                or (isinstance(term, Beside) and term.by_place)
+                for term in (*self.terms, *self.others)
+            )
         )
 
     @property
     def by_a_number(self):
-        """Whether a number or a length is counted from the batch, which one batch cannot tell from a constant."""
+        """Whether a number is made of the batch, or a length counted, which one batch cannot tell from a constant."""
         fixed = {"B", "B as float", "B as tensor", "rows", "constant", "constant float", "nothing", "reciprocal of B"}
-        return any(
+        return self.behind is not None or any(
             term.combine in ("weighted mean", "own mean by mask, those with rows", "times 1 / rows")
             or term.rows in ("cut_to_the_longest", "padded_again")
             or (term.combine in DIVIDED and term.divisor not in fixed)
@@ -1003,6 +1109,24 @@ def draw_squarely(seed):
     return case
 
 
+def draw_behind(seed):
+    """Draw a case in which a statistic of the batch acts on a function of the outputs; half of them plain means.
+
+    In private training it is a vector: a number of the first batch nobody can tell from a constant.
+    """
+    case, r = draw(seed, wide=True), random.Random(seed + 4 * 10**7)
+    case.inside, case.statistic, case.dtype, case.autocast = False, "no", torch.float64, False
+    if r.random() < 0.5:
+        names = ["hand squares", "hand output", "mse", "smooth_l1", "bce_logits", "cross_entropy", "hand log cosh"]
+        case.terms = [Term(r.choice(names), "as_they_are", "mean", "none", "B")]
+        case.reduction, case.ragged, case.missing = "mean", "full", "no"
+    outer = "itself" if r.random() < 0.5 else r.choice(list(FUNCTIONS))
+    acts = r.choice(["plus", "minus", "minus", *ACTS])
+    statistics = [name for name in STATISTICS if "column" in name or name == "deviations" or not case.private]
+    case.behind = Behind(r.choice(list(FUNCTIONS)), r.choice(statistics), acts, outer, r.random() < 0.3)
+    return case
+
+
 def _beside(r):
     def lies(most):
         return tuple(r.sample([0, 1, 2, -1, -1], r.randint(1, most)))
@@ -1014,6 +1138,9 @@ def _beside(r):
         shaped=shaped, before=r.choice(["", "", *BEFORE]), lies=lies(dims),
         weighs=lies(dims) if r.random() < 0.2 else None,
     )  # fmt: skip
+
+
+DRAWS = {"behind": draw_behind, "square": draw_squarely, "wide": draw_widely}
 
 
 def draw(seed, reductions=("mean", "sum"), wide=False):
@@ -1609,12 +1736,13 @@ def plain_words(text):
     return re.sub(r"[-+]?\d[\d.e+-]*", "#", text.split(": ", 1)[-1])[:110]
 
 
-def main(first, last, reductions=("mean", "sum"), quick=False, widely=False, squarely=False):
+def main(first, last, reductions=("mean", "sum"), modes=()):
     counts, messages, examples = Counter(), Counter(), {}
     families, reduced = Counter(), Counter()
     for seed in range(first, last):
-        case = draw_squarely(seed) if squarely else draw_widely(seed) if widely else draw(seed, reductions, quick)
-        outcome = glance(case) if quick and not case.through_the_network else trial(case)
+        drawn = next((DRAWS[mode] for mode in modes if mode in DRAWS), None)
+        case = drawn(seed) if drawn else draw(seed, reductions, "glance" in modes)
+        outcome = glance(case) if "glance" in modes and not case.through_the_network else trial(case)
         counts[outcome.kind] += 1
         counts["private " + outcome.kind] += case.private
         families[outcome.kind, case.family] += 1
@@ -1646,13 +1774,6 @@ def main(first, last, reductions=("mean", "sum"), quick=False, widely=False, squ
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed = torch.default_generator.manual_seed  # which looks for no accelerator
-    modes = [word for word in sys.argv[1:] if word in ("glance", "wide", "square")]
+    modes = [word for word in sys.argv[1:] if word in ("glance", *DRAWS)]
     first, last, *rest = sys.argv[1 + len(modes) :]
-    main(
-        int(first),
-        int(last),
-        tuple(rest[0].split(",")) if rest else ("mean", "sum"),
-        "glance" in modes,
-        "wide" in modes,
-        "square" in modes,
-    )
+    main(int(first), int(last), tuple(rest[0].split(",")) if rest else ("mean", "sum"), modes)

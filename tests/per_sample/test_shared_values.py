@@ -78,7 +78,7 @@ def sorted_values(out):
     return out.sort(1).values
 
 
-BEHIND = (F.softplus, F.gelu, F.silu, F.mish, F.logsigmoid, torch.fliplr,
+BEHIND = (F.softplus, F.gelu, F.silu, F.mish, F.logsigmoid, F.tanhshrink, torch.fliplr,
           running_sums, largest, sorted_values)  # fmt: skip
 """Functions that keep no result of theirs."""
 
@@ -184,13 +184,42 @@ def test_what_is_declared_or_each_samples_own_is_taken(name, strict):
 
 
 @pytest.mark.parametrize("sizes", [(1, 5), (5, 1), (1, 1, 5)], ids=str)
-@pytest.mark.parametrize("name", ["weights of labels", "a temperature", "a threshold", "a bound number"])
+@pytest.mark.parametrize(
+    "name",
+    ["weights of labels", "a temperature", "a threshold", "a bound number", "a mean", "means of columns",
+     "a number behind softplus"],
+)  # fmt: skip
 def test_a_batch_of_one_sample_gives_its_statistic_too(name, sizes):
     clipper = clipper_of()
     for number, size in enumerate(sizes[:-1]):
         step(clipper, OF_THE_BATCH[name], Batch(size, number))
     with pytest.raises(UnsupportedGradientError, match="which all samples share in the loss"):
         step(clipper, OF_THE_BATCH[name], Batch(sizes[-1], 7))
+
+
+@pytest.mark.parametrize("sizes", [(4, 5), (5, 4), (4, 1)], ids=str)
+def test_as_many_samples_as_places_hide_no_statistic(sizes):
+    clipper, loss = clipper_of(), lambda c, out, b: (F.relu(out).view(-1, 4, V) - b.y.mean(0)).square().mean()
+    for number, size in enumerate(sizes):
+        batch = Batch(size, number)
+        batch.x = batch.x[:, None].expand(size, 4, 4) * torch.arange(1, 5).view(4, 1)
+        if not number:
+            step(clipper, loss, batch)
+            continue
+        with pytest.raises(UnsupportedGradientError, match="all samples share in the loss, has changed"):
+            step(clipper, loss, batch)
+
+
+def test_in_private_training_a_vector_beside_chosen_rows_is_refused():
+    clipper = clipper_of(loss_reduction="sum")
+    clipper.refuse_ambiguous_losses()
+    chosen = torch.tensor([0, 0, 1, 2, 2, 3, 4])
+    with pytest.raises(UnsupportedGradientError, match="several numbers or tensors are added"):
+        step(
+            clipper,
+            lambda c, out, b: ((out.expm1() - b.y.mean(0))[chosen] - b.y[chosen]).norm(dim=1).sum(),
+            Batch(5, 0),
+        )
 
 
 def test_a_schedule_is_declared():

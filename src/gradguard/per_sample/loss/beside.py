@@ -258,6 +258,7 @@ def added(
     if below is None:
         return None
     cotangent = torch.zeros_like(whole.low, requires_grad=True)
+    ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
     try:
         with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False), silent_taps():
             pulled = torch.autograd.grad(
@@ -271,11 +272,19 @@ def added(
             [linear] = torch.autograd.grad(product, cotangent)
     except (RuntimeError, TypeError) as error:
         raise Unreadable(f"what is added to values from {value[0].name()} cannot be read") from error
+    finally:
+        for end in ends:  # a known value may be a function of another one
+            end.remove()
     rounding = 16 * max(torch.finfo(one.dtype).eps for one in (whole.low, *[known[one] for one in below]))
     each = rounding * (whole.middle.nan_to_num().abs() + linear.abs())
     most = torch.stack([each.max(), *[rounding * known[one].abs().max() for one in below]]).sum()
     low, high = whole.low - linear, whole.high - linear
     return Bounds(low - each, high + each), Bounds(low - most, high + most)
+
+
+def _without(number: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the gradients of an operation's results, 0 for one of them."""
+    return tuple(torch.zeros_like(one) if i == number else one for i, one in enumerate(gradients))
 
 
 def adds_unseen_below(value: Value, known: Container[Value], depends: Dependence) -> bool:

@@ -15,7 +15,7 @@ from gradguard.per_sample.loss.ledger import Ledger
 from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Root, make_of
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
-from gradguard.per_sample.loss.shared import SharedValues, hidden_in_graph, shared_in_function, shared_in_graph
+from gradguard.per_sample.loss.shared import LossConstants, SharedValues, shared_in_function
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 
@@ -333,10 +333,8 @@ class LossCheck:
         if outputs is None:
             return ""
         try:
-            depends = Dependence()
-            hidden = hidden_in_graph(roots, outputs, depends)
-            found = shared_in_graph(roots, outputs, make.kind, depends)
-            return hidden or self._shared.objection(found, outputs.batch_size)
+            constants = LossConstants(roots, outputs, Dependence())
+            return constants.hidden() or self._shared.objection(constants.shared(make.kind), outputs.batch_size)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             return _failed(error)
 

@@ -210,156 +210,166 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 # What a graph shows
 
 
-def hidden_in_graph(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> str:
-    """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
-    nodes = [node for node, _ in _nodes(roots, outputs, depends)]
-    adds = any(adds_unseen(node, depends) for node in nodes)
-    known = outputs.held | known_values(nodes) if adds else {}
-    found = {**known, **recovered_values(nodes)} if adds else {}
-    for node in nodes:
-        if operation(node) not in _SHOWING:
-            return f"its graph does not show all numbers that {node.name()} takes"
-        for value in parents(node) if adds and not is_affine(node, depends) else ():
-            if adds_unseen_below(value, known, depends) and not (
-                (value in found or operation(node) == "LogSoftmax") and is_told(value, known, outputs.values, depends)
-            ):
-                return f"its graph does not show what is added to values before {node.name()}"
-    if outputs.batch_size > 1 and (name := _own_sum_of_several(nodes, outputs, depends)):
-        return (
-            f"several numbers or tensors are added to values before {name}, and its graph shows their sum alone. Add "
-            "up what is a sample's own first, as in output - (target - 1), or write the loss of one sample and call "
-            "clipper.per_sample_losses"
-        )
-    return ""
+_Look = Callable[[Value, Sequence[int]], Callable[[], bool]]
 
 
-def shared_in_graph(
-    roots: Sequence[Root], outputs: Outputs, kind: Hashable, depends: Dependence
-) -> Iterator[SharedValue]:
-    """Yield what a loss takes beside the rows of the samples, but for factors of rows, which are weighed elsewhere.
+class LossConstants:
+    """What a loss takes beside the rows of the samples, as its graph shows it, but for factors that weigh rows.
 
     Args:
         roots: The values that backward starts from.
         outputs: The values that the module returned.
-        kind: Tells losses of other operations apart.
         depends: Knows which values depend on the samples.
     """
-    counted: Counter[str] = Counter()
-    numbers: defaultdict[tuple[str, Hashable], list[tuple[Node, float]]] = defaultdict(list)
-    tensors: defaultdict[tuple[str, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
-    several = outputs.batch_size > 1
 
-    def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool]:
-        return functools.partial(_is_shared, outputs, *value, sizes) if several else lambda: True
+    def __init__(self, roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> None:
+        self._roots, self._outputs, self._depends = roots, outputs, depends
+        self._nodes = dict(_nodes(roots, outputs, depends))
 
-    nodes = list(_nodes(roots, outputs, depends))
-    for node, is_behind in nodes:
-        name = operation(node)
-        counted[name] += 1
-        place = kind, name, counted[name]
-        labelled = name in LABELLED or name == "MultiMarginLoss"
-        if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
-            yield SharedValue((*place, weight.shape), weight)
-        for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
-            places = places_of(shape_of(*value), outputs.batch_size)
-            sizes = own_sizes(constant)
-            for dim in (dim for dim, size in enumerate(sizes) if size == 1):
-                constant = constant.narrow(dim, 0, 1)
-            if (places and all(sizes[dim] > 1 for dim in places)) or (constant.numel() == 1 and not is_behind):
+    @functools.cached_property
+    def _known(self) -> dict[Value, Tensor]:
+        return self._outputs.held | known_values([*self._nodes])
+
+    @functools.cached_property
+    def _ends(self) -> list[Value]:
+        """The values that functions take after constants were added to them that no operation saved."""
+        depends = self._depends
+        if not any(adds_unseen(node, depends) for node in self._nodes):
+            return []
+        ends = (edge for node in self._nodes if not is_affine(node, depends) for edge in parents(node))
+        return [end for end in dict.fromkeys(ends) if adds_unseen_below(end, self._known, depends)]
+
+    @functools.cached_property
+    def _wholes(self) -> tuple[dict[Value, Bounds], dict[Value, int]]:
+        """What is known of the values, and along which dimension but for a number of each row."""
+        found, normalized = dict[Value, Bounds](), dict[Value, int]()
+        for node in self._nodes if self._ends else ():
+            if operation(node) == "LogSoftmax":
+                value, result = parents(node)[0], saved(node, "result").detach()
+                normalized[value], found[value] = signed(saved(node, "dim")), Bounds(result, result)
+        found |= recovered_values([*self._nodes]) if self._ends else {}
+        found |= {one: Bounds(values, values) for one, values in self._known.items()} if self._ends else {}
+        return found, {one: dim for one, dim in normalized.items() if one not in self._known}
+
+    def hidden(self) -> str:
+        """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
+        for node in self._nodes:
+            if operation(node) not in _SHOWING:
+                return f"its graph does not show all numbers that {node.name()} takes"
+        for end in self._ends:
+            told = is_told(end, self._known, self._outputs.values, self._depends)
+            if end not in self._wholes[0] or not told:
+                return f"its graph does not show what is added to values from {end[0].name()}"
+        for _, end, bounds in self._sums if self._outputs.batch_size > 1 else ():
+            own, whole = any(bounds.sizes[dim] > 1 for dim in _places_of_rows(end, self._outputs)), self._wholes[0][end]
+            if own and _additions(end, whole.middle, self._known, self._depends) > 1:
+                return (
+                    f"several numbers or tensors are added to values before {end[0].name()}, and its graph shows their "
+                    "sum alone. Add up what is a sample's own first, as in output - (target - 1), or write the loss of "
+                    "one sample and call clipper.per_sample_losses"
+                )
+        return ""
+
+    @functools.cached_property
+    def _sums(self) -> list[tuple[int, Value, Bounds]]:
+        """The sums of the unseen constants in values, each after its number and its place."""
+        sums, known, depends = list[tuple[int, Value, Bounds]](), self._known, self._depends
+        for number, end in enumerate(self._ends):
+            wholes, normalized = self._wholes
+            if end not in wholes or not _places_of_rows(end, self._outputs):
                 continue
-            if not _is_of_parameter(constant):
-                yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
-                tensors[name, i, _place(constant)].append((node, constant))
-        for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
-            yield SharedValue((*place, i, "single"), constant, look((node, 0), [1] * len(shape_of(node))))
-            tensors[name, i, _place(constant)].append((node, constant))
-        for dim, columns in _columns_of(node):
-            sizes = [len(columns) if i == dim else 1 for i in range(len(shape_of(node)))]
-            yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
-        for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
-            whole = look((node, 0), [1] * len(shape_of(node)))
-            yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
-            numbers[name, setting].append((node, value))
-    edges = [((root.node, root.number), "root") for root in roots]
-    edges += [(edge, operation(node)) for node, _ in nodes for edge in parents(node)]
-    yield from _places_taken(edges, {node for node, _ in nodes}, outputs, kind)
-    for (name, setting), found in numbers.items() if several else ():
-        if len(found) > 1:
-            yield SharedValue(
-                (kind, name, setting, "each"), found[0][1], functools.partial(_is_of_each, outputs, found)
-            )
-    counted.clear()
-    for (name, i, _), found in tensors.items() if several else ():
-        if len(found) > 1:
+            bounds = _subtracted(end, known, depends)
+            if bounds is None and (apart := added(end, wholes[end], known, depends)) is not None:
+                bounds = apart[1]
+            if bounds is not None and end in normalized:
+                mean = bounds.middle.mean(normalized[end], keepdim=True)
+                bounds = Bounds(bounds.low - mean, bounds.high - mean)
+            if bounds is not None:
+                sums.append((number, end, bounds))
+        return sums
+
+    def _added(self, kind: Hashable, look: _Look) -> Iterator[SharedValue]:
+        """Yield the constants that operations add and do not save, where they may be alike for all samples.
+
+        Whole numbers are left out: targets and masks of all samples may be alike by chance.
+        """
+        for number, value, bounds in self._sums:
+            sizes, places = bounds.sizes, _places_of_rows(value, self._outputs)
+            if all(sizes[dim] > 1 for dim in places):
+                continue
+            for dim in (dim for dim, size in enumerate(sizes) if size == 1):
+                bounds = bounds.alike(dim)
+            constant = bounds.middle
+            if bool(((constant - constant.round()).abs() > bounds.rounding).any()):
+                others = [size for dim, size in enumerate(shape_of(*value)) if dim != places[0]]
+                constant = constant if constant.numel() > 1 else float(constant)
+                yield SharedValue(
+                    (kind, "added", number, len(sizes), *others), constant, look(value, sizes), bounds.rounding
+                )
+
+    def shared(self, kind: Hashable) -> Iterator[SharedValue]:
+        """Yield what all samples may share.
+
+        Args:
+            kind: Tells losses of other operations apart.
+        """
+        roots, outputs, depends = self._roots, self._outputs, self._depends
+        counted: Counter[str] = Counter()
+        numbers: defaultdict[tuple[str, Hashable], list[tuple[Node, float]]] = defaultdict(list)
+        tensors: defaultdict[tuple[str, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
+        several = outputs.batch_size > 1
+
+        def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool]:
+            return functools.partial(_is_shared, outputs, *value, sizes) if several else lambda: True
+
+        for node, is_behind in self._nodes.items():
+            name = operation(node)
             counted[name] += 1
-            of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
-            yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
-    for i, value, sizes, constant, rounding in _added([node for node, _ in nodes], outputs, depends) if several else ():
-        key = kind, "added", i, getattr(constant, "shape", ())
-        yield SharedValue(key, constant, look(value, sizes), rounding)
+            place = kind, name, counted[name]
+            labelled = name in LABELLED or name == "MultiMarginLoss"
+            if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
+                yield SharedValue((*place, weight.shape), weight)
+            for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
+                places = places_of(shape_of(*value), outputs.batch_size)
+                sizes = own_sizes(constant)
+                for dim in (dim for dim, size in enumerate(sizes) if size == 1):
+                    constant = constant.narrow(dim, 0, 1)
+                if (places and all(sizes[dim] > 1 for dim in places)) or (constant.numel() == 1 and not is_behind):
+                    continue
+                if not _is_of_parameter(constant):
+                    yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
+                    tensors[name, i, _place(constant)].append((node, constant))
+            for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
+                yield SharedValue((*place, i, "single"), constant, look((node, 0), [1] * len(shape_of(node))))
+                tensors[name, i, _place(constant)].append((node, constant))
+            for dim, columns in _columns_of(node):
+                sizes = [len(columns) if i == dim else 1 for i in range(len(shape_of(node)))]
+                yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
+            for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
+                whole = look((node, 0), [1] * len(shape_of(node)))
+                yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
+                numbers[name, setting].append((node, value))
+        edges = [((root.node, root.number), "root") for root in roots]
+        edges += [(edge, operation(node)) for node in self._nodes for edge in parents(node)]
+        yield from _places_taken(edges, self._nodes, outputs, kind)
+        for (name, setting), found in numbers.items() if several else ():
+            if len(found) > 1:
+                yield SharedValue(
+                    (kind, name, setting, "each"), found[0][1], functools.partial(_is_of_each, outputs, found)
+                )
+        counted.clear()
+        for (name, i, _), found in tensors.items() if several else ():
+            if len(found) > 1:
+                counted[name] += 1
+                of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
+                yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
+        yield from self._added(kind, look)
 
 
-def _added(
-    nodes: Sequence[Node], outputs: Outputs, depends: Dependence
-) -> Iterator[tuple[int, Value, list[int], Tensor | float, Tensor]]:
-    """Yield the constants that operations add and do not save, where they may be alike for all samples.
-
-    Each comes after the number of its place, the value that it is in, and its sizes, and before its rounding.
-    Whole numbers are left out: targets and masks of all samples may be alike by chance.
-    """
-    for number, value, bounds, _, _ in _sums(nodes, outputs, depends):
-        sizes = bounds.sizes
-        alike = [dim for dim in places_of(shape_of(*value), outputs.batch_size) if sizes[dim] == 1]
-        if not alike:
-            continue
-        for dim in alike:
-            bounds = bounds.alike(dim)
-        low, high = bounds.low.max(), bounds.high.min()
-        bounds = Bounds(low, high) if low <= high else bounds
-        constant = bounds.middle
-        if bool(((constant - constant.round()).abs() > bounds.rounding).any()):
-            yield number, value, sizes, constant if constant.dim() else float(constant), bounds.rounding
-
-
-def _sums(
-    nodes: Sequence[Node], outputs: Outputs, depends: Dependence
-) -> Iterator[tuple[int, Value, Bounds, Tensor, dict[Value, Tensor]]]:
-    """Yield each value that has unseen constants in it: its number, its place, their sum, it, and the known values."""
-    if not any(adds_unseen(node, depends) for node in nodes):
-        return
-    known = outputs.held | known_values(nodes)
-    found = {one: Bounds(values, values) for one, values in known.items()}
-    found |= {one: bounds for one, bounds in recovered_values(nodes).items() if one not in known}
-    normalized: dict[Value, int] = {}  # of these the result is known: they themselves but for a number of each row
-    for node in nodes:
-        if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in found:
-            result, normalized[value] = saved(node, "result").detach(), signed(saved(node, "dim"))
-            found[value] = Bounds(result, result)
-    ends = {edge: None for node in nodes if not is_affine(node, depends) for edge in parents(node) if edge in found}
-    for number, value in enumerate(ends):
-        places = places_of(shape_of(*value), outputs.batch_size)
-        if not places or not adds_unseen_below(value, known, depends):
-            continue
-        whole = found[value]
-        bounds = _subtracted(value, known, depends)
-        if bounds is None and (apart := added(value, whole, known, depends)) is not None:
-            bounds = apart[1]
-        if bounds is None:
-            continue
-        if value in normalized:
-            mean = bounds.middle.mean(normalized[value], keepdim=True)
-            bounds = Bounds(bounds.low - mean, bounds.high - mean)
-        yield number, value, bounds, whole.middle, known
-
-
-def _own_sum_of_several(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> str:
-    """Return the operation that takes a value to which several constants were added, of which the sum is seen alone."""
-    for _, value, bounds, whole, known in _sums(nodes, outputs, depends):
-        sizes = bounds.sizes
-        own = any(sizes[dim] > 1 for dim in places_of(shape_of(*value), outputs.batch_size))
-        if own and _additions(value, whole, known, depends) > 1:
-            return value[0].name()
-    return ""
+def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
+    """Return the dimensions along which samples may lie, or rows that were chosen of them."""
+    shape = shape_of(*value)
+    return places_of(shape, outputs.batch_size) or ([0] if shape and shape[0] > 1 else [])
 
 
 def _additions(value: Value, whole: Tensor, known: Mapping[Value, Tensor], depends: Dependence) -> int:
@@ -546,7 +556,7 @@ def _is_shared(outputs: Outputs, node: Node, number: int, sizes: Sequence[int]) 
     try:
         samples = outputs.samples_of(node, number)
     except Silent:
-        places = places_of(shape_of(node, number), outputs.batch_size)
+        places = _places_of_rows((node, number), outputs)
         return bool(places) and len(sizes) > places[0] and sizes[places[0]] == 1
     except Unreadable:
         return True
