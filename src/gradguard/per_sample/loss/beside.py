@@ -34,7 +34,7 @@ from gradguard.per_sample.loss.loss_graph import (
     signed,
     walk,
 )
-from gradguard.torch_private import arguments_of, saved_all, saved_tensors
+from gradguard.torch_private import arguments_of, input_metadata_of, saved_all, saved_tensors
 
 Value = tuple[Node, int]
 
@@ -57,6 +57,9 @@ _MOVING = operations(
     "Gather Take TakeAlongDim Topk Sort Max Min Amax Amin Median Kthvalue Cumsum Flip Roll Repeat Diagonal Tril Triu"
 )
 """Operations that are linear once they have chosen what they take, beside those that a loss is read through."""
+
+_WEIGHING = operations("Mul Div Where MaskedFill Index Gather TakeAlongDim")
+_SUMMING = operations("Sum Mean Nansum Cumsum")
 
 _INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Exp": torch.log, "Sigmoid": torch.logit, "Tanh": torch.atanh, "Sqrt": torch.square, "Relu": torch.clone,
@@ -202,6 +205,22 @@ class Bounds:
         """Return those of the numbers along a dimension, which are the same."""
         return Bounds(self.low.amax(dim, keepdim=True), self.high.amin(dim, keepdim=True))
 
+    def wide(self) -> "Bounds":
+        """Return the same bounds in float32 at least."""
+        return Bounds(self.low.to(_wide(self.low)), self.high.to(_wide(self.high)))
+
+    def meets(self, other: "Bounds") -> bool:
+        """Tell whether the same numbers may be within both."""
+        try:
+            both = self.within(other)
+        except RuntimeError:  # of other shapes
+            return False
+        return bool((both.low <= both.high).all())
+
+    def within(self, other: "Bounds") -> "Bounds":
+        """Return the bounds of numbers that are within both."""
+        return Bounds(torch.maximum(self.low, other.low), torch.minimum(self.high, other.high))
+
     @property
     def sizes(self) -> list[int]:
         """The sizes, 1 where numbers along a dimension may be the same."""
@@ -209,6 +228,11 @@ class Bounds:
             return [1] * self.low.dim()
         differ = [bool((self.low.amax(dim) > self.high.amin(dim)).any()) for dim in range(self.low.dim())]
         return [size if differs else 1 for size, differs in zip(self.low.shape, differ, strict=True)]
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether all that are known may be whole numbers."""
+        return not bool(((self.middle - self.middle.round()).abs() > self.rounding).any())
 
     @property
     def middle(self) -> Tensor:
@@ -219,6 +243,10 @@ class Bounds:
     def rounding(self) -> Tensor:
         """How far the numbers may be from `middle`."""
         return (self.high - self.low) / 2
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def recovered_values(nodes: Sequence[Node]) -> dict[Value, Bounds]:
@@ -275,11 +303,90 @@ def added(
     finally:
         for end in ends:  # a known value may be a function of another one
             end.remove()
-    rounding = 16 * max(torch.finfo(one.dtype).eps for one in (whole.low, *[known[one] for one in below]))
+    chain = list(_affine(value, known, depends))
+    kinds = {whole.low.dtype, *[known[one].dtype for one in below]}
+    kinds |= {one.dtype for node in chain for one in input_metadata_of(node)}
+    rounding = min(16, 2 + len(chain)) * max(torch.finfo(kind).eps for kind in kinds)
+    whole, linear = whole.wide(), linear.to(_wide(linear))
     each = rounding * (whole.middle.nan_to_num().abs() + linear.abs())
-    most = torch.stack([each.max(), *[rounding * known[one].abs().max() for one in below]]).sum()
+    most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
     low, high = whole.low - linear, whole.high - linear
+    if sum(adds_unseen(node, depends) for node in chain) == 1 and not _SUMMING & set(map(operation, chain)):
+        most = each  # nothing that is larger than the value has been there
     return Bounds(low - each, high + each), Bounds(low - most, high + most)
+
+
+def where_added(part: Value, value: Value, constant: Bounds, known: Container[Value], depends: Dependence) -> Bounds:
+    """Return the constant in a value as it was where an operation added it to a part of the value.
+
+    Operations since then have chosen and scaled elements. With :math:`J` for what they do, the constant c was
+
+    .. math:: s = (J^T c) / (J^T J 1)
+
+    where each of its elements comes from one of s, or from a plain sum of them. What no element takes is not known.
+
+    Args:
+        part: Where it was added.
+        value: Where it is seen.
+        constant: As it is there.
+        known: The values that are known, through which nothing is followed.
+        depends: Knows which values depend on the samples.
+
+    Raises:
+        Unreadable: If a backward from there cannot be run.
+    """
+    is_known = constant.low.isfinite() & constant.high.isfinite()
+    middle, rounding = (torch.where(is_known, one, 0.0) for one in (constant.middle, constant.rounding))
+    below = _behind(value, known, depends)
+    ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
+    cotangent = torch.ones_like(middle, requires_grad=True)
+    try:
+        with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False), silent_taps():
+
+            def pulled(cotangent: Tensor, *, again: bool = False) -> Tensor:
+                edges = [GradientEdge(*value)], [GradientEdge(*part)]
+                [found] = torch.autograd.grad(*edges, [cotangent], retain_graph=True, create_graph=again)  # pyright: ignore
+                return found
+
+            [factors] = torch.autograd.grad(pulled(cotangent, again=True).sum(), cotangent)
+            factors = torch.where(is_known, factors, 0.0)
+            weights, sums, errors = map(pulled, (factors, middle, rounding * factors.sign()))
+    except (RuntimeError, TypeError) as error:
+        raise Unreadable(f"what is added to values from {value[0].name()} cannot be read") from error
+    finally:
+        for end in ends:
+            end.remove()
+    found = (sums / weights).where(weights > 0, torch.nan)
+    return Bounds.around(found, errors / weights + 16 * torch.finfo(found.dtype).eps * found.abs())
+
+
+def parts_of(value: Value, known: Container[Value], depends: Dependence) -> list[Value]:
+    """Return the values that an operation has added an unseen constant to, and others have changed since."""
+    nodes = dict.fromkeys(_affine(value, known, depends))
+    return [(node, 0) for node in nodes if adds_unseen(node, depends) and node is not value[0]]
+
+
+def is_weighed_and_summed(part: Value, value: Value, known: Container[Value], depends: Dependence) -> bool:
+    """Tell whether a part of a value is multiplied by several numbers, or chosen from, and the results are added up."""
+    weighed: dict[Node, bool | None] = {part[0]: False}  # None of what the part is not in
+    pending = [value[0]]
+    while pending:
+        node = pending[-1]
+        below = [edge for edge in parents(node) if depends(edge[0])]
+        if node in weighed or not below or (node is not value[0] and any((node, i) in known for i in range(2))):
+            weighed.setdefault(node, None)
+            pending.pop()
+            continue
+        if unknown := [edge[0] for edge in below if edge[0] not in weighed]:
+            pending += unknown
+            continue
+        found, name = [one for edge in below if (one := weighed[edge[0]]) is not None], operation(node)
+        multiplies = name in _PRODUCTS | _CONVOLUTIONS
+        if found and (multiplies or (name in _SUMMING and any(found))):
+            return True
+        weighs = name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
+        weighed[node] = (any(found) or weighs) if found else None
+    return False
 
 
 def _without(number: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

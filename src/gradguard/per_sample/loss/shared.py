@@ -10,7 +10,7 @@ import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -28,10 +28,13 @@ from gradguard.per_sample.loss.beside import (
     constants_beside,
     is_affine,
     is_told,
+    is_weighed_and_summed,
     known_values,
     own_sizes,
+    parts_of,
     places_of,
     recovered_values,
+    where_added,
 )
 from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
@@ -81,7 +84,7 @@ class SharedValue:
         key: Where it stands in the loss.
         value: It.
         is_shared: Looks whether samples do share it, which takes time.
-        rounding: How far it may be from what was meant.
+        bounds: Where it lies, if it is known but for rounding.
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
     """
@@ -89,8 +92,13 @@ class SharedValue:
     key: Hashable
     value: Tensor | float
     is_shared: Callable[[], bool] = lambda: True
-    rounding: Tensor | float = 0.0
+    bounds: Bounds | None = None
     places: tuple[Hashable, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it may be whole numbers, which targets and masks of all samples may be, and alike by chance."""
+        return self.bounds is not None and self.bounds.are_whole
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
@@ -109,9 +117,9 @@ class SharedValue:
             return False
         mine = mine.flatten().float() if mine.dtype is torch.bool else mine.flatten()
         theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
-        rounding = self.rounding.flatten() if isinstance(self.rounding, Tensor) else self.rounding
+        rounding = torch.zeros_like(mine) if self.bounds is None else self.bounds.rounding.flatten()
         close = (mine - theirs).abs() <= 2 * rounding + 1e-12 * theirs.abs()
-        return bool((close | (mine == theirs) | (mine.isnan() & theirs.isnan())).all())
+        return bool((close | (mine == theirs) | (mine.isnan() & theirs.isnan()) | rounding.isinf()).all())
 
 
 @dataclass(frozen=True)
@@ -123,8 +131,15 @@ class _KeptValue:
     place: Hashable
     of_several: bool  # samples, and not of a batch of one
     places: tuple[Hashable, ...] = ()
+    bounds: Bounds | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.bounds is not None and self.bounds.are_whole
 
     def is_same(self, one: SharedValue) -> bool:
+        if self.bounds is not None and one.bounds is not None:
+            return self.bounds.meets(one.bounds)
         if self.places and one.places:
             return any(mine == theirs for mine, theirs in zip(self.places, one.places, strict=True))
         is_there = isinstance(one.value, Tensor) and _place(one.value) == self.place
@@ -160,13 +175,17 @@ class SharedValues:
         several = batch_size > 1
         for one in found:
             kept = self._kept.get(one.key)
-            is_known = kept is not None and kept.is_same(one)
+            is_known = kept is not None and (kept.is_same(one) or (one.is_whole and kept.is_whole))
             if one.key in self._owned or any(map(one.is_of, self.declared)):
                 continue
-            if several and self.strict and isinstance(one.value, Tensor):
+            if several and self.strict and isinstance(one.value, Tensor) and not one.is_whole:
                 is_known, kept = False, _kept(math.nan, of_several=True)
             if kept is None or is_known:
-                self._new[one.key] = kept if kept and kept.of_several else _kept(one.value, several, one.places)
+                new = kept if kept and kept.of_several else _kept(one.value, several, one.places)
+                narrowed = [found for found in (new.bounds, one.bounds) if found is not None]
+                self._new[one.key] = replace(
+                    new, bounds=functools.reduce(Bounds.within, narrowed) if narrowed else None
+                )
             elif not (several or kept.of_several):  # each is its only sample's own, or it changes
                 self._new[one.key] = _kept(math.nan, of_several=False)
             elif one.is_shared():
@@ -260,6 +279,11 @@ class LossConstants:
             told = is_told(end, self._known, self._outputs.values, self._depends)
             if end not in self._wholes[0] or not told:
                 return f"its graph does not show what is added to values from {end[0].name()}"
+            if any(is_weighed_and_summed(one, end, self._known, self._depends) for one in self._parts[end]):
+                return (
+                    f"what is added to values before {end[0].name()} is weighed and summed since, and its graph shows "
+                    "the sum alone. Sum apart, as in (output * mask).sum(-1) - (target * mask).sum(-1)"
+                )
         for _, end, bounds in self._sums if self._outputs.batch_size > 1 else ():
             own, whole = any(bounds.sizes[dim] > 1 for dim in _places_of_rows(end, self._outputs)), self._wholes[0][end]
             if own and _additions(end, whole.middle, self._known, self._depends) > 1:
@@ -288,24 +312,34 @@ class LossConstants:
                 sums.append((number, end, bounds))
         return sums
 
-    def _added(self, kind: Hashable, look: _Look) -> Iterator[SharedValue]:
-        """Yield the constants that operations add and do not save, where they may be alike for all samples.
+    @functools.cached_property
+    def _parts(self) -> dict[Value, list[Value]]:
+        """By the values of `_ends`: where the constants were added, if operations have changed the sums since."""
+        return {end: parts_of(end, self._known, self._depends) for end in self._ends}
 
-        Whole numbers are left out: targets and masks of all samples may be alike by chance.
-        """
-        for number, value, bounds in self._sums:
+    @functools.cached_property
+    def _summands(self) -> list[tuple[int, Value, Bounds]]:
+        """The unseen constants where they were added, where operations have changed the sums since."""
+        found = list[tuple[int, Value, Bounds]]()
+        for number, end, bounds in self._sums:
+            for place, part in enumerate(self._parts[end], 1):
+                its = where_added(part, end, bounds, self._known, self._depends)
+                found.append(
+                    (number + place * len(self._ends), part, _of_several(its, _places_of_rows(part, self._outputs)))
+                )
+        return found
+
+    def _added(self, kind: Hashable, look: _Look) -> Iterator[SharedValue]:
+        """Yield the constants that operations add and do not save, where they may be alike for all samples."""
+        for number, value, bounds in [*self._sums, *self._summands]:
             sizes, places = bounds.sizes, _places_of_rows(value, self._outputs)
             if all(sizes[dim] > 1 for dim in places):
                 continue
             for dim in (dim for dim, size in enumerate(sizes) if size == 1):
                 bounds = bounds.alike(dim)
-            constant = bounds.middle
-            if bool(((constant - constant.round()).abs() > bounds.rounding).any()):
-                others = [size for dim, size in enumerate(shape_of(*value)) if dim != places[0]]
-                constant = constant if constant.numel() > 1 else float(constant)
-                yield SharedValue(
-                    (kind, "added", number, len(sizes), *others), constant, look(value, sizes), bounds.rounding
-                )
+            constant, others = bounds.middle, [size for dim, size in enumerate(shape_of(*value)) if dim != places[0]]
+            constant = constant if constant.numel() > 1 else float(constant)
+            yield SharedValue((kind, "added", number, len(sizes), *others), constant, look(value, sizes), bounds=bounds)
 
     def shared(self, kind: Hashable) -> Iterator[SharedValue]:
         """Yield what all samples may share.
@@ -370,6 +404,14 @@ def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
     """Return the dimensions along which samples may lie, or rows that were chosen of them."""
     shape = shape_of(*value)
     return places_of(shape, outputs.batch_size) or ([0] if shape and shape[0] > 1 else [])
+
+
+def _of_several(bounds: Bounds, places: Sequence[int]) -> Bounds:
+    """Return numbers of which those that are known of one sample alone, which may be its own, are not known."""
+    known = bounds.low.isfinite() & bounds.high.isfinite()
+    counts = [known.sum(dim, keepdim=True) for dim in places]
+    enough = torch.stack([count.expand(known.shape) > 1 for count in counts]).any(0) if counts else known
+    return Bounds(bounds.low.where(enough, -torch.inf), bounds.high.where(enough, torch.inf))
 
 
 def _additions(value: Value, whole: Tensor, known: Mapping[Value, Tensor], depends: Dependence) -> int:
@@ -514,8 +556,9 @@ def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence
     if part.shape != whole.shape:
         return None
     sign = -1 if operation(node) == "Sub" and inputs == [1] else 1
-    rounding = 16 * torch.finfo(whole.dtype).eps * torch.maximum(whole.abs().max(), part.abs().max())
-    return Bounds.around(whole - sign * part, rounding)
+    eps, wide = torch.finfo(whole.dtype).eps, torch.promote_types(whole.dtype, torch.float32)
+    whole, part = whole.to(wide), part.to(wide)
+    return Bounds.around(whole - sign * part, 2 * eps * (whole.abs() + part.abs()))
 
 
 _FACTORS = ("alpha", "beta", "value", "self")
