@@ -322,12 +322,11 @@ def test_an_event_between_steps_is_told_with_the_first_optimizer(tmp_path):
 
 
 def test_names_in_findings_keep_their_case():
-    steps = steps_of([1.0] * 300)
     lines = [{"t": "tensors", "i": i, "norm": [0.01] * 8 + [1.0]} for i in range(300)]
-    for step in steps:
-        step["top"] = [8, 0.999]
-    text = text_summary(make_record(meta=wide_meta(9), steps=steps, tensors=lines))
-    assert ": transformer.h.2.attention.in_proj_weight alone makes" in text
+    for line in lines[200:]:
+        line |= {"norm": [0.01] * 8 + [0.0], "absent": [8]}
+    text = text_summary(make_record(meta=wide_meta(9), steps=steps_of([1.0] * 300), tensors=lines))
+    assert ": transformer.h.2.attention.in_proj_weight has had no gradient at all since step 200" in text
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths():
