@@ -148,9 +148,9 @@ def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
 
 def _again(node: Node) -> Tensor | None:
     """Return the result of a function of torch's where the operation saved all that it takes."""
-    for function, names in _functions(operation(node)) if operation(node) not in _MOVING else ():
+    for function, names, tensors in _functions(operation(node)) if operation(node) not in _MOVING else ():
         given = saved_all(node, names) if len(names) >= len(node.next_functions) else None
-        if given is None:
+        if given is None or any(tensors[i] != isinstance(one, Tensor) for i, one in enumerate(given) if i in tensors):
             continue
         with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError):
             values = [_signed(one) for one in given]
@@ -169,13 +169,27 @@ def _signed(value: Any) -> Any:
     return signed(value) if type(value) is int else value
 
 
+_KINDS = {"Tensor", "number", "int", "float"}
+
+
 @functools.cache
-def _functions(name: str) -> list[tuple[Callable[..., Any], tuple[str, ...]]]:
-    """Return the forms of torch's function that an operation is called after, with the names of their arguments."""
+def _functions(name: str) -> list[tuple[Callable[..., Any], tuple[str, ...], Mapping[int, bool]]]:
+    """Return the forms of torch's function that an operation is called after.
+
+    Returns:
+        Each with the names of its arguments, and which of them are tensors or numbers.
+    """
     words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     packets = [getattr(torch.ops.aten, one, None) for one in dict.fromkeys((name.lower(), words, f"{words}_forward"))]
     forms = [getattr(packet, form) for packet in packets if packet is not None for form in packet.overloads()]
-    named = [(form, tuple(one.name for one in arguments_of(form))) for form in forms]
+    named = [
+        (
+            form,
+            tuple(one.name for one in arguments_of(form)),
+            {i: str(one.type) == "Tensor" for i, one in enumerate(arguments_of(form)) if str(one.type) in _KINDS},
+        )
+        for form in forms
+    ]
     drawn = torch.Tag.nondeterministic_seeded
     return sorted([one for one in named if drawn not in one[0].tags], key=lambda one: -len(one[1]))
 

@@ -111,7 +111,7 @@ class SharedValue:
         theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
         rounding = self.rounding.flatten() if isinstance(self.rounding, Tensor) else self.rounding
         close = (mine - theirs).abs() <= 2 * rounding + 1e-12 * theirs.abs()
-        return bool((close | (mine == theirs) | (mine.isnan() & theirs.isnan())).all())
+        return bool((close | (mine == theirs) | mine.isnan()).all())
 
 
 @dataclass(frozen=True)
@@ -294,18 +294,18 @@ class LossConstants:
         Whole numbers are left out: targets and masks of all samples may be alike by chance.
         """
         for number, value, bounds in self._sums:
-            sizes, places = bounds.sizes, _places_of_rows(value, self._outputs)
-            if all(sizes[dim] > 1 for dim in places):
+            sizes, shape = bounds.sizes, shape_of(*value)
+            alike = next((dim for dim in _places_of_rows(value, self._outputs) if sizes[dim] == 1), None)
+            if alike is None:
                 continue
-            for dim in (dim for dim, size in enumerate(sizes) if size == 1):
-                bounds = bounds.alike(dim)
+            bounds = bounds.alike(alike)
+            low, high = bounds.low.max(), bounds.high.min()
+            bounds = Bounds(low, high) if low <= high and bool(bounds.middle.isfinite().all()) else bounds
             constant = bounds.middle
             if bool(((constant - constant.round()).abs() > bounds.rounding).any()):
-                others = [size for dim, size in enumerate(shape_of(*value)) if dim != places[0]]
-                constant = constant if constant.numel() > 1 else float(constant)
-                yield SharedValue(
-                    (kind, "added", number, len(sizes), *others), constant, look(value, sizes), bounds.rounding
-                )
+                key = kind, "added", number, shape[:alike], shape[alike + 1 :]
+                constant = constant if constant.dim() else float(constant)
+                yield SharedValue(key, constant, look(value, sizes), bounds.rounding)
 
     def shared(self, kind: Hashable) -> Iterator[SharedValue]:
         """Yield what all samples may share.
@@ -369,7 +369,8 @@ class LossConstants:
 def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
     """Return the dimensions along which samples may lie, or rows that were chosen of them."""
     shape = shape_of(*value)
-    return places_of(shape, outputs.batch_size) or ([0] if shape and shape[0] > 1 else [])
+    places = places_of(shape, outputs.batch_size)
+    return [*places, 0] if 0 not in places and shape and shape[0] > 1 else places
 
 
 def _additions(value: Value, whole: Tensor, known: Mapping[Value, Tensor], depends: Dependence) -> int:
