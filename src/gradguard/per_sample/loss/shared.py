@@ -232,12 +232,13 @@ class LossConstants:
 
     @functools.cached_property
     def _ends(self) -> list[Value]:
-        """The values that functions take after constants were added to them that no operation saved."""
+        """The known values, and those that functions take, to which constants were added that no operation saved."""
         depends = self._depends
         if not any(adds_unseen(node, depends) for node in self._nodes):
             return []
-        ends = (edge for node in self._nodes if not is_affine(node, depends) for edge in parents(node))
-        return [end for end in dict.fromkeys(ends) if adds_unseen_below(end, self._known, depends)]
+        edges = [(edge, is_affine(node, depends)) for node in self._nodes for edge in parents(node)]
+        ends = dict.fromkeys(edge for edge, affine in edges if edge in self._known or not affine)
+        return [end for end in ends if adds_unseen_below(end, self._known, depends)]
 
     @functools.cached_property
     def _wholes(self) -> tuple[dict[Value, Bounds], dict[Value, int]]:
