@@ -214,7 +214,7 @@ _Look = Callable[[Value, Sequence[int]], Callable[[], bool]]
 
 
 class LossConstants:
-    """What a loss takes beside the rows of the samples, as its graph shows it, but for factors that weigh rows.
+    """The values that a loss takes beside the rows of the samples, as its graph shows them, but for weights of rows.
 
     Args:
         roots: The values that backward starts from.
@@ -242,7 +242,7 @@ class LossConstants:
 
     @functools.cached_property
     def _wholes(self) -> tuple[dict[Value, Bounds], dict[Value, int]]:
-        """What is known of the values, and along which dimension but for a number of each row."""
+        """The bounds of values, and the dimension along which one is known but for a number of each row."""
         found, normalized = dict[Value, Bounds](), dict[Value, int]()
         for node in self._nodes if self._ends else ():
             if operation(node) == "LogSoftmax":
