@@ -268,8 +268,8 @@ def added(
     Raises:
         Unreadable: If a backward from there cannot be run.
     """
-    below = nearest(value, known, depends)
-    if below is None:
+    below = _behind(value, known, depends)
+    if any(one not in known for one in below):
         return None
     cotangent = torch.zeros_like(whole.low, requires_grad=True)
     ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
@@ -304,12 +304,6 @@ def _without(number: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def adds_unseen_below(value: Value, known: Container[Value], depends: Dependence) -> bool:
     """Tell whether a constant that is not saved was added to a value, or to one that it is an affine function of."""
     return any(adds_unseen(node, depends) for node in _affine(value, known, depends))
-
-
-def nearest(value: Value, known: Container[Value], depends: Dependence) -> list[Value] | None:
-    """Return the known values that a value is an affine function of; None if it is of others, too."""
-    edges = _behind(value, known, depends)
-    return None if any(edge not in known for edge in edges) else edges
 
 
 def is_told(value: Value, known: Container[Value], ends: Container[Value], depends: Dependence) -> bool:

@@ -244,13 +244,12 @@ class LossConstants:
     def _wholes(self) -> tuple[dict[Value, Bounds], dict[Value, int]]:
         """The bounds of values, and the dimension along which one is known but for a number of each row."""
         found, normalized = dict[Value, Bounds](), dict[Value, int]()
-        for node in self._nodes if self._ends else ():
-            if operation(node) == "LogSoftmax":
-                value, result = parents(node)[0], saved(node, "result").detach()
-                normalized[value], found[value] = signed(saved(node, "dim")), Bounds(result, result)
-        found |= recovered_values([*self._nodes]) if self._ends else {}
-        found |= {one: Bounds(values, values) for one, values in self._known.items()} if self._ends else {}
-        return found, {one: dim for one, dim in normalized.items() if one not in self._known}
+        for node in self._nodes:
+            if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in self._known:
+                result, normalized[value] = saved(node, "result").detach(), signed(saved(node, "dim"))
+                found[value] = Bounds(result, result)
+        found |= recovered_values([*self._nodes])
+        return found | {one: Bounds(values, values) for one, values in self._known.items()}, normalized
 
     def hidden(self) -> str:
         """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
