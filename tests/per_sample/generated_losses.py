@@ -1122,6 +1122,7 @@ def draw_behind(seed):
         case.reduction, case.ragged, case.missing = "mean", "full", "no"
     outer = "itself" if r.random() < 0.5 else r.choice(list(FUNCTIONS))
     acts = r.choice(["plus", "minus", "minus", *ACTS])
+    case.private &= not any(term.fn in ("hinge_embedding", "margin_ranking") for term in case.terms)  # of one column
     statistics = [name for name in STATISTICS if "column" in name or name == "deviations" or not case.private]
     case.behind = Behind(r.choice(list(FUNCTIONS)), r.choice(statistics), acts, outer, r.random() < 0.3)
     return case

@@ -151,9 +151,9 @@ def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
 
 def _again(node: Node) -> Tensor | None:
     """Return the result of a function of torch's where the operation saved all that it takes."""
-    for function, names in _functions(operation(node)) if operation(node) not in _MOVING else ():
+    for function, names, tensors in _functions(operation(node)) if operation(node) not in _MOVING else ():
         given = saved_all(node, names) if len(names) >= len(node.next_functions) else None
-        if given is None:
+        if given is None or any(tensors[i] != isinstance(one, Tensor) for i, one in enumerate(given) if i in tensors):
             continue
         with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError):
             values = [_signed(one) for one in given]
@@ -172,13 +172,27 @@ def _signed(value: Any) -> Any:
     return signed(value) if type(value) is int else value
 
 
+_KINDS = {"Tensor", "number", "int", "float"}
+
+
 @functools.cache
-def _functions(name: str) -> list[tuple[Callable[..., Any], tuple[str, ...]]]:
-    """Return the forms of torch's function that an operation is called after, with the names of their arguments."""
+def _functions(name: str) -> list[tuple[Callable[..., Any], tuple[str, ...], Mapping[int, bool]]]:
+    """Return the forms of torch's function that an operation is called after.
+
+    Returns:
+        Each with the names of its arguments, and which of them are tensors or numbers.
+    """
     words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     packets = [getattr(torch.ops.aten, one, None) for one in dict.fromkeys((name.lower(), words, f"{words}_forward"))]
     forms = [getattr(packet, form) for packet in packets if packet is not None for form in packet.overloads()]
-    named = [(form, tuple(one.name for one in arguments_of(form))) for form in forms]
+    named = [
+        (
+            form,
+            tuple(one.name for one in arguments_of(form)),
+            {i: str(one.type) == "Tensor" for i, one in enumerate(arguments_of(form)) if str(one.type) in _KINDS},
+        )
+        for form in forms
+    ]
     drawn = torch.Tag.nondeterministic_seeded
     return sorted([one for one in named if drawn not in one[0].tags], key=lambda one: -len(one[1]))
 
@@ -282,8 +296,8 @@ def added(
     Raises:
         Unreadable: If a backward from there cannot be run.
     """
-    below = nearest(value, known, depends)
-    if below is None:
+    below = _behind(value, known, depends)
+    if any(one not in known for one in below):
         return None
     cotangent = torch.zeros_like(whole.low, requires_grad=True)
     ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
@@ -397,12 +411,6 @@ def _without(number: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def adds_unseen_below(value: Value, known: Container[Value], depends: Dependence) -> bool:
     """Tell whether a constant that is not saved was added to a value, or to one that it is an affine function of."""
     return any(adds_unseen(node, depends) for node in _affine(value, known, depends))
-
-
-def nearest(value: Value, known: Container[Value], depends: Dependence) -> list[Value] | None:
-    """Return the known values that a value is an affine function of; None if it is of others, too."""
-    edges = _behind(value, known, depends)
-    return None if any(edge not in known for edge in edges) else edges
 
 
 def is_told(value: Value, known: Container[Value], ends: Container[Value], depends: Dependence) -> bool:

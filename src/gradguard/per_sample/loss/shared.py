@@ -119,7 +119,7 @@ class SharedValue:
         theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
         rounding = torch.zeros_like(mine) if self.bounds is None else self.bounds.rounding.flatten()
         close = (mine - theirs).abs() <= 2 * rounding + 1e-12 * theirs.abs()
-        return bool((close | (mine == theirs) | (mine.isnan() & theirs.isnan()) | rounding.isinf()).all())
+        return bool((close | (mine == theirs) | mine.isnan()).all())
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ _Look = Callable[[Value, Sequence[int]], Callable[[], bool]]
 
 
 class LossConstants:
-    """What a loss takes beside the rows of the samples, as its graph shows it, but for factors that weigh rows.
+    """The values that a loss takes beside the rows of the samples, as its graph shows them, but for weights of rows.
 
     Args:
         roots: The values that backward starts from.
@@ -251,24 +251,24 @@ class LossConstants:
 
     @functools.cached_property
     def _ends(self) -> list[Value]:
-        """The values that functions take after constants were added to them that no operation saved."""
+        """The known values, and those that functions take, to which constants were added that no operation saved."""
         depends = self._depends
         if not any(adds_unseen(node, depends) for node in self._nodes):
             return []
-        ends = (edge for node in self._nodes if not is_affine(node, depends) for edge in parents(node))
-        return [end for end in dict.fromkeys(ends) if adds_unseen_below(end, self._known, depends)]
+        edges = [(edge, is_affine(node, depends)) for node in self._nodes for edge in parents(node)]
+        ends = dict.fromkeys(edge for edge, affine in edges if edge in self._known or not affine)
+        return [end for end in ends if adds_unseen_below(end, self._known, depends)]
 
     @functools.cached_property
     def _wholes(self) -> tuple[dict[Value, Bounds], dict[Value, int]]:
-        """What is known of the values, and along which dimension but for a number of each row."""
+        """The bounds of values, and the dimension along which one is known but for a number of each row."""
         found, normalized = dict[Value, Bounds](), dict[Value, int]()
-        for node in self._nodes if self._ends else ():
-            if operation(node) == "LogSoftmax":
-                value, result = parents(node)[0], saved(node, "result").detach()
-                normalized[value], found[value] = signed(saved(node, "dim")), Bounds(result, result)
-        found |= recovered_values([*self._nodes]) if self._ends else {}
-        found |= {one: Bounds(values, values) for one, values in self._known.items()} if self._ends else {}
-        return found, {one: dim for one, dim in normalized.items() if one not in self._known}
+        for node in self._nodes:
+            if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in self._known:
+                result, normalized[value] = saved(node, "result").detach(), signed(saved(node, "dim"))
+                found[value] = Bounds(result, result)
+        found |= recovered_values([*self._nodes])
+        return found | {one: Bounds(values, values) for one, values in self._known.items()}, normalized
 
     def hidden(self) -> str:
         """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
@@ -324,22 +324,23 @@ class LossConstants:
         for number, end, bounds in self._sums:
             for place, part in enumerate(self._parts[end], 1):
                 its = where_added(part, end, bounds, self._known, self._depends)
-                found.append(
-                    (number + place * len(self._ends), part, _of_several(its, _places_of_rows(part, self._outputs)))
-                )
+                its = _of_several(its, _places_of_rows(part, self._outputs))
+                found.append((number + place * len(self._ends), part, its))
         return found
 
     def _added(self, kind: Hashable, look: _Look) -> Iterator[SharedValue]:
         """Yield the constants that operations add and do not save, where they may be alike for all samples."""
         for number, value, bounds in [*self._sums, *self._summands]:
-            sizes, places = bounds.sizes, _places_of_rows(value, self._outputs)
-            if all(sizes[dim] > 1 for dim in places):
+            sizes, shape = bounds.sizes, shape_of(*value)
+            alike = next((dim for dim in _places_of_rows(value, self._outputs) if sizes[dim] == 1), None)
+            if alike is None:
                 continue
-            for dim in (dim for dim, size in enumerate(sizes) if size == 1):
-                bounds = bounds.alike(dim)
-            constant, others = bounds.middle, [size for dim, size in enumerate(shape_of(*value)) if dim != places[0]]
-            constant = constant if constant.numel() > 1 else float(constant)
-            yield SharedValue((kind, "added", number, len(sizes), *others), constant, look(value, sizes), bounds=bounds)
+            bounds = bounds.alike(alike)
+            low, high = bounds.low.max(), bounds.high.min()
+            bounds = Bounds(low, high) if low <= high and bool(bounds.middle.isfinite().all()) else bounds
+            key = kind, "added", number, shape[:alike], shape[alike + 1 :]
+            constant = bounds.middle if bounds.low.dim() else float(bounds.middle)
+            yield SharedValue(key, constant, look(value, sizes), bounds)
 
     def shared(self, kind: Hashable) -> Iterator[SharedValue]:
         """Yield what all samples may share.
@@ -403,7 +404,8 @@ class LossConstants:
 def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
     """Return the dimensions along which samples may lie, or rows that were chosen of them."""
     shape = shape_of(*value)
-    return places_of(shape, outputs.batch_size) or ([0] if shape and shape[0] > 1 else [])
+    places = places_of(shape, outputs.batch_size)
+    return [*places, 0] if 0 not in places and shape and shape[0] > 1 else places
 
 
 def _of_several(bounds: Bounds, places: Sequence[int]) -> Bounds:
