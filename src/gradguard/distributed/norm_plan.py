@@ -42,7 +42,7 @@ from gradguard.distributed.reduction_group import (
 from gradguard.distributed.replicas import balances, balances_of_moved
 from gradguard.distributed.settings import Settings
 from gradguard.distributed.stages import Names, Shared, StageLists, check_shared, details_of
-from gradguard.distributed.wrappers import check_wrappers, refuse_flat_gradients
+from gradguard.distributed.wrappers import check_wrappers, parameters_of_ddp, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_of
 
@@ -360,6 +360,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     if not any_sharded(gradients):
         if several_processes():
             refuse_flat_gradients(gradients)
+            check_wrappers(parameters_of_ddp(gradients), None)
             refuse_megatron_gradients()
         return None
     gradients = _each_gradient_once(list(gradients))

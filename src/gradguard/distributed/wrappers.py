@@ -228,6 +228,13 @@ def refuse_flat_gradients(gradients: Sequence[Tensor | None]) -> None:
         )
 
 
+def parameters_of_ddp(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the parameters of DistributedDataParallel that these are the gradients of."""
+    wanted = {id(g) for g in gradients if g is not None}
+    wrapped = (p for w in _wrappers() if isinstance(w, DistributedDataParallel) for p in w.parameters())
+    return [p for p in dict.fromkeys(wrapped) if id(p.grad) in wanted]
+
+
 def refuse_flat_parameters(parameters: Sequence[Tensor], what: str) -> None:
     """Raise if FSDP1 has made one tensor of several parameters, for ``what``, which needs each by itself.
 

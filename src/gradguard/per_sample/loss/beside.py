@@ -229,11 +229,11 @@ class Bounds:
             both = self.within(other)
         except RuntimeError:  # of other shapes
             return False
-        return bool((both.low <= both.high).all())
+        return not bool((both.low > both.high).any())
 
     def within(self, other: "Bounds") -> "Bounds":
-        """Return the bounds of numbers that are within both."""
-        return Bounds(torch.maximum(self.low, other.low), torch.minimum(self.high, other.high))
+        """Return the bounds of numbers that are within both; NaN bounds nothing."""
+        return Bounds(torch.fmax(self.low, other.low), torch.fmin(self.high, other.high))
 
     @property
     def sizes(self) -> list[int]:
