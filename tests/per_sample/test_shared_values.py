@@ -113,6 +113,14 @@ OF_THE_BATCH = {
     "a baseline number": lambda c, out, b: (
         F.cross_entropy(out, b.labels, reduction="none") - float(b.y.mean())
     ).square().mean(),
+    "beside labels": lambda c, out, b: -F.logsigmoid((b.y - 0.5).sign() * (out - b.y.mean(0))).mean(),
+    "before weights of samples": lambda c, out, b: ((out - b.y.mean(0)) * b.x[:, :1]).tanh().mean(),
+    "before divisors of samples": lambda c, out, b: ((out - b.y.mean(0)) / (1 + b.y)).tanh().mean(),
+    "before a mask": lambda c, out, b: (out - b.y.mean(0)).masked_fill(b.y > 0.7, 0.0).square().mean(),
+    "before columns of samples": lambda c, out, b: torch.cat([out - b.y.mean(0), b.y], -1).logsumexp(-1).mean(),
+    "a number beside labels": lambda c, out, b: F.softplus((b.y - 0.5) * (out.exp() - b.y.mean().item())).mean(),
+    "a number before a sum": lambda c, out, b: ((out - b.y.mean()).sum(-1) * b.x[:, 0]).tanh().mean(),
+    "a number before a cast": lambda c, out, b: ((out - b.y.mean()) * b.y).float().double().tanh().mean(),
     "a prior of logits": lambda c, out, b: F.cross_entropy(out - b.y.mean(0).log(), b.labels),
     "columns": lambda c, out, b: (out - b.y)[:, b.y.mean(0).argsort()[:2]].square().mean(),
     "bound weights": bound(lambda b: functools.partial(F.cross_entropy, weight=b.y.mean(0)), labels=True),

@@ -275,8 +275,10 @@ def recovered_values(nodes: Sequence[Node]) -> dict[Value, Bounds]:
             result = saved(node, "result").detach()
             slope = pull(node, 0, 0, torch.ones_like(result)).abs()
             rounding = 16 * torch.finfo(result.dtype).eps * result.abs() / slope
-            values = inverse(result).where(slope > 0, torch.nan)
-            found[parents(node)[0]] = Bounds.around(values, rounding)
+            bounds = Bounds.around(inverse(result).where(slope > 0, torch.nan), rounding)
+            if operation(node) == "Relu":
+                bounds = Bounds(bounds.low, bounds.high.where(slope > 0, 0.0))  # what it leaves out is at most 0
+            found[parents(node)[0]] = bounds
     return found
 
 
@@ -322,7 +324,7 @@ def added(
     kinds |= {one.dtype for node in chain for one in input_metadata_of(node)}
     rounding = min(16, 2 + len(chain)) * max(torch.finfo(kind).eps for kind in kinds)
     whole, linear = whole.wide(), linear.to(_wide(linear))
-    each = rounding * (whole.middle.nan_to_num().abs() + linear.abs())
+    each = rounding * (whole.middle.nan_to_num(0.0, 0.0, 0.0).abs() + linear.abs())
     most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
     low, high = whole.low - linear, whole.high - linear
     if sum(adds_unseen(node, depends) for node in chain) == 1 and not _SUMMING & set(map(operation, chain)):
