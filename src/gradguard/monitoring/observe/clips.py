@@ -317,7 +317,7 @@ def clipped_within(
         own: The clips.
 
     Returns:
-        It itself where none acted.
+        A copy, or it itself where none acted.
     """
     acting, clips, gradients = own.acting, step.clips, step.gradients
     if not acting or len(gradients.norms) not in (0, own.count):
