@@ -34,6 +34,11 @@ def flat(count=COUNT, level=2.0, noise=0.02, seed=1):
     return [level * (1 + generator.gauss(0, noise)) for _ in range(count)]
 
 
+def noisy(losses, noise=0.06, seed=2):
+    generator = random.Random(seed)
+    return [loss + generator.gauss(0, noise) for loss in losses]
+
+
 def calm(count=COUNT, seed=0):
     return log_normal(count, spread=0.2, seed=seed)
 
@@ -266,7 +271,17 @@ CASES = {
         r"5 of 10 parameters never get a gradient up to layers.4.weight.*detach\(\)"),
     "a group of the optimizer that is frozen": (
         run(falling(), meta={"params": [*params(NAMES[:9]), *params(NAMES[9:], group=1, frozen=True)]},
-            tensors=lines([0.1] * 9 + [0.0], absent=[9])), "no_gradient", "parameter groups 1"),
+            tensors=lines([0.1] * 9 + [0.0], absent=[9])), "no_gradient",
+        "^Your run learns: .*1 of 10 parameters are frozen, and stay as they began.*parameter groups 1"),
+    "most parameters frozen, of a run that stays where it was": (
+        run(flat(), meta={"params": [*params(NAMES[:6], frozen=True), *params(NAMES[6:])]},
+            tensors=lines([0.0] * 6 + [0.1] * 4, absent=[*range(6)])),
+        "no_gradient", "6 of 10 parameters are frozen, and what is left hardly learns"),
+    "a group of the optimizer that is thawed half-way": (
+        run(falling(), meta={"params": [*params(NAMES[:9]), *params(NAMES[9:], group=1, frozen=True)]},
+            tensors=[line | ({"norm": [0.1] * 9 + [0.0], "absent": [9]} if line["i"] < 200 else {})
+                     for line in lines(TENTH)]),
+        "healthy", "well"),
     "classes in turn": (
         run([2.0, *[9.0 - 8.7 * min(1.0, i % 66 / 30) if i >= 66 else 2.0 - i / 40 for i in range(1, COUNT)]]),
         "data_shift", "one class only"),
@@ -474,6 +489,22 @@ CASES = {
         run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
             tensors=lines(TENTH, 0.01, grow=4.2)),
         "rate_too_high", "Weights grew 4.* times, and the loss has hardly fallen"),
+    "a linear probe, which grows while the loss falls on": (
+        run(noisy([1.6 - 0.7 * (1 - math.exp(-i / 130)) for i in range(COUNT)]), optimizer="AdamW", eps=1e-8,
+            meta={"params": params(NAMES[:1])}, tensors=moving(lambda i: 4.0 + i / 8, 0.01, names=1)),
+        "healthy", "well"),
+    "a linear probe that a higher rate takes to its best at once": (
+        run(noisy([0.8 + 0.8 * math.exp(-i / 25) for i in range(COUNT)]), optimizer="AdamW", eps=1e-8,
+            meta={"params": params(NAMES[:1])}, tensors=moving(lambda i: 4.0 + 2 * min(i, 60), 0.03, names=1)),
+        "healthy", "well"),
+    "a head of two layers on frozen features, which grow while the loss falls": (
+        run(noisy([0.85 + 0.7 * math.exp(-i / 40) for i in range(COUNT)]), optimizer="AdamW", eps=1e-8,
+            meta={"params": params(NAMES[:2])}, tensors=lines([0.1] * 2, 0.01, grow=4.6)),
+        "healthy", "well"),
+    "a linear probe whose first steps threw it away, and the loss up": (
+        run([0.65, *flat(COUNT - 1, 1.6)], optimizer="AdamW", eps=1e-8,
+            meta={"params": params(NAMES[:1])}, tensors=moving(lambda i: 4.0 + 2 * min(i, 60), 0.3, names=1)),
+        "rate_too_high", "usual weight had 31.* times its first size"),
     "weights that grow threefold under a loss that stands still half-way": (
         run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
             tensors=lines(TENTH, 0.01, grow=3.2)),
@@ -534,7 +565,7 @@ CASES = {
         "healthy", "well"),
     "inputs that are not normalised": (
         run([9.0, 2e4, *flat(398, 900.0)], [5e3] * COUNT, meta=TWO_LAYERS, tensors=lines([16000.0, 5.0, 40.0, 5.0])),
-        "raw_data", "The inputs .* about 800.*mean of 0 and a spread of 1"),
+        "raw_data", "The inputs .* about 800.*mean of 0 and a spread of 1.* or divide pixels by 255"),
     "inputs that are not normalised, of a run that learns": (
         run(falling(), meta=TWO_LAYERS, tensors=lines([16000.0, 5.0, 40.0, 5.0])), "healthy", "well"),
     "inputs before a normalisation, whose bias has no gradient but for rounding": (
@@ -542,7 +573,7 @@ CASES = {
     "targets that are not normalised": (
         lost(run([1e6, *[1e6 * 10.0 ** i for i in range(1, 9)], *flat(391)], [2e3] * COUNT, meta={"params": [
             *params(["a.weight"]), *params(["a.bias"], (1,))]}, tensors=lines([9000.0, 1800.0])), 9),
-        "raw_data", "The targets .* about 1,000"),
+        "raw_data", r"The targets .* about 1,000.*as in \(x - mean\) / std\. Choose the learning rate"),
 }  # fmt: skip
 
 

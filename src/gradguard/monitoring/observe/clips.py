@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradguard.listeners import ClipCall, ClipEvent
 from gradguard.monitoring.observe.measure import Norms, gradient_norms, total, unscaled
 from gradguard.monitoring.observe.shared_norms import Shared
-from gradguard.monitoring.observe.step import FIXED, Clips, GradientNorms, ScriptClip, Skip, copied
+from gradguard.monitoring.observe.step import FIXED, Clips, GradientNorms, ScriptClip, Skip, StepMeasurement, copied
 from gradguard.monitoring.record.record_lines import without_none
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import grads_of, version_of, versions_of
@@ -268,6 +268,11 @@ class HeardClips:
             own, self._pending = self._pending.unchanged().split(gradients)
         return own
 
+    def within(self, gradients: Sequence[Tensor | None]) -> StepClips:
+        """Return the clips of ``gradients`` since `take`: those within their step."""
+        with self._lock:
+            return self._pending.unchanged().split(gradients)[0]
+
     def step(
         self, optimizer: Optimizer, given: StepGradients, now: Norms | None = None, clipped: StepClips | None = None
     ) -> tuple[GradientNorms, Clips]:
@@ -298,6 +303,33 @@ class HeardClips:
         lost = None if shared is None else shared.lost
         gradients = GradientNorms(norms, (), told, post, are_after=before is None, lost=lost, late=late)
         return gradients, Clips(clips, reach if any(len(set(places)) != clipped.count for places in reach) else ())
+
+
+def clipped_within(
+    step: StepMeasurement, optimizer: Optimizer, given: StepGradients, own: StepClips
+) -> StepMeasurement:
+    """Return a step with the clips within it, such as those of an optimizer that clips for another one inside it.
+
+    Args:
+        step: The step, with what clipped before it.
+        optimizer: The optimizer.
+        given: Its gradients after these clips.
+        own: The clips.
+
+    Returns:
+        A copy, or it itself where none acted.
+    """
+    acting, clips, gradients = own.acting, step.clips, step.gradients
+    if not acting or len(gradients.norms) not in (0, own.count):
+        return step
+    alone = not clips.script and own.single_known(given.gradients) is not None
+    if not (alone or given.spread or clips.applied is not None or clips.guard is not None):
+        now = total(gradient_norms(given.gradients))
+        gradients = gradients._replace(post=unscaled(now, getattr(optimizer, "grad_scale", None)))
+    script, everywhere = [*clips.script, *(clip for clip, _ in acting)], range(own.count)
+    reach = [*(clips.reach or [everywhere] * len(clips.script)), *(places for _, places in acting)]
+    apart = any(len(set(places)) != own.count for places in reach)
+    return step._replace(gradients=gradients, clips=clips._replace(script=script, reach=reach if apart else ()))
 
 
 def told_by_guard(clips: Clips, skip: Skip, event: ClipEvent) -> tuple[Clips, Skip]:

@@ -25,7 +25,7 @@ from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, told_by_guard
+from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, clipped_within, told_by_guard
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
@@ -35,7 +35,7 @@ from gradguard.monitoring.observe.measure import measure_diagnostics, measure_up
 from gradguard.monitoring.observe.meta import Places, living_modules, living_optimizers, meta_line, name_parameters
 from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
-from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, is_captured
+from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured
 from gradguard.monitoring.observe.step import (
     Clips,
     GradientNorms,
@@ -87,6 +87,7 @@ class _Running(threading.local):
     Attributes:
         step: The step that is open; None outside one.
         optimizer: Its optimizer, not kept alive.
+        with_clips: The step with the script's clips within it; None where there are none.
         moving: Some of the weights before it.
         scale: The GradScaler's part while its ``scaler.step`` runs.
         reached: Whether that has reached the optimizer.
@@ -96,6 +97,7 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.step: StepMeasurement | None = None
         self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        self.with_clips: StepMeasurement | None = None
         self.moving: Moving | None = None
         self.scale: LossScale | None = None
         self.reached = False
@@ -233,6 +235,16 @@ class Observer(Listener):
             self._note(event)
         elif self._hears(event.parameters):
             self._clips.end(event)
+            self._look_within()
+
+    def _look_within(self) -> None:
+        """Keep what a clip of the script does within a step, before the step can clear the gradients."""
+        step, optimizer = self._thread.step, self._thread.optimizer()
+        if step is not None and optimizer is not None:
+            parameters = parameters_of(optimizer)
+            given = given_gradients(parameters, are_spread(parameters), None)
+            clipped = clipped_within(step, optimizer, given, self._clips.within(given.gradients))
+            self._thread.with_clips = None if clipped is step else clipped
 
     def _note(self, event: ClipEvent) -> None:
         """Keep what a clip within a step tells."""
@@ -256,7 +268,7 @@ class Observer(Listener):
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
         """Measure the gradients that an optimizer is about to use, and apply a clip of our own."""
-        self._thread.reached = True
+        self._thread.reached, self._thread.with_clips = True, None  # of another evaluation
         parameters = self._parameters(optimizer)
         if evaluation:  # the first one of a closure has the weights of this step
             self._forget(parameters)
@@ -391,8 +403,12 @@ class Observer(Listener):
 
     @safely
     def _end_step(self, optimizer: Optimizer) -> None:
-        step, moving = self._thread.step, self._thread.moving
-        self._thread.step = self._thread.moving = None
+        step, moving, clipped = self._thread.step, self._thread.moving, self._thread.with_clips
+        self._thread.step = self._thread.moving = self._thread.with_clips = None
+        if step is not None and clipped is not None:
+            clips = step.clips._replace(script=clipped.clips.script, reach=clipped.clips.reach)
+            step = step._replace(clips=clips, gradients=clipped.gradients)
+            self._clips.forget(self._parameters(optimizer))
         if step is None or self._buffer is None:
             return
         moved, diagnostics = None, step.diagnostics

@@ -182,7 +182,7 @@ CAUSES = (
     ),
     Row(
         "no_gradient", loop.frozen, "likely",
-        "{count} of {all} parameters are frozen, and what is left hardly learns.",
+        "{count} of {all} parameters are frozen, {rest}.",
         "If they are to be trained, set requires_grad_(True) on them before the first forward; if not, give the "
         "optimizer the others only.",
         _NO_GRADIENT, may_be_meant=True,
@@ -239,7 +239,7 @@ CAUSES = (
             "raw_data", look, "likely",
             "The {which} are not normalised: their size is about {size}, and layers are made for 1.",
             "Bring the {which} to a mean of 0 and a spread of 1 with the numbers of the training set, as in (x - mean) "
-            "/ std, or divide pixels by 255. Choose the learning rate after that.",
+            "/ std{pixels}. Choose the learning rate after that.",
             "Learning rate and weights need not be the cause: none fits numbers of such a size.",
         )
         for look in (raw_data.inputs, raw_data.targets)

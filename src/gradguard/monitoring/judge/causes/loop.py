@@ -120,11 +120,13 @@ def all_zero(signals: RunSignals) -> Sign | None:
 def frozen(signals: RunSignals) -> Sign | None:
     """Return whether most of what the optimizer has was frozen, and hardly anything is learned by the rest."""
     own, curve = signals.own, signals.curve
-    still = [place for place in own if signals.params[place].get("frozen")]
+    trained = {place for line in signals.lines for place in own if line["norm"][place]}  # as where they were thawed
+    still = [place for place in own if signals.params[place].get("frozen") and place not in trained]
     share = signals.elements(still) / max(1, signals.elements(own))
     groups = {signals.params[place].get("group", 0) for place in own}
     idle_groups = groups - {signals.params[place].get("group", 0) for place in own if place not in still}
-    if not idle_groups and (share < MISSING_SHARE or not curve.is_known or curve.fallen > 0.3):
+    hardly = curve.is_known and curve.fallen <= 0.3
+    if not idle_groups and (share < MISSING_SHARE or not hardly):
         return None
     names = [signals.name(place) for place in still]
     words = f"{len(still)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
@@ -133,7 +135,8 @@ def frozen(signals: RunSignals) -> Sign | None:
         whole = ", ".join(map(str, sorted(idle_groups)))
         evidence.append(signals.seen(f"Nothing is trained in the optimizer's parameter groups {whole}."))
     certainty = "likely" if share > 0.5 or idle_groups else "possible"
-    return Sign(tuple(evidence), {"count": len(still), "all": len(own)}, certainty)
+    rest = "and what is left hardly learns" if hardly and not curve.has_fallen else "and stay as they began"
+    return Sign(tuple(evidence), {"count": len(still), "all": len(own), "rest": rest}, certainty)
 
 
 def cut_off(signals: RunSignals) -> Sign | None:

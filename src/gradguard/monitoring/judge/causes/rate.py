@@ -17,6 +17,9 @@ THROWN, THROWN_FAR, THROWN_WITHIN, THROWN_GAIN = 4.0, 16.0, 60, 1.5
 """Times its first norm, and so many that a loss which falls from there is no excuse, within so many steps, to a gain
 above any initialisation's: a weight that was thrown away."""
 
+HARDLY = 0.3
+"""Of its start: a loss that has lost more has fallen, and weights that grew all the while had to grow."""
+
 TINY_MOVE = 0.05
 """By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
 
@@ -70,7 +73,8 @@ def _thrown(signals: RunSignals) -> Evidence | None:
 def _times_thrown(signals: RunSignals, line: int) -> float:
     """How many times its first size the usual weight has on a measured line; 0 where that may be no loss."""
     layers = [layer for layer in signals.sized_layers if len(layer.weights) == len(signals.measured)]
-    if not layers or not signals.cancels_scale:
+    had_to_grow = len(signals.layers) == 1 and signals.curve.fallen > 0.1  # a lone one begins with nothing to lose
+    if not layers or had_to_grow or not signals.cancels_scale:
         return 0.0
     times = statistics.median(layer.weights[line] / layer.weights[0] for layer in layers)
     gains = [gain for layer in layers if (gain := signals.gain(layer, line)) is not None]
@@ -98,7 +102,7 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
 def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it or stands still half-way."""
     grown = signals.growth
-    stuck = curve.fallen < 0.5 and signals.is_stuck and _times_thrown(signals, -1) > 0
+    stuck = curve.fallen < HARDLY and signals.is_stuck and not curve.is_falling and _times_thrown(signals, -1) > 0
     if grown < GROWN or (curve.fallen > 0.1 and not stuck):
         return None
     return signals.seen(f"Weights grew {number(grown)} times, and the loss has hardly fallen for it.")

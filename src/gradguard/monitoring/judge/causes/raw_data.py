@@ -50,7 +50,9 @@ def targets(signals: RunSignals) -> Sign | None:
 
 def _sign(signals: RunSignals, which: str, size: float, words: str, layer: Layer) -> Sign:
     seen = signals.seen(words, [layer.name])
-    return Sign((seen,), {"which": which, "size": number(size)}, "certain" if size >= SURE else "likely")
+    pixels = ", or divide pixels by 255" if which == "inputs" else ""
+    gaps = {"which": which, "size": number(size), "pixels": pixels}
+    return Sign((seen,), gaps, "certain" if size >= SURE else "likely")
 
 
 def _fails(signals: RunSignals) -> bool:
