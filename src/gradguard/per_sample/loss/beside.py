@@ -220,7 +220,7 @@ class Bounds:
         return Bounds(self.low.amax(dim, keepdim=True), self.high.amin(dim, keepdim=True))
 
     def wide(self) -> "Bounds":
-        """Return the same bounds in float32 at least."""
+        """Return these bounds in float32 at least."""
         return Bounds(self.low.to(_wide(self.low)), self.high.to(_wide(self.high)))
 
     def meets(self, other: "Bounds") -> bool:
