@@ -93,10 +93,16 @@ class SpikeWatch:
             return bad
         return move(self._spikes.nonfinite, bad.device)
 
-    def forget_loss(self) -> None:
+    def end(self) -> None:
         """The step is over, whatever became of it."""
+        self._state = {}
         if self._spikes is not None:
             self._spikes.forget_loss()
+
+    def break_off(self) -> None:
+        """An error has ended the step: the clipper has not seen it, where its state was copied, and no loss is left."""
+        self.undo_clipper()
+        self.end()
 
     def undo_clipper(self, spike: Tensor | None = None) -> None:
         """Give the clipper the state back that it had before this step; where ``spike`` is true, if it is given."""
