@@ -13,7 +13,7 @@ OPTIMIZERS = {
 }
 
 
-class Stop(Exception):
+class StopError(Exception):
     """The error of a user's hook, closure or step."""
 
 
@@ -37,7 +37,7 @@ class Run:
 
     def hook(self, *_):
         if self.fails:
-            raise Stop
+            raise StopError
 
     def closure(self, step, size, raises=False):
         def evaluate():
@@ -46,7 +46,7 @@ class Run:
             loss = size * (self.net(x) - x[:, :2]).square().mean()
             self.record(loss).backward()
             if raises:
-                raise Stop
+                raise StopError
             return loss
 
         return evaluate
@@ -62,11 +62,11 @@ class Run:
 
     def raising_step(self, how, size):
         if how == "closure":
-            with pytest.raises(Stop):
+            with pytest.raises(StopError):
                 self.optimizer.step(self.closure(90, size, raises=True))
             return
         self.fails = how == "hook"
-        with pytest.raises(Stop):
+        with pytest.raises(StopError):
             self.step(90, size)
         self.fails = False
 
@@ -97,6 +97,8 @@ def test_the_loss_of_a_closure_that_raised_is_gone_where_the_next_step_has_none(
     run.raising_step("closure", 1000.0)
     put_gradients(run.net, 0, 0.1)
     run.optimizer.step()  # judged by the norm alone
+    assert run.guard.spikes is not None
+    assert run.guard.spikes.detector.last is not None
     assert torch.isnan(run.guard.spikes.detector.last.scores[0])
 
 
@@ -142,7 +144,7 @@ def test_a_step_whose_own_code_raises_is_not_counted(bad):
         def step(self, closure=None):
             result = super().step(closure)
             if self.fails:
-                raise Stop
+                raise StopError
             return result
 
     net = model()
@@ -155,7 +157,7 @@ def test_a_step_whose_own_code_raises_is_not_counted(bad):
             continue
         if bad:
             spoil(net)
-        with pytest.raises(Stop):
+        with pytest.raises(StopError):
             optimizer.step()
         assert (guard.steps, guard.skipped_steps) == (1, 0)
     assert (guard.steps, guard.skipped_steps) == (2, 0)
@@ -174,6 +176,7 @@ def test_a_state_that_is_loaded_after_a_step_that_raised_stays():
 
 def test_a_loss_whose_batch_is_left_out_is_dropped_by_hand():
     plain, other = Run("SGD", "spikes"), Run("SGD", "spikes")
+    assert other.guard.spikes is not None
     for step in range(10):
         plain.step(step)
         if step == 6:
