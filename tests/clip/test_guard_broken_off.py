@@ -1,5 +1,7 @@
 """A step that an error ends did not happen: it leaves no count, no loss, and nothing in the rules' memory."""
 
+import math
+
 import pytest
 import torch
 from guarded import ALL, assert_same, held, model, put_gradients, spoil
@@ -115,9 +117,23 @@ def test_a_step_that_the_hook_of_another_ends_is_not_counted(name, watch):
     assert_same(held(run.net, run.optimizer), weights)
     assert_same(after[:3], before[:3])
     if watch:
-        assert_same(after[3][0], before[3][0])  # the clipper's memory
+        assert_same(after[3], before[3])  # the memory of the clipper and of the detector
     run.step(6)
     assert run.guard.steps == 7
+
+
+@pytest.mark.parametrize("size", [1.0, 1000.0], ids=["ordinary", "a spike"])
+@pytest.mark.parametrize("watch", ["spikes", "recovery"])
+@pytest.mark.parametrize("name", ["SGD", "Adam, fused"])
+def test_a_run_with_steps_that_raised_is_the_run_without_them(name, watch, size):
+    plain, broken = Run(name, watch), Run(name, watch)
+    for step in range(12):
+        plain.step(step)
+        if step in (1, 6, 7, 9):
+            broken.raising_step("hook", size)
+        broken.step(step)
+    assert_same(held(broken.net, broken.optimizer), held(plain.net, plain.optimizer))
+    assert_same(broken.seen(), plain.seen())
 
 
 @pytest.mark.parametrize("name", ["AdamW, fused", "Adam", "a foreign one"])
@@ -184,3 +200,18 @@ def test_a_loss_whose_batch_is_left_out_is_dropped_by_hand():
             other.guard.spikes.forget_loss()
         other.step(step)
     assert_same(other.seen(), plain.seen())
+
+
+@pytest.mark.parametrize("last", [0.1, 70.0, math.nan], ids=["ordinary", "a spike", "unknown"])
+@pytest.mark.parametrize("row", [[], [90.0], [90.0, 80.0]], ids=["calm", "one spike before", "two before"])
+def test_a_detector_takes_its_last_step_back_bit_by_bit(row, last):
+    detector = gg.SpikeDetector(warmup=4, window=8, recent=4, cap=3)
+    for value in [*[0.1, 0.3, 0.7] * 4, *row]:
+        detector.observe(torch.tensor([value, value / 3], dtype=torch.float64), weight=value)
+    state, verdict = detector.state_dict(), detector.last
+    detector.observe(torch.tensor([last, last / 7], dtype=torch.float64), weight=1 / 3)
+    assert detector.take_back()
+    assert_same(detector.state_dict(), state)
+    assert detector.last is verdict
+    assert not detector.take_back()
+    assert_same(detector.state_dict(), state)

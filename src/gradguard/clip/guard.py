@@ -139,7 +139,8 @@ class Guard(OfOneOptimizer):
     a step inside a backward pass       right for rules that treat each tensor by itself,
                                         refused for others; ``"skip"`` skips this optimizer's step, others stay stepped
     a step that an error ends           no count and no loss is left of it, and under ``spikes`` nothing in the
-                                        clipper's state; else a rule that learns keeps the norm of that step
+                                        clipper's state, nor on the CPU in the detector's; else a rule that learns
+                                        keeps the norm of that step
     parameters without a gradient       left out
     ==================================  ========================================================================
 
