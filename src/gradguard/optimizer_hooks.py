@@ -75,6 +75,8 @@ class EveryStep:
         enter: Called with the optimizer when a step begins, and with whether a closure will compute its gradients.
             What it returns takes the optimizer's place as ``self`` in that step; None leaves it.
         first: Act before the hooks that this optimizer has already: see gradients that they may change.
+        broken_off: Called when a step has ended by an error, and ``after`` therefore not come: when the next step of
+            this thread begins, before ``enter``, or `settle` is called.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class EveryStep:
         optimizer: Optimizer | None = None,
         enter: Callable[[Optimizer, bool], Optimizer | None] | None = None,
         first: bool = False,
+        broken_off: Callable[[], None] | None = None,
     ) -> None:
-        self._before, self._after, self._enter = before, after, enter
+        self._before, self._after, self._enter, self._broken_off = before, after, enter, broken_off
         self._thread = threading.local()  # .open: the frame of the outermost step that is running
         if optimizer is None:
             pre, post = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
@@ -106,10 +109,18 @@ class EveryStep:
         if self._handles and (hooks := self._handles[-1].hooks_dict_ref()) is not None:
             hooks.move_to_end(self._handles[-1].id)
 
+    def settle(self) -> None:
+        """Call ``broken_off`` if the last step of this thread has ended by an error."""
+        outer: FrameType | None = getattr(self._thread, "open", None)
+        if outer is not None and not _is_running(outer):
+            self._thread.open = None
+            if self._broken_off is not None:
+                self._broken_off()
+
     @never_compiled
     def _pre(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        outer: FrameType | None = getattr(self._thread, "open", None)
-        if outer is not None and _is_running(outer):
+        self.settle()
+        if getattr(self._thread, "open", None) is not None:
             return None
         self._thread.open = _caller()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -67,12 +67,14 @@ class _Step:
 
     Attributes:
         outcome: Its result, as far as it is known.
+        clip: The result of its last clip; None as long as nothing was decided.
         snapshot: The optimizer before it, where something may have moved and have to be undone; None where nothing has.
         unjudged: The decision of a step that is judged by its update, after it; None of any other.
         waits: Whether a GradScaler has begun it and the optimizer has not, which it may never do.
     """
 
     outcome: StepOutcome = TAKEN
+    clip: ClipResult | None = None
     snapshot: OptimizerSnapshot | None = None
     unjudged: tuple[Decision, UpdateSize] | None = None
     waits: bool = False
@@ -136,6 +138,9 @@ class Guard(OfOneOptimizer):
                                         scale is as after any finite step; ``max_consecutive_skips`` ignores it
     a step inside a backward pass       right for rules that treat each tensor by itself,
                                         refused for others; ``"skip"`` skips this optimizer's step, others stay stepped
+    a step that an error ends           no count and no loss is left of it, and under ``spikes`` nothing in the
+                                        clipper's state, nor on the CPU in the detector's; else a rule that learns
+                                        keeps the norm of that step
     parameters without a gradient       left out
     ==================================  ========================================================================
 
@@ -254,10 +259,9 @@ class Guard(OfOneOptimizer):
             at_once = self._policy != "raise" and self.spikes is None
             decide = self.clipper.decide_at_once if at_once else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
-        self.last, self._step.outcome = decision.result, TAKEN
-        update = None
+        self.last = self._step.clip = decision.result
+        self._step.outcome, update = TAKEN, None
         if number == 0:
-            self._counts.begin(decision.result)
             update = self._update_of(decision, is_alone=self._step.snapshot is None)
         try:
             self._step.outcome = self._act(decision, scale, overflow, number, update)
@@ -268,6 +272,8 @@ class Guard(OfOneOptimizer):
                 self._step.snapshot.restore()
             raise
         self._tell(decision)
+        if not self._attached:  # detached from another thread meanwhile: `_after` will not come
+            self._count(decision.result, self._step.outcome)
         return self._step.outcome.skipped is True
 
     def _update_of(self, decision: Decision, is_alone: bool) -> Tensor | None:
@@ -297,7 +303,6 @@ class Guard(OfOneOptimizer):
         if spike is not None and bool(spike):
             self._spike_watch.undo_clipper()
             self._step.outcome = StepOutcome(True, "spike", True)
-            self._counts.decided(skip=True, spike=True)
             if is_heard():
                 undone = "undid the step behind this one, because the norm of its update is a spike"
                 tell_recovery(RecoveryEvent(self.optimizer, "rolled_back", undone, lost=1, recovery=1))
@@ -352,7 +357,6 @@ class Guard(OfOneOptimizer):
         self._clip(decision, folds, scale, policy)
         if spike is not None:
             self._spike_watch.undo_clipper(spike)
-        self._counts.decided_on_device(bad, spike)
         return StepOutcome(skipped, reason, False if spike is None else spike)
 
     @staticmethod
@@ -374,9 +378,7 @@ class Guard(OfOneOptimizer):
         return skip, spiked
 
     def _skip_on_host(self, outcome: StepOutcome) -> StepOutcome:
-        self._step.outcome = outcome  # also where the next lines raise, because there were too many
         self._cancel()
-        self._counts.decided(skip=True, spike=bool(outcome.spike))
         return outcome
 
     def _clip(
@@ -415,39 +417,57 @@ class Guard(OfOneOptimizer):
         if self._proxy is not None:
             self._proxy.leave()
         self._judge_update()
-        outcome, snapshot = self._step.outcome, self._step.snapshot
-        self._step = _Step(outcome)  # which keeps nothing of the optimizer alive
-        if outcome.skipped is False:
-            self._counts.decided(skip=False)
-        elif outcome.skipped is True and snapshot is not None:
-            snapshot.restore()
-        self._spike_watch.forget_loss()
+        step, self._step = self._step, _Step(self._step.outcome)  # which keeps nothing of the optimizer alive
+        if step.outcome.skipped is True and step.snapshot is not None:
+            step.snapshot.restore()
+        self._spike_watch.end()
+        if step.clip is not None:
+            self._count(step.clip, step.outcome)
         del optimizer
+
+    def _count(self, clip: ClipResult, outcome: StepOutcome) -> None:
+        """Count a step that has ended; only here, so that one that an error ends leaves no count."""
+        self._counts.begin(clip)
+        try:
+            if isinstance(outcome.skipped, Tensor):
+                spike = outcome.spike if isinstance(outcome.spike, Tensor) else None
+                self._counts.decided_on_device(outcome.skipped, spike)
+            else:
+                self._counts.decided(outcome.skipped, bool(outcome.spike))
+        except NonFiniteGradientError as error:
+            if is_in_backward():
+                tell_what_has_stepped(error)
+            raise
+
+    def _break_off(self) -> None:
+        """Forget the last step, which an error has ended."""
+        self._step = _Step()
+        self._spike_watch.break_off()
 
     # -- GradScaler -------------------------------------------------------------------------------------------------
 
     def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
         del optimizer, step
+        self._hooks.settle()
         self._step = _Step(self._step.outcome, waits=True)
 
     def _scaler_ends(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A ``scaler.step`` that does not reach the optimizer has found an overflow: it counts as a skipped step."""
-        self._spike_watch.forget_loss()
+        self._spike_watch.end()
         if not self._attached or not self._step.waits or step.skipped is None:
             return
         with torch.no_grad():
             decision = self.clipper.decide(self._guarded.gradients(self._proxy, self._policy))
         self.last = decision.result
-        self._counts.begin(self.last)
         self._step = _Step(StepOutcome(True, "grad_scaler"))
         self._tell(decision)
-        self._counts.decided(skip=True)
+        self._count(self.last, self._step.outcome)
 
     # -- between steps ----------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Number of real steps seen, skipped ones included."""
+        """Number of real steps that have ended, skipped ones included; one that raised an error is none."""
         return self._counts.steps
 
     @property
@@ -476,6 +496,10 @@ class Guard(OfOneOptimizer):
         of an evaluation is of no step and is left out: one that has no graph, recorded where gradients are off
         (`torch.no_grad`, `torch.inference_mode`) and the guard's ``model``, if it has one, is not in training mode.
 
+        Losses of a step that raised an error, such as those of its closure, are dropped. A batch that is left out
+        before its step, as where ``backward()`` raised and the loop goes on, is nothing that the guard can know of:
+        drop its loss by ``guard.spikes.forget_loss()``, next to ``optimizer.zero_grad()``.
+
         Args:
             loss: The mean loss without a loss scale; one number.
             weight: Its weight in the mean, such as its number of tokens.
@@ -493,6 +517,7 @@ class Guard(OfOneOptimizer):
                 "spikes=SkipSpikes(SpikeDetector()), or leave guard.record_loss away."
             )
         if not self.is_evaluation(loss):
+            self._hooks.settle()
             self.spikes.record_loss(loss, weight, kind)
         return loss
 
@@ -505,6 +530,7 @@ class Guard(OfOneOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clipper's state and the counts; not the optimizer's, which has its own."""
+        self._hooks.settle()
         spikes = {} if self.spikes is None else {"spikes": self.spikes.state_dict()}
         return {"clipper": self.clipper.state_dict(), **self._counts.state_dict(), **spikes}
 
@@ -523,6 +549,7 @@ class Guard(OfOneOptimizer):
                 f"this is not the state of a Guard like this: expected the keys {sorted(expected)}, got "
                 f"{sorted(state_dict)}. Pass what state_dict() of a guard made alike returned, with spikes= or without."
             )
+        self._hooks.settle()
         spikes = [] if self.spikes is None else [(self.spikes, state_dict["spikes"])]
         load_all([(self.clipper, state_dict["clipper"]), *spikes, (self._counts, state_dict)])
 
@@ -550,7 +577,9 @@ class Guard(OfOneOptimizer):
             refuse_shared(self.spikes, [g.spikes for other in _guards.values() if (g := other()) is not None])
             _guards[self.optimizer] = ref(self)
             self._attached = True
-            self._hooks = EveryStep(self._before, self._after, optimizer=self.optimizer, enter=self._enter)
+            self._hooks = EveryStep(
+                self._before, self._after, optimizer=self.optimizer, enter=self._enter, broken_off=self._break_off
+            )
             self._stop_listening = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=self.optimizer)
 
     def __enter__(self) -> Self:

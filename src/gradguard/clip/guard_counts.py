@@ -40,7 +40,7 @@ class Counts:
         return self._in_a_row if self._on_device is None else int(self._on_device[1])
 
     def begin(self, result: ClipResult) -> None:
-        """Note that a real step begins, with what the clipper found."""
+        """Note a real step that has ended, with what the clipper found; what became of it is told next."""
         self.steps += 1
         self._history.append((self.steps, result))
 
@@ -62,19 +62,19 @@ class Counts:
         if skip and not spike and self._on_device is None:
             self.check(self._in_a_row)
 
-    def decided_on_device(self, bad: Tensor, spike: Tensor | None = None) -> None:
+    def decided_on_device(self, skip: Tensor, spike: Tensor | None = None) -> None:
         """Note a decision that only the device knows; too many skips in a row are told some steps late.
 
         Args:
-            bad: Whether the step is skipped because it is not finite; 0-dim bool.
-            spike: Whether it is skipped as a spike instead; 0-dim bool, None where nobody looks for them.
+            skip: Whether the step is skipped; 0-dim bool.
+            spike: Whether that is for a finite spike; 0-dim bool, None where nobody looks for them.
         """
         if self._on_device is None:
-            refuse_capture(bad.device, "the count of skipped steps")
-            self._on_device = torch.zeros(2, dtype=torch.int64, device=bad.device)
+            refuse_capture(skip.device, "the count of skipped steps")
+            self._on_device = torch.zeros(2, dtype=torch.int64, device=skip.device)
             self._on_device[0] += self._skipped
             self._on_device[1] += self._in_a_row
-        self._follow(bad, bad if spike is None else bad | spike, self._on_device)
+        self._follow(skip if spike is None else skip & ~spike, skip, self._on_device)
         self._late.push(self._on_device[1].reshape(1))
 
     @staticmethod

@@ -24,6 +24,7 @@ class SpikeWatch:
     def __init__(self, spikes: SkipSpikes | None, clipper: Clipper) -> None:
         self._spikes, self._clipper = spikes, clipper
         self._state: dict[str, Any] = {}
+        self._is_judged = False
         self._late = LateReader(self._tell_nonfinite_loss)
         self._was_told = False
 
@@ -69,6 +70,7 @@ class SpikeWatch:
         if update is not None:
             norms.append(move(update, result.norm.device))
         spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)
+        self._is_judged = True
         if isinstance(found := self._spikes.nonfinite_loss, Tensor):
             self._late.push(found.reshape(1))
         else:
@@ -93,10 +95,18 @@ class SpikeWatch:
             return bad
         return move(self._spikes.nonfinite, bad.device)
 
-    def forget_loss(self) -> None:
+    def end(self) -> None:
         """The step is over, whatever became of it."""
+        self._state, self._is_judged = {}, False
         if self._spikes is not None:
             self._spikes.forget_loss()
+
+    def break_off(self) -> None:
+        """An error has ended the step: no loss of it is left, nor what clipper and detector can take back."""
+        self.undo_clipper()
+        if self._spikes is not None and self._is_judged:
+            self._spikes.take_back()
+        self.end()
 
     def undo_clipper(self, spike: Tensor | None = None) -> None:
         """Give the clipper the state back that it had before this step; where ``spike`` is true, if it is given."""

@@ -165,6 +165,7 @@ class SpikeDetector(Detector):
             found = self._take_ordinary(values.tolist(), float(weight))
             if found is not None:
                 return found
+            self._before = self.state_dict(), self._verdict
         return self._judge_tensors(values)
 
     def _take_ordinary(self, values: Sequence[float], weight: float) -> SpikeVerdict | None:
@@ -178,6 +179,7 @@ class SpikeDetector(Detector):
         scores = list(map(self._score_on_host, values, histories, counts, weights, repeat(weight)))
         if any([score > self.k for score in scores]):
             return None
+        before: dict[str, Any] = {"history": list(map(list, histories)), "count": [*counts], "weights": [*weights]}
         judged = [score if count >= self.warmup else math.nan for score, count in zip(scores, counts, strict=True)]
         for i, value in enumerate(values):
             if math.isfinite(value):
@@ -187,10 +189,14 @@ class SpikeDetector(Detector):
         if any(map(math.isfinite, values)):
             for name, numbers in (("history", histories), ("count", counts), ("weights", weights)):
                 state[name].copy_(torch.tensor(numbers, dtype=state[name].dtype, device="cpu"))
-            state["in_a_row"].zero_()
-            state["too_high"].zero_()
+            if int(state["in_a_row"]):  # else no signal is too high
+                before |= {name: state[name].clone() for name in ("in_a_row", "too_high")}
+                state["in_a_row"].zero_()
+                state["too_high"].zero_()
+            before["steps"] = state["steps"].clone()
             state["steps"].copy_(state["steps"].roll(-1))
             state["steps"][-1] = ORDINARY
+        self._before = before, self._verdict
         no = torch.zeros((), dtype=torch.bool, device="cpu")
         told = torch.tensor(judged, dtype=torch.float64, device="cpu")
         return SpikeVerdict(no, told, state["in_a_row"].clone(), no, no)

@@ -228,6 +228,16 @@ class SkipSpikes:
             values = torch.where(rows, values, torch.nan).flatten()
         return self.detector.observe(values, weight)
 
+    def take_back(self) -> None:
+        """Forget the step judged last, which an error has ended; a detector on an accelerator has learnt of it."""
+        verdict = self.detector.last
+        if verdict is None or not self.detector.take_back():
+            return
+        if self._counts is not None:
+            (self._counts if self.act else self._counts[:1]).sub_(verdict.spike)
+        elif bool(verdict.spike):
+            self._known = [self._known[0] - 1, self._known[1] - self.act]
+
     def is_alone(self) -> bool:
         """Whether no other process trains this model."""
         return number_of_processes(self._group) == 1

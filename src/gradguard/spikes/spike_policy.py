@@ -56,6 +56,7 @@ class Detector(ABC):
         self._weight: Tensor | float = math.nan  # of the step that is judged
         self._fewer: set[int] = set()  # how many signals there were before `grow`
         self._verdict: SpikeVerdict | None = None
+        self._before: tuple[Mapping[str, Any], SpikeVerdict | None] | None = None  # numbers and verdict, if kept
         self._is_new = False  # since `reset`: the next step may have another number of signals
 
     @property
@@ -91,7 +92,7 @@ class Detector(ABC):
             InvalidValueError: If it has another shape than before.
         """
         self._check(values)
-        self._is_new = False
+        self._is_new, self._before = False, None
         if not self._tensors or len(self._tensors["history"]) != len(values):
             refuse_capture(values.device, "the memory of the spike detector")
             self._tensors = self._empty(len(values))
@@ -100,6 +101,20 @@ class Detector(ABC):
         self._weight = weight
         self._verdict = self._judge(values.detach().to(self._tensors["history"].dtype))
         return self._verdict.spike
+
+    def take_back(self) -> bool:
+        """Forget the step observed last; `SpikeDetector` can on the CPU, where it has the numbers at hand.
+
+        Returns:
+            Whether that was possible; if not, as on an accelerator or for the second time, nothing has changed.
+        """
+        if self._before is None:
+            return False
+        (numbers, self._verdict), self._before = self._before, None
+        for name, tensor in self._tensors.items():
+            if name in numbers:
+                tensor.copy_(torch.as_tensor(numbers[name], dtype=tensor.dtype))
+        return True
 
     def grow(self, signals: int) -> None:
         """Make room for more signals, behind those that there are; nothing before the first step.
@@ -138,7 +153,7 @@ class Detector(ABC):
 
     def reset(self) -> None:
         """Forget all history, on all ranks at once: what comes next is a new start, such as another data set."""
-        self._verdict, self._is_new = None, True
+        self._verdict, self._before, self._is_new = None, None, True
         if state := self._tensors:
             fresh = self._empty(len(state["history"]))
             for name, tensor in state.items():  # in place: a captured graph goes on using this memory
@@ -147,6 +162,7 @@ class Detector(ABC):
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device`` and return the detector; it also follows what is observed by itself."""
         refuse_capture(torch.device(device), "the memory of the spike detector")
+        self._before = None
         move_state(self._tensors, device)
         return self
 
@@ -161,7 +177,7 @@ class Detector(ABC):
             InvalidValueError: If it is not the state of such a detector with the same windows. Its other numbers may
                 differ: those of this detector hold from here on.
         """
-        self._verdict = None
+        self._verdict, self._before = None, None
         if not state_dict:
             self.reset()
             return
