@@ -170,7 +170,8 @@ def clip_stages(p, is_shared):
     rank = dist.get_rank()
     own, both = (nn.Parameter(torch.zeros(n)) for n in (3 + rank, 2))
     own.grad, both.grad = torch.full((3 + rank,), 2.0 + rank), torch.tensor([3.0, -4.0])
-    norm = gg.clip_grad_norm_([own, both], 1.0, p, process_group=dist.group.WORLD, shared={"both": both} if is_shared else None)
+    shared = {"both": both} if is_shared else None
+    norm = gg.clip_grad_norm_([own, both], 1.0, p, process_group=dist.group.WORLD, shared=shared)
     return float(norm), own.grad, both.grad
 
 
