@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/demo-ready
 	$(BIN)/gradguard run --force --out runs/unclipped examples/char_lm.py
 	$(BIN)/gradguard run --force --out runs/clipped --clip from=runs/unclipped examples/char_lm.py
-	$(BIN)/gradguard report runs/unclipped runs/clipped --output runs/report.html
+	$(BIN)/gradguard report runs/unclipped runs/clipped --out runs/report.html
 
 # One process for each core, with one thread each.
 test: lint

@@ -1,5 +1,8 @@
 """What the README and the docs show is run, and what it prints is what they say."""
 
+import contextlib
+import functools
+import io
 import re
 import runpy
 from pathlib import Path
@@ -7,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forked_python import run_python
+from gradguard.cli import main
 
 ROOT = Path(__file__).parents[1]
 OF_KERAS = "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
@@ -155,33 +159,20 @@ def test_links_and_pictures_exist(page):
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@functools.cache
+def options_of(command):
+    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
+        main([command, "--help"])
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", shown.getvalue()))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "Makefile"], ids=name_of)
 def test_every_option_that_is_shown_exists(page):
-    shown = set(re.findall(r"^\$ gradguard [\w-]+ .*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    known = {"--out", "--force", "--every", "--clip", "--argv", "-o", "--text", "-m"}
-    known |= {"--input", "--seed", "--exhaustive", "--order", "--reference"}
-    known |= {"--fail-on", "--rule", "--once", "--lines"}
-    known |= {
-        "--steps",
-        "--no-report",
-        "--seeds",
-        "--record",
-        "--json",
-        "--launch",
-        "--port",
-        "--metric",
-        "--maximize",
-        "--audit-norm",
-        "--save-gradients",
-        "--perturbed",
-        "--at",
-        "--state",
-        "--resilient",
-    }
-    for line in shown:
-        command = line.split(" #")[0].replace("[", " ").replace("]", " ").split(" train.py ")[0]
-        options = {word for word in command.split() if word.startswith("-")}
-        assert options <= known, line
+    calls = r"^(?:\$ |\t\$\(BIN\)/)gradguard ([a-z-]+) (.*)$"
+    for command, arguments in re.findall(calls, page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        own = re.split(r" #|\S+\.py\b", re.sub(r"[\[\]]", " ", arguments))[0]
+        options = {word for word in own.split() if word.startswith("-")}
+        assert options <= options_of(command), (command, own)
 
 
 def test_every_make_target_that_is_shown_exists():
