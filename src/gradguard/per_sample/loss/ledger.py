@@ -262,5 +262,6 @@ def _shown(values: Values) -> str:
 
 PADDED = (
     "the mean counts padding, up to a length that changes from batch to batch, so that every sample's part depends on "
-    "the longest. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length"
+    "the longest. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length. Where "
+    "nothing is padded a number in the loss is another, as mixup's: say clipper.constant(number) where it stands"
 )
