@@ -400,3 +400,14 @@ def test_a_tensor_that_a_loop_over_samples_uses_for_each_is_shared():
     step(clipper, weighted, Batch(5, 0))
     with pytest.raises(UnsupportedGradientError, match=r"a tensor of shape \[3\], which all samples share"):
         step(clipper, weighted, Batch(4, 1))
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_labels_that_are_alike_in_each_batch_are_each_samples_own(private):
+    clipper, loss = clipper_of(), lambda c, out, b: (out - b.y).square().mean()
+    if private:
+        clipper.refuse_ambiguous_losses()
+    for number, label in enumerate((3.0, 5.0, 2.0, 2.0, 7.0)):
+        batch = Batch(4, number)
+        batch.y = torch.full_like(batch.y, label)
+        step(clipper, loss, batch)

@@ -302,23 +302,16 @@ def added(
     if any(one not in known for one in below):
         return None
     cotangent = torch.zeros_like(whole.low, requires_grad=True)
-    ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
-    try:
-        with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False), silent_taps():
-            pulled = torch.autograd.grad(
-                [GradientEdge(*value)],  # pyright: ignore[reportArgumentType]
-                [GradientEdge(*one) for one in below],  # pyright: ignore[reportArgumentType]
-                [cotangent],
-                retain_graph=True,
-                create_graph=True,
-            )
-            product = torch.stack([(known[one] * each).sum() for one, each in zip(below, pulled, strict=True)]).sum()
-            [linear] = torch.autograd.grad(product, cotangent)
-    except (RuntimeError, TypeError) as error:
-        raise Unreadable(f"what is added to values from {value[0].name()} cannot be read") from error
-    finally:
-        for end in ends:  # a known value may be a function of another one
-            end.remove()
+    with _reading(value, below):
+        pulled = torch.autograd.grad(
+            [GradientEdge(*value)],  # pyright: ignore[reportArgumentType]
+            [GradientEdge(*one) for one in below],  # pyright: ignore[reportArgumentType]
+            [cotangent],
+            retain_graph=True,
+            create_graph=True,
+        )
+        product = torch.stack([(known[one] * each).sum() for one, each in zip(below, pulled, strict=True)]).sum()
+        [linear] = torch.autograd.grad(product, cotangent)
     chain = list(_affine(value, known, depends))
     kinds = {whole.low.dtype, *[known[one].dtype for one in below]}
     kinds |= {one.dtype for node in chain for one in input_metadata_of(node)}
@@ -353,25 +346,17 @@ def where_added(part: Value, value: Value, constant: Bounds, known: Container[Va
     """
     is_known = constant.low.isfinite() & constant.high.isfinite()
     middle, rounding = (torch.where(is_known, one, 0.0) for one in (constant.middle, constant.rounding))
-    below = _behind(value, known, depends)
-    ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
     cotangent = torch.ones_like(middle, requires_grad=True)
-    try:
-        with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False), silent_taps():
 
-            def pulled(cotangent: Tensor, *, again: bool = False) -> Tensor:
-                edges = [GradientEdge(*value)], [GradientEdge(*part)]
-                [found] = torch.autograd.grad(*edges, [cotangent], retain_graph=True, create_graph=again)  # pyright: ignore
-                return found
+    def pulled(cotangent: Tensor, *, again: bool = False) -> Tensor:
+        edges = [GradientEdge(*value)], [GradientEdge(*part)]
+        [found] = torch.autograd.grad(*edges, [cotangent], retain_graph=True, create_graph=again)  # pyright: ignore
+        return found
 
-            [factors] = torch.autograd.grad(pulled(cotangent, again=True).sum(), cotangent)
-            factors = torch.where(is_known, factors, 0.0)
-            weights, sums, errors = map(pulled, (factors, middle, rounding * factors.sign()))
-    except (RuntimeError, TypeError) as error:
-        raise Unreadable(f"what is added to values from {value[0].name()} cannot be read") from error
-    finally:
-        for end in ends:
-            end.remove()
+    with _reading(value, _behind(value, known, depends)):
+        [factors] = torch.autograd.grad(pulled(cotangent, again=True).sum(), cotangent)
+        factors = torch.where(is_known, factors, 0.0)
+        weights, sums, errors = map(pulled, (factors, middle, rounding * factors.sign()))
     found = (sums / weights).where(weights > 0, torch.nan)
     return Bounds.around(found, errors / weights + 16 * torch.finfo(found.dtype).eps * found.abs())
 
@@ -384,25 +369,41 @@ def parts_of(value: Value, known: Container[Value], depends: Dependence) -> list
 
 def is_weighed_and_summed(part: Value, value: Value, known: Container[Value], depends: Dependence) -> bool:
     """Tell whether a part of a value is multiplied by several numbers, or chosen from, and the results are added up."""
-    weighed: dict[Node, bool | None] = {part[0]: False}  # None of what the part is not in
+    nodes = {*_affine(value, known, depends)}
+    weighed: dict[Node, bool | None] = {part[0]: False}  # None of nodes that the part does not reach
     pending = [value[0]]
     while pending:
         node = pending[-1]
-        below = [edge for edge in parents(node) if depends(edge[0])]
-        if node in weighed or not below or (node is not value[0] and any((node, i) in known for i in range(2))):
-            weighed.setdefault(node, None)
-            pending.pop()
-            continue
-        if unknown := [edge[0] for edge in below if edge[0] not in weighed]:
+        below = [edge[0] for edge in parents(node) if edge[0] in nodes] if node not in weighed else []
+        if unknown := [one for one in below if one not in weighed]:
             pending += unknown
             continue
-        found, name = [one for edge in below if (one := weighed[edge[0]]) is not None], operation(node)
-        multiplies = name in _PRODUCTS | _CONVOLUTIONS
-        if found and (multiplies or (name in _SUMMING and any(found))):
+        pending.pop()
+        found, name = [reached for one in below if (reached := weighed[one]) is not None], operation(node)
+        if found and (name in _PRODUCTS | _CONVOLUTIONS or (name in _SUMMING and any(found))):
             return True
         weighs = name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
-        weighed[node] = (any(found) or weighs) if found else None
+        weighed.setdefault(node, (any(found) or weighs) if found else None)
     return False
+
+
+@contextlib.contextmanager
+def _reading(value: Value, below: Sequence[Value]) -> Iterator[None]:
+    """Run backwards from a value to known ones and no further, with nothing of the user's called.
+
+    Raises:
+        Unreadable: If one cannot be run.
+    """
+    ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
+    try:
+        kind = input_metadata_of(value[0])[value[1]].device.type
+        with torch.enable_grad(), torch.autocast(kind, enabled=False), silent_taps():
+            yield
+    except (RuntimeError, TypeError) as error:
+        raise Unreadable(f"what is added to values from {value[0].name()} cannot be read") from error
+    finally:
+        for end in ends:  # a known value may be a function of another one
+            end.remove()
 
 
 def _without(number: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

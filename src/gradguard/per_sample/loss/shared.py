@@ -95,11 +95,6 @@ class SharedValue:
     bounds: Bounds | None = None
     places: tuple[Hashable, ...] = ()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it may be whole numbers, which targets and masks of all samples may be, and alike by chance."""
-        return self.bounds is not None and self.bounds.are_whole
-
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
         storages = [one.untyped_storage().data_ptr() for one in (self.value, declared) if isinstance(one, Tensor)]
@@ -133,17 +128,19 @@ class _KeptValue:
     places: tuple[Hashable, ...] = ()
     bounds: Bounds | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        return self.bounds is not None and self.bounds.are_whole
-
     def is_same(self, one: SharedValue) -> bool:
         if self.bounds is not None and one.bounds is not None:
-            return self.bounds.meets(one.bounds)
+            return self.bounds.meets(one.bounds) or (_may_be_labels(self) and _may_be_labels(one))
         if self.places and one.places:
             return any(mine == theirs for mine, theirs in zip(self.places, one.places, strict=True))
         is_there = isinstance(one.value, Tensor) and _place(one.value) == self.place
         return is_there or one.is_equal(self.copied)
+
+    def narrowed(self, one: SharedValue) -> "_KeptValue":
+        """Return it within the bounds of a later batch, too; labels of other batches say nothing of these."""
+        if one.bounds is None or (self.bounds is not None and not self.bounds.meets(one.bounds)):
+            return self
+        return replace(self, bounds=one.bounds if self.bounds is None else self.bounds.within(one.bounds))
 
 
 class SharedValues:
@@ -175,17 +172,14 @@ class SharedValues:
         several = batch_size > 1
         for one in found:
             kept = self._kept.get(one.key)
-            is_known = kept is not None and (kept.is_same(one) or (one.is_whole and kept.is_whole))
+            is_known = kept is not None and kept.is_same(one)
             if one.key in self._owned or any(map(one.is_of, self.declared)):
                 continue
-            if several and self.strict and isinstance(one.value, Tensor) and not one.is_whole:
+            if several and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
                 is_known, kept = False, _kept(math.nan, of_several=True)
             if kept is None or is_known:
                 new = kept if kept and kept.of_several else _kept(one.value, several, one.places)
-                narrowed = [found for found in (new.bounds, one.bounds) if found is not None]
-                self._new[one.key] = replace(
-                    new, bounds=functools.reduce(Bounds.within, narrowed) if narrowed else None
-                )
+                self._new[one.key] = new.narrowed(one)
             elif not (several or kept.of_several):  # each is its only sample's own, or it changes
                 self._new[one.key] = _kept(math.nan, of_several=False)
             elif one.is_shared():
@@ -193,6 +187,11 @@ class SharedValues:
             else:
                 self._owned.add(one.key)
         return ""
+
+
+def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
+    """Tell whether it may be whole numbers, which targets and masks of all samples may be, and alike by chance."""
+    return one.bounds is not None and one.bounds.are_whole
 
 
 def _kept(value: Tensor | float, of_several: bool, places: tuple[Hashable, ...] = ()) -> _KeptValue:
