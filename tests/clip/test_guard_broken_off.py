@@ -39,7 +39,7 @@ class Run:
 
     def hook(self, *_):
         if self.fails:
-            raise StopError
+            raise StopError("on purpose")
 
     def closure(self, step, size, raises=False):
         def evaluate():
@@ -48,7 +48,7 @@ class Run:
             loss = size * (self.net(x) - x[:, :2]).square().mean()
             self.record(loss).backward()
             if raises:
-                raise StopError
+                raise StopError("on purpose")
             return loss
 
         return evaluate
@@ -64,11 +64,11 @@ class Run:
 
     def raising_step(self, how, size):
         if how == "closure":
-            with pytest.raises(StopError):
+            with pytest.raises(StopError, match="on purpose"):
                 self.optimizer.step(self.closure(90, size, raises=True))
             return
         self.fails = how == "hook"
-        with pytest.raises(StopError):
+        with pytest.raises(StopError, match="on purpose"):
             self.step(90, size)
         self.fails = False
 
@@ -160,7 +160,7 @@ def test_a_step_whose_own_code_raises_is_not_counted(bad):
         def step(self, closure=None):
             result = super().step(closure)
             if self.fails:
-                raise StopError
+                raise StopError("on purpose")
             return result
 
     net = model()
@@ -173,7 +173,7 @@ def test_a_step_whose_own_code_raises_is_not_counted(bad):
             continue
         if bad:
             spoil(net)
-        with pytest.raises(StopError):
+        with pytest.raises(StopError, match="on purpose"):
             optimizer.step()
         assert (guard.steps, guard.skipped_steps) == (1, 0)
     assert (guard.steps, guard.skipped_steps) == (2, 0)

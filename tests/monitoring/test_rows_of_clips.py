@@ -107,7 +107,7 @@ class Outer(torch.optim.Optimizer):
             loss = closure()
         self.count += 1
         if self.count == self.fails_at:
-            raise ArithmeticError
+            raise ArithmeticError("on purpose")
         self.clip(self.param_groups[0]["params"])
         self.inner.step()
         self.inner.zero_grad()
@@ -178,7 +178,7 @@ def test_a_clip_after_a_step_that_raised_is_of_the_next_step():
     optimizer = Outer(parameters, lambda ps: clip_grad_norm_(ps, 0.5), fails_at=1)
     with gg.Monitor(optimizer, sink=[]) as monitor:
         parameters[0].grad = full(10.0)
-        with pytest.raises(ArithmeticError):
+        with pytest.raises(ArithmeticError, match="on purpose"):
             optimizer.step()
         parameters[0].grad = full(7.0)
         clip_grad_norm_(parameters, 5.0)

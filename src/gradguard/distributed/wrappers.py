@@ -133,7 +133,7 @@ def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:
     for wrapper, own in _wrappers_of(tensors, possible):
         is_ddp = isinstance(wrapper, DistributedDataParallel)
         if is_ddp and any(flattened_by_fsdp1(own)):
-            continue  # FSDP1 averages what it holds, whoever is inside it
+            continue  # FSDP1 averages the gradients of its flat parameters, also for a DDP inside it
         if not is_ddp or not wrapper.require_backward_grad_sync:
             raise UnsupportedGradientError(
                 f"gradients of a backward inside {type(wrapper).__name__}.no_sync() are this process' own: "
