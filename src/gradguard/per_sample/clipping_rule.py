@@ -136,7 +136,7 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool 
         - The bound holds with all rounding, also for a rule that did not think of it: factors are lowered to
           `NormClipper.largest_factors`.
         - On the CPU, a rule that breaks its promise by more than rounding is an error. On an accelerator, where a look
-          at values would make the host wait, it is lowered all the same.
+          at values would make the host wait, a factor is lowered all the same, and one that is negative or NaN is 0.
 
     Args:
         norm_clipper: Any rule.
@@ -164,7 +164,8 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool 
         wide = factors.detach().to(wide_dtype(norm.device)).masked_fill(~norm.isfinite(), 0)
         if are_readable(wide, norm):
             _check_values(norm_clipper, part, wide, norm, threshold)
-        checked.append(torch.minimum(wide, norm_clipper.largest_factors(norm, threshold)))
+        bound = norm_clipper.largest_factors(norm, threshold)
+        checked.append(torch.where(wide > 0, torch.minimum(wide, bound), 0))
     if copied is not None and len(norms[0]):
         places = torch.arange(len(norms[0]), device=norms[0].device)
         for some in (places[::2], places[1::2], norms[0].argmin()[None], norms[0].argmax()[None]):
