@@ -17,7 +17,7 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -141,6 +141,9 @@ def _in_pieces(values: Tensor) -> Tensor:
 
 # The forms.
 
+_PIECE = 1 << 18
+"""Elements of a sample's gradient that are compared at a time."""
+
 
 class Contribution(ABC):
     """The per-sample gradients that one or several uses of one parameter give.
@@ -159,6 +162,10 @@ class Contribution(ABC):
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the gradients of samples ``start`` to ``stop``, shape ``[stop - start, *shape]``, float32 or wider."""
+
+    def pieces(self, sample: int) -> Iterable[Tensor]:
+        """Return the flat gradient of one sample in pieces, one after the other."""
+        return self.rows(sample, sample + 1).flatten().split(_PIECE)
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
@@ -303,6 +310,12 @@ class Outer(Contribution):
     def rows(self, start: int, stop: int) -> Tensor:
         """Return one matrix product for each sample."""
         return product(self.left[start:stop].mT, self.right[start:stop])
+
+    def pieces(self, sample: int) -> Iterable[Tensor]:
+        """Return products with some entries of the left side at a time."""
+        left, right = self.left[sample].mT, self.right[sample]
+        for part in left.split(max(1, _PIECE // max(1, self.shape[1]))):
+            yield product(part, right).flatten()
 
     @property
     def measured(self) -> list[Tensor]:
