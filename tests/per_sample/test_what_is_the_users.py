@@ -1,6 +1,8 @@
 """What belongs to the user stays as it is, and what fails is told as what it is."""
 
 import collections
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.capture import silent_taps, tap
 from gradguard.per_sample.rerun import frozen, undisturbed
 
 
@@ -200,3 +203,22 @@ def test_scores_of_pairs_in_the_loss_are_refused_without_a_check_too(check):
     with pytest.raises(UnsupportedGradientError, match=r"samples cannot be told apart|that of samples alone"):
         model(x)[0].square().sum(1).mean().backward()
     clipper.detach()
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_backward_that_reads_the_graph_in_another_thread_brings_nothing(silent):
+    """As of a model on an accelerator, whose backwards run in threads of autograd's own."""
+    received = []
+    anchor, x = torch.zeros((), requires_grad=True), torch.randn(3, requires_grad=True)
+    [tapped] = tap(lambda saved, grads, task: received.append(task), (), anchor, [x * 2])
+    loss = tapped.sum()
+
+    def pull():
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.autograd.grad, loss, x, retain_graph=True).result()
+
+    with silent_taps(loss.grad_fn) if silent else nullcontext():
+        pull()
+    assert len(received) == (not silent)
+    pull()
+    assert len(received) == 2 - silent

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
@@ -41,17 +42,27 @@ outermost backward."""
 
 
 _silent = threading.local()
+_silent_tasks: set[int] = set()
+"""Numbers of backwards that are not the user's: those on an accelerator run in threads of autograd's own."""
 
 
 @contextmanager
-def silent_taps() -> Iterator[None]:
-    """Let gradients pass unread in a backward of this thread that is not the user's."""
-    before = getattr(_silent, "now", False)
-    _silent.now = True
+def silent_taps(root: Node) -> Iterator[None]:
+    """Let gradients pass unread in backwards of this thread from ``root``, which are not the user's."""
+    before, tasks = getattr(_silent, "now", False), set[int]()
+
+    def begins(gradients: Any) -> None:
+        del gradients
+        tasks.add(current_graph_task())
+        _silent_tasks.update(tasks)
+
+    handle, _silent.now = root.register_prehook(begins), True
     try:
         yield
     finally:
+        handle.remove()
         _silent.now = before
+        _silent_tasks.difference_update(tasks)
 
 
 def taps_are_silent() -> bool:
@@ -78,7 +89,8 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Hand the gradients over, and pass them on."""
-        if taps_are_silent():
+        task = current_graph_task() if ctx.made_in == -1 else ctx.made_in
+        if taps_are_silent() or task in _silent_tasks:
             return None, None, None, *grads
         if torch.is_grad_enabled():
             raise UnsupportedGradientError(
@@ -86,7 +98,7 @@ class Tap(torch.autograd.Function):
                 "gradient of gradients also depends on the weights in ways that are not followed. Call "
                 "clipper.detach() before it, or leave the gradient penalty away."
             )
-        ctx.receive(ctx.saved_tensors, grads, current_graph_task() if ctx.made_in == -1 else ctx.made_in)
+        ctx.receive(ctx.saved_tensors, grads, task)
         return None, None, None, *grads
 
 

@@ -119,13 +119,12 @@ class NormClipper(ABC):
 
         A threshold of 0 gives 0, of infinity infinity; a norm of 0 gives infinity; a NaN or infinite norm gives 0.
         """
-        stretched = norms.to(wide_dtype(norms.device)) * (1 + self.slack)
-        if 0 < threshold < math.inf:
-            quotient = torch.full_like(stretched, threshold) / stretched  # a number over a tensor goes by 1 / tensor
-            factors = _rounded_down(torch.where(stretched > 0, quotient, math.inf))
-        else:
-            factors = torch.full_like(stretched, threshold)
-        return torch.where(norms.isfinite(), factors, 0)
+        norms = norms.to(wide_dtype(norms.device))
+        bound = torch.tensor(threshold / (1 + self.slack), dtype=norms.dtype, device="cpu")  # not a launch
+        factors = (bound / norms).nan_to_num_(0.0, torch.inf)
+        if factors.dtype is torch.float64:  # float32 holds multiples of this number: to nearest may be up, by half
+            factors.mul_(2.0**149).floor_().mul_(2.0**-149)
+        return factors
 
 
 def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool = False) -> list[Tensor]:
@@ -155,10 +154,12 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool 
             ``apart``, if a sample gets another one beside fewer others, or the rule cannot be copied.
     """
     is_own = type(norm_clipper).__module__.startswith("gradguard.")
-    copied = _copied(norm_clipper) if apart and not is_own else None
+    thresholds = _checked_thresholds(norm_clipper, len(norms))
+    if is_own:
+        return norm_clipper.calc_clipping_factors(norms)
+    copied = _copied(norm_clipper) if apart else None
     found = norm_clipper.calc_clipping_factors([norm.clone() for norm in norms])
     _check_form(norm_clipper, found, norms)
-    thresholds = _checked_thresholds(norm_clipper, len(norms))
     checked = []
     for part, (factors, norm, threshold) in enumerate(zip(found, norms, thresholds, strict=True)):
         wide = factors.detach().to(wide_dtype(norm.device)).masked_fill(~norm.isfinite(), 0)
@@ -321,10 +322,3 @@ def _check_values(norm_clipper: NormClipper, part: int, factors: Tensor, norm: T
         f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}. The clipped norm {factor * length:.7g} "
         f"exceeds thresholds[{part}]={threshold:.7g}: lower the factor, or state a higher threshold."
     )
-
-
-def _rounded_down(factors: Tensor) -> Tensor:
-    """Round factors below float32's normal range down to what it can hold: to nearest may be up, by half."""
-    narrow = factors.float()
-    below = torch.where(narrow > factors, narrow.nextafter(torch.zeros_like(narrow)), narrow)
-    return torch.where(factors < _FLOAT32.tiny, below.to(factors.dtype), factors)

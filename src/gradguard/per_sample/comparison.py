@@ -11,9 +11,6 @@ from torch import Tensor
 from gradguard.per_sample.contributions import Contribution, wide
 from gradguard.tensors.norms import total_norm
 
-_PIECE = 1 << 20
-"""Elements of a difference that are held at a time."""
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -73,7 +70,7 @@ class SampleGradient:
             elif name not in self.parts:
                 error = _norm(found[name].rows(sample, sample + 1)) * abs(factor)
             else:
-                error = _distance(wide(self.parts[name]), found[name].rows(sample, sample + 1)[0], factor)
+                error = _distance(wide(self.parts[name]), found[name], sample, factor)
             worst = max(worst, judge(name, error, own, self.whole, precision), key=lambda c: c.excess)
         return worst
 
@@ -126,11 +123,16 @@ def _norm(values: Tensor) -> float:
     return float(total_norm([values]))
 
 
-def _distance(expected: Tensor, found: Tensor, factor: float = 1.0) -> float:
-    """Return the 2-norm of ``expected - factor * found``, two tensors of one shape, piece by piece.
+def _distance(expected: Tensor, found: Contribution, sample: int, factor: float = 1.0) -> float:
+    """Return the 2-norm of ``expected`` minus ``factor`` times a sample's gradient, piece by piece.
 
-    A difference as large as the gradient of a large layer would be made in memory that is fresh from the system, which
-    takes longer than the arithmetic.
+    What is as large as the gradient of a large layer would be made in memory that is fresh from the system, which takes
+    longer than the arithmetic.
     """
-    pieces = zip(expected.flatten().split(_PIECE), found.flatten().split(_PIECE), strict=True)
-    return math.hypot(*[_norm(torch.sub(one, other, alpha=factor)) for one, other in pieces])
+    pieces = list[float]()
+    expected, start = expected.flatten(), 0
+    for piece in found.pieces(sample):
+        stop = start + piece.numel()
+        pieces.append(_norm(torch.sub(expected[start:stop], piece, alpha=factor)))
+        start = stop
+    return math.hypot(*pieces)

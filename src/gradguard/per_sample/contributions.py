@@ -17,8 +17,7 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,14 +57,13 @@ def row_squares(values: Tensor) -> Tensor:
 
 def joint_norm(norms: Sequence[Tensor]) -> Tensor:
     """Return the norm of parts together, from the norms of the parts."""
-    return norms[0] if len(norms) == 1 else torch.stack(list(norms)).square().sum(0).sqrt()
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
 
 
 def scale_rows(values: Tensor, factors: Tensor, bad: Tensor | None) -> Tensor:
     """Return ``values * factors`` row by row, at least float32; rows of ``bad`` become 0 whatever they hold."""
-    values = wide(values)
     shape = (-1, *[1] * (values.dim() - 1))
-    scaled = values * factors.to(values.dtype).view(shape)
+    scaled = values * factors.to(torch.float32 if values.dtype in HALVES else values.dtype).view(shape)
     return scaled if bad is None else scaled.masked_fill_(bad.view(shape), 0)
 
 
@@ -134,13 +132,17 @@ def sum_positions(values: Tensor) -> Tensor:
 def _in_pieces(values: Tensor) -> Tensor:
     """Return float32 ``[N, d]``, which is written into, as bfloat16 ``[N, 3, d]`` that adds up to it exactly."""
     pieces = torch.empty(len(values), 3, values.shape[1], dtype=torch.bfloat16, device=values.device)
-    for piece in pieces.unbind(1):
-        piece.copy_(values)
-        values.sub_(piece)
+    first, second, third = pieces.unbind(1)
+    first.copy_(values)
+    second.copy_(values.sub_(first))
+    third.copy_(values.sub_(second))
     return pieces
 
 
 # The forms.
+
+_PIECE = 1 << 18
+"""Elements of a sample's gradient that are compared at a time."""
 
 
 class Contribution(ABC):
@@ -150,7 +152,7 @@ class Contribution(ABC):
         shape: Shape of the parameter.
         batch_size: Number of samples B.
         uncancelled: After `squared_norms`: what the squares would be at most if nothing in them had cancelled, ``[B]``;
-            None where nothing can. Squares far below it are to be computed again (`sample_norms`, `are_doubtful`).
+            None where nothing can. Squares far below it are to be computed again (`sample_norms`, `are_certain`).
     """
 
     shape: torch.Size
@@ -160,6 +162,10 @@ class Contribution(ABC):
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the gradients of samples ``start`` to ``stop``, shape ``[stop - start, *shape]``, float32 or wider."""
+
+    def pieces(self, sample: int) -> Iterable[Tensor]:
+        """Return the flat gradient of one sample in pieces, one after the other."""
+        return self.rows(sample, sample + 1).flatten().split(_PIECE)
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
@@ -186,7 +192,7 @@ class Contribution(ABC):
     def with_recomputed(self, squares: Tensor) -> Tensor:
         """Return squared norms with those that are doubtful computed again, from the gradients themselves."""
         if self.uncancelled is not None:
-            for i in are_doubtful(squares, self.uncancelled).nonzero().flatten().tolist():
+            for i in (~are_certain(squares, self.uncancelled)).nonzero().flatten().tolist():
                 squares[i] = row_squares(self.rows(i, i + 1))[0]
         return squares
 
@@ -305,6 +311,12 @@ class Outer(Contribution):
         """Return one matrix product for each sample."""
         return product(self.left[start:stop].mT, self.right[start:stop])
 
+    def pieces(self, sample: int) -> Iterable[Tensor]:
+        """Return products with some entries of the left side at a time."""
+        left, right = self.left[sample].mT, self.right[sample]
+        for part in left.split(max(1, _PIECE // max(1, self.shape[1]))):
+            yield product(part, right).flatten()
+
     @property
     def measured(self) -> list[Tensor]:
         """Both sides where there is one position: it needs no products at all."""
@@ -323,10 +335,10 @@ class Outer(Contribution):
         Squares of 16-bit products are raised by what may have been cut off them, so that norms are not too small.
         """
         grams = product(self.left, self.left.mT).mul_(product(self.right, self.right.mT))
-        squares = grams.sum(2, dtype=torch.float64).sum(1)
+        squares = grams.sum((1, 2), dtype=torch.float64)
         if self.left.dtype in HALVES:
             squares *= 1 + _CUT_OFF * sum(self.shape)
-        self.uncancelled = grams.diagonal(dim1=1, dim2=2).sqrt().sum(1, dtype=torch.float64).square_()
+        self.uncancelled = torch.linalg.vector_norm(grams.diagonal(dim1=1, dim2=2), 0.5, dim=1, dtype=torch.float64)
         return squares
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
@@ -412,33 +424,61 @@ def squared_norms_in_chunks(contribution: Contribution, chunk: int) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
-def are_doubtful(squares: Tensor, uncancelled: Tensor) -> Tensor:
-    """Tell which squared norms may be rounding: they are far below what they were added up from, or not finite."""
-    return ~((squares > uncancelled * 1e-3 + _UNDERFLOW) & squares.isfinite())
+def are_certain(squares: Tensor, uncancelled: Tensor) -> Tensor:
+    """Tell which squared norms are finite, and not so far below what they were added up from that rounding counts."""
+    return (squares > uncancelled * 1e-3 + _UNDERFLOW) & (squares < torch.inf)
 
 
-def sample_norms(contributions: Mapping[str, Contribution], scale: Tensor | float = 1.0) -> dict[str, Tensor]:
-    """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once.
+class SampleNorms(NamedTuple):
+    """The norms of samples' gradients.
+
+    Attributes:
+        of: The norm of each sample's gradient of each parameter, float64 ``[B]``.
+        seen_finite: Whether the host has seen, while it looked at something else, that all of them are finite.
+    """
+
+    of: dict[str, Tensor]
+    seen_finite: bool
+
+
+def sample_norms(
+    contributions: Mapping[str, Contribution], scale: Tensor | float = 1.0, valid: Tensor | None = None
+) -> SampleNorms:
+    """Return the norm of each sample's gradient of each parameter; the host looks at most once.
 
     Args:
         contributions: The contribution to each parameter.
         scale: Factor of the norms; ``[B]`` or one number.
+        valid: A bool on the device that is looked at with the norms: where it is false, none counts as finite.
     """
-    measured = {name: c.measured for name, c in contributions.items()}
-    norms_of = iter(row_norms([*chain.from_iterable(measured.values())]))
-    squares: dict[str, Tensor] = {}
-    for name, contribution in contributions.items():
-        norms = [next(norms_of) for _ in measured[name]]
-        squares[name] = functools.reduce(torch.mul, norms).square() if norms else contribution.squared_norms()
-    whole = {name: c.uncancelled for name, c in contributions.items() if c.uncancelled is not None}
-    if whole:  # in a few calls for all parameters, not in a few for each
-        doubts = are_doubtful(torch.stack([squares[name] for name in whole]), torch.stack([*whole.values()]))
-        for name in [name for name, flag in zip(whole, doubts.any(1).tolist(), strict=True) if flag]:
-            squares[name] = contributions[name].with_recomputed(squares[name])
-    if not squares:
-        return {}
-    together = torch.stack([*squares.values()]).sqrt_() * scale
-    return dict(zip(squares, together.unbind(), strict=True))
+    if not contributions:
+        return SampleNorms({}, False)
+    # Products of two norms first, then norms, then squares that may be rounding, then other squares: each of these is
+    # one block, which takes one call and not one for each parameter.
+    measured = sorted(((c.measured, name) for name, c in contributions.items()), key=lambda one: -len(one[0]))
+    measured = [(tensors, name) for tensors, name in measured if tensors]
+    squares = {name: c.squared_norms() for name, c in contributions.items() if not c.measured}
+    squared = sorted(squares, key=lambda name: contributions[name].uncancelled is None)
+    whole = [bound for name in squared if (bound := contributions[name].uncancelled) is not None]
+    blocks = []
+    if measured:
+        pairs = [tensors[1] for tensors, _ in measured if len(tensors) == 2]
+        norms = torch.stack(row_norms([*[tensors[0] for tensors, _ in measured], *pairs]))
+        if pairs:
+            norms[: len(pairs)].mul_(norms[len(measured) :])
+        blocks.append(norms[: len(measured)])
+    if squared:
+        blocks.append(torch.stack([squares[name] for name in squared]).sqrt_())
+    together, seen_finite = torch.cat(blocks), False
+    if whole:
+        certain = are_certain(torch.stack([squares[name] for name in squared[: len(whole)]]), torch.stack(whole))
+        finite = (together < torch.inf).all() if valid is None else (together < torch.inf).all() & valid
+        *each, seen_finite = torch.cat([certain.all(1), finite.view(1)]).tolist()
+        for i, name in enumerate(squared[: len(whole)]):
+            if not each[i]:
+                together[len(measured) + i] = contributions[name].with_recomputed(squares[name]).sqrt()
+    names = [*[name for _, name in measured], *squared]
+    return SampleNorms(dict(zip(names, (together * scale).unbind(), strict=True)), seen_finite)
 
 
 # Which way to find each norm: the fastest, within a budget of bytes. Times are estimates from four numbers of a

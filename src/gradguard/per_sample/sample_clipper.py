@@ -163,6 +163,7 @@ class PerSampleGradientClipper:
         self._groups: list[list[str]] = []
         self._accumulation = Accumulation()
         self._finite: Tensor | None = None
+        self._weights = torch.float64  # the dtype of samples' weights in sums
         self._loss_scale: Tensor | float = 1.0
         self._assigned: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] | None = None
@@ -611,30 +612,34 @@ class PerSampleGradientClipper:
         device = self._device
         contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
         scale = self._sample_scale(size)
-        found, none = sample_norms(contributions, scale), torch.zeros(size, dtype=wide_dtype(device), device=device)
-        norms = {name: found.get(name, none) for name in self._names}
-        total = joint_norm(list(norms.values()))
         agree = None if self._loss_check is None else self._loss_check.labels_agree
+        agree = None if agree is None else agree.to(device)
+        norms, seen_finite = sample_norms(contributions, scale, agree)
+        if unused := [name for name in self._names if name not in norms]:
+            norms |= dict.fromkeys(unused, torch.zeros(size, dtype=wide_dtype(device), device=device))
+        norms = {name: norms[name] for name in self._names}
+        total = joint_norm(list(norms.values()))
         parts = [joint_norm([norms[name] for name in group]) for group in self._groups] if self._groups[1:] else [total]
         is_private = self._loss_check is not None and self._loss_check.is_private
         factors = checked_factors(self.norm_clipper, parts, apart=is_private)
         if is_private:
             self._accumulation.sensitivities.add(self.sensitivity())
-        bad = ~total.isfinite() if agree is None else ~(total.isfinite() & agree.to(device))
-        if total.is_cpu and not bad.any():
-            bad = None
-        else:
+        finite, bad = total < torch.inf, None
+        if not seen_finite:
+            bad = ~finite if agree is None else ~(finite & agree)
+            bad = None if total.is_cpu and not bad.any() else bad
+        if bad is not None:
             factors = [factor.masked_fill(bad, 0) for factor in factors]  # one part that is not finite drops them all
         self.statistics = PerSampleStatistics(total, norms, self._groups, factors)
         if self._scaler is not None:
-            any_finite = total.isfinite().any()
+            any_finite = finite.any()
             self._finite = any_finite if self._finite is None else self._finite | any_finite
         self._accumulation.begin(1.0 if self._adds_up else float(size))
         share = scale / self._accumulation.unit
         factor_of = {name: factor for group, factor in zip(self._groups, factors, strict=True) for name in group}
         self._clipped_by = factor_of, bad
         by_name = {name: factor_of[name] for name in self._names if name in contributions}
-        weight_of = {id(factor): factor * share for factor in factors}
+        weight_of = {id(factor): (factor * share).to(self._weights) for factor in factors}
         weights = {name: weight_of[id(own)] for name, own in by_name.items()}
         sum_together(contributions, weights, bad)
         self._release_assigned()
@@ -766,7 +771,10 @@ class PerSampleGradientClipper:
             self.norm_clipper.prepare(names)
             self._groups = checked_groups(self.norm_clipper, names)
             self._names = names
-        self.norm_clipper.slack = slack_for({parameter.dtype for parameter in trained.values()})
+        dtypes = {parameter.dtype for parameter in trained.values()}
+        self.norm_clipper.slack = slack_for(dtypes)
+        is_wide = dtypes & {torch.float64, torch.complex128}
+        self._weights = wide_dtype(self._device) if is_wide else torch.float32
 
     def _bound(self) -> float:
         return math.sqrt(math.fsum(c * c for c in self.norm_clipper.thresholds))

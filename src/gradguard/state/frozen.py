@@ -63,13 +63,19 @@ class Frozen:
         self.generators = generators
         self._gathered = [GatheredLayers(module) for module in modules] if attributes else []
         self._contents: dict[int, tuple[Any, list[Any]]] = {}
+        self._empty: list[Any] = []
+        others = {str, bool}  # kinds of what is no container
         waiting: list[Any] = [vars(one) for one in owners] if attributes else []
         while waiting and len(self._contents) < _MOST:
             container = waiting.pop()
-            if id(container) not in self._contents:
+            if type(container) in _BASES and not container:  # most are tables of hooks
+                self._empty.append(container)
+            elif id(container) not in self._contents:
                 held = _content_of(container)
                 self._contents[id(container)] = container, held
-                waiting += [one for one in held if isinstance(one, _BASES)]
+                if not others.issuperset(map(type, held)):
+                    waiting += [one for one in held if isinstance(one, _BASES)]
+                    others.update(kind for kind in set(map(type, held)) if not issubclass(kind, _BASES))
 
     def lend(self) -> None:
         """Lend the modules copies of their buffers, which a graph may keep, and start from the kept generators."""
@@ -85,11 +91,12 @@ class Frozen:
             restore_generators(self.generators)
         for layers in self._gathered:  # before their parameters are put back, which they would not notice
             layers.shard_again()
+        for container in filter(None, self._empty):
+            _refill(container, ())
         for container, before in self._contents.values():
-            if before or _base_of(type(container)).__len__(container):  # most are tables of hooks, without any
-                now = _content_of(container)
-                if len(now) != len(before) or not all(map(is_, now, before)):
-                    _refill(container, before)
+            now = _content_of(container)
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                _refill(container, before)
         for slots, name, buffer in self._slots:
             slots[name] = buffer
         for buffer, value in self._copies:  # one that has not changed may be in a graph, which no write may meet

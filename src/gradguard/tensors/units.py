@@ -108,7 +108,7 @@ def _row_norms(rows: Tensor) -> Tensor:
         return _scaled_row_norms(rows)
     at_once = max(1, CONVERTED // max(1, rows.shape[1]))
     parts = [torch.linalg.vector_norm(x, dim=1, dtype=wide_dtype(x.device)) for x in rows.split(at_once)]
-    return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _scaled_row_norms(rows: Tensor) -> Tensor:

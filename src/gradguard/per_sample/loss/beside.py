@@ -397,7 +397,7 @@ def _reading(value: Value, below: Sequence[Value]) -> Iterator[None]:
     ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
     try:
         kind = input_metadata_of(value[0])[value[1]].device.type
-        with torch.enable_grad(), torch.autocast(kind, enabled=False), silent_taps():
+        with torch.enable_grad(), torch.autocast(kind, enabled=False), silent_taps(value[0]):
             yield
     except (RuntimeError, TypeError) as error:
         raise Unreadable(f"what is added to values from {value[0].name()} cannot be read") from error

@@ -214,7 +214,7 @@ class Outputs:
         if not reached:
             return [None] * len(self._edges)
         try:
-            with torch.autocast(cotangent.device.type, enabled=False), silent_taps():
+            with torch.autocast(cotangent.device.type, enabled=False), silent_taps(node):
                 found = torch.autograd.grad(
                     [GradientEdge(node, number)],  # pyright: ignore[reportArgumentType]
                     [self._edges[i] for i in reached],  # pyright: ignore[reportArgumentType]

@@ -111,9 +111,8 @@ class SharedValue:
         if theirs.dim() and mine.numel() != theirs.numel():
             return False
         mine = mine.flatten().float() if mine.dtype is torch.bool else mine.flatten()
-        rounding = torch.zeros_like(mine) if self.bounds is None else self.bounds.rounding.flatten()
-        mine = mine.to(rounding.device)  # a number that was recovered has bounds on the device of the samples
         theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
+        rounding = torch.zeros_like(mine) if self.bounds is None else self.bounds.rounding.flatten().to(mine.device)
         close = (mine - theirs).abs() <= 2 * rounding + 1e-12 * theirs.abs()
         return bool((close | (mine == theirs) | mine.isnan()).all())
 
