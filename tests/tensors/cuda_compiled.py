@@ -64,10 +64,13 @@ def main(capability, dtypes):
             widest = min(width_of(ptx, kind) for kind in accesses)
             rows.append([kernel.__name__, dtype, widest, *assembled(ptx, capability)])
     signature = {"partial": "*fp64", "begin": "*i64", "norms": "*fp64", "units": "i32"}
-    constants = {"LARGEST": False, "UNITS": kernels.UNITS, "TERMS": kernels.TERMS}
-    ptx = compiled(kernels.finish, signature, constants, capability)
-    assert "sqrt.rn.f64" in ptx, "a square root that is not rounded as torch rounds it"
-    rows.append(["finish", "float64", 128, *assembled(ptx, capability)])
+    for units in (1, kernels.UNITS):
+        constants = {"LARGEST": False, "UNITS": units, "TERMS": kernels.TERMS // units}
+        ptx = compiled(kernels.finish, signature, constants, capability)
+        assert "sqrt.rn.f64" in ptx, "a square root that is not rounded as torch rounds it"
+        rows.append(["finish", "float64", 128, *assembled(ptx, capability)])
+    ptx = compiled(kernels.coefficient, {"norm": "*fp64", "found": "*fp64", "limit": "fp64"}, {}, capability)
+    assert re.search(r"(rcp|div)\.rn\.f64", ptx), "a reciprocal that is not rounded as torch rounds it"
     print(json.dumps(rows))
 
 

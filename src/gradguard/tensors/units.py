@@ -120,7 +120,7 @@ def _on_device(
     tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], *, writes: bool
 ) -> Iterator[tuple[list[int], list[int], CudaBlocks]]:
     """Yield the places of tensors that one launch can take on a GPU, how many units each has, and their blocks."""
-    if not tensors or not tensors[0].is_cuda or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or are_readable(*tensors[:1]):
         return
     counts = [layout.stretches(x) for x, layout in zip(tensors, layouts, strict=True)]
     for group in grouped(tensors).values():
