@@ -93,6 +93,15 @@ def check_clamp():
         assert all(map(same, tensors, want)), (dtype, low)
 
 
+def launch(device, kernel, programs, *arguments, **settings):
+    """As `cuda_blocks._launch`, which hands the constants on by their order."""
+    assert kernel.arg_names == [*kernel.arg_names[: len(arguments)], *settings]
+    LAUNCH(device, kernel, programs, *arguments, **settings)
+
+
+LAUNCH, cuda_blocks._launch = cuda_blocks._launch, launch
+
+
 def check_first_use():
     assert not cuda_blocks.differs_from_torch(torch.device("cpu"), torch.float32)
 

@@ -58,12 +58,12 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     """
     if (blocks := _blocks_of(tensors, p)) is not None:
         return torch.tensor(blocks.norm(p), dtype=torch.float64, device="cpu")
+    cuda = CudaBlocks.of(tensors) if CudaBlocks.measures(p) else None
+    if cuda is not None and tensors[0].dtype is not torch.float64:  # whose squares may leave its range
+        return cuda.norm(p)
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
     if are_readable(*values):
         return norm_of_norms(_host_norms(values, p), p)
-    cuda = CudaBlocks.of(values) if CudaBlocks.measures(p) else None
-    if cuda is not None and values[0].dtype is not torch.float64:
-        return cuda.norm(p)
     device = meeting_device(values)
     # Python looks at each tensor as seldom as it can: a launch takes no longer than ten such looks.
     here = [x for x in values if are_readable(x)] if any([x.is_cpu for x in values]) else []
@@ -84,6 +84,8 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     """
     if (blocks := _blocks_of(tensors, p)) is not None:
         return blocks.norms(p)
+    if CudaBlocks.measures(p) and (cuda := CudaBlocks.of(tensors)) is not None:
+        return cuda.norms(p)
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
     if are_readable(*values):
         return _host_norms(values, p)

@@ -71,6 +71,9 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     if blocks is not None:
         blocks.scale_(float(coefficient))
         return
+    if (cuda := CudaBlocks.of(tensors, writes=True)) is not None:
+        cuda.scale_(coefficient)
+        return
     values = each_plain(tensors, writable_values)
     values.reverse()  # what the norm read last is still in the cache
     for (device, dtype), group in grouped(values).items():
@@ -136,6 +139,9 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
     numbers = _numbers(low, high)
     blocks = Blocks.of(tensors) if numbers is not None else None
     if numbers is not None and blocks is not None and blocks.clamp_(*numbers):
+        return
+    if numbers is not None and (cuda := CudaBlocks.of(tensors, writes=True)) is not None:
+        cuda.clamp_(*(representable(x, tensors[0].dtype) for x in numbers))
         return
     values = [x for x in each_plain(parts_of_conjugates(tensors), writable_values) if x.numel()]
     for (device, dtype), group in grouped(values).items():
