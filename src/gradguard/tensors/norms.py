@@ -103,8 +103,9 @@ def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
     """Return the p-norm of all elements from the p-norm of each tensor: 0-dim, no overflow, no underflow."""
     if not len(norms):
         return norms.sum()
-    # Each operation is a launch on an accelerator.
-    divisor = norms.max().nan_to_num(nan=1.0, posinf=1.0).clamp(min=torch.finfo(norms.dtype).tiny)
+    # Each operation is a launch on an accelerator. NaN stays NaN, and infinity over the largest number is infinite.
+    range_ = torch.finfo(norms.dtype)
+    divisor = norms.max().clamp(range_.tiny, range_.max)
     return divisor * torch.linalg.vector_norm(norms / divisor, p)
 
 
