@@ -36,7 +36,7 @@ API int gg_use_level(int level) {
   use = kernels_at(level);
   return level_of(use);
 }
-API int gg_interface() { return 3; }
+API int gg_interface() { return 4; }
 
 // ---- subnormal numbers ----
 // Where a thread flushes them to 0 (torch.set_flush_denormal), it does not while this lives: some threads of a pool do
@@ -666,7 +666,7 @@ struct Exchange {
   int (*from_py_object)(void* object, Tensor* out);
   void* stream;
 };
-enum { CPU = 1, FLOAT = 2, BFLOAT = 4 };
+enum { CPU = 1, CUDA = 2, FLOAT = 2, BFLOAT = 4 };
 }  // namespace dlpack
 
 struct Python {
@@ -703,24 +703,25 @@ static bool is_block(const dlpack::Tensor& t, int from, int64_t numel, bool in_o
   }
   return true;
 }
-static bool look(const Python* py, void* list, int64_t i, dlpack::Tensor* t, int64_t* numel, uint8_t* dtype) {
+static bool look(const Python* py, void* list, int64_t i, int gpu, dlpack::Tensor* t, int64_t* numel, uint8_t* dtype) {
   if (py->exchange->from_py_object(py->list_item(list, i), t) != 0) {
     py->clear_error();
     return false;
   }
   int code = dtype_of(t->dtype);
-  if (t->device_type != dlpack::CPU || code < 0) return false;
+  bool is_there = gpu < 0 ? t->device_type == dlpack::CPU : t->device_type == dlpack::CUDA && t->device_id == gpu;
+  if (!is_there || code < 0) return false;
   *numel = 1, *dtype = (uint8_t)code;
   for (int d = 0; d < t->ndim; ++d) *numel *= t->shape[d];
   return t->data || !*numel;
 }
 
-// Returns n if every tensor is a block of memory on the CPU of one of the four dtypes, else the place of the first that
-// is not.
-API int64_t gg_collect(const Python* py, void* list, int64_t n, uint64_t* at, int64_t* numel, uint8_t* dtype) {
+// Returns n if every tensor is a block of memory, on the CPU or on one GPU (-1 or its number), of one of the four dtypes,
+// else the place of the first that is not.
+API int64_t gg_collect(const Python* py, void* list, int64_t n, int gpu, uint64_t* at, int64_t* numel, uint8_t* dtype) {
   for (int64_t i = 0; i < n; ++i) {
     dlpack::Tensor t;
-    if (!look(py, list, i, &t, &numel[i], &dtype[i]) || !is_block(t, 0, numel[i], false)) return i;
+    if (!look(py, list, i, gpu, &t, &numel[i], &dtype[i]) || !is_block(t, 0, numel[i], false)) return i;
     at[i] = (uint64_t)t.data + t.byte_offset;
   }
   return n;
@@ -732,7 +733,7 @@ API int64_t gg_collect_units(const Python* py, void* list, int64_t n, const int3
   for (int64_t i = 0; i < n; ++i) {
     dlpack::Tensor t;
     int64_t numel;
-    if (!look(py, list, i, &t, &numel, &dtype[i])) return i;
+    if (!look(py, list, i, -1, &t, &numel, &dtype[i])) return i;
     at[i] = (uint64_t)t.data + t.byte_offset;
     int d = dims[i];
     if (d < 0 || t.ndim == 0) {

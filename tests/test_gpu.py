@@ -4,7 +4,9 @@
 """
 
 import copy
+import importlib.util
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -20,6 +22,7 @@ import gradguard as gg
 from forked_python import run_python
 from gradguard.per_sample import contributions
 from gradguard.per_sample.layers import convolution
+from gradguard.tensors import cuda_blocks
 from reference import clip_adaptive, clip_norm, clip_value, total_norm
 
 GPU = torch.cuda.is_available()
@@ -127,6 +130,181 @@ def test_a_clip_that_does_not_bind_changes_no_bit():
         gg.clip_grad_norm_(params, 1e9)
         gg.clip_grad_value_(params, 1e3)
         assert all(torch.equal(a, b) for a, b in zip(gradients(params), before, strict=True))
+
+
+# The kernels of many tensors in one launch.
+
+
+def on_device(values, dtype=torch.float32):
+    """Parameters with these gradients, copies; weights of a tenth of them."""
+    found = []
+    for value in values:
+        p = nn.Parameter((value * 0.1).to(DEVICE, dtype))
+        p.grad = value.clone().to(DEVICE, dtype)
+        found.append(p)
+    return found
+
+
+def drawn(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@only_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_do_on_this_gpu_what_torch_does(dtype):
+    gg.clip_grad_norm_(parameters(dtype), 1.0)
+    if torch.cuda.get_device_capability() >= cuda_blocks.OLDEST and importlib.util.find_spec("triton"):
+        device = parameters(dtype)[0].grad.device
+        assert cuda_blocks._serves(device, dtype)
+        assert not cuda_blocks.differs_from_torch(device, dtype)
+
+
+@only_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_launches_of_a_clip_do_not_grow_with_the_number_of_tensors(dtype):
+    from torch.profiler import ProfilerActivity, profile
+
+    clips = {
+        "norm": (lambda ps: gg.clip_grad_norm_(ps, 0.1), 12 if dtype is torch.float64 else 5),
+        "value": (lambda ps: gg.clip_grad_value_(ps, 0.1), 1),
+        "adaptive": (lambda ps: gg.clip_grad_adaptive_(ps, 0.01), 60),
+    }
+    for name, (clip, most) in clips.items():
+        params = on_device(drawn(*[(30, 7), (19,)] * 100), dtype)
+        for _ in range(3):
+            clip(params)
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            clip(params)
+            torch.cuda.synchronize()
+        launched = sum(e.count for e in seen.key_averages() if "LaunchKernel" in e.key)
+        assert launched <= most, (name, launched)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [1, 3, 8])
+def test_tensors_that_begin_anywhere_in_memory(dtype, start):
+    """As the pieces of a flat buffer do; what lies between them is not touched."""
+    sizes = [1, 5, 1023, 1024, 1025, 16_384, 40_001]
+    memory = torch.randn(sum(sizes) + 8 * len(sizes) + start, generator=torch.Generator().manual_seed(0))
+    memory = memory.to(DEVICE, dtype)
+    before, at, params, spans = memory.cpu(), start, [], []
+    for size in sizes:
+        p = nn.Parameter(torch.zeros(size, dtype=dtype, device=DEVICE))
+        p.grad = memory[at : at + size]
+        params.append(p)
+        spans.append(slice(at, at + size))
+        at += size + start
+    grads = [before[span].clone() for span in spans]
+    assert float(gg.clip_grad_norm_(params, 1.0)) == pytest.approx(total_norm(grads), rel=2e-6)
+    close(gradients(params), clip_norm(grads, 1.0))
+    outside = torch.ones(len(before), dtype=torch.bool)
+    for span in spans:
+        outside[span] = False
+    assert torch.equal(memory.cpu()[outside], before[outside])
+
+
+def test_gradients_that_are_made_anew_each_step_and_change_their_size():
+    params = on_device(drawn((300, 40), (41,), (7, 3, 3, 3)))
+    for step in range(6):
+        size = 41 + step % 2
+        params[1] = nn.Parameter(torch.zeros(size, device=DEVICE))
+        for p, value in zip(params, drawn((300, 40), (size,), (7, 3, 3, 3), seed=step), strict=True):
+            p.grad = None
+            p.grad = value.to(DEVICE)
+        before = gradients(params)
+        norm = gg.clip_grad_norm_(params, 1.0)
+        close(gradients(params), clip_norm(before, 1.0))
+        assert float(norm) == pytest.approx(total_norm(before), rel=2e-6)
+
+
+@only_gpu
+def test_a_stream_of_its_own():
+    params = on_device(drawn((500, 400), (41,)))
+    before = gradients(params)
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        gg.clip_grad_norm_(params, 1e9)  # on the usual stream, with the same tables
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000)
+            norm = gg.clip_grad_norm_(params, 1.0)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert float(norm) == pytest.approx(total_norm(before), rel=2e-6)
+        close(gradients(params), clip_norm(before, 1.0))
+        for p, g in zip(params, before, strict=True):
+            p.grad.copy_(g)
+
+
+def test_the_same_bits_twice():
+    values = drawn((700, 300), (41,), (100_003,), (64, 3, 7, 7))
+    found = []
+    for _ in range(3):
+        params = on_device(values)
+        norms = gg.clip_grad_norm_(params, 0.5), gg.clip_grad_adaptive_(params, 0.01)
+        found.append([*map(torch.Tensor.cpu, norms), *gradients(params)])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_factor_of_1_changes_no_bit_of_odd_numbers(dtype):
+    odd = torch.tensor([0.0, -0.0, 1e-40, -1e-7, 6e4, 1.0]).to(dtype)
+    params = on_device([odd.repeat(1000), torch.zeros(0), torch.ones(())], dtype)
+    before = gradients(params)
+    gg.clip_grad_norm_(params, 1e30)
+    gg.clip_grad_adaptive_(params, 1e30, nonfinite="zero")
+    for found, was in zip(gradients(params), before, strict=True):
+        assert torch.equal(found, was)
+        assert torch.equal(found.signbit(), was.signbit())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_any_magnitude(dtype):
+    for scale in (1e-42, 1e-25, 1e25, 1e35):
+        params = on_device([x * scale for x in drawn((300, 40), (1, 70_001))], dtype)
+        before = gradients(params)
+        assert float(gg.clip_grad_norm_(params, math.inf)) == pytest.approx(total_norm(before), rel=2e-6, abs=0)
+        assert float(gg.clip_grad_norm_(params, math.inf, math.inf)) == total_norm(before, math.inf)
+
+
+def test_factors_below_float32_keep_their_digits():
+    params = on_device([torch.full((5000,), 3e37)])
+    gg.clip_grad_norm_(params, 1e-3)
+    assert gradients(params)[0].double().tolist() == pytest.approx([1e-3 / math.sqrt(5000)] * 5000, rel=1e-6)
+
+
+def test_units_by_rows_and_by_columns_together():
+    layers = nn.ModuleList([nn.Linear(40, 30), nn.ConvTranspose2d(6, 4, 3, groups=2), nn.Conv2d(3, 8, 3)]).to(DEVICE)
+    on_cpu = copy.deepcopy(layers).cpu()
+    for p, q in zip(layers.parameters(), on_cpu.parameters(), strict=True):
+        q.grad = drawn(p.shape)[0]
+        p.grad = q.grad.clone().to(DEVICE)
+    layers[2].weight.grad = layers[2].weight.grad.contiguous(memory_format=torch.channels_last)
+    a, b = gg.clip_grad_adaptive_(layers, 0.01), gg.clip_grad_adaptive_(on_cpu, 0.01)
+    torch.testing.assert_close(a.cpu(), b)
+    close(gradients(layers.parameters()), gradients(on_cpu.parameters()))
+
+
+def test_each_tensor_by_itself():
+    values = drawn((300, 40), (41,), (7, 3, 3, 3), (0, 4))
+    params, on_cpu = on_device(values), [nn.Parameter(torch.zeros_like(v)) for v in values]
+    for p, v in zip(on_cpu, values, strict=True):
+        p.grad = v.clone()
+    gg.ClipByNorm(0.5)(params)
+    gg.ClipByNorm(0.5)(on_cpu)
+    close(gradients(params), gradients(on_cpu))
+
+
+@only_gpu
+def test_a_switch_of_the_environment_turns_the_kernels_off():
+    code = (
+        "import sys, torch, gradguard as gg\n"
+        "p = torch.nn.Parameter(torch.zeros(5, device='cuda')); p.grad = torch.ones(5, device='cuda')\n"
+        "gg.clip_grad_norm_([p], 1.0)\n"
+        "assert 'gradguard.tensors.cuda_kernels' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"GRADGUARD_TRITON": "0"}, check=True)
 
 
 @pytest.mark.parametrize("rule", ["ClipByGlobalNorm", "ClipByNorm", "ClipByValue", "ClipAdaptive", "ClipByMedian"])

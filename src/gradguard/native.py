@@ -20,7 +20,7 @@ from gradguard.torch_private import exchange_table, parallel_for
 __all__ = ["NativeStatus", "status"]
 
 LIBRARY = Path(__file__).parent / "lib" / "libgradguard.so"
-INTERFACE = 3
+INTERFACE = 4
 """The version of the functions below; the library says which one it has."""
 
 _LEVELS = {
@@ -119,7 +119,7 @@ class Library:
         self._where = ctypes.addressof(self._python)
         self._collect, self._collect_units = held.gg_collect, held.gg_collect_units
         self._collect.restype = self._collect_units.restype = _L
-        self._collect.argtypes = [_P, ctypes.py_object, _L, _P, _P, _P]
+        self._collect.argtypes = [_P, ctypes.py_object, _L, _I, _P, _P, _P]
         self._collect_units.argtypes = [_P, ctypes.py_object, _L, _P, _P, _P, _P, _P]
 
     def call(self, name: str, *arguments: object) -> None:
@@ -132,9 +132,9 @@ class Library:
         if getattr(self._free, name)(*arguments, ctypes.addressof(threads)):
             raise MemoryError("the compiled kernels have no memory for their list of work")
 
-    def collect(self, tensors: list, *room: int) -> bool:
-        """Fill ``room`` with addresses, lengths and dtypes; False if one is no block of memory on the CPU."""
-        return self._collect(self._where, tensors, len(tensors), *room) == len(tensors)
+    def collect(self, tensors: list, gpu: int, *room: int) -> bool:
+        """Fill ``room`` with addresses, lengths and dtypes; False if one is no block on the CPU (-1) or that GPU."""
+        return self._collect(self._where, tensors, len(tensors), gpu, *room) == len(tensors)
 
     def collect_units(self, tensors: list, *room: int) -> bool:
         """Fill ``room``, which has the units, with addresses, shapes and dtypes; False as above."""

@@ -116,7 +116,7 @@ def locked_in(seen: Number, bound: Number, least: Number, most: Number, window: 
     Returns:
         The verdict.
     """
-    return (seen >= window) & (bound * 2 > window) & (most <= least * (1 + LOCK_IN_TOLERANCE))
+    return (seen >= window) & (bound > window / 2) & (most <= least * (1 + LOCK_IN_TOLERANCE))
 
 
 MEDIAN_START = 0.1

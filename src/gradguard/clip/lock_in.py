@@ -57,7 +57,7 @@ class LockIn:
         else:
             bound = torch.full((), threshold, dtype=steps.dtype, device=steps.device)
         place = (seen % steps.shape[1]).expand(2, 1)
-        new = torch.stack([bound, clipped.to(steps.dtype)])[:, None]
+        new = torch.stack([bound, clipped])[:, None]
         steps.scatter_(1, place, torch.where(finite, new, steps.gather(1, place)))
         seen.add_(finite)
         return self.verdict()
@@ -66,7 +66,7 @@ class LockIn:
         """Return the verdict after the last step, 0-dim bool."""
         steps, seen = self._state.values()
         thresholds, bound_on = steps.unbind()
-        return locked_in(seen[0], bound_on.sum(), thresholds.min(), thresholds.max(), len(thresholds))
+        return locked_in(seen[0], bound_on.sum(), *thresholds.aminmax(), len(thresholds))
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device``."""

@@ -65,7 +65,7 @@ class _Collected:
         tensors, n = tensors if isinstance(tensors, list) else list(tensors), len(tensors)
         room = bytearray((cls._before_dtypes + 1) * n + 8)
         start, collect = _address(room), library.collect_units if cuts else library.collect
-        is_taken = collect(tensors, *cuts, start, start + 8 * n, start + cls._before_dtypes * n)
+        is_taken = collect(tensors, *(cuts or (-1,)), start, start + 8 * n, start + cls._before_dtypes * n)
         return cls(library, tensors, room) if is_taken else None
 
 

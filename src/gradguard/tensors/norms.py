@@ -1,8 +1,9 @@
 r"""p-norms of many tensors as one vector, :math:`\bigl(\sum_i |x_i|^p\bigr)^{1/p}`, right for every magnitude.
 
-Two engines give the same number. Each first takes the norm of every tensor:
+Three engines give the same number. Each first takes the norm of every tensor:
 
 * **Compiled kernels** on the CPU, where they are built and take all of the tensors (`gradguard.tensors.kernels`).
+* **Triton kernels** on an NVIDIA GPU, of orders 2 and infinity (`gradguard.tensors.cuda_blocks`).
 * **PyTorch** elsewhere: one multi-tensor launch for each dtype, accumulated in float64, which holds the square of every
   float32. On the CPU Python reads each norm: one that overflowed, or is so small that powers were lost (of
   float64, or beyond p = 6), is computed again with every element divided by the largest. On an accelerator the host
@@ -17,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradguard.tensors.cuda_blocks import CudaBlocks
 from gradguard.tensors.kernels import Blocks
 from gradguard.tensors.layout import (
     LONGEST,
@@ -56,6 +58,9 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     """
     if (blocks := _blocks_of(tensors, p)) is not None:
         return torch.tensor(blocks.norm(p), dtype=torch.float64, device="cpu")
+    cuda = CudaBlocks.of(tensors) if CudaBlocks.measures(p) else None
+    if cuda is not None and tensors[0].dtype is not torch.float64:  # whose squares may leave its range
+        return cuda.norm(p)
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
     if are_readable(*values):
         return norm_of_norms(_host_norms(values, p), p)
@@ -79,6 +84,8 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     """
     if (blocks := _blocks_of(tensors, p)) is not None:
         return blocks.norms(p)
+    if CudaBlocks.measures(p) and (cuda := CudaBlocks.of(tensors)) is not None:
+        return cuda.norms(p)
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
     if are_readable(*values):
         return _host_norms(values, p)
@@ -96,8 +103,9 @@ def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
     """Return the p-norm of all elements from the p-norm of each tensor: 0-dim, no overflow, no underflow."""
     if not len(norms):
         return norms.sum()
-    # Each operation is a launch on an accelerator.
-    divisor = norms.max().nan_to_num(nan=1.0, posinf=1.0).clamp(min=torch.finfo(norms.dtype).tiny)
+    # Each operation is a launch on an accelerator. NaN stays NaN, and infinity over the largest number is infinite.
+    range_ = torch.finfo(norms.dtype)
+    divisor = norms.max().clamp(range_.tiny, range_.max)
     return divisor * torch.linalg.vector_norm(norms / divisor, p)
 
 
@@ -114,11 +122,19 @@ def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> 
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
     sizes = [x.numel() for x in tensors]
     for (where, _), group in grouped(tensors).items():
+        blocks = CudaBlocks.of([tensors[i] for i in group]) if CudaBlocks.measures(p) else None
+        if blocks is not None:
+            found = move(blocks.norms(p), device, wide_dtype(device))
+            if len(group) == len(tensors):
+                return found
+            for i, norm in zip(group, found.unbind(), strict=True):
+                norms[i] = norm
+            continue
         at_once = LONGEST if p in _FAST and where.type != "cpu" else CONVERTED
         short = [i for i in group if 0 < sizes[i] <= at_once]
         # One that is not a block of memory would send all of them down the slow route, which converts copies.
-        blocks = [tensors[i] if is_dense(tensors[i]) else flat(tensors[i]).contiguous() for i in short]
-        results = foreach_norm(blocks, p, wide_dtype(where)) if short else ()
+        dense = [tensors[i] if is_dense(tensors[i]) else flat(tensors[i]).contiguous() for i in short]
+        results = foreach_norm(dense, p, wide_dtype(where)) if short else ()
         if short and where != device:  # together, not one by one
             results = move(torch.stack(results), device, wide_dtype(device)).unbind()
         for i, norm in zip(short, results, strict=True):

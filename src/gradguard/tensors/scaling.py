@@ -7,6 +7,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from gradguard.tensors.cuda_blocks import CudaBlocks, coefficient_of
 from gradguard.tensors.kernels import Blocks, representable
 from gradguard.tensors.layout import (
     HALVES,
@@ -45,6 +46,8 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     if not isinstance(max_norm, Tensor):  # a Python number needs no copy to the device, and can be graph-captured
         if math.isinf(max_norm):
             return torch.ones_like(norm)
+        if (found := coefficient_of(norm, max_norm)) is not None:
+            return found
         return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     limit = move(max_norm.detach(), norm.device, norm.dtype)
     return torch.where(limit.isposinf(), 1.0, torch.clamp(limit / (norm + EPSILON), max=1.0))
@@ -68,10 +71,16 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     if blocks is not None:
         blocks.scale_(float(coefficient))
         return
+    if (cuda := CudaBlocks.of(tensors, writes=True)) is not None:
+        cuda.scale_(coefficient)
+        return
     values = each_plain(tensors, writable_values)
     values.reverse()  # what the norm read last is still in the cache
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
+        if (cuda := CudaBlocks.of(alike, writes=True)) is not None:
+            cuda.scale_(coefficient)
+            continue
         factor = move(coefficient, device, torch.float64 if dtype is torch.float64 else torch.float32)
         if dtype is not torch.float64 and are_readable(coefficient) and 0 < float(coefficient) < LEAST:
             for tensor in alike:
@@ -131,6 +140,9 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
     blocks = Blocks.of(tensors) if numbers is not None else None
     if numbers is not None and blocks is not None and blocks.clamp_(*numbers):
         return
+    if numbers is not None and (cuda := CudaBlocks.of(tensors, writes=True)) is not None:
+        cuda.clamp_(*(representable(x, tensors[0].dtype) for x in numbers))
+        return
     values = [x for x in each_plain(parts_of_conjugates(tensors), writable_values) if x.numel()]
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
@@ -140,6 +152,9 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
                 tensor.clamp_(*limits)
             continue
         bounds = [representable(x, dtype) for x in numbers]
+        if (cuda := CudaBlocks.of(alike, writes=True)) is not None:
+            cuda.clamp_(*bounds)
+            continue
         if are_readable(*alike):
             smallest, largest = _extremes(alike, symmetric=False)
             # A tensor with NaN is never inside: other elements of it may be outside.

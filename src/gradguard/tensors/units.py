@@ -1,6 +1,6 @@
 r"""Unit-wise norms: one norm for each row of a linear weight, each filter of a convolution, each whole bias."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from gradguard.tensors.kernels import UnitBlocks
+from gradguard.tensors.cuda_blocks import CudaBlocks
+from gradguard.tensors.kernels import DTYPES, UnitBlocks
 from gradguard.tensors.layout import (
     are_readable,
     each_plain,
+    grouped,
+    is_dense,
     readable_values,
     wide_dtype,
 )
@@ -50,6 +53,16 @@ class UnitLayout:
         by_group = self._by_group(tensor).movedim(self.dim + 1, 1)  # [groups, units, ...]
         rest = sorted(range(2, by_group.dim()), key=by_group.stride, reverse=True)
         return by_group.permute(0, 1, *rest).flatten(2).flatten(0, 1)
+
+    def stretches(self, tensor: Tensor) -> int:
+        """Return the number of units if these are stretches of memory, one behind the other; else 0."""
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in DTYPES or not is_dense(tensor):
+            return 0
+        if self.dim is None:
+            return 1
+        count = tensor.shape[self.dim]
+        is_outermost = count == 1 or tensor.stride(self.dim) * count == tensor.numel()
+        return count if is_outermost and self.groups == 1 else 0
 
     def spread(self, tensor: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of ``tensor`` and ``factors``, one factor for each unit, whose product scales each unit."""
@@ -94,8 +107,28 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> list
     if (blocks := _blocks_of(tensors, layouts)) is not None:
         counts = [layout.units(x) for x, layout in zip(tensors, layouts, strict=True)]
         return list(blocks.norms(sum(counts)).split(counts))
-    values = each_plain(tensors, partial(readable_values, modulus=False))
-    return [_row_norms(layout.rows(x)) for x, layout in zip(values, layouts, strict=True)]
+    norms: dict[int, Tensor] = {}
+    for places, counts, blocks in _on_device(tensors, layouts, writes=False):
+        norms.update(zip(places, blocks.norms(2.0).split(counts), strict=True))
+    others = [i for i in range(len(tensors)) if i not in norms]
+    values = each_plain([tensors[i] for i in others], partial(readable_values, modulus=False))
+    norms.update((i, _row_norms(layouts[i].rows(x))) for i, x in zip(others, values, strict=True))
+    return [norms[i] for i in range(len(tensors))]
+
+
+def _on_device(
+    tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], *, writes: bool
+) -> Iterator[tuple[list[int], list[int], CudaBlocks]]:
+    """Yield the places of tensors that one launch can take on a GPU, how many units each has, and their blocks."""
+    if torch.compiler.is_compiling() or are_readable(*tensors[:1]):
+        return
+    counts = [layout.stretches(x) for x, layout in zip(tensors, layouts, strict=True)]
+    for group in grouped(tensors).values():
+        places = [i for i in group if counts[i]]
+        units = [counts[i] for i in places]
+        blocks = CudaBlocks.of([tensors[i] for i in places], units, writes=writes)
+        if blocks is not None:
+            yield places, units, blocks
 
 
 def _blocks_of(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> UnitBlocks | None:
@@ -130,6 +163,9 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
         factors: One float64 vector for each tensor, as `unit_norms` returns. On the CPU, a tensor whose factors are
             all 1 is not written.
     """
+    others = _not_scaled_at_once(tensors, layouts, factors)
+    tensors, layouts = [tensors[i] for i in others], [layouts[i] for i in others]
+    factors = [factors[i] for i in others]
     if not tensors:
         return
     together = torch.cat(list(factors))
@@ -161,8 +197,20 @@ def scale_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
         tensors: As for `scale_`.
         factors: One float64 number for each tensor, on their device or on the meeting device of several.
     """
-    for tensor, factor in zip(tensors, factors.unbind(), strict=True):
-        scale_([tensor], factor)
+    each = factors.unbind()
+    for i in _not_scaled_at_once(tensors, [WHOLE] * len(tensors), factors.split(1)):
+        scale_([tensors[i]], each[i])
+
+
+def _not_scaled_at_once(
+    tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], factors: Sequence[Tensor]
+) -> Sequence[int]:
+    """Scale the tensors that one launch can take on a GPU, and return the places of the others."""
+    others = set(range(len(tensors)))
+    for places, _, blocks in _on_device(tensors, layouts, writes=True):
+        blocks.scale_(torch.cat([factors[i] for i in places]))
+        others.difference_update(places)
+    return sorted(others)
 
 
 @torch.no_grad()
