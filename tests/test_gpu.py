@@ -161,6 +161,7 @@ def test_the_kernels_do_on_this_gpu_what_torch_does(dtype):
 
 
 @only_gpu
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_launches_of_a_clip_do_not_grow_with_the_number_of_tensors(dtype):
     from torch.profiler import ProfilerActivity, profile

@@ -58,9 +58,9 @@ def check_norms():
 
 
 def check_coefficients():
-    for norm, limit in itertools.product([0.0, 1e-300, 1e-7, 1.0, 1.7, 1e300, math.inf, math.nan], [0.0, 0.3, 1e200]):
-        norm_ = torch.tensor(norm, dtype=torch.float64)
-        assert same(cuda_blocks._coefficient(norm_, limit), torch.clamp(limit / (norm_ + scaling.EPSILON), max=1.0))
+    norms = torch.tensor([0.0, 1e-300, 1e-7, 1.0, 1.7, 1e300, math.inf, math.nan], dtype=torch.float64)
+    for norm, limit in itertools.product([*norms, norms, norms[::2], norms[:0]], [0.0, 0.3, 1e200]):
+        assert same(cuda_blocks._coefficient(norm, limit), torch.clamp(limit / (norm + scaling.EPSILON), max=1.0))
 
 
 def check_scale():
@@ -136,6 +136,12 @@ class Unwrapped:
         self.blocks.clamp_(low, high)
 
 
+def coefficient_of(norm, limit):
+    """In place of `cuda_blocks.coefficient_of`."""
+    is_there = isinstance(norm, pretend_device.OnDevice) and norm.dtype is torch.float64
+    return pretend_device.wrapped(cuda_blocks._coefficient(norm.held, limit)) if is_there else None
+
+
 SHAPES = [(30, 40), (41,), (), (7, 3, 3, 3), (0, 4), (1, 1101), (5, 6)]
 
 
@@ -157,6 +163,7 @@ CLIPS = {
     "adaptive": (lambda ps: gg.clip_grad_adaptive_(ps, 0.01), 4),
     "adaptive, one by columns": (lambda ps: gg.ClipAdaptive(0.01)(by_columns(ps)), 4),
     "each by itself": (lambda ps: gg.ClipByNorm(1.0)(ps), 2),
+    "each by itself, by the layer's average": (lambda ps: gg.AdaGC(0.9)(ps), 2),
     "all": (lambda ps: gg.ClipByGlobalNorm(1.0)(ps), 2),
     "mixed": (lambda ps: gg.clip_grad_norm_([*ps, other(ps[0])], 1.0), 4),
 }
@@ -179,6 +186,7 @@ def check_clips():
     """What the kernels make of gradients on a pretended device is what gradguard makes of them on the CPU."""
     for module in (norms, scaling, units):
         module.CudaBlocks = Unwrapped
+    scaling.coefficient_of = coefficient_of
     with pretend_device.Makes():
         for dtype, (name, (clip, least)) in itertools.product((torch.float32, torch.float16), CLIPS.items()):
             here, there = parameters(dtype, "cpu"), parameters(dtype, pretend_device.DEVICE)

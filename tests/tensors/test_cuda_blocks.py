@@ -46,14 +46,14 @@ def test_values_are_those_of_torch_and_of_the_slow_twin():
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.exhaustive), 90])
 def test_compiled_code_spills_nothing_and_moves_16_bytes_at_a_time(capability, tmp_path):
-    """64 registers let eight programs of 128 threads share a processor."""
+    """64 registers let eight programs of 128 threads share a processor; of `finish` there are few programs."""
     ran = run("cuda_compiled.py", str(capability), "float32", "bfloat16", TRITON_CACHE_DIR=str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(ran.stdout)
     assert len(rows) == 10
     for kernel, dtype, width, registers, spilled in rows:
         assert (width, spilled) == (128, 0), (kernel, dtype)
-        assert registers <= 64, (kernel, dtype)
+        assert registers <= (96 if kernel == "finish" else 64), (kernel, dtype)
 
 
 # The dispatch, on tensors of the CPU that say that they are on a GPU.

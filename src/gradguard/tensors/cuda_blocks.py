@@ -16,8 +16,8 @@ import math
 import os
 import warnings
 from array import array
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache
 from typing import Any
 
@@ -141,7 +141,7 @@ class CudaBlocks:
 
 
 def coefficient_of(norm: Tensor, limit: float) -> Tensor | None:
-    """Return min(1, limit / (norm + 1e-6)) of a 0-dim norm in one launch where torch needs four, or None."""
+    """Return min(1, limit / (norm + 1e-6)) of each norm, in one launch where torch needs four, or None."""
     if not norm.is_cuda or norm.dtype is not torch.float64 or norm.device not in _serving:
         return None
     return _coefficient(norm, limit) if _may_start(norm.device) and type(norm) is Tensor else None
@@ -150,8 +150,9 @@ def coefficient_of(norm: Tensor, limit: float) -> Tensor | None:
 def _coefficient(norm: Tensor, limit: float) -> Tensor:
     from gradguard.tensors.cuda_kernels import coefficient
 
+    norm = norm.contiguous()
     found = torch.empty_like(norm)
-    _launch(norm.device, coefficient, 1, norm, found, float(limit))
+    _launch(norm.device, coefficient, norm.numel(), norm, found, float(limit))
     return found
 
 
@@ -252,7 +253,8 @@ def _serves(device: torch.device, dtype: torch.dtype) -> bool:
     ):
         return False
     try:
-        wrong = differs_from_torch(device, dtype)
+        with _waits_unseen():
+            wrong = differs_from_torch(device, dtype)
     except Exception as error:  # whatever a compiler may say
         wrong = f"{type(error).__name__}: {error}"
     if wrong:
@@ -264,6 +266,20 @@ def _serves(device: torch.device, dtype: torch.dtype) -> bool:
     else:
         _serving.add(device)
     return not wrong
+
+
+@contextmanager
+def _waits_unseen() -> Iterator[None]:
+    """Let the host wait for the device in this block, also where `torch.cuda.set_sync_debug_mode` forbids it."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    said = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(said)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ bytes, so that full blocks are read and written 16 bytes at a time wherever the 
 """
 
 # What follows is Triton's language, of which tools for Python understand little.
-# ruff: noqa: N803, N806, D403, SIM108, F821
+# ruff: noqa: N803, N806, SIM108, F821
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportUndefinedVariable=false
 
 import triton
@@ -143,9 +143,10 @@ def scale(
 
 @triton.jit(do_not_specialize=["norm", "found"])
 def coefficient(norm, found, limit: "fp64"):
-    """found = min(1, limit / (norm + 1e-6)), rounded as torch does: a reciprocal, then a product."""
-    ratio = 1.0 / (tl.load(norm) + 1e-6) * limit
-    tl.store(found, tl.where(ratio > 1.0, 1.0, ratio))  # NaN stays
+    """found[i] = min(1, limit / (norm[i] + 1e-6)), rounded as torch does: a reciprocal, then a product."""
+    i = tl.program_id(0)
+    ratio = 1.0 / (tl.load(norm + i) + 1e-6) * limit
+    tl.store(found + i, tl.where(ratio > 1.0, 1.0, ratio))  # NaN stays
 
 
 @triton.jit(do_not_specialize=["where", "cuts", "tensor"])
