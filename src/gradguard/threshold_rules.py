@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 from gradguard.threshold_formulas import (
@@ -20,12 +21,11 @@ from gradguard.threshold_formulas import (
     MedianRule,
     Memory,
     PercentileRule,
+    PerTensorRule,
     ThresholdRule,
     ZScoreRule,
     coefficient_of,
     locked_in,
-    per_tensor_average,
-    per_tensor_factor,
     pytorch_coefficient,
 )
 
@@ -118,18 +118,12 @@ class Fraction(FractionRule, NormRule):
         return {"threshold": math.inf}
 
 
-class PerTensor:
-    """Each tensor is held to a moving average of its own norm (`AdaGC`).
+@dataclass(eq=False, repr=False)
+class PerTensor(PerTensorRule):
+    """`AdaGC`."""
 
-    Args:
-        absolute: The threshold of the global norm in the warm-up; infinity for none.
-        relative: How many times its average a norm may be.
-        beta: The decay of the averages.
-        warmup: The warm-up has one step less.
-    """
-
-    def __init__(self, absolute: float = 1.0, relative: float = 1.05, beta: float = 0.98, warmup: int = 100) -> None:
-        self.absolute, self.relative, self.beta, self.warmup = absolute, relative, beta, warmup
+    def __post_init__(self) -> None:
+        """Remember nothing yet."""
         self._averages: dict[int, float] = {}
         self._seen: dict[int, int] = {}
 
@@ -151,8 +145,8 @@ class PerTensor:
             return 0.0
         average, seen = self._averages.get(place, math.inf), self._seen.get(place, 0)
         warm = seen + 1 < self.warmup
-        scaled = norm * per_tensor_factor(PLAIN, norm, average, warm, together, self.relative)
-        self._averages[place] = per_tensor_average(PLAIN, scaled, average, seen, warm, self.beta)
+        scaled = norm * self.factor(PLAIN, norm, average, warm, together)
+        self._averages[place] = self.next_average(PLAIN, scaled, average, seen, warm)
         self._seen[place] = seen + 1
         return scaled
 
