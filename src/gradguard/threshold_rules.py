@@ -7,6 +7,7 @@ arithmetic is that of the clippers (`gradguard.threshold_formulas`), and so are 
 
 import heapq
 import math
+import statistics
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
@@ -198,7 +199,7 @@ class SortedWindow(_Past):
         Args:
             count: How many values entered.
         """
-        return median_of(self.ordered) if count else 0.0
+        return statistics.median(self.ordered) if count else 0.0
 
     def median_distance(self, count: int, middle: float) -> float:
         """Return the median of the distances from ``middle``, 0 if there are no values.
@@ -245,16 +246,6 @@ class _FirstNorms(_Past):
     def moments(self) -> tuple[float, float]:
         mean = sum(self._norms) / len(self._norms)
         return mean, sum((norm - mean) ** 2 for norm in self._norms) / len(self._norms)
-
-
-def median_of(ordered: Sequence[float]) -> float:
-    """Return the median of an ascending sequence; the mean of both middle ones if it is even.
-
-    Args:
-        ordered: At least one number.
-    """
-    last = len(ordered) - 1
-    return (ordered[last // 2] + ordered[last - last // 2]) / 2
 
 
 def median_distance(ordered: Sequence[float], middle: float) -> float:
