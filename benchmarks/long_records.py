@@ -39,7 +39,7 @@ def write_record(path: Path, steps: int, tensors: int) -> None:
                 "step", i=i, wall=0.1 * i, loss=loss, lr=0.001, norm=norm, post_norm=norm * coefficient,
                 top=[place, norms[place] ** 2 / norm**2], coefficient=coefficient, threshold=1.0, rule="norm",
             )  # fmt: skip
-            if i % (1 << (i // 100_000).bit_length()) == 0:  # as `gradguard run` writes them
+            if i % (1 << (i // 50_000).bit_length()) == 0:  # as `gradguard run` writes them
                 writer.write("tensors", i=i, norm=norms)
         writer.write("end", steps=steps, wall=0.1 * steps, overhead_ms=0.5 * steps)
 

@@ -14,7 +14,7 @@ import gradguard as gg
 from gradguard import threshold_formulas
 from gradguard.clip.thresholds.zclip import Mode
 from gradguard.tensors.number_operations import TENSORS
-from gradguard.threshold_formulas import PLAIN
+from gradguard.threshold_formulas import PLAIN, PerTensorRule
 from gradguard.threshold_rules import Fraction, LockInAlarm, Median, Percentile, PerTensor, ZScore
 
 NORMS = (0.0, 1e-30, 0.3, 1.0, 2.5, 1e30, math.inf)
@@ -28,10 +28,10 @@ FORMULAS = {
     "pytorch_coefficient": (NORMS, POSITIVE),
     "update_bound": (POSITIVE, (0.5, math.inf), (0.0, 0.5, 20.0), [0.1]),
     "z_score_bounds": (NORMS[:-1], POSITIVE, (0.0, 0.01, 4.0), [2.5], [1.0, 0.5], MODES),
-    "per_tensor_factor": (NORMS[:-1], (0.5, math.inf), TRUTHS, (0.1, 1.0, math.inf), [1.05]),
-    "per_tensor_average": (POSITIVE, (0.5, math.inf), (0, 3), TRUTHS, [0.98]),
+    "factor": (NORMS[:-1], (0.5, math.inf), TRUTHS, (0.1, 1.0, math.inf)),
+    "next_average": (POSITIVE, (0.5, math.inf), (0, 3), TRUTHS),
 }  # fmt: skip
-"""The values of each argument; those in lists are settings, which are plain numbers in both."""
+"""The values of each argument; those in lists are settings, which are plain numbers in both. AdaGC's are last."""
 
 
 def results(value) -> list[float]:
@@ -44,7 +44,8 @@ def as_tensor(value) -> Tensor:
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_formula_gives_the_same_for_numbers_and_tensors(name):
-    formula, values = getattr(threshold_formulas, name), FORMULAS[name]
+    values = FORMULAS[name]
+    formula = getattr(threshold_formulas, name, None) or getattr(PerTensorRule(), name)
     count = sum(not isinstance(v, list) for v in values)
     for given in itertools.product(*values):
         numbers, plain = given[:count], given[count:]

@@ -1,9 +1,9 @@
 """The rules that choose a threshold, once: for tensors on a device and for plain numbers.
 
 Each `ThresholdRule` is one rule: its settings, and `ThresholdRule.next_threshold`, which the clipper of that name and
-the rule for records (`gradguard.threshold_rules`) inherit. Nothing is remembered of a step that does not ``enter``,
-such as one that is not finite. Operations that floats and tensors write differently are those of ``ops``: `PLAIN`, or
-`gradguard.tensors.number_operations.TENSORS`, with which the host reads nothing.
+the rule for records (`gradguard.threshold_rules`) inherit, as they do `PerTensorRule`. Nothing is remembered of a step
+that does not ``enter``, such as one that is not finite. Operations that floats and tensors write differently are those
+of ``ops``: `PLAIN`, or `gradguard.tensors.number_operations.TENSORS`, with which the host reads nothing.
 
 A norm may be a float or a tensor, 0-dim, or with one entry for each gradient where a rule treats each by itself. The
 norms of earlier steps are in an object that the step changes in place, ``put(count, value, enters)``: a tensor of fixed
@@ -345,36 +345,45 @@ class FractionRule(ThresholdRule):
         return now, {"threshold": ops.where(enters, moved, before)}
 
 
-def per_tensor_factor(
-    ops: Operations, norm: Number, average: Number, warm: Truth, together: Number, relative: float
-) -> Number:
-    """Return `AdaGC`'s factor of one gradient: together with all others in its warm-up, later by its own average.
+@dataclass(eq=False, repr=False)
+class PerTensorRule:
+    """`AdaGC`: each gradient is held to a moving average of its own norm; together with all others in its warm-up.
 
-    Args:
-        ops: The operations.
-        norm: Its norm.
-        average: The moving average of its norms.
-        warm: Whether it is in its warm-up.
-        together: The factor of all gradients.
+    Attributes:
+        absolute: The threshold of the global norm in the warm-up; infinity for none.
         relative: How many times its average a norm may be.
+        beta: The decay of the averages.
+        warmup: The warm-up has one step less.
     """
-    own = ops.ratio(relative * average, norm)
-    return ops.where(norm == 0, 1.0, ops.within(ops.where(warm, together, own), -math.inf, 1.0))
 
+    absolute: float = 1.0
+    relative: float = 1.05
+    beta: float = 0.98
+    warmup: int = 100
 
-def per_tensor_average(
-    ops: Operations, scaled: Number, average: Number, seen: Number, warm: Truth, decay: float
-) -> Number:
-    """Return `AdaGC`'s average after one more norm: the smallest in the warm-up, then a moving one.
+    def factor(self, ops: Operations, norm: Number, average: Number, warm: Truth, together: Number) -> Number:
+        """Return the factor of one gradient.
 
-    Args:
-        ops: The operations.
-        scaled: The norm after the clip.
-        average: The average before.
-        seen: How many norms are in it.
-        warm: Whether it is in its warm-up.
-        decay: The decay of the average.
-    """
-    least = ops.where(scaled < average, scaled, average)  # not a minimum, which NaN would spoil
-    later = decay * average + (1 - decay) * scaled
-    return ops.where(seen == 0, scaled, ops.where(warm, least, later))
+        Args:
+            ops: The operations.
+            norm: Its norm.
+            average: The moving average of its norms.
+            warm: Whether it is in its warm-up.
+            together: The factor of all gradients.
+        """
+        own = ops.ratio(self.relative * average, norm)
+        return ops.where(norm == 0, 1.0, ops.within(ops.where(warm, together, own), -math.inf, 1.0))
+
+    def next_average(self, ops: Operations, scaled: Number, average: Number, seen: Number, warm: Truth) -> Number:
+        """Return the average after one more norm: the smallest in the warm-up, then a moving one.
+
+        Args:
+            ops: The operations.
+            scaled: The norm after the clip.
+            average: The average before.
+            seen: How many norms are in it.
+            warm: Whether it is in its warm-up.
+        """
+        least = ops.where(scaled < average, scaled, average)  # not a minimum, which NaN would spoil
+        later = self.beta * average + (1 - self.beta) * scaled
+        return ops.where(seen == 0, scaled, ops.where(warm, least, later))

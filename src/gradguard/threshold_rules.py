@@ -7,10 +7,12 @@ arithmetic is that of the clippers (`gradguard.threshold_formulas`), and so are 
 
 import heapq
 import math
+import statistics
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 from gradguard.threshold_formulas import (
@@ -20,12 +22,11 @@ from gradguard.threshold_formulas import (
     MedianRule,
     Memory,
     PercentileRule,
+    PerTensorRule,
     ThresholdRule,
     ZScoreRule,
     coefficient_of,
     locked_in,
-    per_tensor_average,
-    per_tensor_factor,
     pytorch_coefficient,
 )
 
@@ -118,18 +119,12 @@ class Fraction(FractionRule, NormRule):
         return {"threshold": math.inf}
 
 
-class PerTensor:
-    """Each tensor is held to a moving average of its own norm (`AdaGC`).
+@dataclass(eq=False, repr=False)
+class PerTensor(PerTensorRule):
+    """`AdaGC`."""
 
-    Args:
-        absolute: The threshold of the global norm in the warm-up; infinity for none.
-        relative: How many times its average a norm may be.
-        beta: The decay of the averages.
-        warmup: The warm-up has one step less.
-    """
-
-    def __init__(self, absolute: float = 1.0, relative: float = 1.05, beta: float = 0.98, warmup: int = 100) -> None:
-        self.absolute, self.relative, self.beta, self.warmup = absolute, relative, beta, warmup
+    def __post_init__(self) -> None:
+        """Remember nothing yet."""
         self._averages: dict[int, float] = {}
         self._seen: dict[int, int] = {}
 
@@ -151,8 +146,8 @@ class PerTensor:
             return 0.0
         average, seen = self._averages.get(place, math.inf), self._seen.get(place, 0)
         warm = seen + 1 < self.warmup
-        scaled = norm * per_tensor_factor(PLAIN, norm, average, warm, together, self.relative)
-        self._averages[place] = per_tensor_average(PLAIN, scaled, average, seen, warm, self.beta)
+        scaled = norm * self.factor(PLAIN, norm, average, warm, together)
+        self._averages[place] = self.next_average(PLAIN, scaled, average, seen, warm)
         self._seen[place] = seen + 1
         return scaled
 
@@ -204,7 +199,7 @@ class SortedWindow(_Past):
         Args:
             count: How many values entered.
         """
-        return median_of(self.ordered) if count else 0.0
+        return statistics.median(self.ordered) if count else 0.0
 
     def median_distance(self, count: int, middle: float) -> float:
         """Return the median of the distances from ``middle``, 0 if there are no values.
@@ -251,16 +246,6 @@ class _FirstNorms(_Past):
     def moments(self) -> tuple[float, float]:
         mean = sum(self._norms) / len(self._norms)
         return mean, sum((norm - mean) ** 2 for norm in self._norms) / len(self._norms)
-
-
-def median_of(ordered: Sequence[float]) -> float:
-    """Return the median of an ascending sequence; the mean of both middle ones if it is even.
-
-    Args:
-        ordered: At least one number.
-    """
-    last = len(ordered) - 1
-    return (ordered[last // 2] + ordered[last - last // 2]) / 2
 
 
 def median_distance(ordered: Sequence[float], middle: float) -> float:

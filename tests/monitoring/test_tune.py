@@ -38,7 +38,6 @@ QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2
 @pytest.mark.parametrize(("freedom", "expected"), QUANTILES.items())
 def test_student_t_is_that_of_the_tables(freedom, expected):
     assert student_t(freedom) == pytest.approx(expected, abs=6e-4)
-    assert student_t(freedom, 0.5) < student_t(freedom, 0.9) < student_t(freedom)
 
 
 def test_an_interval_holds_what_it_promises():

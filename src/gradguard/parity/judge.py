@@ -41,6 +41,7 @@ _ONE_SIDED = (
 )
 _DEPENDENT = 1e-4  # a part of which no more is its own is a mixture of the others
 _ONE_NUMBER = 1e-9  # candidates closer than this are one number with two names
+_MOST_RANGES = 8  # of rows in a message
 
 Kind = Literal[
     "equal",
@@ -411,7 +412,7 @@ def _candidates(facts: Facts) -> list[tuple[float, str]]:
     return [*found, (2.0, "counted twice"), (0.5, "half"), (-1.0, "the sign")]
 
 
-def in_ranges(numbers: Sequence[int], most: int = 8) -> str:
+def in_ranges(numbers: Sequence[int]) -> str:
     """Return rising numbers in words, neighbours as a range.
 
     Example:
@@ -424,8 +425,8 @@ def in_ranges(numbers: Sequence[int], most: int = 8) -> str:
             runs[-1][1] = i
         else:
             runs.append([i, i])
-    words = [f"{a}–{b}" if a < b else str(a) for a, b in runs[:most]]
-    return ", ".join(words) + (f" and {len(runs) - most} more ranges" if len(runs) > most else "")
+    words = [f"{a}–{b}" if a < b else str(a) for a, b in runs[:_MOST_RANGES]]
+    return ", ".join(words) + (f" and {len(runs) - _MOST_RANGES} more ranges" if len(runs) > _MOST_RANGES else "")
 
 
 def _about_mixture(weights: Mapping[str, tuple[float, float]]) -> str:

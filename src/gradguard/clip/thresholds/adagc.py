@@ -17,12 +17,12 @@ from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
 from gradguard.tensors.number_operations import TENSORS
 from gradguard.tensors.units import scale_each_
-from gradguard.threshold_formulas import per_tensor_average, per_tensor_factor
+from gradguard.threshold_formulas import PerTensorRule
 
 _EPSILON = 1e-8
 
 
-class AdaGC(StatefulClipper):
+class AdaGC(PerTensorRule, StatefulClipper):
     r"""Hold each tensor's gradient to a moving average :math:`\gamma_i` of its own norm.
 
     In the warm-up, step t < ``warmup``, all tensors are scaled together and each average is the smallest norm so far;
@@ -107,7 +107,9 @@ class AdaGC(StatefulClipper):
         self.names: list[str] = []
         self._last: tuple[tuple[str, ...], Tensor] | None = None
         self._listed: dict[int, weakref.ref[Tensor]] = {}  # those without names, by their places
-        super().__init__(step=counter(), averages=_nothing_yet(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu"))
+        StatefulClipper.__init__(
+            self, step=counter(), averages=_nothing_yet(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu")
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to one list of tensors."""
@@ -179,10 +181,10 @@ class AdaGC(StatefulClipper):
         else:
             warm, enters = seen + 1 < self.warmup, norm.isfinite() & (norms > 0)
             together = torch.ones_like(norm) if math.isinf(self.absolute) else absolute / norm
-            factors = per_tensor_factor(TENSORS, norms, averages, warm, together, self.relative)
+            factors = self.factor(TENSORS, norms, averages, warm, together)
         if there is not None:
             enters = enters & move(there, enters.device)
-        moved = per_tensor_average(TENSORS, factors * norms, averages, seen, warm, self.beta)
+        moved = self.next_average(TENSORS, factors * norms, averages, seen, warm)
         self.state["averages"].index_copy_(0, places, torch.where(enters, moved, averages))
         self.state["seen"].index_add_(0, places, enters.long())
         return factors

@@ -6,7 +6,7 @@ not. Losses and norms are followed by medians, which single steps do not move.
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -632,7 +632,8 @@ def period_of(places: Sequence[int]) -> int | None:
     for gap in sorted(gaps):
         if gap < 3:
             continue
-        on_grid = max(sum((place - first) % gap == 0 for place in places) for first in places[:6])
+        grids = Counter(place % gap for place in places)
+        on_grid = max(grids[first % gap] for first in places[:6])
         slots = (places[-1] - places[0]) // gap + 1
         if on_grid >= 4 and on_grid >= 0.7 * len(places) and on_grid >= 0.7 * slots:
             return gap

@@ -95,7 +95,7 @@ class Monitor(Observer):
             that is active or make one; a ``SummaryWriter`` or ``Run`` of yours; or a list of several.
         model: Names the parameters. Without it they are looked for in all modules that exist.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
-            some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.
+            some 200 bytes, and half as often from step 50,000 on, a quarter as often from 100,000, and so on.
         on_finding: Called with each health finding as it is made: an object with ``kind``, ``severity``, ``message``,
             ``advice``, ``first_step``, ``last_step``, ``params``, ``optimizer`` and ``value``. It runs in a thread of
             its own, on the process of rank 0; what it raises is an event in the record. `close` waits for it, up to

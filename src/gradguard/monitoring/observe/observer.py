@@ -115,7 +115,7 @@ class Observer(Listener):
         meta: Fields of the first line besides versions and parameters.
         clip: A clip to apply before each step; what it raises ends the run.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
-            some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.
+            some 200 bytes, and half as often from step 50,000 on, a quarter as often from 100,000, and so on.
         diagnostics_every: Steps between two measurements of what is too costly for each; 0 for none.
         last_step: After so many optimizer steps the program ends, as if it had called ``sys.exit()``.
         on_finding: Called with each finding while the run goes on, where a record is written.

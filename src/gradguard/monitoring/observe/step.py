@@ -320,7 +320,7 @@ class ParameterTable:
 Entry = StepMeasurement | Event
 
 
-THINNED_FROM = 100_000
+THINNED_FROM = 50_000
 """The number of a step from which on norms of each parameter are written half as often; from its double a quarter."""
 
 
@@ -331,7 +331,7 @@ def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[
         step: The step or the event, its numbers on the host.
         table: The parameters, in the order of ``meta``.
         every: A ``tensors`` line every so many steps of each optimizer; None for about 200 bytes a step, and from
-            `THINNED_FROM` on fewer: a million steps of a small model have 262,500 of these lines.
+            `THINNED_FROM` on fewer: a million steps of a small model have 156,250 of these lines.
     """
     lines = step.lines(table, step.numbers) if isinstance(step, Event) else _lines_of_step(step, table, every)
     yield from map(known_fields, lines)

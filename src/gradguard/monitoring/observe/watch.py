@@ -127,7 +127,7 @@ def watch(
     Args:
         path: The record, or a folder for it; by default a new folder ``runs/watch-<time>``.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
-            some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.
+            some 200 bytes, and half as often from step 50,000 on, a quarter as often from 100,000, and so on.
         on_finding: Called with each health finding as it is made: an object with ``kind``, ``severity``, ``message``,
             ``advice``, ``first_step``, ``last_step``, ``params``, ``optimizer`` and ``value``. It runs in a thread of
             its own, on the process of rank 0, at the latest 50 steps or 2 s after the step; what it raises is an event

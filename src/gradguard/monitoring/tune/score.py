@@ -196,12 +196,11 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(mean, margin, len(values))
 
 
-def student_t(freedom: int, level: float = 0.95) -> float:
-    """Return the t that a Student variable stays within with probability ``level``, on both sides of 0.
+def student_t(freedom: int) -> float:
+    """Return the t that a Student variable stays within with probability 95 %, on both sides of 0.
 
     Args:
         freedom: Degrees of freedom, at least 1.
-        level: The probability.
 
     Example:
         >>> [round(student_t(freedom), 3) for freedom in (1, 2, 9, 100)]
@@ -213,7 +212,7 @@ def student_t(freedom: int, level: float = 0.95) -> float:
     low, high = 0.0, math.pi / 2  # the angle whose tangent is t over the root of the degrees of freedom
     for _ in range(60):
         angle = (low + high) / 2
-        low, high = (angle, high) if _within(angle, freedom) < level else (low, angle)
+        low, high = (angle, high) if _within(angle, freedom) < 0.95 else (low, angle)
     return math.tan(low) * math.sqrt(freedom)
 
 

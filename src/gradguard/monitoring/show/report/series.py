@@ -126,19 +126,18 @@ class BindingWindow:
     share: float
 
 
-def clip_windows(record: Record, most: int = _WINDOWS) -> list[BindingWindow]:
+def clip_windows(record: Record) -> list[BindingWindow]:
     """Return the share of steps on which clipping bound in each window.
 
     Args:
         record: The record of a run.
-        most: How many windows at most; a window has ten steps at least, where there are as many.
 
     Returns:
-        The windows, none of them empty.
+        At most 60 windows, none of them empty; each has ten steps at least, where there are as many.
     """
     steps = taken_steps(record)
     acted, numbers = bound_on(steps), steps.column("i")
-    places = buckets(len(steps), min(most, max(len(steps) // 10, 1)))
+    places = buckets(len(steps), min(_WINDOWS, max(len(steps) // 10, 1)))
     return [
         BindingWindow(
             numbers[place[0]], numbers[place[-1]], len(place), sum(acted[place.start : place.stop]) / len(place)
