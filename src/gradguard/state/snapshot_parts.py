@@ -67,6 +67,7 @@ class ModulePart(SnapshotPart):
         self._module = module
         self._parameters: dict[str, Tensor] = {}
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]] = {}  # of each buffer: its module's, and its name
+        self._owners: dict[str, nn.Module] = {}  # those with buffers or extra state
         self._views: dict[str, Tensor] = {}  # buffers that share memory with a weight, or with one another
         self._with_extra: dict[str, nn.Module] = {}
 
@@ -111,12 +112,12 @@ class ModulePart(SnapshotPart):
 
     def _look(self) -> None:
         modules = dict(self._module.named_modules())
+        self._owners = {name: m for name, m in modules.items() if buffer_slots(m) or _has_extra(m)}
         self._parameters = dict(self._module.named_parameters())
-        none = nn.Module.get_extra_state
-        self._with_extra = {name: m for name, m in modules.items() if type(m).get_extra_state is not none}
+        self._with_extra = {name: m for name, m in self._owners.items() if _has_extra(m)}
         self._slots = {
             f"{prefix}.{name}".lstrip("."): (slots, name)
-            for prefix, module in modules.items()
+            for prefix, module in self._owners.items()
             for slots in [buffer_slots(module)]
             for name in slots
         }
@@ -140,14 +141,16 @@ class ModulePart(SnapshotPart):
         return {name: copies[id(one)].fresh() for name, one in live.items()}
 
     def check(self) -> None:
-        """Refuse parameters that have come, gone, or changed their shape."""
+        """Refuse parameters that have come, gone, or changed their shape, and modules with buffers that were replaced."""
         then, now = self._parameters, dict(self._module.named_parameters())
         kept = self._kept["parameters"]
         names = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
         names += [name for name, p in then.items() if p is now.get(name) and not kept[name].fits(p)]
+        modules = dict(self._module.named_modules())
+        names += [name for name, owner in self._owners.items() if modules.get(name) is not owner]
         if names:
             raise InvalidValueError(
-                f"these parameters are not those of the snapshot any more (added, removed, replaced or resized): "
+                f"these are not those of the snapshot any more (added, removed, replaced or resized): "
                 f"{', '.join(names[:5])}{' and more' if len(names) > 5 else ''}. Nothing was restored; call take() "
                 "after such a change."
             )
@@ -206,7 +209,7 @@ class OptimizerPart(SnapshotPart):
             "parameters": packed["parameters"],
             "groups": packed["groups"],
             "state": [value for _, value in packed["state"]],
-            "attributes": _checked_attributes(packed["attributes"], self.optimizer),
+            "attributes": attributes_of(self.optimizer) | _checked_attributes(packed["attributes"], self.optimizer),
         }
         self._copy.kept = unpacker.copy(content)
         groups = Restorer().restored(self._copy.kept["groups"])
@@ -279,6 +282,10 @@ class OtherState(SnapshotPart):
         """Hand the state back, as a copy that the object may keep."""
         if rewind_schedule or self.driven is None:
             self._load(Restorer().restored(self._kept))
+
+
+def _has_extra(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def has_state(one: Any) -> bool:
