@@ -141,7 +141,7 @@ class ModulePart(SnapshotPart):
         return {name: copies[id(one)].fresh() for name, one in live.items()}
 
     def check(self) -> None:
-        """Refuse parameters that have come, gone, or changed their shape, and modules with buffers that were replaced."""
+        """Refuse parameters that have come, gone or changed their shape, and other modules with buffers."""
         then, now = self._parameters, dict(self._module.named_parameters())
         kept = self._kept["parameters"]
         names = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
