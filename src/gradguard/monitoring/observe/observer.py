@@ -186,13 +186,15 @@ class Observer(Listener):
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
         if any(is_captured(loss) for loss in losses):  # what is copied later would be memory that only a replay writes
             return None
+        finite = False
         with suppress(Exception):  # one that cannot be read is no reason to stop
             if self._losses.waiting and self._are_cleared():
                 self._losses.clear()  # as where a step of SAM measures first and goes back
-            self._losses.add(losses, weights)
-        for loss in losses:
-            with suppress(Exception):  # the same of a graph
-                self._look_at_graph(loss)
+            finite = self._losses.add(losses, weights)
+        if not finite or self._places is None:  # meta is still to be written
+            for loss in losses:
+                with suppress(Exception):  # the same of a graph
+                    self._look_at_graph(loss)
         if self._backwards < IDLE_STEPS:
             self._backwards += 1
         if not self._kept.looks:
@@ -206,7 +208,7 @@ class Observer(Listener):
         return bool(groups) and all(p.grad is None for group in groups for p in group["params"])
 
     def _look_at_graph(self, loss: Tensor) -> None:
-        if self._places is None and self._backwards < IDLE_STEPS:  # meta is still to be written
+        if self._places is None and self._backwards < IDLE_STEPS:
             self._graph.read(loss, self._losses.scales)
         if self._looks_for_origin and are_readable(loss) and not math.isfinite(loss.sum().item()):
             self._origin, self._looks_for_origin = origin_of(loss), False
