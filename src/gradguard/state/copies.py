@@ -275,7 +275,7 @@ class Restorer:
 
     def __init__(self) -> None:
         self._places: set[int] = set()
-        self._given: dict[int, Tensor] = {}
+        self._given: dict[int, Any] = {}
 
     def write(self, kept: TensorCopy, live: Tensor) -> None:
         """Write into this tensor and no other, once."""

@@ -50,8 +50,8 @@ class Snapshot:
     tied weights                                kept once
     frozen weights                              kept too: something else may write to them (a teacher, a projection)
     gradients                                   set to 0 by `restore`, in place: they were of other weights
-    parameters or groups come or go, a module   an error at `restore`; take a new snapshot
-    with buffers is replaced
+    parameters or groups come or go, or a       an error at `restore`; take a new snapshot
+    module is replaced
     buffers that have come since                stay as they are
     numbers that an optimizer of one's own      kept, as text, tensors, arrays and containers of these are, also those
     counts with                                 of ``__slots__``; what it has set since goes. Its other objects are not

@@ -67,7 +67,7 @@ class ModulePart(SnapshotPart):
         self._module = module
         self._parameters: dict[str, Tensor] = {}
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]] = {}  # of each buffer: its module's, and its name
-        self._owners: dict[str, nn.Module] = {}  # those with buffers or extra state
+        self._modules: dict[str, nn.Module] = {}
         self._views: dict[str, Tensor] = {}  # buffers that share memory with a weight, or with one another
         self._with_extra: dict[str, nn.Module] = {}
 
@@ -111,13 +111,13 @@ class ModulePart(SnapshotPart):
         self._look_for_views()
 
     def _look(self) -> None:
-        modules = dict(self._module.named_modules())
-        self._owners = {name: m for name, m in modules.items() if buffer_slots(m) or _has_extra(m)}
+        self._modules = dict(self._module.named_modules())
         self._parameters = dict(self._module.named_parameters())
-        self._with_extra = {name: m for name, m in self._owners.items() if _has_extra(m)}
+        none = nn.Module.get_extra_state
+        self._with_extra = {name: m for name, m in self._modules.items() if type(m).get_extra_state is not none}
         self._slots = {
             f"{prefix}.{name}".lstrip("."): (slots, name)
-            for prefix, module in self._owners.items()
+            for prefix, module in self._modules.items()
             for slots in [buffer_slots(module)]
             for name in slots
         }
@@ -141,13 +141,13 @@ class ModulePart(SnapshotPart):
         return {name: copies[id(one)].fresh() for name, one in live.items()}
 
     def check(self) -> None:
-        """Refuse parameters that have come, gone or changed their shape, and other modules with buffers."""
+        """Refuse parameters that have come, gone or changed their shape, and modules that were replaced."""
         then, now = self._parameters, dict(self._module.named_parameters())
         kept = self._kept["parameters"]
         names = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
         names += [name for name, p in then.items() if p is now.get(name) and not kept[name].fits(p)]
         modules = dict(self._module.named_modules())
-        names += [name for name, owner in self._owners.items() if modules.get(name) is not owner]
+        names += [name for name, module in self._modules.items() if modules.get(name) is not module]
         if names:
             raise InvalidValueError(
                 f"these are not those of the snapshot any more (added, removed, replaced or resized): "
@@ -282,10 +282,6 @@ class OtherState(SnapshotPart):
         """Hand the state back, as a copy that the object may keep."""
         if rewind_schedule or self.driven is None:
             self._load(Restorer().restored(self._kept))
-
-
-def _has_extra(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def has_state(one: Any) -> bool:

@@ -33,7 +33,7 @@ class Losses:
         numbers = without_none(map(self._number, losses, weights))
         if not numbers or len(numbers) < len(losses):
             return False
-        loss = numbers[0] if len(numbers) == 1 else sum(numbers[1:], start=numbers[0])
+        loss = sum(numbers[1:], start=numbers[0])
         self._losses.append(loss)
         return not self.scales and type(loss) is float and math.isfinite(loss)
 
