@@ -1,7 +1,7 @@
 """Events of a training, and who listens to them: a clip does not know that it is watched.
 
-A clip calls `announce` before it writes, and `tell` when it is done; a run that goes back to older weights calls
-`tell_recovery`. Where nobody listens that is a look at an empty tuple. A script's own clips do the same while
+A clip calls `announce` before it writes, and `tell` when it is done; `tell_of` tells what else happens. Where nobody
+listens that is a look at an empty tuple. A script's own clips do the same while
 `gradguard.script_events.clips_are_heard`. Listeners hear the calls of all threads, each in the thread that makes it.
 """
 
@@ -266,31 +266,23 @@ def tell(event: ClipEvent) -> None:
         listener.on_clipped(event)
 
 
-def tell_recovery(event: RecoveryEvent) -> None:
-    """Say what was done about spikes.
+def tell_of(method: Callable[..., None], *facts: Any) -> None:
+    """Call a method of every listener.
+
+    Args:
+        method: A method of `Listener`, such as ``Listener.on_recover``; each listener's own is called.
+        *facts: Its arguments.
 
     Example:
         >>> class Log(Listener):
         ...     def on_recover(self, event): print(event.kind, event.lost)
         >>> end = listen(Log())
-        >>> tell_recovery(RecoveryEvent(None, "rolled_back", "went back by 14 steps", lost=14))
+        >>> tell_of(Listener.on_recover, RecoveryEvent(None, "rolled_back", "went back by 14 steps", lost=14))
         rolled_back 14
         >>> end()
     """
     for listener in _listeners:
-        listener.on_recover(event)
-
-
-def tell_empty_batches(count: Tensor) -> None:
-    """Say how many of the batches of a step, which comes next, add nothing to its gradient."""
-    for listener in _listeners:
-        listener.on_empty_batches(count)
-
-
-def tell_logits(name: str, largest: Tensor) -> None:
-    """Say what the largest attention logit of each head was in a call."""
-    for listener in _listeners:
-        listener.on_logits(name, largest)
+        getattr(listener, method.__name__)(*facts)
 
 
 _on_the_way: list[str] = []

@@ -139,30 +139,33 @@ def by_given_norm(max_norm: Any, total_norm: Any, *_: Any, **__: Any) -> ClipCal
     return ClipCall("norm", max_norm, norm=total_norm)
 
 
+def by_value(clip_value: Any, *_: Any, **__: Any) -> ClipCall:
+    """Read a call as PyTorch's ``clip_grad_value_`` takes it."""
+    return ClipCall("value", clip_value)
+
+
+def _heard(home: str, name: str, read: Reader, everywhere: bool = True) -> Replacement:
+    """Return the replacement of a clipping function; calls by a norm within each other are one."""
+    one_call = "by value" if read is by_value else "by norm"
+    return Replacement(home, name, functools.partial(clips_by, read), everywhere=everywhere, one_call=one_call)
+
+
 _READERS: dict[str, Reader] = {
     "clip_grad_norm_": by_norm,
-    "clip_grads_with_norm_": by_given_norm,
-    "clip_grad_value_": lambda clip_value, *_, **__: ClipCall("value", clip_value),
+    "clip_grads_with_norm_": by_given_norm,  # which has another name at home
+    "clip_grad_value_": by_value,
 }
 
-_FSDP = functools.partial(clips_by, functools.partial(by_norm, whole=True))
-
 _CLIPS = [
-    *(
-        Replacement(home, name, functools.partial(clips_by, read), everywhere=True, one_call=name)
-        for home in ("torch.nn.utils.clip_grad", "torch.nn.utils")
-        for name, read in _READERS.items()
+    *(_heard("torch.nn.utils", name, read) for name, read in _READERS.items()),
+    *(_heard("torch.nn.utils.clip_grad", getattr(nn.utils, name).__name__, read) for name, read in _READERS.items()),
+    _heard(*CLIP_BY_GIVEN_NORM, by_given_norm),
+    _heard(
+        "torch.distributed.fsdp",
+        "FullyShardedDataParallel.clip_grad_norm_",
+        functools.partial(by_norm, whole=True),
+        everywhere=False,
     ),
-    *(
-        Replacement(home, name, functools.partial(clips_by, by_given_norm), everywhere=True, one_call="clip_grad_norm_")
-        for home, name in (
-            CLIP_BY_GIVEN_NORM,
-            ("torch.nn.utils.clip_grad", nn.utils.clip_grads_with_norm_.__name__),  # another at home
-        )
-    ),
-    Replacement(
-        "torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_", _FSDP, one_call="clip_grad_norm_"
-    ),
-    Replacement(*CLIP_OF_FLOAT32, functools.partial(clips_by, by_norm), one_call="clip_grad_norm_"),
+    _heard(*CLIP_OF_FLOAT32, by_norm, everywhere=False),
 ]
 """The clipping functions of PyTorch and of engines, where they are defined; scripts import them by name."""

@@ -7,7 +7,7 @@ import torch
 from synthetic import make_record, steps_of
 
 import gradguard as gg
-from gradguard.listeners import RecoveryEvent, tell_recovery
+from gradguard.listeners import Listener, RecoveryEvent, tell_of
 from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.recoveries import recoveries
 from gradguard.monitoring.observe.observer import Observer
@@ -139,8 +139,8 @@ def test_what_was_logged_after_the_step_belongs_to_it(tmp_path):
     for i in range(3):
         layer(torch.ones(1, 1)).sum().backward()
         optimizer.step()
-        tell_recovery(RecoveryEvent(optimizer, "burst", "adopted"))
-        tell_recovery(RecoveryEvent(torch.optim.SGD(layer.parameters()), "burst", "another's"))
+        tell_of(Listener.on_recover, RecoveryEvent(optimizer, "burst", "adopted"))
+        tell_of(Listener.on_recover, RecoveryEvent(torch.optim.SGD(layer.parameters()), "burst", "another's"))
         monitor.log(loss=float(i))
     monitor.close()
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -150,6 +150,63 @@ def test_going_back_twice_is_what_a_deep_copy_does(tmp_path, name, steps, where)
         train(model, optimizer, batches(60, 2))
 
 
+class Slotted(torch.optim.SGD):
+    """Counts in a slot, a set and an array, and in an attribute that its first step sets."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.steps, self.rates, self.sums = 0, set(), numpy.zeros(2)
+
+    def step(self, closure=None):
+        self.steps += 1
+        self.rates.add(self.steps)
+        self.sums += self.steps
+        self.first = getattr(self, "first", self.steps)
+        self.param_groups[0]["lr"] = 0.1 / (self.steps + len(self.rates) + float(self.sums[0]))
+        return super().step(closure)
+
+    def told(self):
+        return self.steps, self.rates.copy(), self.sums.tolist(), getattr(self, "first", None)
+
+
+@pytest.mark.parametrize("how", ["memory", "disk", "skip"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_attributes_of_every_plain_kind_go_back_and_newer_ones_go(tmp_path, steps, how):
+    model = nn.Linear(3, 1)
+    optimizer = Slotted(model.parameters())
+    for seed in range(steps):
+        step(model, optimizer, seed)
+    before, rate = optimizer.told(), optimizer.param_groups[0]["lr"]
+    if how == "skip":
+        guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0))
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3)) * torch.inf).sum().backward()
+        optimizer.step()
+        assert int(guard.skipped_steps) == 1
+    else:
+        snapshot = Snapshot(model, optimizer)
+        snapshot.take()
+        if how == "disk":
+            snapshot.save(tmp_path / "snapshot")
+            snapshot = Snapshot.load(tmp_path / "snapshot", model, optimizer)
+        for seed in range(3):
+            step(model, optimizer, seed)
+        snapshot.restore()
+    assert (optimizer.told(), optimizer.param_groups[0]["lr"]) == (before, rate)
+
+
+def test_a_module_without_weights_that_was_replaced_is_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshot = Snapshot(model, optimizer)
+    snapshot.take()
+    model[1] = nn.BatchNorm1d(4, affine=False)
+    with pytest.raises(InvalidValueError, match=r"are not those of the snapshot .*: 1\. Nothing"):
+        snapshot.restore()
+
+
 def test_so_many_optimizers_are_tried():
     assert len(OPTIMIZERS) == 24
 

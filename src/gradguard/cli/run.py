@@ -266,14 +266,13 @@ class _Recording:
         from gradguard.script_events import listening
 
         options, record = self.options, self.record
-        clip = None if rule is None else _clip_by(rule)
-        guards = _guards_of(clip) if options.resilient else None
-        audit = _audit_of(min(options.steps or 3, 3), goes_on=True) if options.audit_norm else None
-        facts = program_facts(typed, None if rule is None else rule.text, keep_arguments=options.argv)
+        clip, text = (None, None) if rule is None else (_clip_by(rule), rule.text)
+        guards = [_guards_of(clip)] if options.resilient else []
+        audits = [_audit_of(min(options.steps or 3, 3), goes_on=True)] if options.audit_norm else []
         observer = Observer(
             self.opened,
-            facts | {"followed": followed},
-            clip if guards is None or clip is None else guards.clip,
+            program_facts(typed, text, keep_arguments=options.argv) | {"followed": followed},
+            guards[0].clip if guards and clip else clip,
             options.every,
             last_step=options.steps,
             in_child=None if record is None else functools.partial(record_of_fork, record),
@@ -283,19 +282,18 @@ class _Recording:
             on_stderr(f"recording to {_short(record, self.here)}")
         code = 1
         try:
-            listeners = [one for one in (audit, observer, guards) if one is not None]  # an audit before a clip of ours
-            with listening(*listeners), children_watched(record, self.replaced):
-                code = run(program, self.signals)
+            with listening(*audits, observer, *guards), children_watched(record, self.replaced):
+                code = run(program, self.signals)  # an audit hears of a step before a clip of ours
         finally:
             self.signals.hold()
             observer.close(code, interrupted=isinstance(code, BySignal))
             if os.getpid() == self.process:  # not in a child that the script forked
-                if guards is not None:
-                    on_stderr(guards.report())
+                for one in guards:
+                    on_stderr(one.report())
                 self.tell(observer, code)
-        if audit is None or isinstance(code, BySignal) or os.getpid() != self.process:
+        if not audits or isinstance(code, BySignal) or os.getpid() != self.process:
             return code
-        verdict = _audited(audit, code, sys.stderr)  # beside a record standard output is the script's
+        verdict = _audited(audits[0], code, sys.stderr)  # beside a record standard output is the script's
         return code or verdict
 
     def opened(self) -> Path | None:
@@ -309,27 +307,35 @@ class _Recording:
 
     def tell(self, observer: "Observer", code: int) -> None:
         """Draw the record of a run, and say which other records there are now, of whom."""
-        from gradguard.monitoring.observe.watch import identity, records_beside
-
         if self.record is None:
             return
-        known = {*self.before, observer.path}
-        if observer.path is None and self.replaced and identity(self.record) != self.replaced:
-            known.discard(self.record)  # a process of rank 0 has replaced it
-        others = {path: _owner_of(path) for path in records_beside(self.record) if path not in known}
+        others = self._records_of_others(observer.path)
         started = [path for path, owner in others.items() if owner == _STARTED]
-        shown = observer.path or (self.record if self.record in started else None)  # a process of rank 0 has written it
-        if shown is not None and not self.options.no_report:
+        shown = observer.path or next((path for path in started if path == self.record), None)
+        if shown and not self.options.no_report:
             _show(shown, self.here, self.signals)
-        if shown is None and not self.stepped:  # a record that could not be written has said so
-            on_stderr(_no_step(code, observer.clip_calls, [_short(path, self.here) for path in started]))
-        if started and self.options.clip is not None:
-            on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
-        for path in sorted(others.keys() - {shown}):
-            on_stderr(f"{others[path]} has the record {_short(path, self.here)}")
+        no_step = _no_step(code, observer.clip_calls, [_short(path, self.here) for path in started])
+        table = [
+            (not (shown or self.stepped), no_step),  # a record that could not be written has said so
+            (started and self.options.clip, _NOT_CLIPPED),
+            *((path != shown, f"{owner} has the record {_short(path, self.here)}") for path, owner in others.items()),
+        ]
+        for holds, words in table:
+            if holds:
+                on_stderr(words)
+
+    def _records_of_others(self, own: Path | None) -> dict[Path, str]:
+        """Return each record that is there now and was not before, but our ``own``, with the words for its owner."""
+        from gradguard.monitoring.observe.watch import identity, records_beside
+
+        known = {*self.before, own}
+        if own is None and self.replaced and identity(self.record) != self.replaced:
+            known.discard(self.record)  # a process of rank 0 has replaced it
+        return {path: _owner_of(path) for path in records_beside(self.record) if path not in known}
 
 
 _STARTED = "a process that it started"
+_NOT_CLIPPED = "--clip acts in this process alone: the processes that it started were watched, not clipped."
 
 
 def _owner_of(record: Path) -> str:

@@ -20,7 +20,7 @@ from gradguard.clip.update_size import UpdateSize, rehearsed_update
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScalerStep, listen_to_steps
-from gradguard.listeners import RecoveryEvent, SkipReason, is_heard, tell, tell_recovery
+from gradguard.listeners import Listener, RecoveryEvent, SkipReason, is_heard, tell, tell_of
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
@@ -305,7 +305,8 @@ class Guard(OfOneOptimizer):
             self._step.outcome = StepOutcome(True, "spike", True)
             if is_heard():
                 undone = "undid the step behind this one, because the norm of its update is a spike"
-                tell_recovery(RecoveryEvent(self.optimizer, "rolled_back", undone, lost=1, recovery=1))
+                event = RecoveryEvent(self.optimizer, "rolled_back", undone, lost=1, recovery=1)
+                tell_of(Listener.on_recover, event)
 
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradguard.distributed.placements import any_sharded
 from gradguard.errors import UnsupportedGradientError
-from gradguard.listeners import tell_logits
+from gradguard.listeners import Listener, tell_of
 from gradguard.module_hooks import ForwardHook
 from gradguard.replacements import Replacement, once
 from gradguard.tensors.matmul_precision import full_float32
@@ -388,7 +388,7 @@ class LogitWatch:
         if call.is_empty:
             return
         largest, known = largest_logits(call, self._exact), self._largest.get(names[-1])
-        tell_logits(names[-1], largest)
+        tell_of(Listener.on_logits, names[-1], largest)
         if known is not None and known.shape != largest.shape:
             raise UnsupportedGradientError(
                 f"{names[-1] or 'the model'} attends with {len(largest)} heads, and has attended with {len(known)}: "

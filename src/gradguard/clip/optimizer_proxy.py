@@ -188,6 +188,5 @@ class OptimizerSnapshot:
         restorer = Restorer()
         for part in self._parts:
             part.restore(restorer)
-            part.forget_new_attributes()
         for parameter, gradient in zip(self._parameters, self._gradients or [], strict=False):
             parameter.grad = gradient

@@ -19,7 +19,7 @@ from gradguard.integrations.adapter import Run, replaced
 from gradguard.integrations.sample_jobs import PerSampleJob
 from gradguard.integrations.transformers_clip import TrainersClip
 from gradguard.integrations.transformers_per_sample import refuse_unfollowed, run_of, without_autocast_in_forward
-from gradguard.listeners import tell_empty_batches
+from gradguard.listeners import Listener, tell_of
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
             norms, inputs = zip(*self._measured, strict=True)
             self._spoil(torch.cat(norms).isfinite().all())
             self.steps.append(SampleNorms(trainer.state.global_step + 1, norms, inputs))
-            tell_empty_batches(_empty(norms).sum())
+            tell_of(Listener.on_empty_batches, _empty(norms).sum())
             self._measured = []
             self._norm = original(trainer, *args, **kwargs)
             return self._norm

@@ -65,7 +65,6 @@ class TrainingState:
             p.grad = None
         for one in self._optimizers:
             one.restore(restorer)
-            one.forget_new_attributes()
             for p in one.parameters.values():
                 p.grad = None
         for other, state in zip(self._others, self._of_others, strict=True):

@@ -16,7 +16,7 @@ from gradguard.clip.clipper import Clipper
 from gradguard.clip.guard import Guard, check_attachable
 from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError, UnsupportedGradientError
-from gradguard.listeners import tell_recovery
+from gradguard.listeners import Listener, tell_of
 from gradguard.optimizer_hooks import optimizers_in
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleId
@@ -289,7 +289,7 @@ class SpikeRecovery:
         self.events.append(event)
         if event.action != "skipped":  # which the clip's own event tells
             slowed = f"; the learning rate is {self.lr_factor:g} times as high for {_SLOW_STEPS} steps"
-            tell_recovery(recovery_of(event, self._optimizer, slowed))
+            tell_of(Listener.on_recover, recovery_of(event, self._optimizer, slowed))
 
     def _measured(self) -> tuple[Tensor | list[float], CopyEvent | None]:
         """Return the numbers of the step, on the host or on their way there; none of a step that was not taken."""

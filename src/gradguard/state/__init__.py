@@ -12,7 +12,8 @@ keeper                keeps                           where                     
 `UndoCopier`          the same; objects that are no   the device                    a skipped step
                       containers stay themselves
 `OptimizerCopy`       parameters, state, numbers of   as its copier                 skips, snapshots, parity
-                      groups, plain attributes
+                      groups, plain attributes and
+                      slots, and no newer ones
 `ModulePart`          weights, buffers, extra state   as its copier                 snapshots
 `StepBuffers`         buffers that a forward writes   the device                    a skipped step
 `Frozen`              buffers, or copies of them to   the device                    a run or a call again: the
@@ -24,6 +25,6 @@ keeper                keeps                           where                     
                       the weights, and checksums                                    the optimizer has changed
 ====================  ==============================  ============================  ===================================
 
-Not kept: gradients, generators that somebody holds by name, data loaders that are not handed over; Python attributes of
-modules by `Frozen` only.
+Not kept: gradients, generators that somebody holds by name, data loaders that are not handed over, objects of an
+optimizer that are no plain data, whether a weight is frozen; Python attributes of modules by `Frozen` only.
 """

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
+from gradguard.state.plain_file import is_array
 from gradguard.tensors.host_copy import refuse_capture
 
 PINNED = ("cuda", "xpu")
@@ -123,8 +124,8 @@ class UndoCopier(Copier):
         return super().copy(value)
 
     def other(self, value: Any) -> Any:
-        """Return an object as it is."""
-        return Same(value)
+        """Return an object as it is; sets and arrays, which a step may write to, are copied."""
+        return super().other(value) if isinstance(value, set) or is_array(value) else Same(value)
 
     def _filled(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
@@ -274,7 +275,7 @@ class Restorer:
 
     def __init__(self) -> None:
         self._places: set[int] = set()
-        self._given: dict[int, Tensor] = {}
+        self._given: dict[int, Any] = {}
 
     def write(self, kept: TensorCopy, live: Tensor) -> None:
         """Write into this tensor and no other, once."""
@@ -322,12 +323,14 @@ class Restorer:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether ``value`` is made of numbers, text, tensors and containers of these only."""
+    """Tell whether ``value`` is made of numbers, text, tensors, arrays and containers of these only."""
+    if isinstance(value, set | frozenset):
+        return not any(isinstance(entry, Tensor) for entry in value) and all(map(is_plain, value))
     if isinstance(value, Mapping):
         return all(isinstance(key, int | str) and is_plain(entry) for key, entry in value.items())
     if isinstance(value, list | tuple | deque):
         return all(map(is_plain, value))
-    return value is None or isinstance(value, bool | int | float | complex | str | Tensor)
+    return value is None or isinstance(value, bool | int | float | complex | str | Tensor) or is_array(value)
 
 
 def _empty(value: dict[Any, Any]) -> dict[Any, Any]:

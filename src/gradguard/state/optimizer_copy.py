@@ -13,12 +13,11 @@ NOT_ATTRIBUTES = ("state", "param_groups", "defaults")
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return those that are numbers, text, tensors, or containers of these; torch's tables of hooks are not."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in NOT_ATTRIBUTES and name not in hook_tables(optimizer) and is_plain(value)
-    }
+    """Return plain ones, also those that a class keeps in ``__slots__``; torch's tables of hooks are not among them."""
+    held: Any = object.__getstate__(optimizer)  # an optimizer's own leaves out what is no state for a file
+    own, slots = held if isinstance(held, tuple) else (held, {})
+    others = {*NOT_ATTRIBUTES, *hook_tables(optimizer)}
+    return {name: value for name, value in {**own, **slots}.items() if name not in others and is_plain(value)}
 
 
 SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr", "max_lr", "min_lr")
@@ -85,10 +84,8 @@ class OptimizerCopy:
                 del group[key]
             for key in numbers.keys() - stays:
                 group[key] = restorer.restored(numbers[key], group.get(key))
-        for name, value in restorer.restored(self.kept["attributes"], attributes_of(self.optimizer)).items():
-            setattr(self.optimizer, name, value)
-
-    def forget_new_attributes(self) -> None:
-        """Delete plain attributes that have come since."""
-        for name in attributes_of(self.optimizer).keys() - self.kept["attributes"].keys():
+        now = attributes_of(self.optimizer)
+        for name in now.keys() - self.kept["attributes"].keys():  # which a step may have set for the first time
             delattr(self.optimizer, name)
+        for name, value in restorer.restored(self.kept["attributes"], now).items():
+            setattr(self.optimizer, name, value)

@@ -48,13 +48,12 @@ class Packer(Restorer):
     def __init__(self) -> None:
         super().__init__()
         self.writer = PlainWriter(_KIND)
-        self._known: dict[int, Any] = {}
 
     def _tensor(self, kept: TensorCopy, live: Any) -> Any:
         del live
-        if id(kept) not in self._known:
-            self._known[id(kept)] = self._stored(kept)
-        return self._known[id(kept)]
+        if id(kept) not in self._given:
+            self._given[id(kept)] = self._stored(kept)
+        return self._given[id(kept)]
 
     def _stored(self, kept: TensorCopy) -> Any:
         if isinstance(kept, PlainCopy):

@@ -50,12 +50,19 @@ class Snapshot:
     tied weights                                kept once
     frozen weights                              kept too: something else may write to them (a teacher, a projection)
     gradients                                   set to 0 by `restore`, in place: they were of other weights
-    parameters or groups come or go             an error at `restore`; take a new snapshot
+    parameters or groups come or go, or a       an error at `restore`; take a new snapshot
+    module is replaced
+    buffers that have come since                stay as they are
+    numbers that an optimizer of one's own      kept, as text, tensors, arrays and containers of these are, also those
+    counts with                                 of ``__slots__``; what it has set since goes. Its other objects are not
     a scheduler that is not in `extra_state`    an error at `take`: it would go on from old numbers
     StatefulDataLoader in `extra_state`         goes back too, from its next ``iter()`` on; the data do not otherwise
     LBFGS, SparseAdam, wrapped states           kept as they are, lists and all
     FSDP1, meta tensors, lazy layers            refused
-    Python attributes of modules                not kept; ``get_extra_state`` is
+    Python attributes of modules: ``training``  not kept, nor are hooks, and whether a weight is frozen: the loop that
+                                                goes on has set them. ``get_extra_state`` is kept
+    a generator, EMA, GradScaler, guard or      goes on as it is: `restore` knows only what `extra_state` lists, such as
+    sampler that is not in `extra_state`        the `torch.Generator` that a module or sampler holds
     ==========================================  ======================================================================
 
     Args:

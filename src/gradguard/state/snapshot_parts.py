@@ -67,6 +67,7 @@ class ModulePart(SnapshotPart):
         self._module = module
         self._parameters: dict[str, Tensor] = {}
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]] = {}  # of each buffer: its module's, and its name
+        self._modules: dict[str, nn.Module] = {}
         self._views: dict[str, Tensor] = {}  # buffers that share memory with a weight, or with one another
         self._with_extra: dict[str, nn.Module] = {}
 
@@ -110,13 +111,13 @@ class ModulePart(SnapshotPart):
         self._look_for_views()
 
     def _look(self) -> None:
-        modules = dict(self._module.named_modules())
+        self._modules = dict(self._module.named_modules())
         self._parameters = dict(self._module.named_parameters())
         none = nn.Module.get_extra_state
-        self._with_extra = {name: m for name, m in modules.items() if type(m).get_extra_state is not none}
+        self._with_extra = {name: m for name, m in self._modules.items() if type(m).get_extra_state is not none}
         self._slots = {
             f"{prefix}.{name}".lstrip("."): (slots, name)
-            for prefix, module in modules.items()
+            for prefix, module in self._modules.items()
             for slots in [buffer_slots(module)]
             for name in slots
         }
@@ -140,14 +141,16 @@ class ModulePart(SnapshotPart):
         return {name: copies[id(one)].fresh() for name, one in live.items()}
 
     def check(self) -> None:
-        """Refuse parameters that have come, gone, or changed their shape."""
+        """Refuse parameters that have come, gone or changed their shape, and modules that were replaced."""
         then, now = self._parameters, dict(self._module.named_parameters())
         kept = self._kept["parameters"]
         names = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
         names += [name for name, p in then.items() if p is now.get(name) and not kept[name].fits(p)]
+        modules = dict(self._module.named_modules())
+        names += [name for name, module in self._modules.items() if modules.get(name) is not module]
         if names:
             raise InvalidValueError(
-                f"these parameters are not those of the snapshot any more (added, removed, replaced or resized): "
+                f"these are not those of the snapshot any more (added, removed, replaced or resized): "
                 f"{', '.join(names[:5])}{' and more' if len(names) > 5 else ''}. Nothing was restored; call take() "
                 "after such a change."
             )
@@ -206,7 +209,7 @@ class OptimizerPart(SnapshotPart):
             "parameters": packed["parameters"],
             "groups": packed["groups"],
             "state": [value for _, value in packed["state"]],
-            "attributes": _checked_attributes(packed["attributes"], self.optimizer),
+            "attributes": attributes_of(self.optimizer) | _checked_attributes(packed["attributes"], self.optimizer),
         }
         self._copy.kept = unpacker.copy(content)
         groups = Restorer().restored(self._copy.kept["groups"])

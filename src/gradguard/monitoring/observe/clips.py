@@ -22,6 +22,7 @@ from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import grads_of, version_of, versions_of
 
 _PRECISE = {torch.float32, torch.float64}
+_GONE = torch.empty(0, device="cpu")
 
 
 def _are_same(living: Sequence[Any], gradients: Sequence[Any]) -> bool:
@@ -79,7 +80,8 @@ class PendingClips:
         else:
             rows = self._rows_of(gradients, known, living)
             living = self.living()
-        self.versions = [-1 if g is None else version_of(g) for g in living]  # some gradients count writes together
+        # after all of them are written: some gradients count writes together
+        self.versions = versions_of([_GONE if g is None else g for g in living])
         self.clips.append((clip, rows, len(gradients)))
 
     def _rows_of(self, gradients: Sequence[Tensor], norms: Any, living: Sequence[Any]) -> list[int]:

@@ -1,5 +1,6 @@
 """The losses that a script calls backward on, as they were before a GradScaler scaled them."""
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -23,11 +24,18 @@ class Losses:
         self.scales = False  # whether a GradScaler is at work, and the last losses that it scaled
         self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
 
-    def add(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
-        """Keep the loss of a backward: the weighted sum of those that it starts from; left out if one is not known."""
+    def add(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> bool:
+        """Keep the loss of a backward: the weighted sum of those that it starts from; left out if one is not known.
+
+        Returns:
+            Whether each of them is known to be finite, as no GradScaler has scaled them.
+        """
         numbers = without_none(map(self._number, losses, weights))
-        if numbers and len(numbers) == len(losses):
-            self._losses.append(sum(numbers[1:], start=numbers[0]))
+        if not numbers or len(numbers) < len(losses):
+            return False
+        loss = sum(numbers[1:], start=numbers[0])
+        self._losses.append(loss)
+        return not self.scales and type(loss) is float and math.isfinite(loss)
 
     def _number(self, loss: Tensor, weight: Tensor | None) -> Any:
         """Return ``loss`` as it was before a GradScaler scaled it, weighted; None if that is not known or no scalar."""

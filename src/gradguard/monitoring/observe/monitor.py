@@ -325,11 +325,13 @@ class Monitor(Observer):
         clips = clips._replace(guard=ScriptClip(rule, copied(result.threshold), None, result.coefficient))
         return gradients, *((clips, Skip()) if event is None else told_by_guard(clips, Skip(), event))
 
-    def _begun(self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip) -> StepMeasurement:
+    def _begun(
+        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, **told: Any
+    ) -> StepMeasurement:
         if skip.by_scaler is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
             clips, skip = told_by_guard(clips, skip, self._guard_event)
             self._guard_event, self._result = None, getattr(self._guard, "last", None)
-        step = super()._begun(optimizer, gradients, clips, skip)
+        step = super()._begun(optimizer, gradients, clips, skip, **told)
         before, self._factor = self._factor, None if step.scale is None else step.scale.factor
         if before is not None and self._factor is not None:
             self._lines.add(scale_update(self._last_step, before, self._factor))

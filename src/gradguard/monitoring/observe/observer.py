@@ -68,15 +68,11 @@ def safely(method: Callable) -> Callable:
     def safe(self: "Observer", *args: Any) -> Any:
         if not self._active or (os.getpid() != self._process and not self._begins_in_child()):
             return None
-        outermost = self._begin_time()
         try:
-            return method(self, *args)
+            return self._timed(method, self, *args)
         except Exception as error:
             self._fail(error)
             return None
-        finally:
-            if outermost:
-                self._end_time()
 
     return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
@@ -91,7 +87,7 @@ class _Running(threading.local):
         moving: Some of the weights before it.
         scale: The GradScaler's part while its ``scaler.step`` runs.
         reached: Whether that has reached the optimizer.
-        began: When what is timed began; None while nothing is.
+        is_timed: Whether its time is taken now.
     """
 
     def __init__(self) -> None:
@@ -101,7 +97,7 @@ class _Running(threading.local):
         self.moving: Moving | None = None
         self.scale: LossScale | None = None
         self.reached = False
-        self.began: float | None = None
+        self.is_timed = False
 
 
 class Observer(Listener):
@@ -186,13 +182,15 @@ class Observer(Listener):
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
         if any(is_captured(loss) for loss in losses):  # what is copied later would be memory that only a replay writes
             return None
+        finite = False
         with suppress(Exception):  # one that cannot be read is no reason to stop
             if self._losses.waiting and self._are_cleared():
                 self._losses.clear()  # as where a step of SAM measures first and goes back
-            self._losses.add(losses, weights)
-        for loss in losses:
-            with suppress(Exception):  # the same of a graph
-                self._look_at_graph(loss)
+            finite = self._losses.add(losses, weights)
+        if not finite or self._places is None:  # meta is still to be written
+            for loss in losses:
+                with suppress(Exception):  # the same of a graph
+                    self._look_at_graph(loss)
         if self._backwards < IDLE_STEPS:
             self._backwards += 1
         if not self._kept.looks:
@@ -206,7 +204,7 @@ class Observer(Listener):
         return bool(groups) and all(p.grad is None for group in groups for p in group["params"])
 
     def _look_at_graph(self, loss: Tensor) -> None:
-        if self._places is None and self._backwards < IDLE_STEPS:  # meta is still to be written
+        if self._places is None and self._backwards < IDLE_STEPS:
             self._graph.read(loss, self._losses.scales)
         if self._looks_for_origin and are_readable(loss) and not math.isfinite(loss.sum().item()):
             self._origin, self._looks_for_origin = origin_of(loss), False
@@ -288,23 +286,19 @@ class Observer(Listener):
     @never_compiled
     def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
         """Take part in what processes measure together, also where nothing is written, or watching has failed."""
-        outermost = self._begin_time()
+        return self._timed(self._shared.join, parameters, self._fail)
+
+    def _timed(self, act: Callable, *args: Any) -> Any:
+        """Return what ``act`` returns; its time is added to `overhead`, unless it is within something else of ours."""
+        thread = self._thread
+        if thread.is_timed:
+            return act(*args)
+        thread.is_timed, began = True, time.perf_counter()
         try:
-            return self._shared.join(parameters, self._fail)
+            return act(*args)
         finally:
-            if outermost:
-                self._end_time()
-
-    def _begin_time(self) -> bool:
-        """Tell whether this is within nothing else of ours, so that its time is to be added to `overhead`."""
-        if self._thread.began is not None:
-            return False
-        self._thread.began = time.perf_counter()
-        return True
-
-    def _end_time(self) -> None:
-        began, self._thread.began = self._thread.began, None
-        self._overhead += time.perf_counter() - (began or 0.0)
+            thread.is_timed = False
+            self._overhead += time.perf_counter() - began
 
     @safely
     def _measure_step(self, optimizer: Optimizer, given: StepGradients, parameters: list[Tensor]) -> None:
@@ -315,10 +309,10 @@ class Observer(Listener):
             self._forget(given.parameters)
         elif (seen := self._measured(optimizer, given)) is not None:
             gradients, clips, skip = seen
-            (logits, told), self._logits, self._told = (self._logits, self._told), {}, {}
-            step = self._begun(optimizer, gradients, clips, skip)
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
-            step = step._replace(logits=logits, kept_gradients=kept, logged=told)
+            told = {"kept_gradients": kept, "logits": self._logits, "logged": self._told}
+            self._logits, self._told = {}, {}
+            step = self._begun(optimizer, gradients, clips, skip, **told)
             self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
             self._look_at_weights(optimizer, given, step)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
@@ -336,8 +330,10 @@ class Observer(Listener):
         places = self._places.of(optimizer, parameters) if len(gradients.norms) else ()
         return gradients._replace(places=places)
 
-    def _begun(self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip) -> StepMeasurement:
-        """Return a step that begins, with what is known beside its gradients."""
+    def _begun(
+        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, **told: Any
+    ) -> StepMeasurement:
+        """Return a step that begins, with what is known beside its gradients and what was ``told`` of it."""
         origin, self._origin = self._origin, None
         return StepMeasurement(
             self._steps,
@@ -349,6 +345,7 @@ class Observer(Listener):
             losses=self._losses.take(),
             lr=copied(optimizer.param_groups[0].get("lr")),
             origin=origin,
+            **told,
         )
 
     def _look_at_setup(
@@ -421,15 +418,15 @@ class Observer(Listener):
             self._schedule.spent(diagnostics.seconds + time.perf_counter() - now)
         found_inf = getattr(optimizer, "found_inf", None)
         skip = step.skip if found_inf is None else step.skip._replace(by_scaler=copied(found_inf))
-        step = step._replace(skip=skip, diagnostics=diagnostics, moved=moved, wall=now - self._started)
-        self._add(self._buffer, step)
+        self._add(self._buffer, step, now, skip=skip, diagnostics=diagnostics, moved=moved)
         if self._backwards and self._turns[step.optimizer or 0] <= KEPT_STEPS:
             self._kept.after_step(optimizer)
 
-    def _add(self, buffer: RecordBuffer, step: StepMeasurement) -> None:
+    def _add(self, buffer: RecordBuffer, step: StepMeasurement, now: float, **ended: Any) -> None:
         with self._lock:  # several threads may train at once
-            optimizer = step.optimizer or 0
-            buffer.add(self._completed(step._replace(number=self._steps, turn=self._turns[optimizer])))
+            optimizer, wall = step.optimizer or 0, now - self._started
+            step = step._replace(number=self._steps, turn=self._turns[optimizer], wall=wall, **ended)
+            buffer.add(self._completed(step))
             self._last_steps[optimizer] = self._steps
             self._steps += 1
             self._turns[optimizer] += 1
@@ -484,8 +481,7 @@ class Observer(Listener):
         if skipped is not None and bool(skipped):  # the scaler has waited for it already
             if self._is_open(optimizer) and self._buffer is not None:
                 left_out = GradientNorms([], total=math.inf), Clips(), Skip(by_guard=True, by_scaler=1.0)
-                its = self._begun(optimizer, *left_out)
-                self._add(self._buffer, its._replace(wall=time.perf_counter() - self._started))
+                self._add(self._buffer, self._begun(optimizer, *left_out), time.perf_counter())
             self._forget(self._parameters(optimizer))
         self._thread.scale, self._thread.reached = None, True
 

@@ -76,7 +76,7 @@ class RecordBuffer:
         """Write the first line, whose ``params`` every later one follows."""
         with self._writing:
             self._table, self._judge = ParameterTable(meta["params"]), Judge(meta)
-            self.sinks.push([meta])
+            self.sinks.push([known_fields(meta)])
             self.has_begun = True
 
     def write(self, line: Line) -> None:

@@ -142,7 +142,7 @@ class Moving:
             with suppress(Exception):  # a subclass may keep another state, or other settings
                 over_rule = self._over_rule(self._rule, samples.parts[:n], samples.parts[n:])
         facts = samples.counts, samples.sizes, samples.roots, self._rates
-        return Moved(norms[:n], norms[n:], *facts, gradient_norms(added), over_rule)
+        return Moved(norms[:n], norms[n:], *facts, gradient_norms(added) if added else [], over_rule)
 
     @torch.no_grad()
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:

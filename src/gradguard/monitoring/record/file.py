@@ -168,20 +168,20 @@ class RecordWriter:
             kind: ``"meta"``, ``"step"``, ``"tensors"``, ``"event"`` or ``"end"``.
             **fields: Numbers, strings, booleans, and lists or dictionaries of them.
         """
-        self.write_line({"t": kind, **fields})
+        self.write_line(known_fields({"t": kind, **fields}))
 
     def write_line(self, line: Line) -> None:
         """Write one line, as `write` does.
 
         Args:
-            line: Its kind under ``"t"``, and its fields.
+            line: Its kind under ``"t"``, and its fields, none of them None.
 
         Raises:
             RecordError: The writer is closed.
         """
         if self._file.closed:
             raise RecordError(f"the record {self.path} is closed; write before close(), or open a new one")
-        text = _json(known_fields(line))
+        text = _json(line)
         self._lines.append(text)
         self._size += len(text)
         if self._size > MOST_BUFFERED:
@@ -316,14 +316,16 @@ def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
         in_list: How a float in a list is; one in a list of lists is no number of a parameter, and keeps its digits.
     """
     if isinstance(value, float):
-        return _float(form % value)
+        text = form % value
+        return text if "." in text or "e" in text else _whole(text)
     if type(value) is int:
         return str(value)
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, list | tuple):
         if set(map(type, value)) == {float}:
-            return f"[{', '.join(map(_float, (f'{in_list} ' * len(value) % tuple(value)).split()))}]"
+            texts = (f"{in_list} " * len(value) % tuple(value)).split()
+            return f"[{', '.join([text if '.' in text or 'e' in text else _whole(text) for text in texts])}]"
         return f"[{', '.join([_json(one, in_list, SCALAR) for one in value])}]"
     if isinstance(value, dict):
         return f"{{{', '.join([f'{_string(str(key))}: {_json(one)}' for key, one in value.items()])}}}"
@@ -336,9 +338,9 @@ def _string(text: str) -> str:
     return encode_basestring(text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
-def _float(text: str) -> str:
-    """Return the JSON of a float as a format with ``g`` has written it: with a point, and null if it is not finite."""
-    return text if "." in text or "e" in text else _WITHOUT_POINT.get(text, f"{text}.0")
+def _whole(text: str) -> str:
+    """Return the JSON of a float that a format with ``g`` has written without a point: null if it is not finite."""
+    return _WITHOUT_POINT.get(text, f"{text}.0")
 
 
 _WITHOUT_POINT = {"nan": "null", "inf": "null", "-inf": "null", "-0": "0.0"}
