@@ -408,6 +408,36 @@ def test_a_resumed_script_is_compared_with_the_one_that_went_on(what, verdict, m
         assert missing in {p for f in report.findings for p in f.parameters}
 
 
+@pytest.mark.parametrize(("is_lost", "verdict"), [(False, "PASS"), (True, "INCONCLUSIVE")])
+def test_a_resume_without_its_scheduler_is_no_pass(is_lost, verdict, folder):
+    """The learning rate is in the optimizer's state, and what a new scheduler makes of it differs after these steps."""
+    schedulers, kept = [], []
+
+    def scheduled(model, optimizer):
+        schedulers[:] = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+    def loaded(model, optimizer):
+        scheduled(model, optimizer)
+        weights, states, counts = copy.deepcopy(kept[0])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        if not is_lost:
+            schedulers[0].load_state_dict(counts)
+
+    def update(model, optimizer, step):
+        clipped(model, optimizer, step)
+        schedulers[0].step()
+        if step == 1 and not kept:
+            kept.append(copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedulers[0].state_dict())))
+
+    went_on = whole(training(update=update, resumed=scheduled), folder, at=3)
+    report = compare(went_on, whole(training(update=update, resumed=loaded, first=2), folder))
+    assert report.verdict == verdict, str(report)
+    said = "the optimizer's StepLR.last_epoch after step 1 is 3 in the reference and 1 in the new run"
+    assert any(said in note for note in report.notes) is is_lost
+    assert not any("lr is" in note for note in report.notes)
+
+
 def mixed_precision(stale=False, chunks=1, threshold=0.0):
     """Weights of 16 bits that are copied from master weights, which a resume leaves as they were."""
 
@@ -555,7 +585,7 @@ x, y = torch.randn(2, 4, 16, 6)
 if kind != "alone":
     model = torch.nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-for a, b in zip(x, y):
+for i, (a, b) in enumerate(zip(x, y)):
     own = slice(rank * 16 // world, (rank + 1) * 16 // world)
     torch.nn.functional.mse_loss(model(a[own]), b[own]).backward()
     optimizer.step()
@@ -563,6 +593,8 @@ for a, b in zip(x, y):
     if kind == "drift" and rank == 1:
         net[2].weight.data += 1e-4
     print("a step was made")
+    if rank == 0:
+        open(f"weights {i}", "w").write(repr([p.tolist() for p in net.parameters()]))
 """
 
 
@@ -576,6 +608,9 @@ def test_the_command_saves_steps_and_names_the_first_that_parts(tmp_path):
     assert "steps 2 to 3 are in alone" in done.stderr
     assert done.stdout.count("a step was made") == 3
     assert len(read(tmp_path / "alone").sketches["gradient"]) == 4  # as it is, twice, changed, turned
+    of_runs = (tmp_path / "weights 1").read_text(encoding="utf-8")
+    run_python("train.py", "alone", cwd=tmp_path)
+    assert of_runs == (tmp_path / "weights 1").read_text(encoding="utf-8")
     failed = run_python(*save, "none", "--at", "9", "train.py", "alone", cwd=tmp_path, check=False, timeout=900)
     assert failed.returncode == 2
     assert "before its optimizer step 9 was over" in " ".join(failed.stderr.split())

@@ -42,6 +42,7 @@ class ForkedRuns:
     before the script connects processes, starts threads or workers. Where there is an accelerator, whose driver no fork
     survives, and where the system's libraries forbid it, `fork_late` is False: then before the script's first line.
 
+    Where optimizers change weights, a last fork runs the script as it is: the files that it leaves are those that stay.
     A fork ends without cleaning up, since what it would remove was made for all of them; the first process cleans up.
 
     Args:
@@ -88,7 +89,10 @@ class ForkedRuns:
             _end(self._code)
         self._stack.close()
         try:
-            self._keep(with_rounding(self._run, self._as_it_is, self._perturbed, check_same))
+            saved = with_rounding(self._run, self._as_it_is, self._perturbed, check_same)
+            if self._perturbed and not self._as_it_is.is_first_step_alone:
+                self._run(self._as_it_is)  # its checkpoints stay, not those of changed weights
+            self._keep(saved)
         except _IsForked:
             torch.set_num_threads(self._threads)
             return self._how

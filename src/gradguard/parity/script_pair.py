@@ -320,7 +320,7 @@ class ScriptGradients(Listener):
             self._stack.callback(EveryStep(self._optimizer_takes, lambda _: None, optimizer=optimizer).remove)
 
     def _optimizer_takes(self, optimizer: Optimizer, evaluation: int) -> None:
-        if optimizer in self._step.stepped:
+        if self._number >= 1 and optimizer in self._step.stepped:
             self._notes.take(optimizer, evaluation)
 
     def _is_whole(self) -> bool:

@@ -122,7 +122,8 @@ class StepNotes:
 
     Attributes:
         stepped: The tensors that optimizers step: master weights, where a parameter names some.
-        settings: The numbers among the optimizers' settings, by parameter: at the first step, and after each.
+        settings: The numbers among the optimizers' settings, by parameter: at the first step, and after each, with
+            those of their schedulers.
         left_out: The states that cannot be compared, in words.
     """
 
@@ -181,7 +182,13 @@ class StepNotes:
 
     def _note_settings(self, t: int) -> None:
         """Note what a scheduler and a layer that is frozen have left: the next step, which may not be saved, has it."""
-        groups = {id(p): group for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        groups = {
+            id(p): group | of_schedulers
+            for one in self._optimizers
+            for of_schedulers in [_counts(one)]
+            for group in one.param_groups
+            for p in group["params"]
+        }
         for model, p in zip(self._local, self.stepped, strict=True):
             if p.name in self.settings:
                 left = _numbers(groups.get(id(p.parameter), {}))
@@ -446,6 +453,13 @@ def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
     kinds, known = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler), {id(one) for one in optimizers}
     found = [one for one in all_objects() if issubclass(type(one), kinds)]
     return [one for one in found if isinstance(one, kinds[1]) or id(vars(one).get("optimizer")) in known]
+
+
+def _counts(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer's schedulers, which the saved steps may not show: a lost count acts later."""
+    found = [one for one in schedulers_of([optimizer]) if not isinstance(one, torch.amp.GradScaler)]
+    states = [(type(one).__name__, one.state_dict()) for one in sorted(found, key=lambda one: one.last_epoch)]
+    return {f"{kind}.{key}": x for kind, state in states for key, x in state.items() if not key.startswith("_")}
 
 
 def enabled_scalers(others: Sequence[Any]) -> list[torch.amp.GradScaler]:
