@@ -1,7 +1,7 @@
 """`gradguard run --save-gradients --at N --steps K`: whole steps of scripts, which are functions here."""
 
 import copy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -105,8 +105,8 @@ def test_it_is_what_save_gradients_says_of_the_same_steps(folder):
 # What is healthy.
 
 
-def scaled(model, optimizer):
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+def scaled(model, optimizer, scale=1024.0):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
 
     def update(model, _, step):
         scaler.unscale_(optimizer)
@@ -118,11 +118,11 @@ def scaled(model, optimizer):
     return scaler, update
 
 
-def with_scaler(world):
+def with_scaler(world, scale=1024.0):
     model = network()
     optimizer = adamw(model)
     world.modules, world.optimizers = [model], [optimizer]
-    scaler, update = scaled(model, optimizer)
+    scaler, update = scaled(model, optimizer, scale)
     for i, (x, y) in enumerate(zip(X, Y, strict=True)):
         if i == 1:  # a step that the scaler leaves out
             scaler.scale(F.mse_loss(model(x), y) * torch.inf).backward()
@@ -195,6 +195,12 @@ OPTIMIZERS = {
     "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), 1e-3),
     "LBFGS": None,
 }
+
+
+def test_loss_scales_that_differ_are_a_note(folder):
+    report = compare(whole(with_scaler, folder), whole(partial(with_scaler, scale=64.0), folder))
+    assert report.verdict == "PASS", str(report)
+    assert "the loss scale is 512 in the reference and 32 in the new run" in report.notes
 
 
 def closures(backward):

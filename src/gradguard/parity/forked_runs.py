@@ -18,9 +18,9 @@ import torch
 
 from gradguard.distributed.processes import meet_under
 from gradguard.errors import RecordError
-from gradguard.parity.rounding_runs import tables, with_rounding
+from gradguard.parity.rounding_runs import not_same_twice, with_rounding
 from gradguard.parity.saved import GRADIENT, UPDATE, SavedGradients, read, write
-from gradguard.parity.scales import ScriptRun, apart, same_twice
+from gradguard.parity.scales import ScriptRun
 from gradguard.parity.vectors import Vector, distance, norm
 from gradguard.replacements import Replacement
 
@@ -219,7 +219,7 @@ def check_same(runs: Sequence[SavedGradients]) -> None:
     Raises:
         RecordError: If they are not.
     """
-    first, second = runs[0], dict(tables(runs[1]))
+    first = runs[0]
     for other in runs[1:]:
         pairs = zip(first.parameters, first.sketches["weights"][0], other.sketches["weights"][0], strict=True)
         if moved := [p.name for p, a, b in pairs if not _same(a, b)]:
@@ -228,12 +228,11 @@ def check_same(runs: Sequence[SavedGradients]) -> None:
                 "gradguard run --seed 0 --save-gradients ..., or let it load a checkpoint, and set no weights after "
                 "the first forward pass."
             )
-    for name, one in tables(first):
-        a, b = (run.sketches["gradient"][0] for run in (one, second[name]))
-        if (not name or name.startswith((GRADIENT, UPDATE))) and not same_twice(a, b, first.epsilon):
+    for name, share in not_same_twice(runs):
+        if not name or name.startswith((GRADIENT, UPDATE)):
             what = f"what is in {name}" if name else "its gradients"
             raise RecordError(
-                f"the script is not the same twice: half of {what} differ by {apart(a, b):.2g} or more of themselves "
+                f"the script is not the same twice: half of {what} differ by {share:.2g} or more of themselves "
                 "from run to run, with the same weights. Does it take other samples, or draw other random numbers? "
                 "Seed it, as in gradguard run --seed 0 --save-gradients ..., and its data loader."
             )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gradguard.parity.vectors import Vector, along, distance, dot, minus, norm
+from gradguard.words import listed
 
 Facts = Mapping[str, float]
 """Numbers that a factor may be, by name."""
@@ -424,8 +425,7 @@ def in_ranges(numbers: Sequence[int], most: int = 8) -> str:
             runs[-1][1] = i
         else:
             runs.append([i, i])
-    words = [f"{a}–{b}" if a < b else str(a) for a, b in runs[:most]]
-    return ", ".join(words) + (f" and {len(runs) - most} more ranges" if len(runs) > most else "")
+    return listed([f"{a}–{b}" if a < b else f"{a}" for a, b in runs], most)
 
 
 def _about_mixture(weights: Mapping[str, tuple[float, float]]) -> str:
