@@ -1,7 +1,7 @@
 """`gradguard run --save-gradients --at N --steps K`: whole steps of scripts, which are functions here."""
 
 import copy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -105,8 +105,8 @@ def test_it_is_what_save_gradients_says_of_the_same_steps(folder):
 # What is healthy.
 
 
-def scaled(model, optimizer):
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+def scaled(model, optimizer, scale=1024.0):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
 
     def update(model, _, step):
         scaler.unscale_(optimizer)
@@ -118,11 +118,11 @@ def scaled(model, optimizer):
     return scaler, update
 
 
-def with_scaler(world):
+def with_scaler(world, scale=1024.0):
     model = network()
     optimizer = adamw(model)
     world.modules, world.optimizers = [model], [optimizer]
-    scaler, update = scaled(model, optimizer)
+    scaler, update = scaled(model, optimizer, scale)
     for i, (x, y) in enumerate(zip(X, Y, strict=True)):
         if i == 1:  # a step that the scaler leaves out
             scaler.scale(F.mse_loss(model(x), y) * torch.inf).backward()
@@ -195,6 +195,12 @@ OPTIMIZERS = {
     "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), 1e-3),
     "LBFGS": None,
 }
+
+
+def test_loss_scales_that_differ_are_a_note(folder):
+    report = compare(whole(with_scaler, folder), whole(partial(with_scaler, scale=64.0), folder))
+    assert report.verdict == "PASS", str(report)
+    assert "the loss scale is 512 in the reference and 32 in the new run" in report.notes
 
 
 def closures(backward):
@@ -408,6 +414,36 @@ def test_a_resumed_script_is_compared_with_the_one_that_went_on(what, verdict, m
         assert missing in {p for f in report.findings for p in f.parameters}
 
 
+@pytest.mark.parametrize(("is_lost", "verdict"), [(False, "PASS"), (True, "INCONCLUSIVE")])
+def test_a_resume_without_its_scheduler_is_no_pass(is_lost, verdict, folder):
+    """The learning rate is in the optimizer's state, and what a new scheduler makes of it differs after these steps."""
+    schedulers, kept = [], []
+
+    def scheduled(model, optimizer):
+        schedulers[:] = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+    def loaded(model, optimizer):
+        scheduled(model, optimizer)
+        weights, states, counts = copy.deepcopy(kept[0])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        if not is_lost:
+            schedulers[0].load_state_dict(counts)
+
+    def update(model, optimizer, step):
+        clipped(model, optimizer, step)
+        schedulers[0].step()
+        if step == 1 and not kept:
+            kept.append(copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedulers[0].state_dict())))
+
+    went_on = whole(training(update=update, resumed=scheduled), folder, at=3)
+    report = compare(went_on, whole(training(update=update, resumed=loaded, first=2), folder))
+    assert report.verdict == verdict, str(report)
+    said = "the optimizer's StepLR.last_epoch after step 1 is 3 in the reference and 1 in the new run"
+    assert any(said in note for note in report.notes) is is_lost
+    assert not any("lr is" in note for note in report.notes)
+
+
 def mixed_precision(stale=False, chunks=1, threshold=0.0):
     """Weights of 16 bits that are copied from master weights, which a resume leaves as they were."""
 
@@ -555,7 +591,7 @@ x, y = torch.randn(2, 4, 16, 6)
 if kind != "alone":
     model = torch.nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-for a, b in zip(x, y):
+for i, (a, b) in enumerate(zip(x, y)):
     own = slice(rank * 16 // world, (rank + 1) * 16 // world)
     torch.nn.functional.mse_loss(model(a[own]), b[own]).backward()
     optimizer.step()
@@ -563,6 +599,8 @@ for a, b in zip(x, y):
     if kind == "drift" and rank == 1:
         net[2].weight.data += 1e-4
     print("a step was made")
+    if rank == 0:
+        open(f"weights {i}", "w").write(repr([p.tolist() for p in net.parameters()]))
 """
 
 
@@ -576,6 +614,9 @@ def test_the_command_saves_steps_and_names_the_first_that_parts(tmp_path):
     assert "steps 2 to 3 are in alone" in done.stderr
     assert done.stdout.count("a step was made") == 3
     assert len(read(tmp_path / "alone").sketches["gradient"]) == 4  # as it is, twice, changed, turned
+    of_runs = (tmp_path / "weights 1").read_text(encoding="utf-8")
+    run_python("train.py", "alone", cwd=tmp_path)
+    assert of_runs == (tmp_path / "weights 1").read_text(encoding="utf-8")
     failed = run_python(*save, "none", "--at", "9", "train.py", "alone", cwd=tmp_path, check=False, timeout=900)
     assert failed.returncode == 2
     assert "before its optimizer step 9 was over" in " ".join(failed.stderr.split())

@@ -19,7 +19,7 @@ def with_epsilon(true: float, epsilon: float) -> tuple[float, ...]:
 
 def is_one_of(norm: float, expected: Iterable[float], tolerance: float) -> bool:
     """Tell whether a norm is one of these, to a relative tolerance and never an absolute one."""
-    return any(norm == e or abs(norm - e) <= tolerance * e for e in expected)
+    return any(math.isclose(norm, e, rel_tol=tolerance) for e in expected)
 
 
 def epsilon_finding(what: str, came: float, true: float, tolerance: float) -> NormFinding | None:

@@ -159,7 +159,7 @@ class ScriptAudit(Listener):
         grads = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not self._clipped:
             unseen = NormFinding("unseen", f"no clip was seen before this step: {_SEEN}")
-            self._guarded(grads, lambda: _with(self._watched(grads).alone(), unseen) if grads else None)
+            self._guarded(grads, lambda: _with(self._watched(grads).told(None, None, None), unseen) if grads else None)
         elif forgotten := [p for p in grads if id(p) not in self._clipped]:
             names = self._names(forgotten)
             what = "no clip was given these, which the optimizer steps by: a norm that is meant to be of all lacks them"

@@ -30,6 +30,7 @@ from gradguard.audit.probe import Counted, Probe, classes_of, elements_value, fi
 from gradguard.distributed.processes import gather, rank_and_size
 from gradguard.distributed.redistribute import whole_of
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.words import listed
 
 NormFunction = Callable[[], float | Tensor]
 
@@ -206,10 +207,10 @@ class WatchedClip:
         return cls(list(chain(*(clip.pieces for clip in clips))), indexed, clips[0].setting)
 
     def told(self, norm: Any, max_norm: float | None, applied: Sequence[Applied] | None) -> NormAudit:
-        """Audit a clip whose norm is known.
+        """Audit a clip whose norm is known, or gradients alone: whether copies are alike, and the true norm.
 
         Args:
-            norm: The norm.
+            norm: The norm; None if there is no clip.
             max_norm: Its threshold; None if that is not one number.
             applied: Its factor on each gradient; None where it does not multiply all gradients by one number.
 
@@ -217,10 +218,6 @@ class WatchedClip:
             The audit.
         """
         return _Audit(self, number_of(norm, _OF_CLIP)).run(None, max_norm, applied)
-
-    def alone(self) -> NormAudit:
-        """Audit the gradients without a norm: whether copies are alike, and the true norm."""
-        return _Audit(self, None).run()
 
 
 class _Audit:
@@ -411,7 +408,7 @@ class _Audit:
         if all(map(has_16_bits, everything)):
             self._tolerance = max(self._tolerance, _OF_HALVES)
         if not all(self._is(x, first) for x in everything) and not all(map(math.isnan, everything)):
-            came = ", ".join(f"{x:.6g}" for x in everything[:8])
+            came = listed([f"{x:.6g}" for x in everything], 8)
             squares = [0.0] * len(everything)
             for rank, held in chain(*(t.holders for t in self._tensors)):
                 squares[rank] += held.square

@@ -13,6 +13,7 @@ from functools import cache
 from gradguard.audit.audit_report import NormClass, NormClasses, NormFinding
 from gradguard.audit.factors import Setting, named
 from gradguard.audit.held import Tensors
+from gradguard.words import listed
 
 Ask = Callable[[Sequence[int], int | None, bool], list[float]]
 """Fill the tensors at these positions, on one rank or on all, and return the norm that each rank computes.
@@ -65,7 +66,7 @@ def elements_value(place: int, numel: int, again: bool = False) -> float:
 
 
 class Probe:
-    """Asks for all tensors, and keeps count.
+    """Asks for all tensors.
 
     Args:
         tensors: The tensors.
@@ -76,12 +77,11 @@ class Probe:
     Attributes:
         ask: The function that is asked.
         tolerance: This error.
-        calls: How often it was asked for squares.
     """
 
     def __init__(self, tensors: Tensors, ask: Ask, setting: Setting, tolerance: float) -> None:
         self._tensors, self.ask, self._setting = tensors, ask, setting
-        self.tolerance, self.calls = tolerance, 0
+        self.tolerance = tolerance
 
     def counts(self, classes: Sequence[Sequence[int]]) -> list[Counted]:
         """Return what each tensor of each class counts, those of one class and one answer together.
@@ -111,7 +111,6 @@ class Probe:
 
     def answers(self, places: Sequence[int], rank: int | None = None, again: bool = False) -> list[float]:
         """Return the squares of the norms of all ranks."""
-        self.calls += 1
         return [norm * norm for norm in self.ask(places, rank, again)]
 
     def rounding(self, places: Sequence[int]) -> float:
@@ -185,7 +184,7 @@ class Probe:
         if not self._are(answers, answers[0], expected * 1e-3):
             if self._are(answers, local, expected):
                 return is_("local")
-            return is_("disagree", None, _ratios(answers, expected))
+            return is_("disagree", None, "it counts " + listed([f"{a / expected:.4g}" for a in answers], 8))
         tensors = [self._tensors[i] for i in places]
         holders = sorted({rank for tensor in tensors for rank in tensor.ranks})
         count = answers[0] / expected
@@ -220,11 +219,7 @@ class Probe:
         some = [rank for rank, square in found().items() if square > self.tolerance * local[rank]]
         if len(some) in (0, len(found())) or all(set(some) & set(p.ranks) for t in tensors for p in t.parts):
             return ""  # those that count hold every part, so that the others need not
-        return f"only what rank {', '.join(map(str, some[:8]))}{' ...' if len(some) > 8 else ''} holds counts"
-
-
-def _ratios(answers: Sequence[float], expected: float) -> str:
-    return "it counts " + ", ".join(f"{a / expected:.4g}" for a in answers[:8]) + (" ..." if len(answers) > 8 else "")
+        return f"only what rank {listed(some, 8)} holds counts"
 
 
 def classes_of(tensors: Tensors) -> list[list[int]]:

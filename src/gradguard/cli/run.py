@@ -39,7 +39,7 @@ _CLIP_HELP = (
 _SAVE_HELP = (
     "save the gradients of the first optimizer step for `gradguard parity`: the script is started once, and forks "
     "for each of six runs that differ by rounding. With --at N those of step N, with "
-    "--steps K whole steps: what a clip leaves, the optimizer's state and the weights; then eight runs. With another "
+    "--steps K whole steps: what a clip leaves, the optimizer's state and the weights; then nine runs. With another "
     "option, such as --out, it is then run as without this one"
 )
 

@@ -203,7 +203,7 @@ def _note(output: Any, seen: set[torch.dtype]) -> None:
                 seen.add(torch.get_autocast_dtype(value.device.type))
 
 
-def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device, kinds: Iterable[Kind] = ("product",)) -> float:
+def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device, kinds: Iterable[Kind]) -> float:
     """Return the distance from 1 to the next number in the coarsest of ``dtypes``, and of TF32 where it is on.
 
     Args:

@@ -168,6 +168,9 @@ def _other_settings(a: SavedGradients, b: SavedGradients) -> list[str]:
         f"{_of_whom(key)}{key} is {x:g} in the reference and {y:g} in the new run, of {names(sorted(of))}"
         for (key, x, y), of in sorted(_settings_apart(a, b).items())
     ]
+    scales = [run.facts.get("loss scale", 1.0) for run in (a, b)]
+    if 1 not in scales and scales[0] != scales[1]:
+        notes.append(f"the loss scale is {scales[0]:g} in the reference and {scales[1]:g} in the new run")
     for who, here, there in (("the reference", a, b), ("the new run", b, a)):
         if alone := sorted(here.settings.keys() - there.settings.keys()):
             notes.append(f"the optimizer takes a gradient of these in {who} alone: {names(alone)}")

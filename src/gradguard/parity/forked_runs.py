@@ -18,9 +18,9 @@ import torch
 
 from gradguard.distributed.processes import meet_under
 from gradguard.errors import RecordError
-from gradguard.parity.rounding_runs import tables, with_rounding
+from gradguard.parity.rounding_runs import not_same_twice, with_rounding
 from gradguard.parity.saved import GRADIENT, UPDATE, SavedGradients, read, write
-from gradguard.parity.scales import ScriptRun, apart, same_twice
+from gradguard.parity.scales import ScriptRun
 from gradguard.parity.vectors import Vector, distance, norm
 from gradguard.replacements import Replacement
 
@@ -42,6 +42,7 @@ class ForkedRuns:
     before the script connects processes, starts threads or workers. Where there is an accelerator, whose driver no fork
     survives, and where the system's libraries forbid it, `fork_late` is False: then before the script's first line.
 
+    Where optimizers change weights, a last fork runs the script as it is: the files that it leaves are those that stay.
     A fork ends without cleaning up, since what it would remove was made for all of them; the first process cleans up.
 
     Args:
@@ -88,7 +89,10 @@ class ForkedRuns:
             _end(self._code)
         self._stack.close()
         try:
-            self._keep(with_rounding(self._run, self._as_it_is, self._perturbed, check_same))
+            saved = with_rounding(self._run, self._as_it_is, self._perturbed, check_same)
+            if self._perturbed and not self._as_it_is.is_first_step_alone:
+                self._run(self._as_it_is)  # its checkpoints stay, not those of changed weights
+            self._keep(saved)
         except _IsForked:
             torch.set_num_threads(self._threads)
             return self._how
@@ -215,7 +219,7 @@ def check_same(runs: Sequence[SavedGradients]) -> None:
     Raises:
         RecordError: If they are not.
     """
-    first, second = runs[0], dict(tables(runs[1]))
+    first = runs[0]
     for other in runs[1:]:
         pairs = zip(first.parameters, first.sketches["weights"][0], other.sketches["weights"][0], strict=True)
         if moved := [p.name for p, a, b in pairs if not _same(a, b)]:
@@ -224,12 +228,11 @@ def check_same(runs: Sequence[SavedGradients]) -> None:
                 "gradguard run --seed 0 --save-gradients ..., or let it load a checkpoint, and set no weights after "
                 "the first forward pass."
             )
-    for name, one in tables(first):
-        a, b = (run.sketches["gradient"][0] for run in (one, second[name]))
-        if (not name or name.startswith((GRADIENT, UPDATE))) and not same_twice(a, b, first.epsilon):
+    for name, share in not_same_twice(runs):
+        if not name or name.startswith((GRADIENT, UPDATE)):
             what = f"what is in {name}" if name else "its gradients"
             raise RecordError(
-                f"the script is not the same twice: half of {what} differ by {apart(a, b):.2g} or more of themselves "
+                f"the script is not the same twice: half of {what} differ by {share:.2g} or more of themselves "
                 "from run to run, with the same weights. Does it take other samples, or draw other random numbers? "
                 "Seed it, as in gradguard run --seed 0 --save-gradients ..., and its data loader."
             )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gradguard.parity.vectors import Vector, along, distance, dot, minus, norm
+from gradguard.words import listed
 
 Facts = Mapping[str, float]
 """Numbers that a factor may be, by name."""
@@ -425,8 +426,7 @@ def in_ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = i
         else:
             runs.append([i, i])
-    words = [f"{a}–{b}" if a < b else str(a) for a, b in runs[:_MOST_RANGES]]
-    return ", ".join(words) + (f" and {len(runs) - _MOST_RANGES} more ranges" if len(runs) > _MOST_RANGES else "")
+    return listed([f"{a}–{b}" if a < b else f"{a}" for a, b in runs], _MOST_RANGES)
 
 
 def _about_mixture(weights: Mapping[str, tuple[float, float]]) -> str:

@@ -6,12 +6,22 @@ with gradients at the loss of other scales. Where twice the one gradient does no
 where a gradient is nearly zero. What is linear in the gradient is in the mean of these two as it is in the first run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from gradguard.errors import RecordError
 from gradguard.parity.saved import GRADIENT, START, SavedGradients
-from gradguard.parity.scales import DOUBLED, ScriptRun, alike_settings, is_linear, mean_of, scale_of, turned_sizes
+from gradguard.parity.scales import (
+    DOUBLED,
+    ScriptRun,
+    alike_settings,
+    apart,
+    is_linear,
+    mean_of,
+    same_twice,
+    scale_of,
+    turned_sizes,
+)
 
 Run = Callable[[ScriptRun], SavedGradients]
 
@@ -63,6 +73,14 @@ def _is_linear(runs: Sequence[SavedGradients]) -> bool:
 def tables(run: SavedGradients) -> list[tuple[str, SavedGradients]]:
     """Return the gradients, and the stages after them, each with its name."""
     return [("", run), *((name, one) for name, one in run.stages.items() if name != START)]
+
+
+def not_same_twice(runs: Sequence[SavedGradients]) -> Iterator[tuple[str, float]]:
+    """Yield each stage that differs between the first two runs, which nothing tells apart, and by what part of it."""
+    for (name, one), (_, other) in zip(*map(tables, runs[:2]), strict=True):
+        a, b = (run.sketches["gradient"][0] for run in (one, other))
+        if not same_twice(a, b, one.epsilon):
+            yield name, apart(a, b)
 
 
 def _sizes(runs: Sequence[SavedGradients]) -> dict[str, dict[str, float]]:

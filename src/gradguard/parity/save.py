@@ -275,9 +275,9 @@ class _SavedRuns:
             return max(1, self.replay.run(step, scale).count)
 
     def _sketch_of_rows(self, name: str, scale: float) -> Sketches:
-        scales = {p.name: self._training.loss_scale(p) for p in self._local} if self._training else {}
+        scales = self._training.loss_scales if self._training else {}
         return self._whole.rows(name, 1 / (scale * scales.get(name, 1.0)))
 
     def _gradients(self) -> dict[str, Tensor]:
         """The sketches of this process' gradients; with an update that takes a loss scale off, without it."""
-        return self._training.unscaled_gradients(self._local) if self._training else local_gradients(self._local)
+        return self._training.unscaled_gradients() if self._training else local_gradients(self._local)

@@ -21,7 +21,7 @@ from gradguard.parity.forked_runs import ForkedRuns
 from gradguard.parity.saved import GRADIENT, START, SavedParameter
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
-from gradguard.parity.step_parity import ComparedStages, Noted, StepNotes, scale_between, taken_off_by
+from gradguard.parity.step_parity import ComparedStages, Noted, StepNotes, scale_between, taken_off_by, trained_by
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
@@ -320,7 +320,7 @@ class ScriptGradients(Listener):
             self._stack.callback(EveryStep(self._optimizer_takes, lambda _: None, optimizer=optimizer).remove)
 
     def _optimizer_takes(self, optimizer: Optimizer, evaluation: int) -> None:
-        if optimizer in self._step.stepped:
+        if self._number >= 1 and optimizer in self._step.stepped:
             self._notes.take(optimizer, evaluation)
 
     def _is_whole(self) -> bool:
@@ -342,17 +342,8 @@ class ScriptGradients(Listener):
         return {id(p) for one in self._known for p in parameters_of(one)}
 
     def _of(self, optimizer: Optimizer) -> list[LocalParameter]:
-        known = {id(p.parameter) for p in (*self._local, *self._notes.stepped)}
-        given = [p for p in parameters_of(optimizer) if p.requires_grad]
-        if foreign := [list(p.shape) for p in given if id(p) not in known]:
-            raise UnsupportedGradientError(
-                f"{len(foreign)} of the {len(given)} parameters of {type(optimizer).__name__} belong to no model that "
-                f"was called before the step, the first of shape {foreign[0]}. A tensor beside the model (a "
-                "temperature, log_alpha) has no name from outside: make it a parameter of a module that is called. "
-                "For weights of an engine of its own, such as DeepSpeed's, call "
-                "gradguard.save_gradients(file, model, step) in the script."
-            )
-        return [p for p in self._in({id(p) for p in given}) if p.name not in self._step.about]
+        given = trained_by(optimizer, (*self._local, *self._notes.stepped))
+        return [p for p in self._in(given) if p.name not in self._step.about]
 
     # The file.
 

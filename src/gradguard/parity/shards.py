@@ -187,8 +187,8 @@ def gathered_words(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one for of_rank in gathered([*words]) for one in of_rank))
 
 
-def gathered_settings(settings: Mapping[str, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
-    """Return the settings of all processes, by parameter."""
+def gathered_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of all processes, by name."""
     return {name: of for of_rank in gathered(settings) for name, of in of_rank.items()}
 
 

@@ -18,6 +18,7 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import listen_to_scale
 from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.parity.backward_replay import add_signs, scale_gradients
+from gradguard.parity.rounding_runs import not_same_twice
 from gradguard.parity.saved import (
     BUFFER,
     GRADIENT,
@@ -29,7 +30,7 @@ from gradguard.parity.saved import (
     SavedParameter,
     after_step,
 )
-from gradguard.parity.scales import ScriptRun, same_twice
+from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered_settings, gathered_words, local_buffers, of_one_shape
 from gradguard.parity.vectors import Vector, norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
@@ -121,8 +122,10 @@ class StepNotes:
 
     Attributes:
         stepped: The tensors that optimizers step: master weights, where a parameter names some.
-        settings: The numbers among the optimizers' settings, by parameter: at the first step, and after each.
+        settings: The numbers among the optimizers' settings, by parameter: at the first step, and after each, with
+            those of their schedulers.
         left_out: The states that cannot be compared, in words.
+        taken: The sketches of the gradients that optimizers have taken since `before_update`, by name.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class StepNotes:
         self.settings: dict[str, dict[str, float]] = {}
         self.left_out = {words: None for words, one in others if not [*self._averages("", one)]}
         self._before: dict[str, Tensor] = {}
-        self._taken: dict[str, Tensor] = {}
+        self.taken: dict[str, Tensor] = {}
 
     def start(self) -> Noted:
         """Note the state before the first forward, which changes buffers."""
@@ -147,43 +150,44 @@ class StepNotes:
 
     def before_update(self) -> None:
         """Note the weights that the next step changes."""
-        self._before, self._taken = local_weights(self.stepped), {}
+        self._before, self.taken = local_weights(self.stepped), {}
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer, evaluation: int) -> None:
         """Note the gradients that a step of ``optimizer`` begins with."""
         if evaluation:
             return
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        groups = _groups([optimizer])
         own = [p for p in self.stepped if id(p.parameter) in groups]
         factor = taken_off_by(optimizer)
-        self._taken |= {name: factor * sketch for name, sketch in local_gradients(own).items()}
+        self.taken |= {name: factor * sketch for name, sketch in local_gradients(own).items()}
         for p in own:
             self.settings.setdefault(p.name, _numbers(groups[id(p.parameter)]))
 
-    @property
-    def took(self) -> bool:
-        """Tell whether an optimizer has taken a gradient since `before_update`."""
-        return bool(self._taken)
-
     def end(self, t: int, calls: int) -> dict[str, Noted]:
         """Return the stages of step ``t`` that follow its gradients, whose update is done."""
-        held, states = [p for p in self.stepped if p.name in self._taken], [*self._states()]
+        held, states = [p for p in self.stepped if p.name in self.taken], [*self._states()]
         now = local_weights(self.stepped)
         change = {name: weights - self._before[name] for name, weights in now.items()}
         self._note_settings(t)
         return {
-            f"gradient that the optimizer takes at step {t}": noted(held, self._taken, calls),
+            f"gradient that the optimizer takes at step {t}": noted(held, self.taken, calls),
             f"{STATE} after step {t}": noted(states, local_weights(states), calls),
             f"{UPDATE} {t}": noted(self.stepped, change, calls, now),
         }
 
     def _note_settings(self, t: int) -> None:
         """Note what a scheduler and a layer that is frozen have left: the next step, which may not be saved, has it."""
-        groups = {id(p): group for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        groups = _groups(self._optimizers)
+        of_schedulers = {
+            id(p): _numbers(one.state_dict(), f"{type(one).__name__}.")
+            for one in schedulers_of(self._optimizers)
+            for p in parameters_of(one.optimizer)
+        }
         for model, p in zip(self._local, self.stepped, strict=True):
             if p.name in self.settings:
-                left = _numbers(groups.get(id(p.parameter), {}))
+                of = id(p.parameter)
+                left = _numbers(groups.get(of, {})) | of_schedulers.get(of, {})
                 left[TRAINED] = float(model.parameter.requires_grad)
                 self.settings[p.name] |= {after_step(key, t): value for key, value in left.items()}
 
@@ -267,9 +271,8 @@ def check_updates(runs: Sequence[SavedGradients]) -> None:
     Raises:
         UnsupportedGradientError: If half of them do.
     """
-    for name, one in runs[0].stages.items():
-        a, b = (run.stages[name].sketches["gradient"][0] for run in runs[:2])
-        if name.startswith(UPDATE) and not same_twice(a, b, one.epsilon):
+    for name, _ in not_same_twice(runs):
+        if name.startswith(UPDATE):
             raise UnsupportedGradientError(
                 f"{name} is not the same twice: what else does update() change, besides the weights and the "
                 "optimizer? Pass it as others=[scheduler, scaler, ...], which have state_dict and "
@@ -315,16 +318,9 @@ class TrainingSteps:
         of_others = [(f"the state of {type(one).__name__}", one) for one in others]
         self._notes = StepNotes(local, optimizers, [] if model is None else [("", model)], of_others)
         self._stages = ComparedStages()
-        known = {id(p.parameter) for p in self._notes.stepped}
         for one in optimizers:
-            given = [p for p in parameters_of(one) if p.requires_grad]
-            if foreign := sum(id(p) not in known for p in given):
-                raise UnsupportedGradientError(
-                    f"{foreign} of the {len(given)} parameters of {type(one).__name__} are not the model's: weights of "
-                    "an engine of its own? Expected the parameters of the model, or master weights that each parameter "
-                    "names as its main_param, whole, as Megatron does."
-                )
-        found = [one for one in schedulers_of(optimizers) if one not in others]
+            trained_by(one, self._notes.stepped)
+        found = [one for one in (*schedulers_of(optimizers), *_alive(torch.amp.GradScaler)) if one not in others]
         self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
         self._scale, self._unscaled = 1.0, set[int]()
@@ -353,19 +349,20 @@ class TrainingSteps:
             if not all(gradients_are_scaled(scaler, one) for scaler in self._scalers):
                 self._unscaled |= {id(p) for p in parameters_of(one)}
 
-    def loss_scale(self, parameter: LocalParameter) -> float:
-        """Return what the gradient of a parameter is multiplied by since `hearing`; 1 where it is unscaled."""
-        return 1.0 if id(parameter.parameter) in self._unscaled else self._scale
+    @property
+    def loss_scales(self) -> dict[str, float]:
+        """Return what gradients are multiplied by since `hearing`, by name; 1 where they are unscaled."""
+        return {p.name: 1.0 if id(p.parameter) in self._unscaled else self._scale for p in self._local}
 
     def _heard(self, loss: Any, scaled: Any) -> None:
         if (times := scale_between(loss, scaled)) is not None:
             known = (one.get_scale() for one in self._scalers)  # a loss of 16 bits is rounded
             self._scale = next((one for one in known if math.isclose(one, times, rel_tol=1e-2)), times)
 
-    def unscaled_gradients(self, local: Sequence[LocalParameter]) -> dict[str, Tensor]:
+    def unscaled_gradients(self) -> dict[str, Tensor]:
         """Return the sketch of each part's gradient without the loss scale, by name."""
-        scales = {p.name: self.loss_scale(p) for p in local}
-        return {name: sketch / scales[name] for name, sketch in local_gradients(local).items()}
+        scales = self.loss_scales
+        return {name: sketch / scales[name] for name, sketch in local_gradients(self._local).items()}
 
     def begin(self) -> None:
         """Note the state before the first forward, which changes buffers."""
@@ -392,10 +389,9 @@ class TrainingSteps:
                     again()
             scale_gradients(self._local, 1 / how.scale)
             name = f"{GRADIENT} {t}"
-            run[name] = self._stages.add(name, noted(self._local, self.unscaled_gradients(self._local), calls))
+            run[name] = self._stages.add(name, noted(self._local, self.unscaled_gradients(), calls))
             if sizes := how.sizes.get(name):
-                scales = {p.name: self.loss_scale(p) for p in self._local}
-                add_signs(self._local, {n: scales.get(n, 1.0) * size for n, size in sizes.items()}, t)
+                add_signs(self._local, {n: scale * sizes.get(n, 0.0) for n, scale in self.loss_scales.items()}, t)
             self._notes.before_update()
             self._updated()
             run |= {name: self._stages.add(name, one) for name, one in self._notes.end(t, calls).items()}
@@ -419,11 +415,29 @@ class TrainingSteps:
         finally:
             for hook in hooks:
                 hook.remove()
-        if not self._notes.took:
+        if not self._notes.taken:
             raise InvalidValueError(
                 "update() made no step of the optimizer with gradients: expected what follows backward in the training "
                 "loop, as in update=optimizer.step. A GradScaler leaves a step out where a gradient overflows."
             )
+
+
+def trained_by(optimizer: Optimizer, own: Sequence[LocalParameter]) -> set[int]:
+    """Return the identities of an optimizer's trained parameters.
+
+    Raises:
+        UnsupportedGradientError: If one is not among ``own``.
+    """
+    known, given = {id(p.parameter) for p in own}, [p for p in parameters_of(optimizer) if p.requires_grad]
+    if foreign := [list(p.shape) for p in given if id(p) not in known]:
+        raise UnsupportedGradientError(
+            f"{len(foreign)} of the {len(given)} parameters of {type(optimizer).__name__} belong to no model that was "
+            f"called before the step, or is saved, the first of shape {foreign[0]}. A tensor beside the model (a "
+            "temperature, log_alpha) has no name: make it a parameter of a module that is called. Master weights are "
+            "known where each parameter names its own, whole, as main_param. Of an engine that keeps the weights, such "
+            "as DeepSpeed, save gradients alone: call gradguard.save_gradients(file, model, step) in the script."
+        )
+    return {id(p) for p in given}
 
 
 def scale_between(loss: Any, scaled: Any) -> float | None:
@@ -441,10 +455,15 @@ def taken_off_by(optimizer: Optimizer) -> float:
 
 
 def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Return the live schedulers of PyTorch that belong to ``optimizers``, and every live GradScaler."""
-    kinds, known = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler), {id(one) for one in optimizers}
-    found = [one for one in all_objects() if issubclass(type(one), kinds)]
-    return [one for one in found if isinstance(one, kinds[1]) or id(vars(one).get("optimizer")) in known]
+    """Return the live schedulers of PyTorch that belong to ``optimizers``, in the order of their counts."""
+    known = {id(one) for one in optimizers}
+    found = [one for one in _alive(torch.optim.lr_scheduler.LRScheduler) if id(vars(one).get("optimizer")) in known]
+    return sorted(found, key=lambda one: one.last_epoch)
+
+
+def _alive(kind: type) -> list[Any]:
+    """Return the objects of a class that exist."""
+    return [one for one in all_objects() if issubclass(type(one), kind)]
 
 
 def enabled_scalers(others: Sequence[Any]) -> list[torch.amp.GradScaler]:
@@ -486,8 +505,13 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the settings of a group of parameters."""
-    leaves = _leaves({key: value for key, value in group.items() if key != "params"})
-    numbers = {key: float(value) for key, value in leaves if not isinstance(value, Tensor) or value.numel() == 1}
+def _groups(optimizers: Sequence[Optimizer]) -> dict[int, Mapping[str, Any]]:
+    """Return each parameter's group, by its identity."""
+    return {id(p): group for one in optimizers for group in one.param_groups for p in group["params"]}
+
+
+def _numbers(settings: Mapping[str, Any], front: str = "") -> dict[str, float]:
+    """Return the numbers among the settings of a group of parameters, or in the state of a scheduler."""
+    leaves = _leaves({key: value for key, value in settings.items() if key != "params" and key[:1] != "_"})
+    numbers = {front + key: float(x) for key, x in leaves if not isinstance(x, Tensor) or x.numel() == 1}
     return {key: value for key, value in numbers.items() if math.isfinite(value)}

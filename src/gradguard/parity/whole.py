@@ -15,7 +15,7 @@ from gradguard.distributed.processes import rank_and_size, sum_over
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.backward_replay import epsilon_of
 from gradguard.parity.saved import SavedGradients, SavedParameter
-from gradguard.parity.shards import TASK, LocalParameter, Whole, agree_on, gathered
+from gradguard.parity.shards import TASK, LocalParameter, Whole, agree_on, gathered, gathered_settings
 from gradguard.parity.summation import most_of_sums, rounding_of_sums
 from gradguard.tensors.matmul_precision import Kind
 from gradguard.tensors.sketch import HASH_VERSION, ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
@@ -162,7 +162,7 @@ class WholeParameters:
             mesh: Any = getattr(parameter.parameter, "device_mesh", None)
             if mesh is not None and mesh.mesh_dim_names:
                 known |= {f"size of {name}": float(mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)}
-        return {name: value for one in gathered(known) for name, value in one.items()}
+        return gathered_settings(known)
 
 
 def local_weights(local: Sequence[LocalParameter]) -> dict[str, Tensor]:
