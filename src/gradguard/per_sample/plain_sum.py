@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gradguard.per_sample.contributions import Contribution, Outer, TableRows, Tied, real_parts, wide
 from gradguard.tensors.layout import wide_dtype
+from gradguard.tensors.norms import total_norm
 
 
 class Leaves:
@@ -64,9 +65,9 @@ def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: fl
     """
     own = magnitude(contribution)
     total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device))
-    off = total if plain is None else total - dense(plain).view(total.shape)
+    off = total if plain is None else total.sub_(dense(plain).view(total.shape))
     steps = 1.5 if precision > 1e-4 else 64.0
-    error = torch.linalg.vector_norm(off, dtype=wide_dtype(off.device)) / (steps * precision * (own + size) + 1e-300)
+    error = total_norm([off]) / (steps * precision * (own + size) + 1e-300)
     return torch.where(error.isfinite(), error, 0.0)
 
 

@@ -1,10 +1,10 @@
 """Tries out, before the first call of each kind and size, whether per-sample gradients will be right.
 
-Two of its samples are run together, in both orders, as the clipper sees them, and each by itself, with plain autograd;
-both get the same random gradient of the output, so no loss function is needed. This runs in float64 where the model
-can, so that what is compared is the structure and not rounding; each parameter of each sample is compared by its own
-norm. Plain gradients of the layers are not made for it: the gradients of the samples by themselves are more than their
-sum.
+Two of its samples are run together, the first once more behind the second, as the clipper sees them, and each by
+itself, with plain autograd. Both get the same random gradient of the output there, so no loss function is needed. This
+runs in float64 where the model can, so that what is compared is the structure and not rounding; each parameter of each
+sample is compared by its own norm. Plain gradients of the layers are not made for it: the gradients of the samples by
+themselves are more than their sum.
 
 Then the whole batch is run, from its last sample to its first, and a batch of copies, whose samples must return what
 they return by themselves: so a capacity, or anything else that depends on how many there are, or on which comes first,
@@ -213,9 +213,9 @@ def compare(
         scaled: Scale what the outputs get by powers of two, to see that the backward is linear.
         alone: Run only so many of them, the first, by themselves.
         opened: Put other numbers into parameters and buffers that hold one number only: a gate that is shut, at 0, or
-            open, at 1, would hide what it lets pass later. Only where the model runs in float64. Run the samples in
-            the other order, too: a layer may get them in one that depends on their values, and give them back in
-            theirs.
+            open, at 1, would hide what it lets pass later. Only where the model runs in float64. Run the first sample
+            behind the others too: a layer may get samples in an order that depends on their values, and give them back
+            in theirs, and no such order has equal samples apart.
 
     Returns:
         None if nothing that is returned can be compared.
@@ -273,38 +273,33 @@ class _RehearsedPair:
         """Compare the gradients that rows of the outputs give.
 
         Args:
-            scaled: Scale the gradients of the outputs by powers of two: up and down in turn in the batch, the other way
-                for a sample alone. In a linear backward this changes no bit of what is compared.
+            scaled: Scale the gradients of the outputs by powers of two: up, down and not at all in turn in the batch,
+                the other way for a sample alone. In a linear backward this changes no bit of what is compared.
             alone: Number of samples that run by themselves.
-            both_orders: Compare in the other order, too.
+            both_orders: Run the first sample once more behind the others, so that each two come in both orders.
 
         Returns:
             The largest error; None if no output has such rows.
         """
         order = [*range(len(self._samples))]
-        loop, found = self._run(self._random_grads, order, scaled)
+        loop, found = self._run(self._random_grads, [*order, 0] if both_orders else order, scaled)
         if all(grad is None for grad in loop.grads):
             return None
-        own = [*map(SampleGradient, loop.run(range(alone)))]
-        worst = self._against(loop, found, own)
-        if not both_orders or worst.excess > 1:
-            return worst
-        loop, found = self._run(self._random_grads, order[::-1], scaled)
-        drawn = loop.draws.drawn
-        again = [*map(SampleGradient, loop.run(order))] if drawn else own[::-1]
-        return self._against(loop, found, again)
+        again = both_orders and bool(loop.draws.drawn)  # it has drawn other numbers there
+        own = [*map(SampleGradient, loop.run(range(alone + again)))]
+        return self._against(loop, found, [*own, own[0]] if both_orders and not again else own)
 
     def unowned(self) -> dict[int, str]:
         """Return the refusals of gradients of outputs that no sample owns; numbers that are the reduction are owned."""
-        words = {}
+        words, count = {}, self._count
         for position, (output, axis) in enumerate(zip(self._outputs, self._pattern.output_axes, strict=True)):
             if axis is not None or not output.requires_grad:
                 continue
             if output.dim():
                 words[position] = (
                     f"{type(self._pattern.module).__name__} returns a tensor of shape {tuple(output.shape)} for "
-                    f"{len(self._samples)} samples in which no dimension is that of samples alone, and the loss uses "
-                    "it: its gradient belongs to no single sample. Leave it out of the loss."
+                    f"{count} samples in which no dimension is that of samples alone, and the loss uses it: its "
+                    "gradient belongs to no single sample. Leave it out of the loss."
                 )
             elif (refusal := self._number(position)) is not None:
                 words[position] = refusal
@@ -385,9 +380,10 @@ class _RehearsedPair:
             loop, outputs = _together(self._tracker, self._call, [self._samples[i] for i in order], self._reset)
             loop.shares = torch.ones(len(order), device="cpu")  # of tokens: they are found by the comparison
             self.precision = loop.precision = max(self.precision, loop.draws.precision)
-            self._outputs, loop.outputs = outputs, [(output, -1) for output, _ in loop.outputs]
+            self._outputs, self._count, loop.outputs = outputs, len(order), [(output, -1) for output, _ in loop.outputs]
             factor = 2.0 ** (_LITTLE if self.precision > 1e-4 else _MUCH) if scaled else 1.0
-            scales = [1 / factor if i % 2 and not number else factor for i in order]
+            # Another scale at each place: the same sample at two places can be told apart.
+            scales = [factor if number else (factor, 1 / factor, 1.0)[place % 3] for place in range(len(order))]
             loop.scales = [1 / scale for scale in scales]
             loop.grads = [
                 g if g is None or a is None else _placed(g, a, order)
