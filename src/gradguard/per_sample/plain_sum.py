@@ -54,7 +54,14 @@ class Leaves:
         self.plain[name] = self.plain[name] + gradient if name in self.plain else gradient
 
 
-def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: float, size: Tensor | float) -> Tensor:
+def not_adding_up(found: Mapping[str, Contribution], leaves: Leaves, precision: float, size: Tensor | float) -> str:
+    """Return the name of a parameter whose samples' gradients do not add up to its plain one, "" if all do."""
+    off = [_off_from_sum(rows, leaves.plain.get(name), precision, size) for name, rows in found.items()]
+    errors = torch.stack(off).tolist() if off else []  # one look at the device
+    return next((name for name, error in zip(found, errors, strict=True) if error > 1), "")
+
+
+def _off_from_sum(contribution: Contribution, plain: Tensor | None, precision: float, size: Tensor | float) -> Tensor:
     """Return how far the sum is from ``plain``, as a multiple of what rounding explains; 0 where it is not finite.
 
     Args:

@@ -281,8 +281,7 @@ class _RehearsedPair:
         Returns:
             The largest error; None if no output has such rows.
         """
-        order = [*range(len(self._samples))]
-        loop, found = self._run(self._random_grads, [*order, 0] if both_orders else order, scaled)
+        loop, found = self._run(self._random_grads, scaled, once_more=both_orders)
         if all(grad is None for grad in loop.grads):
             return None
         again = both_orders and bool(loop.draws.drawn)  # it has drawn other numbers there
@@ -321,14 +320,14 @@ class _RehearsedPair:
                 f"are run one by one ({self._pattern.reason}), so the numbers of their tokens cannot be counted. "
                 "Compute the loss outside, from what it returns for each token."
             )
-        order = [*range(len(self._samples))]
 
         def one(outputs: Sequence[Tensor]) -> list[Tensor | None]:
             return [torch.ones_like(o) if i == position else None for i, o in enumerate(outputs)]
 
         def compared(scaled: bool) -> Comparison:
-            loop, found = self._run(one, order, scaled, number=True)
-            return self._against(loop, found, map(SampleGradient, loop.run(order)), self._reduction == "token_mean")
+            loop, found = self._run(one, scaled, number=True)
+            alone = map(SampleGradient, loop.run(range(len(self._samples))))
+            return self._against(loop, found, alone, self._reduction == "token_mean")
 
         try:
             scaled = compared(True)
@@ -360,24 +359,24 @@ class _RehearsedPair:
     def _run(
         self,
         choose: Callable[[Sequence[Tensor]], list[Tensor | None]],
-        order: Sequence[int],
         scaled: bool,
         number: bool = False,
+        once_more: bool = False,
     ) -> tuple[LoopedCall, dict[str, Contribution]]:
         """Run the samples together, as the clipper sees them.
 
         Args:
-            choose: Gives the gradients of what they return in their own order.
-            order: The one in which they run.
+            choose: Gives the gradients of what they return.
             scaled: Scale these gradients.
             number: All samples have the scale of the first.
+            once_more: The first sample runs behind the others too, with the same gradients at another scale.
 
         Returns:
             The samples that ran together, each of which it can run by itself; their per-sample gradients.
         """
-        axes = self._pattern.output_axes
+        axes, order = self._pattern.output_axes, [*self._samples, *([self._samples[0]] if once_more else ())]
         with self._tracker.collect_separately(self._pattern) as collector:
-            loop, outputs = _together(self._tracker, self._call, [self._samples[i] for i in order], self._reset)
+            loop, outputs = _together(self._tracker, self._call, order, self._reset)
             loop.shares = torch.ones(len(order), device="cpu")  # of tokens: they are found by the comparison
             self.precision = loop.precision = max(self.precision, loop.draws.precision)
             self._outputs, self._count, loop.outputs = outputs, len(order), [(output, -1) for output, _ in loop.outputs]
@@ -385,12 +384,13 @@ class _RehearsedPair:
             # Another scale at each place: the same sample at two places can be told apart.
             scales = [factor if number else (factor, 1 / factor, 1.0)[place % 3] for place in range(len(order))]
             loop.scales = [1 / scale for scale in scales]
-            loop.grads = [
-                g if g is None or a is None else _placed(g, a, order)
-                for g, a in zip(choose(outputs), axes, strict=True)
-            ]
+            loop.grads = choose(outputs)
+            for grad, axis in zip(loop.grads, axes, strict=True) if once_more else ():
+                if grad is not None and axis is not None:
+                    size = grad.shape[axis.dim] // len(order)
+                    rows_of(grad, axis, size, len(order) - 1).copy_(rows_of(grad, axis, size, 0))
             pairs = [
-                (o, g * scales[0] if a is None else _placed(g, a, range(len(order)), scales))
+                (o, g * scales[0] if a is None else _scaled(g, a, scales))
                 for o, g, a in zip(outputs, loop.grads, axes, strict=True)
                 if g is not None
             ]
@@ -439,13 +439,12 @@ class _RehearsedPair:
         return worst
 
 
-def _placed(grad: Tensor, axis: BatchAxis, order: Sequence[int], scales: Sequence[float] = ()) -> Tensor:
-    """Each sample's part of an output's gradient at its place in the batch, times the scale there."""
-    placed, size = grad.clone(), grad.shape[axis.dim] // len(order)
-    for place, i in enumerate(order):
-        part = rows_of(grad, axis, size, i)
-        rows_of(placed, axis, size, place).copy_(part * scales[place] if scales else part)
-    return placed
+def _scaled(grad: Tensor, axis: BatchAxis, scales: Sequence[float]) -> Tensor:
+    """Return an output's gradient with the part at each place of the batch times the scale there."""
+    scaled, size = grad.clone(), grad.shape[axis.dim] // len(scales)
+    for place, scale in enumerate(scales):
+        rows_of(scaled, axis, size, place).mul_(scale)
+    return scaled
 
 
 def _not_linear(module: nn.Module) -> str:
