@@ -162,7 +162,7 @@ def test_outer_with_a_bad_sample_in_every_way(way):
 
 
 def squares_of(contribution: Contribution) -> Tensor:
-    return sample_norms({"weight": contribution}).of["weight"].square()
+    return sample_norms({"weight": contribution})[0]["weight"].square()
 
 
 def cancelling(size: float) -> tuple[Outer, Tensor]:

@@ -18,6 +18,8 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress, zip_longest
+from operator import not_
 from typing import NamedTuple
 
 import torch
@@ -429,56 +431,40 @@ def are_certain(squares: Tensor, uncancelled: Tensor) -> Tensor:
     return (squares > uncancelled * 1e-3 + _UNDERFLOW) & (squares < torch.inf)
 
 
-class SampleNorms(NamedTuple):
-    """The norms of samples' gradients.
-
-    Attributes:
-        of: The norm of each sample's gradient of each parameter, float64 ``[B]``.
-        seen_finite: Whether the host has seen, while it looked at something else, that all of them are finite.
-    """
-
-    of: dict[str, Tensor]
-    seen_finite: bool
-
-
 def sample_norms(
-    contributions: Mapping[str, Contribution], scale: Tensor | float = 1.0, valid: Tensor | None = None
-) -> SampleNorms:
+    contributions: Mapping[str, Contribution], scale: Tensor | float = 1.0, valid: Tensor | bool = True
+) -> tuple[dict[str, Tensor], bool]:
     """Return the norm of each sample's gradient of each parameter; the host looks at most once.
 
     Args:
         contributions: The contribution to each parameter.
         scale: Factor of the norms; ``[B]`` or one number.
         valid: A bool on the device that is looked at with the norms: where it is false, none counts as finite.
+
+    Returns:
+        The norms, float64 ``[B]``, by parameter. Whether the host has seen, while it looked, that all are finite.
     """
     if not contributions:
-        return SampleNorms({}, False)
-    # Products of two norms first, then norms, then squares that may be rounding, then other squares: each of these is
-    # one block, which takes one call and not one for each parameter.
-    measured = sorted(((c.measured, name) for name, c in contributions.items()), key=lambda one: -len(one[0]))
-    measured = [(tensors, name) for tensors, name in measured if tensors]
-    squares = {name: c.squared_norms() for name, c in contributions.items() if not c.measured}
-    squared = sorted(squares, key=lambda name: contributions[name].uncancelled is None)
-    whole = [bound for name in squared if (bound := contributions[name].uncancelled) is not None]
-    blocks = []
-    if measured:
-        pairs = [tensors[1] for tensors, _ in measured if len(tensors) == 2]
-        norms = torch.stack(row_norms([*[tensors[0] for tensors, _ in measured], *pairs]))
-        if pairs:
-            norms[: len(pairs)].mul_(norms[len(measured) :])
-        blocks.append(norms[: len(measured)])
-    if squared:
-        blocks.append(torch.stack([squares[name] for name in squared]).sqrt_())
+        return {}, False
+    # Products of two norms first, then norms, then squares: a block of each takes one call, not one a parameter.
+    measured = dict(sorted(((name, c.measured) for name, c in contributions.items()), key=lambda one: -len(one[1])))
+    sides = [*zip_longest(*[each for each in measured.values() if each])]
+    squares = {name: contributions[name].squared_norms() for name, each in measured.items() if not each}
+    blocks = [torch.stack([*squares.values()]).sqrt_()] if squares else []
+    if sides:
+        norms, *others = [torch.stack(row_norms([one for one in side if one is not None])) for side in sides]
+        for other in others:
+            norms[: len(other)].mul_(other)
+        blocks.insert(0, norms)
     together, seen_finite = torch.cat(blocks), False
-    if whole:
-        certain = are_certain(torch.stack([squares[name] for name in squared[: len(whole)]]), torch.stack(whole))
-        finite = (together < torch.inf).all() if valid is None else (together < torch.inf).all() & valid
+    bounds = {name: bound for name in squares if (bound := contributions[name].uncancelled) is not None}
+    if bounds:
+        certain = are_certain(torch.stack([squares[name] for name in bounds]), torch.stack([*bounds.values()]))
+        finite = (together < torch.inf).all() & valid
         *each, seen_finite = torch.cat([certain.all(1), finite.view(1)]).tolist()
-        for i, name in enumerate(squared[: len(whole)]):
-            if not each[i]:
-                together[len(measured) + i] = contributions[name].with_recomputed(squares[name]).sqrt()
-    names = [*[name for _, name in measured], *squared]
-    return SampleNorms(dict(zip(names, (together * scale).unbind(), strict=True)), seen_finite)
+        for name in compress(bounds, map(not_, each)):
+            together[[*measured].index(name)] = contributions[name].with_recomputed(squares[name]).sqrt()
+    return dict(zip(measured, (together * scale).unbind(), strict=True)), seen_finite
 
 
 # Which way to find each norm: the fastest, within a budget of bytes. Times are estimates from four numbers of a

@@ -19,7 +19,7 @@ from gradguard.per_sample.contributions import (
 )
 from gradguard.per_sample.layer_plans import CallPlan
 from gradguard.per_sample.layers.call import LayerCall
-from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
+from gradguard.per_sample.plain_sum import Leaves, magnitude, not_adding_up
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
 from gradguard.tensors.matmul_precision import TF32_EPSILON, Kind, full_float32, is_tf32_allowed, outside_autocast
@@ -165,13 +165,12 @@ class MiniBatch:
         while self.to_verify:
             layer, contributions, precision, size = self.to_verify.pop()
             assert layer.leaves is not None
-            for name, contribution in contributions.items():
-                if float(off_from_sum(contribution, layer.leaves.plain.get(name), precision, size)) > 1:
-                    raise UnsupportedGradientError(
-                        f"the samples' gradients of {name} do not add up to its plain gradient in "
-                        f"{type(layer.module).__name__}. Does a hook, or a forward that was replaced, use its "
-                        "parameters or its output before the clipper sees it? Nothing was clipped."
-                    )
+            if name := not_adding_up(contributions, layer.leaves, precision, size):
+                raise UnsupportedGradientError(
+                    f"the samples' gradients of {name} do not add up to its plain gradient in "
+                    f"{type(layer.module).__name__}. Does a hook, or a forward that was replaced, use its parameters "
+                    "or its output before the clipper sees it? Nothing was clipped."
+                )
 
 
 class GradientCollector:

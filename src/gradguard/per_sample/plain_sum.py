@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gradguard.per_sample.contributions import Contribution, Outer, TableRows, Tied, real_parts, wide
 from gradguard.tensors.layout import wide_dtype
+from gradguard.tensors.norms import total_norm
 
 
 class Leaves:
@@ -53,7 +54,14 @@ class Leaves:
         self.plain[name] = self.plain[name] + gradient if name in self.plain else gradient
 
 
-def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: float, size: Tensor | float) -> Tensor:
+def not_adding_up(found: Mapping[str, Contribution], leaves: Leaves, precision: float, size: Tensor | float) -> str:
+    """Return the name of a parameter whose samples' gradients do not add up to its plain one, "" if all do."""
+    off = [_off_from_sum(rows, leaves.plain.get(name), precision, size) for name, rows in found.items()]
+    errors = torch.stack(off).tolist() if off else []  # one look at the device
+    return next((name for name, error in zip(found, errors, strict=True) if error > 1), "")
+
+
+def _off_from_sum(contribution: Contribution, plain: Tensor | None, precision: float, size: Tensor | float) -> Tensor:
     """Return how far the sum is from ``plain``, as a multiple of what rounding explains; 0 where it is not finite.
 
     Args:
@@ -64,9 +72,9 @@ def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: fl
     """
     own = magnitude(contribution)
     total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device))
-    off = total if plain is None else total - dense(plain).view(total.shape)
+    off = total if plain is None else total.sub_(dense(plain).view(total.shape))
     steps = 1.5 if precision > 1e-4 else 64.0
-    error = torch.linalg.vector_norm(off, dtype=wide_dtype(off.device)) / (steps * precision * (own + size) + 1e-300)
+    error = total_norm([off]) / (steps * precision * (own + size) + 1e-300)
     return torch.where(error.isfinite(), error, 0.0)
 
 

@@ -1,10 +1,10 @@
 """Tries out, before the first call of each kind and size, whether per-sample gradients will be right.
 
-Two of its samples are run together, in both orders, as the clipper sees them, and each by itself, with plain autograd;
-both get the same random gradient of the output, so no loss function is needed. This runs in float64 where the model
-can, so that what is compared is the structure and not rounding; each parameter of each sample is compared by its own
-norm. Plain gradients of the layers are not made for it: the gradients of the samples by themselves are more than their
-sum.
+Two of its samples are run together, the first once more behind the second, as the clipper sees them, and each by
+itself, with plain autograd. Both get the same random gradient of the output there, so no loss function is needed. This
+runs in float64 where the model can, so that what is compared is the structure and not rounding; each parameter of each
+sample is compared by its own norm. Plain gradients of the layers are not made for it: the gradients of the samples by
+themselves are more than their sum.
 
 Then the whole batch is run, from its last sample to its first, and a batch of copies, whose samples must return what
 they return by themselves: so a capacity, or anything else that depends on how many there are, or on which comes first,
@@ -213,9 +213,9 @@ def compare(
         scaled: Scale what the outputs get by powers of two, to see that the backward is linear.
         alone: Run only so many of them, the first, by themselves.
         opened: Put other numbers into parameters and buffers that hold one number only: a gate that is shut, at 0, or
-            open, at 1, would hide what it lets pass later. Only where the model runs in float64. Run the samples in
-            the other order, too: a layer may get them in one that depends on their values, and give them back in
-            theirs.
+            open, at 1, would hide what it lets pass later. Only where the model runs in float64. Run the first sample
+            behind the others too: a layer may get samples in an order that depends on their values, and give them back
+            in theirs, and no such order has equal samples apart.
 
     Returns:
         None if nothing that is returned can be compared.
@@ -273,38 +273,32 @@ class _RehearsedPair:
         """Compare the gradients that rows of the outputs give.
 
         Args:
-            scaled: Scale the gradients of the outputs by powers of two: up and down in turn in the batch, the other way
-                for a sample alone. In a linear backward this changes no bit of what is compared.
+            scaled: Scale the gradients of the outputs by powers of two: up, down and not at all in turn in the batch,
+                the other way for a sample alone. In a linear backward this changes no bit of what is compared.
             alone: Number of samples that run by themselves.
-            both_orders: Compare in the other order, too.
+            both_orders: Run the first sample once more behind the others, so that each two come in both orders.
 
         Returns:
             The largest error; None if no output has such rows.
         """
-        order = [*range(len(self._samples))]
-        loop, found = self._run(self._random_grads, order, scaled)
+        loop, found = self._run(self._random_grads, scaled, once_more=both_orders)
         if all(grad is None for grad in loop.grads):
             return None
-        own = [*map(SampleGradient, loop.run(range(alone)))]
-        worst = self._against(loop, found, own)
-        if not both_orders or worst.excess > 1:
-            return worst
-        loop, found = self._run(self._random_grads, order[::-1], scaled)
-        drawn = loop.draws.drawn
-        again = [*map(SampleGradient, loop.run(order))] if drawn else own[::-1]
-        return self._against(loop, found, again)
+        again = both_orders and bool(loop.draws.drawn)  # it has drawn other numbers there
+        own = [*map(SampleGradient, loop.run(range(alone + again)))]
+        return self._against(loop, found, [*own, own[0]] if both_orders and not again else own)
 
     def unowned(self) -> dict[int, str]:
         """Return the refusals of gradients of outputs that no sample owns; numbers that are the reduction are owned."""
-        words = {}
+        words, count = {}, self._count
         for position, (output, axis) in enumerate(zip(self._outputs, self._pattern.output_axes, strict=True)):
             if axis is not None or not output.requires_grad:
                 continue
             if output.dim():
                 words[position] = (
                     f"{type(self._pattern.module).__name__} returns a tensor of shape {tuple(output.shape)} for "
-                    f"{len(self._samples)} samples in which no dimension is that of samples alone, and the loss uses "
-                    "it: its gradient belongs to no single sample. Leave it out of the loss."
+                    f"{count} samples in which no dimension is that of samples alone, and the loss uses it: its "
+                    "gradient belongs to no single sample. Leave it out of the loss."
                 )
             elif (refusal := self._number(position)) is not None:
                 words[position] = refusal
@@ -326,14 +320,14 @@ class _RehearsedPair:
                 f"are run one by one ({self._pattern.reason}), so the numbers of their tokens cannot be counted. "
                 "Compute the loss outside, from what it returns for each token."
             )
-        order = [*range(len(self._samples))]
 
         def one(outputs: Sequence[Tensor]) -> list[Tensor | None]:
             return [torch.ones_like(o) if i == position else None for i, o in enumerate(outputs)]
 
         def compared(scaled: bool) -> Comparison:
-            loop, found = self._run(one, order, scaled, number=True)
-            return self._against(loop, found, map(SampleGradient, loop.run(order)), self._reduction == "token_mean")
+            loop, found = self._run(one, scaled, number=True)
+            alone = map(SampleGradient, loop.run(range(len(self._samples))))
+            return self._against(loop, found, alone, self._reduction == "token_mean")
 
         try:
             scaled = compared(True)
@@ -365,36 +359,38 @@ class _RehearsedPair:
     def _run(
         self,
         choose: Callable[[Sequence[Tensor]], list[Tensor | None]],
-        order: Sequence[int],
         scaled: bool,
         number: bool = False,
+        once_more: bool = False,
     ) -> tuple[LoopedCall, dict[str, Contribution]]:
         """Run the samples together, as the clipper sees them.
 
         Args:
-            choose: Gives the gradients of what they return in their own order.
-            order: The one in which they run.
+            choose: Gives the gradients of what they return.
             scaled: Scale these gradients.
             number: All samples have the scale of the first.
+            once_more: The first sample runs behind the others too, with the same gradients at another scale.
 
         Returns:
             The samples that ran together, each of which it can run by itself; their per-sample gradients.
         """
-        axes = self._pattern.output_axes
+        axes, order = self._pattern.output_axes, [*self._samples, *([self._samples[0]] if once_more else ())]
         with self._tracker.collect_separately(self._pattern) as collector:
-            loop, outputs = _together(self._tracker, self._call, [self._samples[i] for i in order], self._reset)
+            loop, outputs = _together(self._tracker, self._call, order, self._reset)
             loop.shares = torch.ones(len(order), device="cpu")  # of tokens: they are found by the comparison
             self.precision = loop.precision = max(self.precision, loop.draws.precision)
-            self._outputs, loop.outputs = outputs, [(output, -1) for output, _ in loop.outputs]
+            self._outputs, self._count, loop.outputs = outputs, len(order), [(output, -1) for output, _ in loop.outputs]
             factor = 2.0 ** (_LITTLE if self.precision > 1e-4 else _MUCH) if scaled else 1.0
-            scales = [1 / factor if i % 2 and not number else factor for i in order]
+            # Another scale at each place: the same sample at two places can be told apart.
+            scales = [factor if number else (factor, 1 / factor, 1.0)[place % 3] for place in range(len(order))]
             loop.scales = [1 / scale for scale in scales]
-            loop.grads = [
-                g if g is None or a is None else _placed(g, a, order)
-                for g, a in zip(choose(outputs), axes, strict=True)
-            ]
+            loop.grads = choose(outputs)
+            for grad, axis in zip(loop.grads, axes, strict=True) if once_more else ():
+                if grad is not None and axis is not None:
+                    size = grad.shape[axis.dim] // len(order)
+                    rows_of(grad, axis, size, len(order) - 1).copy_(rows_of(grad, axis, size, 0))
             pairs = [
-                (o, g * scales[0] if a is None else _placed(g, a, range(len(order)), scales))
+                (o, g * scales[0] if a is None else _scaled(g, a, scales))
                 for o, g, a in zip(outputs, loop.grads, axes, strict=True)
                 if g is not None
             ]
@@ -443,13 +439,12 @@ class _RehearsedPair:
         return worst
 
 
-def _placed(grad: Tensor, axis: BatchAxis, order: Sequence[int], scales: Sequence[float] = ()) -> Tensor:
-    """Each sample's part of an output's gradient at its place in the batch, times the scale there."""
-    placed, size = grad.clone(), grad.shape[axis.dim] // len(order)
-    for place, i in enumerate(order):
-        part = rows_of(grad, axis, size, i)
-        rows_of(placed, axis, size, place).copy_(part * scales[place] if scales else part)
-    return placed
+def _scaled(grad: Tensor, axis: BatchAxis, scales: Sequence[float]) -> Tensor:
+    """Return an output's gradient with the part at each place of the batch times the scale there."""
+    scaled, size = grad.clone(), grad.shape[axis.dim] // len(scales)
+    for place, scale in enumerate(scales):
+        rows_of(scaled, axis, size, place).mul_(scale)
+    return scaled
 
 
 def _not_linear(module: nn.Module) -> str:

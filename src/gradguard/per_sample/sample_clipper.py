@@ -613,7 +613,7 @@ class PerSampleGradientClipper:
         contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
         scale = self._sample_scale(size)
         agree = None if self._loss_check is None else self._loss_check.labels_agree
-        agree = None if agree is None else agree.to(device)
+        agree = True if agree is None else agree.to(device)
         norms, seen_finite = sample_norms(contributions, scale, agree)
         if unused := [name for name in self._names if name not in norms]:
             norms |= dict.fromkeys(unused, torch.zeros(size, dtype=wide_dtype(device), device=device))
@@ -626,7 +626,7 @@ class PerSampleGradientClipper:
             self._accumulation.sensitivities.add(self.sensitivity())
         finite, bad = total < torch.inf, None
         if not seen_finite:
-            bad = ~finite if agree is None else ~(finite & agree)
+            bad = ~(finite & agree)
             bad = None if total.is_cpu and not bad.any() else bad
         if bad is not None:
             factors = [factor.masked_fill(bad, 0) for factor in factors]  # one part that is not finite drops them all

@@ -27,7 +27,7 @@ from gradguard.per_sample.call_arguments import (
 from gradguard.per_sample.contributions import Contribution, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, off_from_sum
+from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, Quietly, substituted, undisturbed
 from gradguard.state.frozen import Frozen
@@ -156,14 +156,13 @@ class LoopedCall:
         if self.leaves is None:
             return
         size = max(float(magnitude(contribution).nan_to_num(0.0, 0.0)) for contribution in found.values())
-        for name, contribution in found.items():
-            if float(off_from_sum(contribution, self.leaves.plain.get(name), self.precision, size)) > 1:
-                raise UnsupportedGradientError(
-                    f"{self.call.pattern.reason} Nor can samples be run one by one: the samples' gradients of {name} "
-                    f"do not add up to its plain gradient: a value that {type(self.module).__name__} makes reaches the "
-                    "loss in another way than through what it returns (an attribute, a list, a hook), or its samples "
-                    "are mixed. Nothing was clipped."
-                )
+        if name := not_adding_up(found, self.leaves, self.precision, size):
+            raise UnsupportedGradientError(
+                f"{self.call.pattern.reason} Nor can samples be run one by one: the samples' gradients of {name} do "
+                f"not add up to its plain gradient: a value that {type(self.module).__name__} makes reaches the loss "
+                "in another way than through what it returns (an attribute, a list, a hook), or its samples are "
+                "mixed. Nothing was clipped."
+            )
 
     def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Give the gradients of one sample after the other, at least float32; complex ones as pairs of real values.

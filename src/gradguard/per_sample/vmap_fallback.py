@@ -17,7 +17,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton
 from gradguard.per_sample.contributions import Materialized, wide
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
+from gradguard.per_sample.plain_sum import Leaves, magnitude, not_adding_up
 from gradguard.per_sample.rerun import Quietly, substituted, undisturbed
 from gradguard.torch_private import call_slot
 
@@ -216,16 +216,14 @@ class VmapFallback:
         found = {name: Materialized(gradient) for name, gradient in gradients.items()}
         sizes = [*map(magnitude, found.values()), *(wide(grad).norm() for grad in grads)]
         size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max()
-        off = [off_from_sum(rows, self.leaves.plain.get(name), precision, size) for name, rows in found.items()]
-        for name, error in zip(found, torch.stack(off).tolist(), strict=True):  # one look at the device
-            if error > 1:
-                raise UnsupportedGradientError(
-                    self._differs(
-                        f"the samples' gradients of {name} do not add up to its plain gradient. It draws random "
-                        "numbers, mixes samples, or a value that it makes reaches the loss in another way than "
-                        "through what it returns (an attribute, a list, a hook)"
-                    )
+        if name := not_adding_up(found, self.leaves, precision, size):
+            raise UnsupportedGradientError(
+                self._differs(
+                    f"the samples' gradients of {name} do not add up to its plain gradient. It draws random numbers, "
+                    "mixes samples, or a value that it makes reaches the loss in another way than through what it "
+                    "returns (an attribute, a list, a hook)"
                 )
+            )
 
     def _differs(self, what: str) -> str:
         return (
