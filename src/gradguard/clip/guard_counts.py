@@ -10,8 +10,7 @@ from torch import Tensor
 from gradguard.clip.clipper import ClipResult
 from gradguard.errors import NonFiniteGradientError
 from gradguard.tensors.host_copy import refuse_capture
-
-_NAMED_AT_MOST = 5
+from gradguard.words import listed
 
 
 class Counts:
@@ -145,6 +144,4 @@ def _line(step: int, result: ClipResult) -> str:
     """Say which gradients of a step were not finite; empty if all were."""
     if not bool(result.nonfinite):
         return ""
-    bad = result.culprit_names()
-    more = f" and {len(bad) - _NAMED_AT_MOST} more" if len(bad) > _NAMED_AT_MOST else ""
-    return f"step {step}: norm {float(result.norm)}, not finite: {', '.join(bad[:_NAMED_AT_MOST])}{more}"
+    return f"step {step}: norm {float(result.norm)}, not finite: {listed(result.culprit_names(), 5)}"

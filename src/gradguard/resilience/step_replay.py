@@ -19,6 +19,7 @@ from gradguard.json_values import jsonable
 from gradguard.resilience.culprit import FAR, deviations
 from gradguard.resilience.evidence import EvidenceBatch, StepEvidence, read_evidence
 from gradguard.state.generators import generator_states, restore_generators
+from gradguard.words import listed
 
 FEWEST = 4
 """So many other batches tell what is usual on the same weights."""
@@ -386,9 +387,7 @@ def _described(value: Any) -> str:
 
 
 def _samples(ids: Sequence[int | str]) -> str:
-    if not ids:
-        return "samples not known"
-    return f"samples {', '.join(map(str, ids[:12]))}{f' and {len(ids) - 12} more' if len(ids) > 12 else ''}"
+    return f"samples {listed(ids, 12)}" if ids else "samples not known"
 
 
 def _columns(name: str, measured: Sequence[MeasuredBatch]) -> dict[str, list[float]]:
