@@ -433,7 +433,7 @@ def _label(selection: Selection, index: int) -> str:
 
 
 def _check(clippers: Sequence[Any], labels: Sequence[str]) -> None:
-    """Raise if the members cannot be meant.
+    """Check the members of groups.
 
     Raises:
         InvalidTypeError: If one is neither a clipper nor None.

@@ -39,7 +39,7 @@ class Counts:
         return self._in_a_row if self._on_device is None else int(self._on_device[1])
 
     def begin(self, result: ClipResult) -> None:
-        """Note a real step that has ended, with what the clipper found; what became of it is told next."""
+        """Note a real step that has ended, with the result of its clip; whether it was skipped is noted next."""
         self.steps += 1
         self._history.append((self.steps, result))
 
@@ -62,7 +62,7 @@ class Counts:
             self.check(self._in_a_row)
 
     def decided_on_device(self, skip: Tensor, spike: Tensor | None = None) -> None:
-        """Note a decision that only the device knows; too many skips in a row are told some steps late.
+        """Note a decision that only the device knows; too many skips in a row are an error some steps late.
 
         Args:
             skip: Whether the step is skipped; 0-dim bool.

@@ -1,4 +1,4 @@
-"""From a skipped step to going back: what a run does about spikes that do not end by themselves."""
+"""`SpikeRecovery`: skip spikes, and go back to older weights where they do not end by themselves."""
 
 import math
 import os
@@ -95,18 +95,17 @@ class SpikeRecovery:
        steps: it may be the weights, and not the data. Schedulers do not see it.
     7. More than ``budget`` roll-backs within 1,000 steps end the run with an error that lists the events.
 
-    A legitimate shift of the data so costs ``cap`` skipped steps, and ``detection_delay`` + 1 steps a trial.
+    A legitimate shift of the data therefore costs ``cap`` skipped steps, and ``detection_delay`` + 1 steps a trial.
 
     **Guarantees.**
 
-    * All processes do the same on the same step: they judge numbers that were added up over all of them, and read what
-      the device said of step t after step t + ``detection_delay``, never earlier where it happens to be there. The host
-      waits for a step that is ``detection_delay`` old.
+    * All processes do the same on the same step: they judge numbers that were added up over all of them, and read the
+      verdict on step t after step t + ``detection_delay``, never earlier. The host waits for a step that is
+      ``detection_delay`` old.
     * A skipped step changes nothing; what its forward wrote to buffers (BatchNorm's statistics) is undone by `step`. A
       roll-back gives back weights, buffers, optimizer state, scaler, ``extra_state``, clipper and detector bit by bit
       (`Snapshot`).
-    * Never two snapshots of a suspicious time: one is older than the detection delay, and none is taken while spikes
-      are near.
+    * One snapshot is older than the detection delay, and none is taken while spikes are near.
 
     **Memory.** Two snapshots, three while a burst goes on: 12 bytes a parameter each for AdamW in float32, on the host
     where the model is on an accelerator.
@@ -132,15 +131,16 @@ class SpikeRecovery:
         model: The module that is trained.
         optimizer: Its optimizer.
         clipper: The clipper; None for ``ClipByMedian()``.
-        detector: The judge of spikes; None for ``SpikeDetector(cap=5)``. Those without ``adopted`` only ever skip.
+        detector: The spike detector; None for ``SpikeDetector(cap=5)``. If its verdicts have no ``adopted``, spikes are
+            only skipped.
         extra_state: Further objects that go back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
-        bad_samples: Where to note the samples of bursts and spikes; None for nowhere.
+        bad_samples: The list to which the samples of bursts and spikes are added; None for no list.
         snapshot_every: Steps between two snapshots.
-        detection_delay: Steps from a measurement to what is done about it; None for 2 on an accelerator, so that the
-            host does not wait, and 0 on the CPU. Weights from just before a burst are there if it is below
-            ``detector.cap`` - 2; else those of the last snapshot.
+        detection_delay: Steps from a measurement to the action on it; None for 2 on an accelerator, so that the host
+            does not wait, and 0 on the CPU. Below ``detector.cap`` - 2 a roll-back restores the weights from just
+            before a burst; else those of the last snapshot.
         lr_factor: The factor of the learning rate after a second roll-back; 1 leaves it.
-        budget: Roll-backs within 1,000 steps that are no error.
+        budget: The number of roll-backs within 1,000 steps that are no error.
         evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
             first spike of a burst, and at most one in ``snapshot_every`` steps. `batch` must then be given the batches,
             which are kept for as long as their samples. A file that cannot be written is a warning.
@@ -250,10 +250,10 @@ class SpikeRecovery:
         self.batches.saw(ids, batch=batch)
 
     def step(self) -> Event | None:
-        """Act on what is known of the step ``detection_delay`` steps ago; call it after each ``optimizer.step()``.
+        """Act on the measurement of ``detection_delay`` steps ago; call it after each ``optimizer.step()``.
 
         Returns:
-            The event; None if nothing was done.
+            The event; None if no action was taken.
 
         Raises:
             SpikeError: If there were more roll-backs than the budget allows.
@@ -480,7 +480,7 @@ class SpikeRecovery:
         """Load what `state_dict` returned; the next step takes a first snapshot.
 
         Raises:
-            InvalidValueError: If it is no such state.
+            InvalidValueError: If ``state_dict`` is not the state of a `SpikeRecovery`.
         """
         if set(state_dict) != {"guard", "steps", "slow_until", "events"}:
             raise InvalidValueError(

@@ -38,7 +38,7 @@ class MeasuredBatch:
 
 @dataclass(frozen=True)
 class StateResult:
-    """All batches on the weights of one time.
+    """The measurements of all batches on the weights of one time.
 
     Attributes:
         step: Number of the step that the weights were before; None of a file that does not say.
@@ -59,7 +59,7 @@ class StateResult:
 
     @property
     def stands_out(self) -> bool:
-        """Whether that is far."""
+        """Whether the score is above the bar."""
         return (self.score or 0.0) > FAR
 
 
@@ -71,7 +71,7 @@ class ReplayReport:
         verdict: ``"PASS"``: the spike comes back; ``"FAIL"``: it does not, on the very weights of the step;
             ``"INCONCLUSIVE"``: it cannot be told.
         cause: ``"data"``, ``"weights"``, ``"both"`` (this batch on these weights), or None.
-        reason: Why, in words.
+        reason: The reason for the verdict, in words.
         step: Number of the step.
         rank: Whose batches these are.
         ids: The samples of the suspects.
@@ -149,7 +149,7 @@ _Judgement = tuple[str, str | None, str]
 
 
 def judge(evidence: StepEvidence, results: Sequence[StateResult]) -> _Judgement:
-    """Return the verdict, the cause and why.
+    """Return the verdict, the cause and the reason.
 
     The suspects are compared with other batches on the same weights, and the others with themselves on other weights:
     bad data stand out on any weights, on bad weights all batches stand out. Weights from after the step may be bad
