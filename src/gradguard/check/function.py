@@ -1,8 +1,8 @@
 """A callable at a point, as what the mathematics needs: a function from one vector to another, and its gradient.
 
 Whatever the callable takes and returns, its floating and complex inputs and, for a module, its parameters become one
-vector (`gradguard.check.vectors`), and its floating and complex outputs another. State that a call changes is put back
-before the next.
+vector (`gradguard.check.flat_vectors`), and its floating and complex outputs another. State that a call changes is
+put back before the next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import WIDE, refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.vectors import Slot, element_of, joined, numbers, parts_of, zeros
+from gradguard.check.flat_vectors import Slot, element_of, joined, numbers, parts_of, zeros
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.frozen import Frozen, modules_of_call
 from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten

@@ -13,15 +13,15 @@ from torch import Tensor
 from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.contract import Contract
 from gradguard.check.differences import Differences
+from gradguard.check.flat_vectors import clear_of_zero, joined, largest
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
 from gradguard.check.function import Function, is_autograd_function, name_of, nodes_of
 from gradguard.check.gradient_report import Finding, GradientReport, Power, Verdict
-from gradguard.check.guess import with_guesses
+from gradguard.check.mistake_guesses import with_guesses
+from gradguard.check.other_sizes import with_other_sizes
 from gradguard.check.precision import Conditioning, coarseness_of, compare_backends
 from gradguard.check.search import Search
 from gradguard.check.second_order import gradient_of
-from gradguard.check.sizes import with_other_sizes
-from gradguard.check.vectors import clear_of_zero, joined, largest
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states, numpy_bits, restore_generators
 from gradguard.tensors.matmul_precision import full_float32

@@ -21,10 +21,10 @@ from gradguard.optimizer_hooks import optimizers_in
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleId
 from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
-from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.older_weights import Burst, KeptSnapshot, MeasuredStep, SnapshotShelf, Trial
 from gradguard.resilience.slow_down import SlowDown
+from gradguard.resilience.spike_event import SpikeEvent, recovery_of
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.spikes.spike_policy import Detector
@@ -218,7 +218,7 @@ class SpikeRecovery:
             lambda: Snapshot(model, optimizer, extra_state=everything), self._cap + self.detection_delay
         )
         self.batches = Batches(steps=_TRIALS[-1] + self._cap + self.detection_delay + 32, keep=evidence is not None)
-        self.bad_samples, self.events = bad_samples, list[Event]()
+        self.bad_samples, self.events = bad_samples, list[SpikeEvent]()
         self._pending: deque[tuple[int, Tensor | list[float], CopyEvent | None]] = deque()
         self._verdict: Any = None  # the last that was read
         self._begin_at(0, 0)
@@ -249,7 +249,7 @@ class SpikeRecovery:
         """
         self.batches.saw(ids, batch=batch)
 
-    def step(self) -> Event | None:
+    def step(self) -> SpikeEvent | None:
         """Act on the measurement of ``detection_delay`` steps ago; call it after each ``optimizer.step()``.
 
         Returns:
@@ -285,7 +285,7 @@ class SpikeRecovery:
             self._note(one)
         return event or changed
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: SpikeEvent) -> None:
         self.events.append(event)
         if event.action != "skipped":  # which the clip's own event tells
             slowed = f"; the learning rate is {self.lr_factor:g} times as high for {_SLOW_STEPS} steps"
@@ -309,7 +309,7 @@ class SpikeRecovery:
 
     # -- what is done ---------------------------------------------------------------------------------------------
 
-    def _process(self, step: int, numbers: Tensor | list[float], landed: CopyEvent | None) -> Event | None:
+    def _process(self, step: int, numbers: Tensor | list[float], landed: CopyEvent | None) -> SpikeEvent | None:
         """Act on the numbers of a step; there are none of one that was not taken."""
         if landed is not None:
             landed.synchronize()
@@ -335,7 +335,7 @@ class SpikeRecovery:
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for one in optimizers_in(self._optimizer) for group in one.param_groups]
 
-    def _follow_groups(self) -> Event | None:
+    def _follow_groups(self) -> SpikeEvent | None:
         """Let go of the snapshots if parameters have come since: none of them could be restored."""
         before, self._groups = self._groups, self._group_sizes()
         if self._groups == before:
@@ -351,7 +351,7 @@ class SpikeRecovery:
             return self._roll_back(burst, burst.trial)
         return self._event(burst.first, "burst", "went on", burst.seen, lost=burst.lost)
 
-    def _suspect(self, now: MeasuredStep) -> Event:
+    def _suspect(self, now: MeasuredStep) -> SpikeEvent:
         """A burst is adopted: plan at which steps to try the weights from before it."""
         first, changed_at = now.step - now.in_a_row + 1, self._course.changed_at
         self._shelf.held_at, base = 0, self._shelf.before(first)
@@ -373,7 +373,7 @@ class SpikeRecovery:
         if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._course.calm_since):
             self._shelf.take(self.steps, self.steps)
 
-    def _judge_trial(self, burst: Burst, trial: Trial, now: MeasuredStep) -> Event | None:
+    def _judge_trial(self, burst: Burst, trial: Trial, now: MeasuredStep) -> SpikeEvent | None:
         if not now.is_bad:
             burst.good += 1
             return self._roll_back(burst, trial) if burst.good == _GOOD else None
@@ -385,12 +385,12 @@ class SpikeRecovery:
         more = {"lost": burst.lost, "changed": burst.changed, "recovery": self.steps - burst.first}
         return self._event(burst.first, "shift", "went on", burst.seen, **more)
 
-    def _roll_back(self, burst: Burst, trial: Trial) -> Event:
+    def _roll_back(self, burst: Burst, trial: Trial) -> SpikeEvent:
         more = {"until": trial.began, "changed": burst.changed, "recovery": self.steps - burst.first}
         lost = trial.began - trial.base.step
         return self._went_back(trial.base, burst.first, "burst", burst.seen, lost=lost, **more)
 
-    def _leave_nonfinite(self, now: MeasuredStep) -> Event | None:
+    def _leave_nonfinite(self, now: MeasuredStep) -> SpikeEvent | None:
         first = now.step - self._course.nonfinite + 1
         base, self._course.nonfinite = self._shelf.before(first), 0
         if base is None:
@@ -402,7 +402,7 @@ class SpikeRecovery:
 
     def _went_back(
         self, base: KeptSnapshot, first: int, what: str, seen: MeasuredStep | None = None, **more: Any
-    ) -> Event:
+    ) -> SpikeEvent:
         """Tell of a roll-back, and pay for it: with a lower rate from the second on, and with an error in the end."""
         self._course.burst, self._course.nonfinite, self._course.calm_since = None, 0, self.steps
         self._shelf.kept = [kept for kept in self._shelf.kept if kept.step <= base.step]
@@ -430,12 +430,12 @@ class SpikeRecovery:
         *,
         until: int | None = None,
         **more: Any,
-    ) -> Event:
+    ) -> SpikeEvent:
         signal, score = self._worst(seen)
         steps = range(step, (until or step) + 1)
         own = [one for n in steps if n in self.batches.known for one in self.batches.of_step(n)]
         if action == "adopted" or what == "shift":  # the samples may be good
-            return Event(step, what, action, signal, score, _ids(own), **more)
+            return SpikeEvent(step, what, action, signal, score, _ids(own), **more)
         culprits = find_culprits(self.batches, steps, group=self._group)
         blamed, unclear = to_leave_out(culprits)
         if self.bad_samples is not None:  # on all processes, on the same step
@@ -446,7 +446,7 @@ class SpikeRecovery:
             self._write_evidence(self._evidence, step, culprits[0])
         ranks, of_steps = {one.rank for one in blamed}, {one.step for one in unclear}
         ids = _ids([*blamed, *(one for one in own if one.step in of_steps)])
-        return Event(step, what, action, signal, score, ids, rank=min(ranks) if len(ranks) == 1 else None, **more)
+        return SpikeEvent(step, what, action, signal, score, ids, rank=min(ranks) if len(ranks) == 1 else None, **more)
 
     def _write_evidence(self, evidence: EvidenceFolder, step: int, culprit: Culprit) -> None:
         base = self._shelf.before(step)
@@ -488,7 +488,7 @@ class SpikeRecovery:
                 f"{sorted(state_dict)}. Pass what state_dict() returned."
             )
         steps, slow_until = int(state_dict["steps"]), int(state_dict["slow_until"])
-        events = [Event(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
+        events = [SpikeEvent(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
         self.guard.load_state_dict(state_dict["guard"])
         self.events = events
         self._begin_at(steps, slow_until)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from torch.optim.optimizer import Optimizer
 
 from gradguard.listeners import RecoveryEvent, RecoveryKind
+from gradguard.words import listed
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SpikeEvent:
     """One action or observation of `SpikeRecovery`.
 
     Attributes:
@@ -42,20 +43,20 @@ class Event:
 
     def __str__(self) -> str:
         """Return the event as one line of text."""
-        above = "" if math.isnan(self.score) else f" ({self.signal} {self.score:.1f} deviations above the median)"
         back = "" if self.to_step is None else f" to the weights after step {self.to_step}"
-        names = ", ".join(map(str, self.ids[:8])) + ", ..." * (len(self.ids) > 8)
-        who = "" if self.rank is None or not names else f"; samples {names} of rank {self.rank}"
+        who = "" if self.rank is None or not self.ids else f"; samples {listed(self.ids, 8)} of rank {self.rank}"
         done = self.action.replace("rolled back", f"rolled back{back}")
         changed = ", after weights had changed outside of the optimizer" if self.changed else ""
-        return f"step {self.step}: {self.what}{above}{changed}, {done}{who}"
+        return f"step {self.step}: {self.what}{self._height()}{changed}, {done}{who}"
+
+    def _height(self) -> str:
+        return "" if math.isnan(self.score) else f" ({self.signal} {self.score:.1f} deviations above the median)"
 
 
-def recovery_of(event: Event, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
+def recovery_of(event: SpikeEvent, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
     """Return ``event`` as listeners get it; ``slowed`` are the words for a lower learning rate."""
     kind: RecoveryKind = "data_shift" if event.what == "shift" else "burst"
-    far = "" if math.isnan(event.score) else f" ({event.signal} {event.score:.1f} deviations above the median)"
-    spikes = f"spikes in a row{far}"
+    spikes = f"spikes in a row{event._height()}"
     if event.changed:
         spikes += ", after weights had changed outside of the optimizer,"
     words = f"{spikes} were adopted as the new level; the weights from before are tried later"
