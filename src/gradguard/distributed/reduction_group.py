@@ -95,18 +95,16 @@ def is_alive(group: Any) -> bool:
 
 
 def check_alive(group: Any) -> None:
-    """Raise if ``group`` was destroyed, or this process is not in it.
+    """Raise if ``group`` was destroyed.
 
     Raises:
-        InvalidValueError: If so.
+        InvalidValueError: If it was.
     """
     if not is_alive(group):
         raise InvalidValueError(
             "a process group that the gradients or the call need is destroyed: expected a live one. Clip before "
             "destroy_process_group(), and make meshes and parameters anew after initializing again."
         )
-    if dist.get_rank() not in process_groups()[group]:
-        raise InvalidValueError(f"process_group does not contain this process (rank {dist.get_rank()}).")
 
 
 def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | None) -> ReductionGroup | None:
