@@ -166,6 +166,19 @@ class Function:
         grads = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
         return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)]
 
+    def gradient_function(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the gradients of Σ cotangent · output, which have a graph, for inputs and cotangents in this order."""
+        count = len(self.inputs)
+        with torch.enable_grad():
+            leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in tensors[:count]]
+            outputs = self.record(leaves)
+            pairs = [(o, v) for o, v in zip(outputs, tensors[count:], strict=True) if o.requires_grad]
+            grads = torch.autograd.grad(
+                [o for o, _ in pairs], leaves, [v for _, v in pairs], create_graph=True, allow_unused=True
+            )
+        found = [leaf * 0.0 if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)]
+        return [grad.to_dense() if grad.is_sparse else grad for grad in found]
+
     def gradient(self, vector: Tensor | None, cotangent: Tensor) -> Tensor:
         """Return the gradient of cotangent · outputs at ``vector``, from one forward and one backward."""
         leaves = self.leaves(vector)
