@@ -13,7 +13,7 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard": "errors native private resilience results rules testing",
     "gradguard.audit.norm": "audit_norm",
     "gradguard.backward_clip.append_backward": "append_backward minimize",
-    "gradguard.backward_clip.block": "error_clip",
+    "gradguard.backward_clip.error_clip_block": "error_clip",
     "gradguard.backward_clip.compiled": "attach_error_clip",
     "gradguard.backward_clip.error_clip_rules": "BaseErrorClip ErrorClipByNorm ErrorClipByValue",
     "gradguard.backward_clip.statistics": "ErrorClipStats",
@@ -40,7 +40,7 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard.per_sample.norm_clippers": (
         "AutoNormClipper FlatNormClipper PerLayerNormClipper PerParameterNormClipper QuantileNormClipper"
     ),
-    "gradguard.resilience.ladder": "SpikeRecovery",
+    "gradguard.resilience.spike_recovery": "SpikeRecovery",
     "gradguard.state.snapshot": "Snapshot",
     "gradguard.spikes.detector": "SpikeDetector",
     "gradguard.spikes.skip": "SkipSpikes",

@@ -10,8 +10,8 @@ from gradguard import testing as testing
 from gradguard.audit.norm import audit_norm as audit_norm
 from gradguard.backward_clip.append_backward import append_backward as append_backward
 from gradguard.backward_clip.append_backward import minimize as minimize
-from gradguard.backward_clip.block import error_clip as error_clip
 from gradguard.backward_clip.compiled import attach_error_clip as attach_error_clip
+from gradguard.backward_clip.error_clip_block import error_clip as error_clip
 from gradguard.backward_clip.error_clip_rules import BaseErrorClip as BaseErrorClip
 from gradguard.backward_clip.error_clip_rules import ErrorClipByNorm as ErrorClipByNorm
 from gradguard.backward_clip.error_clip_rules import ErrorClipByValue as ErrorClipByValue
@@ -50,7 +50,7 @@ from gradguard.per_sample.norm_clippers import PerLayerNormClipper as PerLayerNo
 from gradguard.per_sample.norm_clippers import PerParameterNormClipper as PerParameterNormClipper
 from gradguard.per_sample.norm_clippers import QuantileNormClipper as QuantileNormClipper
 from gradguard.per_sample.sample_clipper import PerSampleGradientClipper as PerSampleGradientClipper
-from gradguard.resilience.ladder import SpikeRecovery as SpikeRecovery
+from gradguard.resilience.spike_recovery import SpikeRecovery as SpikeRecovery
 from gradguard.spikes.detector import SpikeDetector as SpikeDetector
 from gradguard.spikes.skip import SkipSpikes as SkipSpikes
 from gradguard.state.snapshot import Snapshot as Snapshot

@@ -131,6 +131,18 @@ def test_counts_on_a_device_are_those_on_the_cpu(rule, nonfinite, on_device):
     _check_counts(rule, nonfinite=nonfinite)
 
 
+def test_rows_that_were_read_keep_their_counts(on_device):
+    x = torch.tensor([3.0, -0.5], requires_grad=True)
+    stats = gg.ErrorClipStats()
+    found = []
+    for _ in range(3):
+        loss = (10 * x).square().sum()
+        with gg.error_clip(loss, gg.ErrorClipByValue(5.0), stats=stats):
+            loss.backward()
+        found.append(stats.rows()[1].clipped)
+    assert [int(clipped) for clipped in found] == [2, 4, 6]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_nonfinite_elements_are_counted_before_the_rule(rule):
     _check_counts(rule, nonfinite=True)

@@ -319,6 +319,17 @@ def test_a_cap_on_skips_in_a_row_raises_with_the_history(name):
     assert guard.skipped_steps == 5
 
 
+@pytest.mark.parametrize(("bad", "end"), [(5, "4.bias"), (7, "4.bias and 2 more")])
+def test_the_history_names_five_gradients_and_counts_the_others(bad, end):
+    net = nn.ModuleList(nn.Linear(1, 1) for _ in range(8))
+    optimizer = torch.optim.SGD(net.parameters())
+    Guard(optimizer, clipper(), model=net, max_consecutive_skips=0)
+    for i, layer in enumerate(net):
+        layer.bias.grad = torch.full((1,), torch.nan if i < bad else 1.0)
+    with pytest.raises(NonFiniteGradientError, match=rf"not finite: 0\.bias, 1\.bias, 2\.bias, 3\.bias, {end}\n"):
+        optimizer.step()
+
+
 def test_the_cap_holds_on_the_device_path(monkeypatch):
     monkeypatch.setattr("gradguard.clip.guard.are_readable", lambda *tensors: False)
     net = model()

@@ -47,7 +47,7 @@ class Graph(TorchDispatchMode):
 def recording():
     """Let what runs inside believe that a CUDA graph is recorded; yield it."""
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("spikes.skip", "resilience.ladder", "tensors.host_copy"):
+        for place in ("spikes.skip", "resilience.spike_recovery", "tensors.host_copy"):
             patch.setattr(f"gradguard.{place}.is_captured", lambda device: True)
         with Graph() as graph:
             yield graph

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from collectives import Collectives
 from refusals import refusal
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import gradguard as gg
 from cases import random
@@ -168,3 +170,22 @@ def test_a_monitor_of_a_guard_on_rank_0_gets_the_norms_whenever_it_is_made(pool)
     tensors, *others = pool(4).run(monitored_on_rank_0)
     assert tensors == [pytest.approx(expected, rel=1e-3)]
     assert others == [[]] * 3
+
+
+def sent_of_partial(kind):
+    mesh = init_device_mesh("cpu", (4,))
+    weight = nn.Parameter(distribute_tensor(random(8, 3), mesh, [Shard(0)]))
+    weight.grad = DTensor.from_local(torch.ones(8, 3), mesh, [Partial(kind)], run_check=False)
+    gg.clip_grad_norm_([weight], 1.0)  # agrees on the list
+    weight.grad = DTensor.from_local(torch.ones(8, 3), mesh, [Partial(kind)], run_check=False)
+    with Collectives() as ran:
+        gg.clip_grad_norm_([weight], 1.0)
+    return ran.names
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"), [("sum", "reduce_scatter_tensor"), ("avg", "reduce_scatter_tensor"), ("max", "all_reduce")]
+)
+def test_partial_sums_of_a_shard_are_reduced_and_scattered_at_once(pool, kind, first):
+    for names in pool(4).run(sent_of_partial, kind):
+        assert names == [first, "allreduce_"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradguard.check.differences import Differences, directions
-from gradguard.check.element import examine
+from gradguard.check.direction_verdict import examine
 from gradguard.check.function import Function
 from gradient_check.correct_modules import only
 

@@ -190,9 +190,9 @@ def test_accelerate(expected, tmp_path):
 
 
 def _event(fields):
-    from gradguard.resilience.ladder import Event
+    from gradguard.resilience.spike_recovery import SpikeEvent
 
-    return Event(**fields)
+    return SpikeEvent(**fields)
 
 
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")

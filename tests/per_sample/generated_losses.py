@@ -466,6 +466,7 @@ COUPLED = [
     "largest of all", "median of all", "least half trimmed", "baseline", "norm", "variance", "group means",
     "cumulated over all", "at most the mean", "product",
 ]  # fmt: skip
+TAKES_ONE_OF_EQUAL_ROWS = {"hardest half", "median of all", "least half trimmed"}
 COMBINED = [
     "fused mean", "fused sum", "mean", "sum", "own mean, mean", "own mean, sum over B", "own sum, mean", "loop",
     "loop, stacked", "mean by mean", "dot", "einsum", "weighted mean", "nanmean", "mean of losses squared",
@@ -1004,6 +1005,11 @@ class Case:
         )
 
     @property
+    def takes_one_of_equal_rows(self):
+        """Whether a term keeps some of the rows by their loss: among copies of one sample, those of some copies."""
+        return any(term.combine in TAKES_ONE_OF_EQUAL_ROWS for term in (*self.terms, *self.others))
+
+    @property
     def by_a_number(self):
         """Whether a number is made of the batch, or a length counted, which one batch cannot tell from a constant."""
         fixed = {"B", "B as float", "B as tensor", "rows", "constant", "constant float", "nothing", "reciprocal of B"}
@@ -1366,7 +1372,9 @@ class Truth:
                 except (RuntimeError, ValueError, IndexError):
                     copies = {k: torch.full((size, *v.shape[1:]), torch.nan) for k, v in like.items()}
                 self._copies[number, size, i, length] = copies
-            rows.append({k: v[at] for k, v in self._copies[number, size, i, length].items()})
+            copies = self._copies[number, size, i, length]
+            # Which copy is taken is PyTorch's choice, so that the sample's own gradient is the mean over all of them.
+            rows.append({k: v.mean(0) if self.case.takes_one_of_equal_rows else v[at] for k, v in copies.items()})
         return {k: torch.stack([row[k] for row in rows]) for k in like}
 
     def right(self):

@@ -73,6 +73,17 @@ def test_a_sum_over_one_row_is_a_mean_until_there_are_two():
     assert "numbers multiply a sum by 1, and 0.333333 was expected" in outcome.words
 
 
+def test_the_one_row_of_a_batch_may_be_its_hardest_half():
+    outcome = trial(draw_widely(3011280))  # among three copies of the sample, `topk` takes the row of one
+    assert (outcome.kind, outcome.steps) == ("refused", 2)
+
+
+def test_weights_of_as_many_classes_as_samples_are_seen_beside_repeated_rows():
+    outcome = trial(draw_widely(3002782))  # 4 rows of 3 samples, with weights of 3 classes made of the batch
+    assert (outcome.kind, outcome.steps) == ("refused", 1)
+    assert "a tensor of shape [1, 3], which all samples share in the loss" in outcome.words
+
+
 def test_a_moved_sample_is_seen():
     case = draw(3)
     case.terms, case.reduction, case.ragged, case.missing = [OVER_ALL_ROWS], "token_mean", "ragged", "no"

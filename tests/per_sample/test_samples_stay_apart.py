@@ -492,3 +492,25 @@ def test_graphs_with_a_dimension_in_front_are_samples():
         alone = per_sample_gradients(model, lambda s: squares(model(*s)).sum(), samples)
         assert_same(found, {name: g.mean(0) for name, g in alone.items()})
         clipper = clipper_of(model)
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, temperature):
+        return self.layer(x) / temperature
+
+
+def test_a_number_in_a_tensor_is_an_argument_of_no_sample():
+    torch.manual_seed(0)
+    model, x = Tempered().double(), torch.randn(B, 3, dtype=torch.float64)
+    squares(model(x, torch.tensor(2.0, dtype=x.dtype))).mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    clipper = clipper_of(model)
+    model.zero_grad()
+    squares(model(x, torch.tensor(2.0, dtype=x.dtype))).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    assert_same({name: p.grad for name, p in model.named_parameters()}, expected)

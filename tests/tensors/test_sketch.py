@@ -122,3 +122,11 @@ def test_chunks_are_the_elements_in_order(values):
     together = torch.cat([part for _, part in chunks]) if chunks else torch.zeros(0)
     assert torch.equal(together, values.flatten())
     assert [at for at, _ in chunks] == [sum(len(p) for _, p in chunks[:i]) for i in range(len(chunks))]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, CHUNK - 1), (4, CHUNK // 2), (3, CHUNK + 1)])
+def test_chunks_of_a_transposed_tensor_are_whole_rows_that_fit(rows, columns):
+    values = torch.arange(float(rows * columns)).view(columns, rows).T
+    chunks = [part for _, part in flat_chunks(values)]
+    assert torch.equal(torch.cat(chunks), values.flatten())
+    assert {len(part) for part in chunks} == {max(columns, CHUNK // columns * columns)}

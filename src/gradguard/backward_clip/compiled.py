@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradguard.backward_clip.backward_graph import COMPILED, operation, root_of, walk
-from gradguard.backward_clip.block import checked_rule, checked_stats
+from gradguard.backward_clip.error_clip_block import checked_rule, checked_stats
 from gradguard.backward_clip.error_clip_rules import BaseErrorClip, Kind, decode_rule, encode_rule
 from gradguard.backward_clip.hooks import Clipping, Gradients, Roots
 from gradguard.backward_clip.scopes import LossScale, loss_scale

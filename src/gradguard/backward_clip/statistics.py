@@ -143,17 +143,10 @@ class ErrorClipStats:
         notes.append(f"first non-finite: {self.first_nonfinite or 'none'}")
         return "\n".join([*(line.rstrip() for line in table), *notes])
 
-    def place(self, node: Node) -> str:
-        """Return the name of the module whose forward recorded ``node``, empty if not known."""
-        return self._timeline.module_of(node) if self._timeline is not None else ""
-
     def line(self, node: Node, name: str) -> "_OpCounts":
-        """Return the line of the table for one node."""
-        key = (name, self.place(node))
-        row = self._rows.get(key)
-        if row is None:
-            row = self._rows[key] = _OpCounts(*key)
-        return row
+        """Return the line of the table for one node: its operation in the module whose forward recorded it."""
+        key = (name, self._timeline.module_of(node) if self._timeline is not None else "")
+        return self._rows.setdefault(key, _OpCounts(*key))
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a block."""
@@ -203,10 +196,6 @@ class _OpCounts:
     clipped: Count = 0
     nonfinite: Count = 0
     largest: float | Tensor = 0.0
-
-    def add(self, clipped: Count, nonfinite: Count) -> None:
-        self.clipped = self.clipped + clipped
-        self.nonfinite = self.nonfinite + nonfinite
 
     def frozen(self) -> OpStatistics:
         numbers = (
@@ -295,7 +284,8 @@ class NodeCounts:
         return self._counted(clipped, *_count_changes(grad.detach(), clipped.detach()))
 
     def _counted(self, clipped: Tensor, changed: Count, nonfinite: Count) -> Tensor:
-        self.row.add(changed, nonfinite)
+        self.row.clipped = self.row.clipped + changed  # not in place: rows that were read keep theirs
+        self.row.nonfinite = self.row.nonfinite + nonfinite
         if is_heard():
             self.block.clipped.append(changed)
         self.block.stats.note(self.row, self.made_by, clipped.numel(), nonfinite)

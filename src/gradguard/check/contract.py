@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradguard.check.flat_vectors import are_the_same, drawn, joined, largest
 from gradguard.check.function import Function
 from gradguard.check.gradient_report import Finding
 from gradguard.check.layouts import FLAGGED, LAYOUTS, InputLayout, layouts_of, orders_of
-from gradguard.check.vectors import are_the_same, drawn, joined, largest
 from gradguard.torch_private import each_operation
 
 _REPEATS = 6
@@ -53,14 +53,14 @@ _LARGE = 1e250
 """Above this a product with a cotangent may overflow."""
 
 
-class Run(NamedTuple):
+class BackwardRun(NamedTuple):
     """The gradient of a backward, and the outputs of its forward."""
 
     gradient: Tensor
     values: Tensor
 
 
-class Claim(NamedTuple):
+class OwedGradient(NamedTuple):
     """A backward of the recorded graph, and the gradient that it owes."""
 
     words: str
@@ -154,9 +154,9 @@ class Contract:
         leaves = self.function.leaves() if leaves is None else leaves
         self._graph = leaves, self.function.record(leaves)
 
-    def _run(self) -> Run:
+    def _run(self) -> BackwardRun:
         """Return outputs and gradient of the graph."""
-        return Run(self._backward(), joined(self._graph[1]))
+        return BackwardRun(self._backward(), joined(self._graph[1]))
 
     def _backward(self, cotangents: Sequence[Tensor | None] | None = None) -> Tensor:
         leaves, outputs = self._graph
@@ -252,7 +252,7 @@ class Contract:
             return ""
         return "stale saved tensor: that of the last forward" if is_last else ""
 
-    def _hold(self, kind: str, claims: Iterator[Claim], guess: str = "") -> None:
+    def _hold(self, kind: str, claims: Iterator[OwedGradient], guess: str = "") -> None:
         """Run the backward for each of ``claims``, up to the first gradient that is not the one owed."""
         for claim in claims:
             try:
@@ -265,23 +265,23 @@ class Contract:
                 self.findings.append(wrong)
                 return
 
-    def _scaled(self) -> Iterator[Claim]:
+    def _scaled(self) -> Iterator[OwedGradient]:
         """Give grad_outputs with other signs and sizes, and zeros."""
         factors = [2.0**power for power in _POWERS[self.dtype]]
         for times in [-1.0, *factors] if self._varies else factors:
             scaled = [v * times for v in self.shaped]
-            yield Claim(f"grad_output times {_power(times)}", scaled, self.first * times, times)
+            yield OwedGradient(f"grad_output times {_power(times)}", scaled, self.first * times, times)
         if self.function.has_own_code:
             zeros = [torch.zeros_like(v) for v in self.shaped]
-            yield Claim("a grad_output of zeros", zeros, self.first * 0.0, 0.0)
+            yield OwedGradient("a grad_output of zeros", zeros, self.first * 0.0, 0.0)
 
-    def _laid_out(self) -> Iterator[Claim]:
+    def _laid_out(self) -> Iterator[OwedGradient]:
         """Give grad_outputs in all layouts."""
         for layout in layouts_of(self.shaped, LAYOUTS):
             placed = [layout.place(v) for v in self.shaped]
-            yield Claim(layout.words.format("grad_output"), placed, self.first, may_refuse=layout is FLAGGED)
+            yield OwedGradient(layout.words.format("grad_output"), placed, self.first, may_refuse=layout is FLAGGED)
 
-    def _stride_0(self) -> Iterator[Claim]:
+    def _stride_0(self) -> Iterator[OwedGradient]:
         """Give a grad_output of stride 0, in all dimensions or along one, as sums make it."""
         shaped = self.shaped
         others = {_ONES: [v.new_ones(()).expand(v.shape) for v in shaped]}
@@ -289,9 +289,11 @@ class Contract:
             rows = [v.narrow(dim, 0, 1).expand(v.shape) if dim < v.dim() and v.numel() else v for v in shaped]
             others[f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"] = rows
         for words, other in others.items():
-            yield Claim(words, other, self._backward([v.clone(memory_format=torch.contiguous_format) for v in other]))
+            yield OwedGradient(
+                words, other, self._backward([v.clone(memory_format=torch.contiguous_format) for v in other])
+            )
 
-    def _single_outputs(self) -> Iterator[Claim]:
+    def _single_outputs(self) -> Iterator[OwedGradient]:
         """Use some of several outputs: the gradients of one each, the others zero or unused, add up to that of all."""
         used = [i for i, o in enumerate(self._graph[1]) if o.requires_grad]
         if len(used) < 2:
@@ -303,11 +305,11 @@ class Contract:
         singles = {i: self._backward(only([i], zeros=True)) for i in used}
         size = max(map(largest, singles.values())) / max(self.usual, self.least)
         for i, single in singles.items():
-            yield Claim(f"only output {i} used", only([i]), single, size)
+            yield OwedGradient(f"only output {i} used", only([i]), single, size)
         for i, single in singles.items():
             others, rest = [j for j in used if j != i], self.first - single
-            yield Claim(f"output {i} unused", only(others), rest, size)
-            yield Claim(f"zeros for output {i}", only(others, zeros=True), rest, size)
+            yield OwedGradient(f"output {i} unused", only(others), rest, size)
+            yield OwedGradient(f"zeros for output {i}", only(others, zeros=True), rest, size)
 
     def _other_inputs(self) -> None:
         """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
@@ -359,7 +361,7 @@ class Contract:
         except Exception as error:
             wrong = None if layout is FLAGGED else _raised(kind, words, error)
         else:
-            wrong = self._run_differs(kind, words, found, Run(expected, self.usual_values))
+            wrong = self._run_differs(kind, words, found, BackwardRun(expected, self.usual_values))
             wrong = None if wrong is not None and layout is not None and self._is_rounding(found) else wrong
         self.findings += filter(None, [wrong])
         return wrong is None
@@ -389,7 +391,7 @@ class Contract:
                 self.findings.append(wrong)
                 return
 
-    def _of_slices(self, slices: list[Tensor], sources: list[int], moved: float | None = None) -> Run:
+    def _of_slices(self, slices: list[Tensor], sources: list[int], moved: float | None = None) -> BackwardRun:
         """Return outputs and gradient where inputs share memory.
 
         With ``moved`` inputs are copies instead, moved by so much relative to their size, or to its mean if that is
@@ -406,9 +408,11 @@ class Contract:
             inputs = [one + moved * move.to(one) for one, move in zip(inputs, moves, strict=True)]
         outputs = self.function.record(inputs)
         grads = zip(self.function.gradients(outputs, leaves, self.shaped, keep=False), shapes, strict=True)
-        return Run(joined(grad.to_dense().expand(shape) for grad, shape in grads), joined(outputs))
+        return BackwardRun(joined(grad.to_dense().expand(shape) for grad, shape in grads), joined(outputs))
 
-    def _changes(self, slices: list[Tensor], sources: list[int], usual: Run, moved: float) -> list[Tensor] | None:
+    def _changes(
+        self, slices: list[Tensor], sources: list[int], usual: BackwardRun, moved: float
+    ) -> list[Tensor] | None:
         """Return how far gradient and values go from the ``usual`` ones where inputs move; None where they cannot."""
         most = [torch.zeros_like(one) for one in usual]
         for _ in range(_ROUNDED_TIMES):
@@ -421,15 +425,15 @@ class Contract:
             most = list(map(torch.maximum, most, off))
         return most
 
-    def _is_regular(self, slices: list[Tensor], sources: list[int], expected: Run, which: int) -> bool:
+    def _is_regular(self, slices: list[Tensor], sources: list[int], expected: BackwardRun, which: int) -> bool:
         """Tell whether gradient (0) or values (1) are finite where inputs are alike, and nearly the same nearby."""
         moved, share = _NEARBY[self.dtype]
         changes = self._changes(slices, sources, expected, moved)
         return changes is not None and bool((changes[which] <= share * expected[which].abs().max()).all())
 
-    def _is_rounding(self, found: Run) -> bool:
+    def _is_rounding(self, found: BackwardRun) -> bool:
         """Whether a run is off by what inputs rounded otherwise change: sums in another order."""
-        values, usual = [one.value for one in self.function.inputs], Run(self.first, self.usual_values)
+        values, usual = [one.value for one in self.function.inputs], BackwardRun(self.first, self.usual_values)
         changes = self._changes(values, list(range(len(values))), usual, torch.finfo(self.dtype).eps)
         off = _apart(found, usual)
         if changes is None or off is None:
@@ -455,7 +459,7 @@ class Contract:
             message = "all gradients are float32 numbers although inputs and outputs are float64"
             self.findings.append(Finding("precision", message, guess="float32 inside the backward"))
 
-    def _run_differs(self, kind: str, words: str, found: Run, expected: Run) -> Finding | None:
+    def _run_differs(self, kind: str, words: str, found: BackwardRun, expected: BackwardRun) -> Finding | None:
         """Compare the outputs, then the gradients, of two runs that should agree."""
         guess = f"only for {words}" if kind == "layout" else ""
         wrong = self._values_differ(kind, words, found.values, expected.values)
@@ -512,7 +516,7 @@ def _changed(names: Sequence[object], now: Sequence[Tensor], before: Sequence[Te
     return [name for name, one, other in zip(names, now, before, strict=True) if not are_the_same(one, other)]
 
 
-def _apart(found: Run, other: Run) -> list[Tensor] | None:
+def _apart(found: BackwardRun, other: BackwardRun) -> list[Tensor] | None:
     """Return how far two runs are apart; None where they have other numbers of outputs."""
     if found.values.shape != other.values.shape:
         return None

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradguard.check.flat_vectors import are_finite, clear_of_zero, mean_size, norm, numbers
 from gradguard.check.function import Function
-from gradguard.check.vectors import are_finite, clear_of_zero, mean_size, norm, numbers
 
 STEPS = tuple(1e-3 / 2**k for k in (0, 1, 2, 3)) + tuple(1e-3 / 8 / 4**k for k in range(1, 9))
 LOW_STEPS = tuple(6e-2 / 2**k for k in range(10))

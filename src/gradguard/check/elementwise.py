@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gradguard.check.differences import STEPS, Differences, directions
+from gradguard.check.flat_vectors import norm, numbers, zeros
 from gradguard.check.function import Function
 from gradguard.check.gradient_report import Finding
-from gradguard.check.vectors import norm, numbers, zeros
 
 if TYPE_CHECKING:
     from gradguard.check.search import Search

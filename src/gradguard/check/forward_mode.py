@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradguard.check.differences import Differences, Disagreement
+from gradguard.check.flat_vectors import element_of, joined
 from gradguard.check.gradient_report import Finding
-from gradguard.check.vectors import element_of, joined
 
 ForwardMode = Literal["agrees", "wrong", "not defined", "not checked"]
 

@@ -1,8 +1,8 @@
 """A callable at a point, as what the mathematics needs: a function from one vector to another, and its gradient.
 
 Whatever the callable takes and returns, its floating and complex inputs and, for a module, its parameters become one
-vector (`gradguard.check.vectors`), and its floating and complex outputs another. State that a call changes is put back
-before the next.
+vector (`gradguard.check.flat_vectors`), and its floating and complex outputs another. State that a call changes is
+put back before the next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import WIDE, refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.vectors import Slot, element_of, joined, numbers, parts_of, zeros
+from gradguard.check.flat_vectors import Slot, element_of, joined, numbers, parts_of, zeros
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.frozen import Frozen, modules_of_call
 from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
@@ -165,6 +165,19 @@ class Function:
         found = iter(gradients_of([o for o, _ in used], needed, [v for _, v in used], keep) if used else ())
         grads = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
         return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)]
+
+    def gradient_function(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the gradients of Σ cotangent · output, which have a graph, for inputs and cotangents in this order."""
+        count = len(self.inputs)
+        with torch.enable_grad():
+            leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in tensors[:count]]
+            outputs = self.record(leaves)
+            pairs = [(o, v) for o, v in zip(outputs, tensors[count:], strict=True) if o.requires_grad]
+            grads = torch.autograd.grad(
+                [o for o, _ in pairs], leaves, [v for _, v in pairs], create_graph=True, allow_unused=True
+            )
+        found = [leaf * 0.0 if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)]
+        return [grad.to_dense() if grad.is_sparse else grad for grad in found]
 
     def gradient(self, vector: Tensor | None, cotangent: Tensor) -> Tensor:
         """Return the gradient of cotangent · outputs at ``vector``, from one forward and one backward."""

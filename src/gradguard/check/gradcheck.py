@@ -13,15 +13,14 @@ from torch import Tensor
 from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.contract import Contract
 from gradguard.check.differences import Differences
+from gradguard.check.flat_vectors import clear_of_zero, joined, largest
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
 from gradguard.check.function import Function, is_autograd_function, name_of, nodes_of
 from gradguard.check.gradient_report import Finding, GradientReport, Power, Verdict
-from gradguard.check.guess import with_guesses
+from gradguard.check.mistake_guesses import with_guesses
+from gradguard.check.other_sizes import with_other_sizes
 from gradguard.check.precision import Conditioning, coarseness_of, compare_backends
 from gradguard.check.search import Search
-from gradguard.check.second_order import gradient_of
-from gradguard.check.sizes import with_other_sizes
-from gradguard.check.vectors import clear_of_zero, joined, largest
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states, numpy_bits, restore_generators
 from gradguard.tensors.matmul_precision import full_float32
@@ -430,7 +429,7 @@ class _Check:
         cotangents = function.shaped(self._cotangent(function))
         point = (*(one.value for one in function.inputs), *cotangents)
         names = [*(one.name for one in function.inputs), *(f"grad of {one.name}" for one in function.outputs)]
-        second = Function(gradient_of(function), point, {}, wide=False, names=names)
+        second = Function(function.gradient_function, point, {}, wide=False, names=names)
         self.functions.append(second)
         try:
             if any(node.name() == "torch::autograd::Error" for node in nodes_of(self._learn(second))):

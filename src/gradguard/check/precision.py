@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradguard.check.flat_vectors import finite, joined, largest, normal, signs, zeros
 from gradguard.check.function import Function
 from gradguard.check.gradient_report import Finding, Power
 from gradguard.check.rounding import Scatter
-from gradguard.check.vectors import finite, joined, largest, normal, signs, zeros
 
 _PERTURBATIONS = 8
 _UNITS = 20.0

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradguard.check.flat_vectors import drawn, finite, normal
 from gradguard.check.function import Function
-from gradguard.check.vectors import drawn, finite, normal
 from gradguard.torch_private import (
     changes_its_arguments,
     decompositions,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gradguard.check.differences import Differences, Disagreement, directions
-from gradguard.check.element import LITTLE_OF_TYPICAL, ElementVerdict, examine, typical_size
+from gradguard.check.direction_verdict import LITTLE_OF_TYPICAL, ElementVerdict, examine, typical_size
 from gradguard.check.elementwise import check_every_element
+from gradguard.check.flat_vectors import are_finite, finite, mean_size, norm
 from gradguard.check.gradient_report import Finding
-from gradguard.check.nearby import Pieces, pieces_around
-from gradguard.check.vectors import are_finite, finite, mean_size, norm
+from gradguard.check.meeting_pieces import Pieces, pieces_around
 
 _DIRECTIONS = 2
 """Random directions that have to agree; in float64, where bars are narrow, the first does if it is clear."""

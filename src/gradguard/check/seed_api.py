@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gradguard.arguments import check_number
 from gradguard.check.admission import WIDE, refuse_unless
+from gradguard.check.flat_vectors import index_of, joined, numbers
 from gradguard.check.function import Function, name_of
 from gradguard.check.gradient_report import place_of
 from gradguard.check.named_call import NamedCall
-from gradguard.check.vectors import index_of, joined, numbers
 from gradguard.errors import GradientCheckError, InvalidValueError
 from gradguard.tensors.matmul_precision import full_float32
 

@@ -47,7 +47,7 @@ class FixedRule(Clipper):
         """Load what `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is the state of something else.
+            InvalidValueError: If it is not the state of such a clipper.
         """
         if not isinstance(state_dict, Mapping) or set(state_dict) != {"lock_in"}:
             came = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__

@@ -128,7 +128,7 @@ class Decision:
 
 
 class Clipper(ABC):
-    """A rule for clipping: call it with parameters whose gradients are complete; it clips them and says what it did.
+    """A rule for clipping: call it with parameters whose gradients are complete; it clips them, and returns how much.
 
     A rule of your own writes `decide`; `norms_of` and `describe` measure and report for it.
 
@@ -237,7 +237,7 @@ class Clipper(ABC):
     that is neither a number nor a string only the type is compared."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Take the constructor's arguments, and those of a rule that this one refines, for what must be alike."""
+        """Have processes compare the constructor's arguments, and those of a rule that this one refines."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls) and "arguments" not in vars(cls):
             _, *given = signature(cls.__init__).parameters.values()
@@ -290,14 +290,14 @@ class Clipper(ABC):
         skipped: bool | Tensor = False,
         skip_reason: SkipReason | None = None,
     ) -> ClipEvent:
-        """Return the event for monitors and other listeners.
+        """Return the event of a clip for monitors and other listeners.
 
         Args:
             decision: The decision on the gradients.
             result: The result of the clip.
             optimizer: The optimizer whose step is running.
             skipped: Whether that step is left out.
-            skip_reason: Why, if it is.
+            skip_reason: The reason, if it is.
         """
         norms = result.tensor_norms if self.orders() == {2.0} else None
         told = result.threshold, result.norm, result.coefficient, norms
@@ -307,7 +307,7 @@ class Clipper(ABC):
         )  # fmt: skip
 
     def learn(self, parameters: Parameters) -> None:
-        """Look at all parameters before their first `decide`: a module shows more than its gradients do.
+        """Look at all parameters before their first `decide`: a module tells more than its gradients.
 
         `Clipper.__call__` does this on each call, and a `Guard` that knows the model once. Most rules need nothing.
 

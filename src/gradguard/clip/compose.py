@@ -18,11 +18,12 @@ from gradguard.clip.gradients import (
     norms_of,
     total_of,
 )
-from gradguard.clip.selection import KnownNames, Selection, Selector, listed
+from gradguard.clip.selection import MOST_NAMES, KnownNames, Selection, Selector
 from gradguard.distributed.settings import Settings
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import move
 from gradguard.tensors.scaling import scale_
+from gradguard.words import listed
 
 
 class _Composite(Clipper):
@@ -146,7 +147,7 @@ class Chain(_Composite):
 
 def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor) -> Decision:
     if grads.reduction is None or not members[0].measures_itself:
-        grads = measured(grads, {2.0}.union(*(member.orders() for member in members)))
+        grads = measured(grads, [order for member in members for order in member.orders()])
     decisions: list[Decision] = []
     product, seen_scale = None, scale
     for member in members:
@@ -403,14 +404,14 @@ class Groups(_Composite):
             places.append(fitting[0] if fitting else len(self._selectors))
         if doubled:
             raise InvalidValueError(
-                f"{_count(doubled)} in two groups: {listed(list(doubled.values()))}. Make the groups disjoint, as "
-                "'body.*weight' and '*.bias' are where 'body' and '*.bias' are not, or put one Groups after another in "
-                "a Chain."
+                f"{_count(doubled)} in two groups: {listed([*doubled.values()], MOST_NAMES)}. Make the groups "
+                "disjoint, as 'body.*weight' and '*.bias' are where 'body' and '*.bias' are not, or put one Groups "
+                "after another in a Chain."
             )
         if left_out:
             raise InvalidValueError(
-                f"{_count(left_out)} in no group: {listed(list(left_out.values()))}. Give rest=None to exempt all "
-                "others, or rest=a clipper for them."
+                f"{_count(left_out)} in no group: {listed([*left_out.values()], MOST_NAMES)}. Give rest=None to exempt "
+                "all others, or rest=a clipper for them."
             )
         return places
 
@@ -432,7 +433,7 @@ def _label(selection: Selection, index: int) -> str:
 
 
 def _check(clippers: Sequence[Any], labels: Sequence[str]) -> None:
-    """Raise if the members cannot be meant.
+    """Check the members of groups.
 
     Raises:
         InvalidTypeError: If one is neither a clipper nor None.

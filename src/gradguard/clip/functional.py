@@ -281,7 +281,7 @@ def apply_gradient_clipping(
     exclude: Selection = (),
     nonfinite: NonFinitePolicy = "propagate",
 ) -> ClipResult:
-    """Clip all gradients of ``model`` by one of the three rules, in place, and tell what happened.
+    """Clip all gradients of ``model`` by one of the three rules, in place, and return a `ClipResult`.
 
     Args:
         model: As ``parameters`` of `clip_grad_norm_`; a module gives `clip_grad_adaptive_` the right units.
@@ -296,7 +296,7 @@ def apply_gradient_clipping(
         and how much it clipped.
 
     Raises:
-        InvalidValueError: If the type, the threshold or the policy is not one.
+        InvalidValueError: If the type or the policy is unknown, or the threshold is negative or NaN.
         InvalidTypeError: If an argument is of another type.
         NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
         DistributedError: If processes that hold parts of the gradients do not clip together.

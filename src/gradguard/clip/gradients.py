@@ -211,7 +211,7 @@ def gradients_among(tensors: Parameters) -> Gradients:
 
 
 class refused_by_name:  # noqa: N801 - read as a sentence
-    """Inside this block an engine that cannot take one of the gradients is an error that names its parameter."""
+    """A block within which the error of an engine that cannot take a gradient names its parameter."""
 
     def __init__(self, grads: Gradients) -> None:
         self._grads = grads
@@ -223,7 +223,7 @@ class refused_by_name:  # noqa: N801 - read as a sentence
         """Look at each gradient if the block failed.
 
         Raises:
-            UnsupportedGradientError: If that was because of one of them.
+            UnsupportedGradientError: If the block failed because of one of them.
         """
         if isinstance(error, NotImplementedError | RuntimeError | TypeError) and not isinstance(
             error, NonFiniteGradientError | DistributedError | InvalidTypeError

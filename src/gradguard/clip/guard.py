@@ -43,7 +43,7 @@ class StepOutcome:
 
     Attributes:
         skipped: Whether it was left out; 0-dim on the device where only that knows.
-        reason: Why, if it was; a spike is told by ``spike``.
+        reason: The reason, if it was, unless ``spike`` is it.
         spike: Whether it was left out as a spike.
     """
 
@@ -68,7 +68,7 @@ class _Step:
     Attributes:
         outcome: Its result, as far as it is known.
         clip: The result of its last clip; None as long as nothing was decided.
-        snapshot: The optimizer before it, where something may have moved and have to be undone; None where nothing has.
+        snapshot: The optimizer before the step, where the step may have to be undone; else None.
         unjudged: The decision of a step that is judged by its update, after it; None of any other.
         waits: Whether a GradScaler has begun it and the optimizer has not, which it may never do.
     """
@@ -216,7 +216,7 @@ class Guard(OfOneOptimizer):
         self._attach()
 
     def __repr__(self) -> str:
-        """Return the call that makes such a guard, of what is called ``optimizer`` and ``model`` here."""
+        """Return the call that makes such a guard, with the names ``optimizer`` and ``model``."""
         more = {"model": "model"} if self._guarded.model is not None else {}
         if self._policy != "skip":
             more["nonfinite"] = repr(self._policy)
@@ -497,14 +497,14 @@ class Guard(OfOneOptimizer):
         of an evaluation is of no step and is left out: one that has no graph, recorded where gradients are off
         (`torch.no_grad`, `torch.inference_mode`) and the guard's ``model``, if it has one, is not in training mode.
 
-        Losses of a step that raised an error, such as those of its closure, are dropped. A batch that is left out
-        before its step, as where ``backward()`` raised and the loop goes on, is nothing that the guard can know of:
-        drop its loss by ``guard.spikes.forget_loss()``, next to ``optimizer.zero_grad()``.
+        Losses of a step that raised an error, such as those of its closure, are dropped. The guard cannot know that a
+        batch is left out before its step, as where ``backward()`` raised and the loop goes on: drop its loss by
+        ``guard.spikes.forget_loss()``, next to ``optimizer.zero_grad()``.
 
         Args:
             loss: The mean loss without a loss scale; one number.
             weight: Its weight in the mean, such as its number of tokens.
-            kind: Which of several tasks it is of, where their losses differ in size; see `SkipSpikes`.
+            kind: The name of its task, where losses of several tasks differ in size; see `SkipSpikes`.
 
         Returns:
             ``loss``, so that ``guard.record_loss(loss).backward()`` is one line.
@@ -653,7 +653,7 @@ def check_attachable(optimizer: object, clipper: object) -> None:
     """Check that ``clipper`` can act at each step of ``optimizer``.
 
     Raises:
-        InvalidTypeError: If the optimizer cannot be hooked or wraps another, or the clipper is none.
+        InvalidTypeError: If the optimizer cannot be hooked or wraps another, or ``clipper`` is not a clipper.
     """
     check_hookable(optimizer)
     if not isinstance(clipper, Clipper):

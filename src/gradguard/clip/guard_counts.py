@@ -10,8 +10,7 @@ from torch import Tensor
 from gradguard.clip.clipper import ClipResult
 from gradguard.errors import NonFiniteGradientError
 from gradguard.tensors.host_copy import refuse_capture
-
-_NAMED_AT_MOST = 5
+from gradguard.words import listed
 
 
 class Counts:
@@ -40,7 +39,7 @@ class Counts:
         return self._in_a_row if self._on_device is None else int(self._on_device[1])
 
     def begin(self, result: ClipResult) -> None:
-        """Note a real step that has ended, with what the clipper found; what became of it is told next."""
+        """Note a real step that has ended, with the result of its clip; whether it was skipped is noted next."""
         self.steps += 1
         self._history.append((self.steps, result))
 
@@ -63,7 +62,7 @@ class Counts:
             self.check(self._in_a_row)
 
     def decided_on_device(self, skip: Tensor, spike: Tensor | None = None) -> None:
-        """Note a decision that only the device knows; too many skips in a row are told some steps late.
+        """Note a decision that only the device knows; too many skips in a row are an error some steps late.
 
         Args:
             skip: Whether the step is skipped; 0-dim bool.
@@ -145,6 +144,4 @@ def _line(step: int, result: ClipResult) -> str:
     """Say which gradients of a step were not finite; empty if all were."""
     if not bool(result.nonfinite):
         return ""
-    bad = result.culprit_names()
-    more = f" and {len(bad) - _NAMED_AT_MOST} more" if len(bad) > _NAMED_AT_MOST else ""
-    return f"step {step}: norm {float(result.norm)}, not finite: {', '.join(bad[:_NAMED_AT_MOST])}{more}"
+    return f"step {step}: norm {float(result.norm)}, not finite: {listed(result.culprit_names(), 5)}"

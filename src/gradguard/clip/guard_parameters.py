@@ -1,4 +1,4 @@
-"""The parameters of a guarded optimizer: what its clipper is shown of them, and their gradients at a step."""
+"""The parameters of a guarded optimizer, which its clipper learns of, and their gradients at a step."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A guard's part in finite spikes: what it asks of `SkipSpikes` at a step, and how a clipper forgets a skipped one."""
+"""A guard's part in finite spikes: `SkipSpikes` judges each step, and the clipper forgets a skipped one."""
 
 import warnings
 from typing import Any
@@ -29,7 +29,7 @@ class SpikeWatch:
         self._was_told = False
 
     def begin(self, step: int, in_backward: bool) -> None:
-        """A clip is about to be decided.
+        """Begin a step, before its clip is decided.
 
         Args:
             step: The number of the real step, from 1.
@@ -96,13 +96,13 @@ class SpikeWatch:
         return move(self._spikes.nonfinite, bad.device)
 
     def end(self) -> None:
-        """The step is over, whatever became of it."""
+        """End the step, taken or not."""
         self._state, self._is_judged = {}, False
         if self._spikes is not None:
             self._spikes.forget_loss()
 
     def break_off(self) -> None:
-        """An error has ended the step: no loss of it is left, nor what clipper and detector can take back."""
+        """End a step that an error has ended: drop its loss, and let clipper and detector forget it where they can."""
         self.undo_clipper()
         if self._spikes is not None and self._is_judged:
             self._spikes.take_back()

@@ -22,8 +22,8 @@ class ClipEachOptimizer:
     """Clips the gradients of whichever optimizer is about to step.
 
     **Guarantees.** Norms that a rule remembers are of one optimizer, and without a loss scale that the optimizer itself
-    takes off. Gradients that are not finite are what the rule makes of them (``"propagate"``), and enter no memory; a
-    step that a GradScaler leaves out never comes here.
+    takes off. Gradients that are not finite are clipped under ``"propagate"``, and enter no rule's state; a step that a
+    GradScaler leaves out is not clipped.
 
     Args:
         make: Makes a clipper; takes ``exclude=`` if there is one.

@@ -1,4 +1,4 @@
-"""An optimizer that steps inside a backward pass: what can be clipped there, and what cannot."""
+"""An optimizer that steps inside a backward pass: which clips are right there."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ def is_in_backward() -> bool:
 
 
 def refuse_in_backward(clipper: Clipper, parameters: Sequence[Tensor], stages: Stages) -> None:
-    """Check that what ``clipper`` does to the gradients of one optimizer is right while others are still to come.
+    """Check that ``clipper`` is right for the gradients of one optimizer while others are still to come.
 
     Raises:
-        UnsupportedGradientError: If not.
+        UnsupportedGradientError: If the rule needs all gradients.
     """
     if not clipper.is_per_tensor():
         raise UnsupportedGradientError(
@@ -40,5 +40,5 @@ def refuse_in_backward(clipper: Clipper, parameters: Sequence[Tensor], stages: S
 
 
 def tell_what_has_stepped(error: NonFiniteGradientError) -> None:
-    """Say in an error from inside a backward what it cannot undo."""
+    """Add to an error from inside a backward that other optimizers may have stepped."""
     error.add_note("This came from inside a backward pass: optimizers that have stepped before in it stay stepped.")

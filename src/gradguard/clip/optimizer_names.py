@@ -30,7 +30,7 @@ def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
 
 
 def names_of(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
-    """Return what to call the parameters of ``optimizer``: by the model, by the optimizer, or by their place.
+    """Return names for the parameters of ``optimizer``: the model's, the optimizer's, or their places.
 
     Two of one name (from two models, say) are called by their places: a clipper may keep something under each name.
     """

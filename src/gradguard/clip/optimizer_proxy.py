@@ -44,7 +44,7 @@ class OptimizerProxy:
 
     @staticmethod
     def serves(optimizer: Optimizer) -> bool:
-        """Tell whether ``optimizer`` is one that this works for."""
+        """Tell whether a proxy can stand in for ``optimizer``."""
         kind = type(optimizer)
         stock = getattr(torch.optim, kind.__name__, None) is kind
         return stock and kind is not torch.optim.LBFGS and len(optimizer.param_groups) > 0

@@ -178,7 +178,7 @@ class QKClip(OfOneOptimizer):
         _clipped.update(one.query for one in self._told)
 
     def __repr__(self) -> str:
-        """Return the call that makes such a clip, of what is called ``optimizer`` and ``model`` here."""
+        """Return the call that makes such a clip, with the names ``optimizer`` and ``model``."""
         return f"QKClip(optimizer, model, threshold={self._threshold:g}, alpha={self._alpha:g})"
 
     def detach(self) -> None:
@@ -359,7 +359,7 @@ class _Attention:
         return torch.full(shape, -torch.inf, dtype=wide_dtype(weight.device), device=weight.device)
 
     def check(self) -> None:
-        """Refuse what has changed since the weights were found.
+        """Refuse layers and weights that have changed since they were found.
 
         Raises:
             UnsupportedGradientError: If a layer or weight is another one, or no plain one.
@@ -487,7 +487,7 @@ class _Attention:
         self.measured = torch.maximum(self.measured.to(new), new)
 
     def _faults(self, call: AttentionCall, outputs: Sequence[Tensor], heads: int) -> list[Tensor]:
-        """Return what `_FAULT_WORDS` says of, above 1 where it is so."""
+        """Return a number for each of `_FAULT_WORDS`, above 1 where the fault is there."""
         size, own = call.query.shape[-1], call.query.shape[-1] - self.rotary
         query, key, attending = outputs[0], outputs[-1], call.key.shape[-3]
         if query is key:
@@ -540,7 +540,7 @@ class _Attention:
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Learn from other processes what this one has not seen.
+        """Take over from other processes the shapes of attentions that this one has not seen.
 
         Raises:
             UnsupportedGradientError: If no process has seen an attention whose weights have gradients.

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 
 from gradguard.clip.gradients import Gradients, Parameters, named_tensors
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.words import listed
 
 Selection = str | Tensor | nn.Module | Mapping[str, Any] | Iterable["Selection"]
 """A name or glob pattern, a parameter, a module, an optimizer's param group, or an iterable of these."""
 
-_NAMED_AT_MOST = 20
+MOST_NAMES = 20
+"""Names that a message lists."""
 
 
 class Selector:
@@ -156,12 +158,7 @@ def _fits_literally(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return ``names`` for a message, cut where they are many."""
-    return ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "")
-
-
 def _advice(names: Sequence[str] | None) -> str:
     if names is None:
         return "the parameters have no names: pass the module or model.named_parameters() to select by name."
-    return f"the parameters are {listed(names)}."
+    return f"the parameters are {listed(names, MOST_NAMES)}."

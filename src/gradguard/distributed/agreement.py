@@ -1,4 +1,4 @@
-"""Do all processes mean the same list of gradients? Asked once, when a plan is made; and who is missing, if one is."""
+"""Check, when a plan is made, that all processes list the same gradients; name the processes that are missing."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ _last_numbers = [0]
 
 
 def device_of(group: Any, wanted: torch.device) -> torch.device:
-    """Return where ``group`` can add up: ``wanted`` if it can there, else its own accelerator, or the CPU."""
+    """Return a device on which ``group`` can all-reduce: ``wanted`` if it can, else its accelerator or CPU."""
     kinds = device_types_of(group)
     if wanted.type in kinds:
         return wanted
@@ -59,8 +59,8 @@ class Agreement:
     """The agreement of all processes of a union.
 
     Attributes:
-        wishes: Which of the wishes any process has.
-        number: For what was agreed on: the same on all processes, and new.
+        wishes: The wishes that at least one process has.
+        number: The number of the agreement, new and the same on all processes.
         senders: One process of each stage, by its rank in the union: a stage is known by the first rank that it has.
         lengths: How long the text of its list is, by stage.
         text: The list of this process and its details, as JSON.
@@ -131,7 +131,7 @@ def texts_of(union: ReductionGroup, mine: bytes, lengths: Mapping[int, int], dev
         device: Where the all-reduce happens.
 
     Returns:
-        Theirs, in this order.
+        Their texts, in this order.
     """
     sizes = list(lengths.values())
     buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -262,7 +262,7 @@ def warn_of_waiting(store: Any, waited: float, who: Callable[[], str], what: str
     Args:
         store: A store that the processes of this wait share, and no other wait.
         waited: Seconds so far.
-        who: Says which processes have not come.
+        who: Returns a sentence on the processes that have not come.
         what: The advice: an action that all processes must take.
     """
     if waited < _LONG or store.add("warned", 1) > 1:

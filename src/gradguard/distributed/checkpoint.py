@@ -15,7 +15,7 @@ def wait_for(missing: Callable[[], str | None], directory: Path) -> None:
 
     Args:
         missing: Returns the name of a file that is not there yet, or None.
-        directory: How the user calls it.
+        directory: The path as the user wrote it.
 
     Raises:
         InvalidValueError: If something is missing after a minute.

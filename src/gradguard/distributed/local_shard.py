@@ -26,8 +26,8 @@ class LocalShard:
             them. Empty where it has all of each.
         start: Position in the whole of a flat part's first element.
         padding: Number of elements at the end that are not of the whole.
-        placement: The processes that hold the whole, and how many of them this part.
-        is_known: The layout tells which elements these are.
+        placement: The processes that hold the whole, and how many of them hold this part.
+        is_known: Whether the layout tells which elements the part has.
     """
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ def cut_along(
     Args:
         shape: Shape of the whole.
         along: Entries of each dimension.
-        placement: Who holds it.
+        placement: The processes that hold it.
         held: Shape of the tensor that should be this part; None if it is not there to be compared.
     """
     own = tuple(size if index is None else len(index) for size, index in zip(shape, along, strict=True))

@@ -1,4 +1,4 @@
-"""Who this process is, what every process has, and sums over all: each collective names the process that did not come.
+"""The rank of this process, and gathers and sums over all: each collective names the process that did not come.
 
 Only this folder talks to other processes; the others ask here. A collective waits as long as its process group allows.
 """
@@ -36,7 +36,7 @@ def meet_under(name: str) -> None:
     """Let this process meet others under keys of that name: a launcher's store may hold those of an earlier meeting.
 
     Args:
-        name: Put in front of each key; the others must use the same one.
+        name: The prefix of each key; the others must use the same one.
     """
 
     def apart(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
@@ -112,7 +112,7 @@ def numbers_of_all(number: int, group: Any, task: str) -> list[int]:
 
 
 def raise_together(error: Exception | None, group: Any, task: str) -> None:
-    """Raise ``error``, or that another process of ``group`` has one; nothing if none has. A collective.
+    """Raise ``error``, or an error where another process of ``group`` has one. A collective.
 
     Raises:
         InvalidValueError: If another process has an error.

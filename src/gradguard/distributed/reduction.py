@@ -91,7 +91,7 @@ class Copies:
     names: Sequence[str]
 
     def taken(self, positions: Sequence[int]) -> "Copies":
-        """Return those among ``positions``, by their places there."""
+        """Return the copies that are among ``positions``, at their places in it."""
         place = {int(position): i for i, position in enumerate(positions)}
         kept = [(place[at], name) for at, name in zip(self.at.tolist(), self.names, strict=True) if at in place]
         return Copies(torch.tensor([at for at, _ in kept], dtype=torch.int64, device="cpu"), [name for _, name in kept])
@@ -234,11 +234,11 @@ class Reducer:
         Args:
             norms: The norms.
             is_told: Whether all processes reduced the same list, by the same rule, and replicas have it alike.
-            apart: Whether each of the copies differ.
-            copies: Their names.
+            apart: Whether the processes' gradients differ, for each of the copies.
+            copies: The names of the copies.
 
         Raises:
-            DistributedError: If one of the first is not so.
+            DistributedError: If one of ``is_told`` is false.
             UnsupportedGradientError: If copies differ.
         """
         same, agreed, balanced = map(torch.all, is_told)

@@ -20,10 +20,10 @@ MOST_RANKS = 20
 
 @dataclass(frozen=True, slots=True)
 class ReductionGroup:
-    """Who takes part in a reduction.
+    """The processes that take part in a reduction.
 
     Attributes:
-        group: The process group of all that do.
+        group: The process group of all of them.
         stage: The global ranks that hold parts of the same parameters as this process; all of ``group`` unless it
             spans pipeline stages.
         stages: The process group along which parameters differ, if one was given.
@@ -36,7 +36,7 @@ class ReductionGroup:
 
 @dataclass(frozen=True, slots=True)
 class StageGroup:
-    """Along what parameters differ.
+    """The pipeline stages, along which parameters differ.
 
     Attributes:
         group: The process group of the stages.
@@ -53,7 +53,7 @@ def several_processes() -> bool:
 
 
 def stages_group(process_group: Any, mesh: Any) -> StageGroup | None:
-    """Return what a user names by ``process_group=`` or ``mesh=``: along it, parameters differ.
+    """Return the pipeline stages that a user names by ``process_group=`` or ``mesh=``.
 
     Raises:
         InvalidValueError: If both are given, this process is not in the group, or the mesh has several dimensions.
@@ -95,22 +95,20 @@ def is_alive(group: Any) -> bool:
 
 
 def check_alive(group: Any) -> None:
-    """Raise if ``group`` was destroyed, or this process is not in it.
+    """Raise if ``group`` was destroyed.
 
     Raises:
-        InvalidValueError: If so.
+        InvalidValueError: If it was.
     """
     if not is_alive(group):
         raise InvalidValueError(
             "a process group that the gradients or the call need is destroyed: expected a live one. Clip before "
             "destroy_process_group(), and make meshes and parameters anew after initializing again."
         )
-    if dist.get_rank() not in process_groups()[group]:
-        raise InvalidValueError(f"process_group does not contain this process (rank {dist.get_rank()}).")
 
 
 def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | None) -> ReductionGroup | None:
-    """Return who must take part so that gradients placed like this add up; None if nobody else must.
+    """Return the processes that must add up gradients placed like this; None if this one holds all of them.
 
     Args:
         placements: The placements of all listed tensors.
@@ -162,7 +160,7 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
         union: The result of `reduction_group_of` for them.
 
     Raises:
-        InvalidValueError: If so: this stage's norm is not that of all.
+        InvalidValueError: If they are: the norm would be that of this stage alone.
     """
     taking_part = dist.get_process_group_ranks(union.group)
     for root in _roots_of(_meshes_of(placements)):

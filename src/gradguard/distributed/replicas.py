@@ -1,4 +1,4 @@
-r"""Do all processes that hold the same part of a gradient have it, or all of them not? Else the norm would be wrong.
+r"""Check that all processes that hold the same part of a gradient have it, or none does; else the norm is wrong.
 
 One number in the one all-reduce tells. For each gradient that is both split and replicated, the holder j of part q adds
 :math:`h(q, j) - h(q, j + 1)` if it has the gradient, where h are small integers as good as random: over all k holders

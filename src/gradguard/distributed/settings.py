@@ -1,4 +1,4 @@
-"""Do all processes clip in the same way? A threshold of its own on one of them would tear the weights apart, silently.
+"""Check that all processes clip in the same way: one with another threshold would silently get other weights.
 
 Two numbers in the one all-reduce tell: a digest h below 65,536 of the rule and its arguments, and its square. All h are
 equal if, and only if, their mean is h and the mean of their squares the square of h.
@@ -25,7 +25,7 @@ Settings = tuple[Setting, ...]
 
 
 def as_setting(value: object) -> Setting:
-    """Return what of an argument of a rule can be compared between processes, and be told; of an object, its type."""
+    """Return an argument of a rule as a value that processes can compare: an object as the name of its type."""
     if value is None or isinstance(value, float | int | str) or (isinstance(value, Tensor) and value.dim() == 0):
         return value
     if isinstance(value, tuple | list):
@@ -34,7 +34,7 @@ def as_setting(value: object) -> Setting:
 
 
 def digest(settings: Settings, device: torch.device) -> Tensor:
-    """Return what stands for ``settings``, and its square: ``[2]``, float64, whole numbers, without a wait."""
+    """Return the digest of ``settings``, and its square: ``[2]``, float64, whole numbers, without a wait."""
     tensors = [s for s in settings if isinstance(s, Tensor) and not s.is_cpu]
     pair = _digest_of_words(repr(list(map(_plain, settings))), device)
     if not tensors:
@@ -60,7 +60,7 @@ def _digest_of_words(words: str, device: torch.device) -> Tensor:
 
 
 def difference(union: ReductionGroup, settings: Settings) -> str:
-    """Return which processes clip in another way than most, in words; all of them ask together."""
+    """Return a sentence on the processes that clip in another way than most. A collective."""
     said = list(map(str, gather_objects(union, _in_words(settings))))
     usual = Counter(said).most_common(1)[0][0]
     ranks = dist.get_process_group_ranks(union.group)

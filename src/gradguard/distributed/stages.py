@@ -1,4 +1,4 @@
-"""Pipeline stages: processes that hold different parameters, and some weights alike."""
+"""Pipeline stages: processes that hold different parameters, and may share some weights."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ def details_of(
     holders: Sequence[int],
     whole: Sequence[bool],
 ) -> list[tuple]:
-    """Return what the other stages must know of this one, which all of its processes say alike.
+    """Return the facts on this stage that the others need, the same on all of its processes.
 
     Args:
         tensors: The list of this stage.
@@ -73,7 +73,7 @@ class StageLists:
         reducer: The reducer that has agreed on the list of each stage and its `details_of`; all make it together.
 
     Attributes:
-        own: Where each tensor of this stage stands.
+        own: The place of each tensor of this stage.
         holders: How many processes of all stages hold the same part of each tensor of all stages.
         whole: Whether each of those holds all of it.
         names: The names of all tensors.

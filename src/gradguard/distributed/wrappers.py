@@ -1,4 +1,4 @@
-"""Modules that wrap a model: what FSDP1 and DDP know of its gradients, and what all of them put into its names."""
+"""Modules that wrap a model: how FSDP1 and DDP treat its gradients, and the prefixes that all add to its names."""
 
 import gc
 import sys
@@ -100,7 +100,7 @@ def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> lis
 
 
 def plain_names(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """Return what each of ``names``, of parameters, buffers or modules in ``module``, is without its wrappers."""
+    """Return ``names`` of parameters, buffers or modules in ``module`` without the prefixes of wrappers."""
     words = "\n".join(names)
     if not any(part in words for part in (*_PUT_IN_NAMES, "module")):
         return {name: name for name in names}

@@ -1,4 +1,4 @@
-"""Surviving bursts of bad steps: snapshots and the ladder that goes back to them; which samples a batch had."""
+"""Surviving bursts of bad steps: `SpikeRecovery` goes back to snapshots; `Batches` knows the samples of each batch."""
 
 from gradguard.resilience.bad_samples import BadSample, BadSamples
 from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleIds

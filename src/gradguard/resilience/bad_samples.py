@@ -50,7 +50,7 @@ class BadSamples:
     range(len(dataset)) if i not in bad]))``. So the numbers stay those of the dataset, which a ``Subset`` counts anew.
 
     Args:
-        file: Where the list is, or is to be written; None for memory only.
+        file: The path of the list, which need not exist yet; None for memory only.
 
     Raises:
         RecordError: If a line is not a sample.
@@ -90,12 +90,12 @@ class BadSamples:
             reason: In words.
             step: The step of the spike.
             rank: Process that had them.
-            gather: Whether each process gives samples of its own, or none, which all of them are to leave out: all
-                processes must call.
+            gather: Whether each process gives samples of its own, or none, and all processes leave out all of them:
+                then all must call.
             group: The processes that call; None for all. The first of them writes.
 
         Returns:
-            How many of them are new.
+            The number of samples that were not in the list before.
 
         Raises:
             InvalidTypeError: If the ids are no whole numbers or strings.
@@ -115,7 +115,7 @@ class BadSamples:
         return len(new)
 
     def _write(self, file: Path, new: Iterable[BadSample]) -> None:
-        """Append to the file; what a full disk does not take is left for the next time, and the run goes on."""
+        """Append to the file; lines that a full disk refuses are written by the next call, and the run goes on."""
         self._unwritten += new
         told = [{k: v for k, v in asdict(one).items() if v not in (None, "")} for one in self._unwritten]
         try:

@@ -41,7 +41,7 @@ class MicroBatch:
 
 @dataclass
 class _Kept:
-    """A micro-batch as it was told: tensors stay on their device until somebody asks."""
+    """A recorded micro-batch, whose tensors stay on their device until they are read."""
 
     ids: Tensor | tuple[SampleId, ...] | None
     loss: Tensor | float | None = None
@@ -105,7 +105,7 @@ class Batches:
             batch: The batch itself, kept where ``keep=True``.
 
         Raises:
-            InvalidTypeError: If ids are something else.
+            InvalidTypeError: If ``ids`` are of another kind.
         """
         one = _Kept(None if ids is None else checked_ids(ids))
         if self.keep:
@@ -114,10 +114,10 @@ class Batches:
         self._ring[-1].append(one)
 
     def record_loss(self, loss: Tensor | float) -> None:
-        """Record the loss of the micro-batch under way; a loss without one, or a second of one, begins one without ids.
+        """Record the loss of the micro-batch under way; before any ids, or as its second loss, begin one without ids.
 
         Raises:
-            InvalidTypeError: If it is not a single number.
+            InvalidTypeError: If ``loss`` is not a single number.
         """
         now = self._ring[-1]
         if not now or now[-1].loss is not None:
@@ -157,7 +157,7 @@ class Batches:
         """Return a batch that was kept, and the states of the random generators before it.
 
         Raises:
-            InvalidValueError: If it was not kept, or is not what it was.
+            InvalidValueError: If the batch was not kept, or was changed in place.
         """
         kept = self._of(step)
         one = kept[number] if 0 <= number < len(kept) else None
@@ -174,7 +174,7 @@ class Batches:
         return one.content, one.generators
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of the step under way; what the ring holds is of this process alone."""
+        """Return the number of the step under way; the ring, which is of this process alone, is not saved."""
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -213,7 +213,7 @@ def _checked_loss(loss: Tensor | float) -> Tensor | float:
 
 
 def checked_ids(ids: Any) -> Tensor | tuple[SampleId, ...]:
-    """Return the ids in whatever a caller has them, without a wait for a device.
+    """Return ids given as a list, an array or a tensor, without a wait for a device.
 
     Raises:
         InvalidTypeError: If they are no whole numbers or strings.
@@ -242,7 +242,7 @@ def _refuse_ids(came: str) -> Any:
 
 
 class SampleIds:
-    r"""Yields what ``loader`` yields, and tells ``batches`` which samples are in it.
+    r"""Yields the batches of ``loader``, and records in ``batches`` which samples each holds.
 
     The number of a sample travels with it: the dataset returns it beside the samples, and ``collate_fn`` takes it off
     again. So it is right whatever draws the samples and in whatever order they come: workers, prefetching,

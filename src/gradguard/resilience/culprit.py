@@ -1,4 +1,4 @@
-"""Who made a spike: the rank, the micro-batch and its samples, by their loss."""
+"""The culprit of a spike: the rank, the micro-batch and its samples, found by their loss."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Culprit:
         blamed: The micro-batches whose loss stands out, the highest first; empty where none can be blamed.
         scores: How far the loss of each of ``micro_batches`` stands above the usual ones, in deviations.
         micro_batches: Those of the step, of all ranks.
-        reason: Why these, or why none, in a sentence.
+        reason: A sentence on why these are blamed, or why none is.
     """
 
     step: int
@@ -49,7 +49,7 @@ class Culprit:
 
 
 def find_culprit(batches: Batches, step: int, *, group: Any = None) -> Culprit:
-    r"""Say which micro-batches made a step a spike, by their loss. All processes call it for the same step.
+    r"""Find the micro-batches that made a step a spike, by their loss. All processes call it for the same step.
 
     With x the logarithms of the micro-batches' losses of the earlier steps in the ring, on all ranks, a micro-batch is
     blamed if
@@ -59,8 +59,8 @@ def find_culprit(batches: Batches, step: int, *, group: Any = None) -> Culprit:
     (by the losses themselves, with a floor of 5 % of the median, where one is not positive). It costs one gather of
     plain numbers, so call it only after a spike.
 
-    **Guarantees.** No sample is blamed for being the largest: only for standing out. Where most of a step's
-    micro-batches stand out it is not the data of one of them, and none is blamed.
+    **Guarantees.** A micro-batch is never blamed because its loss is the largest, only because it stands out. Where
+    most of a step's micro-batches stand out, the cause is not the data of one of them, and none is blamed.
 
     | case | blamed |
     |---|---|
@@ -101,7 +101,7 @@ def find_culprit(batches: Batches, step: int, *, group: Any = None) -> Culprit:
 
 
 def find_culprits(batches: Batches, steps: Sequence[int], *, group: Any = None) -> tuple[Culprit, ...]:
-    """Return what `find_culprit` says of steps of a burst, with one gather: none of them is usual for the others.
+    """Return the `Culprit` of each step of a burst, with one gather; no step of the burst counts as usual.
 
     Steps that some process does not remember are left out. All processes call it for the same steps.
 
@@ -111,7 +111,7 @@ def find_culprits(batches: Batches, steps: Sequence[int], *, group: Any = None) 
         group: The processes that take part; None for all.
 
     Returns:
-        Who is blamed for each, the same on all processes.
+        One `Culprit` for each step, the same on all processes.
     """
     of_steps, usual = _of_all_ranks(batches, steps, group)
     return tuple(

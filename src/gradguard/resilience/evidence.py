@@ -38,8 +38,8 @@ class EvidenceBatch:
     Attributes:
         step: Number of its step.
         number: Its place among the micro-batches of the step.
-        ids: Its samples; None where nobody said.
-        loss: Its loss when it was trained on; None where nobody said.
+        ids: Its samples; None where they were not recorded.
+        loss: Its loss when it was trained on; None where it was not recorded.
         content: The batch.
         generators: The states of the random generators.
     """
@@ -59,7 +59,7 @@ class StepEvidence:
     Attributes:
         step: Number of the step that was a spike.
         rank: Process whose batches these are.
-        reason: Why it was blamed.
+        reason: The reason why it was blamed.
         suspects: The batches of the spike.
         others: Batches of other steps, to compare with.
         states: Weights and buffers by the number of the step that they were before.
@@ -107,14 +107,14 @@ def write_evidence(
     | FSDP1, a pipeline's stage | an error, the weights of one process are no model |
 
     Args:
-        file: Where to write, such as ``"spike-1204.pt"``.
+        file: The path to write, such as ``"spike-1204.pt"``.
         batches: The object that has kept the batches: ``Batches(keep=True)``.
         culprit: The result of `find_culprit`.
         model: The model, with the weights that it has now.
         older: Weights of another time by the number of the step that they were before, such as those of a snapshot
             from before the spike: without them nothing separates bad data from this batch on these weights.
-        before: Number of the step that the weights of ``model`` are before; by default the one under way. If only
-            skipped steps followed the spike it is the spike's: give ``culprit.step``.
+        before: Number of the step that the weights of ``model`` precede; by default the step under way. If only skipped
+            steps followed the spike, give ``culprit.step``.
         others: How many batches of other steps to write, to compare with.
 
     Returns:
@@ -163,10 +163,10 @@ def write_evidence(
 
 
 def read_evidence(file: str | os.PathLike[str]) -> StepEvidence:
-    """Return what `write_evidence` has written; no code of the file is run.
+    """Return the content of a file of `write_evidence`; no code of the file is run.
 
     Raises:
-        RecordError: If there is no such file, or it is another one.
+        RecordError: If there is no such file, or `write_evidence` has not written it.
     """
     try:
         with PlainReader(file, _KIND) as reader:
@@ -183,13 +183,13 @@ def read_evidence(file: str | os.PathLike[str]) -> StepEvidence:
 
 
 def _evidence(found: dict[str, Any]) -> StepEvidence:
-    """Take a file's word for what it says, where each field is what it must be.
+    """Read the fields of a file, and check the type of each.
 
     Returns:
-        Its content.
+        The content of the file.
 
     Raises:
-        ValueError: A field is something else.
+        ValueError: If a field is of another type.
     """
     batches = {name: tuple(map(_read_batch, found[name])) for name in ("suspects", "others")}
     evidence = StepEvidence(**{**found, **batches, "eval_modules": tuple(found["eval_modules"])})
@@ -215,8 +215,8 @@ class EvidenceFolder:
     """Writes the evidence of spikes into a folder, not more often than wanted.
 
     Args:
-        folder: Where; made if it is not there.
-        every: The fewest steps between two files.
+        folder: The path of the folder; made if it is not there.
+        every: The least number of steps between two files.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int) -> None:
@@ -250,7 +250,7 @@ def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -
         state: Other tensors in their places, by the names of ``model.state_dict()``; None for the model's own.
 
     Raises:
-        UnsupportedGradientError: If a part cannot be made whole.
+        UnsupportedGradientError: If the parts of a tensor cannot be gathered.
     """
     if any(map(is_fsdp1, model.modules())):
         raise UnsupportedGradientError(

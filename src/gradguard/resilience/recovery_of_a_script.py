@@ -30,18 +30,18 @@ NO_ROLL_BACK = (
 class GuardEachOptimizer(Listener):
     """Attaches a `Guard` that skips spikes to each optimizer of a script, after its first step.
 
-    The signals are the loss, which ``backward`` is called on, and the norm before any clip of the script. Where there
-    are several optimizers nobody knows whose loss it is, so each is judged by its norm alone; where a GradScaler is at
-    work a norm that the script's clip returned may be scaled, so that only the loss is judged there.
+    The signals are the loss, which ``backward`` is called on, and the norm before any clip of the script. Where a
+    script has several optimizers, the loss belongs to none of them for certain, so each is judged by its norm alone.
+    Under a GradScaler, the norm that the script's clip returned may be scaled, so only the loss is judged.
 
-    **Guarantees.** Steps that are no spikes are as without it, to the last bit. Where an optimizer cannot be guarded,
-    or several processes train together, `refused` says so and nothing is done.
+    **Guarantees.** A step that is no spike keeps every bit. Where an optimizer cannot be guarded, or several processes
+    train together, `refused` says so and no guard is attached.
 
     Args:
-        applied: A clip that acts before each step, whose norm is that before it; None for no clip.
+        applied: A clip to apply before each step, which returns the norm before it; None for no clip.
 
     Attributes:
-        refused: Why optimizers were left alone, by the name of their class.
+        refused: The reasons why optimizers have no guard, by the name of their class.
     """
 
     def __init__(self, applied: Callable[..., ClipEvent] | None = None) -> None:
@@ -69,7 +69,7 @@ class GuardEachOptimizer(Listener):
         return event
 
     def report(self) -> str:
-        """Return what was done, in words."""
+        """Return a summary of the skipped steps and of the optimizers without a guard."""
         skipped = sum(spikes.skipped for spikes in self._spikes)
         nonfinite = f", {self._nonfinite:,} more were not finite" if self._nonfinite else ""
         why = "".join(f" {name} was left alone: {reason}" for name, reason in self.refused.items())

@@ -1,4 +1,4 @@
-"""A lower learning rate for a while, of which no scheduler knows."""
+"""A learning rate that is lower for some steps, unseen by schedulers."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class SlowDown:
 
     @property
     def factor(self) -> float:
-        """From 0 to 1; 1 leaves all alone. It is set between steps."""
+        """The factor, from 0 to 1, where 1 changes nothing. It is set between steps."""
         return self._factor
 
     @factor.setter

@@ -19,6 +19,7 @@ from gradguard.json_values import jsonable
 from gradguard.resilience.culprit import FAR, deviations
 from gradguard.resilience.evidence import EvidenceBatch, StepEvidence, read_evidence
 from gradguard.state.generators import generator_states, restore_generators
+from gradguard.words import listed
 
 FEWEST = 4
 """So many other batches tell what is usual on the same weights."""
@@ -37,7 +38,7 @@ class MeasuredBatch:
 
 @dataclass(frozen=True)
 class StateResult:
-    """All batches on the weights of one time.
+    """The measurements of all batches on the weights of one time.
 
     Attributes:
         step: Number of the step that the weights were before; None of a file that does not say.
@@ -58,7 +59,7 @@ class StateResult:
 
     @property
     def stands_out(self) -> bool:
-        """Whether that is far."""
+        """Whether the score is above the bar."""
         return (self.score or 0.0) > FAR
 
 
@@ -70,7 +71,7 @@ class ReplayReport:
         verdict: ``"PASS"``: the spike comes back; ``"FAIL"``: it does not, on the very weights of the step;
             ``"INCONCLUSIVE"``: it cannot be told.
         cause: ``"data"``, ``"weights"``, ``"both"`` (this batch on these weights), or None.
-        reason: Why, in words.
+        reason: The reason for the verdict, in words.
         step: Number of the step.
         rank: Whose batches these are.
         ids: The samples of the suspects.
@@ -148,7 +149,7 @@ _Judgement = tuple[str, str | None, str]
 
 
 def judge(evidence: StepEvidence, results: Sequence[StateResult]) -> _Judgement:
-    """Return the verdict, the cause and why.
+    """Return the verdict, the cause and the reason.
 
     The suspects are compared with other batches on the same weights, and the others with themselves on other weights:
     bad data stand out on any weights, on bad weights all batches stand out. Weights from after the step may be bad
@@ -386,9 +387,7 @@ def _described(value: Any) -> str:
 
 
 def _samples(ids: Sequence[int | str]) -> str:
-    if not ids:
-        return "samples not known"
-    return f"samples {', '.join(map(str, ids[:12]))}{f' and {len(ids) - 12} more' if len(ids) > 12 else ''}"
+    return f"samples {listed(ids, 12)}" if ids else "samples not known"
 
 
 def _columns(name: str, measured: Sequence[MeasuredBatch]) -> dict[str, list[float]]:

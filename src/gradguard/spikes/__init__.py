@@ -1,1 +1,1 @@
-"""Finite spikes: what tells one from the ordinary, and what a step does about it."""
+"""Finite spikes: detectors that recognise them, and the skip of a step that is one."""

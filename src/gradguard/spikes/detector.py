@@ -47,10 +47,10 @@ class SpikeDetector(Detector):
                   \operatorname{median}|x_t - x_{t-1}| / \sqrt 2\bigr), \qquad
               \text{score} = \frac{\log v - m}{s \max(d, \text{floor})}
 
-    and the step **stands out** if any signal's score is above ``k``. Only above: a fall is good news. The centre and
-    the first term are of few values, so that a loss that still falls does not pass for a wide one; the second, of
-    many, keeps that from being too narrow by chance. Where the step's ``weight`` w is known, a number of samples or
-    tokens, :math:`s = \max(1, \sqrt{\operatorname{median}(w_r) / w})`: a mean of fewer samples varies more.
+    and the step **stands out** if any signal's score is above ``k``. A fall is never a spike. The centre and the first
+    term of d use few values, so that the trend of a falling loss does not widen it; the second term uses many, so that
+    d is not too narrow by chance. Where the step's ``weight`` w is known, a number of samples or tokens, :math:`s =
+    \max(1, \sqrt{\operatorname{median}(w_r) / w})`: a mean of fewer samples varies more.
 
     **A step that stands out alone is no spike**, unless it is ``alone`` times the median: the last batch of an epoch,
     a task that comes every 40th step, a new target network look like that, and one bad batch does little harm. It is
@@ -63,10 +63,10 @@ class SpikeDetector(Detector):
     where n of the N steps before stood out: two in a row after 89 ordinary ones, three after 19, or three of five
     after 60. ``alone=1`` calls each step that stands out a spike.
 
-    **A rejected value never becomes the measure.** It goes to a second memory, so that an outlier never hides the
-    next one. But after ``cap`` spikes in a row what was rejected is the new level, and replaces the history of the
-    signals that were too high (**adoption**): a rule without a cap skips every step after a lasting rise. So a lasting
-    rise costs at most ``cap`` steps, and a burst of more than ``cap`` bad batches gets in after them.
+    **A rejected value never becomes the measure.** It goes to a second memory, so that an outlier never hides the next
+    one. After ``cap`` spikes in a row, the rejected values are taken for the new level and replace the history of the
+    signals that were too high (**adoption**): a rule without a cap would skip every step after a lasting rise. So a
+    lasting rise costs at most ``cap`` steps, and a burst of more than ``cap`` bad batches gets in after them.
 
     **Losses of 0 and below**, as in reinforcement learning or of a density, have no logarithm. While the history of a
     signal holds such a value it is judged by the values themselves, with the same rule, ``floor`` times :math:`|m|` in
@@ -92,11 +92,11 @@ class SpikeDetector(Detector):
     Args:
         k: How many deviations above the median, above 0.
         window: How many accepted values of each signal are remembered, and of how many steps whether they stood out.
-        recent: How many of them the median is of; all, if there are no more.
-        warmup: From how many on it is judged, from 1 to ``window``.
+        recent: How many of the latest of them the median is taken over; all, if there are no more.
+        warmup: From how many accepted values on a signal is judged, from 1 to ``window``.
         cap: After how many spikes in a row what was rejected is adopted, from 1 to ``window``.
         floor: The least deviation, in units of the logarithm, above 0.
-        alone: How many times the median makes a spike of a step that stands out alone, at least 1.
+        alone: A step that stands out alone is a spike above this multiple of the median, at least 1.
 
     Raises:
         InvalidValueError: If a number is outside its range.

@@ -49,8 +49,8 @@ class SkipSpikes:
     update may spike where neither loss nor gradient does. Where the optimizer is one of `torch.optim` that treats each
     tensor by itself (Adam, AdamW, SGD, Muon, ...), the rule multiplies all gradients by one number, and this process
     holds all of them, the step is rehearsed on copies, tensor by tensor, and a spike never happens. Elsewhere (other
-    optimizers and rules, closures, sharded weights) it is judged after it was taken, which the host waits for, and a
-    spike is undone, bit by bit; weights and state are copied before each step for that.
+    optimizers and rules, closures, sharded weights) the step is judged after it was taken: the host waits for the
+    verdict, and a spike is undone bit by bit, from copies of weights and state that are made before each step.
 
     Args:
         detector: The rule that recognises a spike; None for ``SpikeDetector()``. It belongs to one guard.
@@ -137,7 +137,7 @@ class SkipSpikes:
         self._loss = new if self._loss is None else move(self._loss, new.device, new.dtype) + new
 
     def check_captured(self, device: torch.device) -> None:
-        """Check that a step in a CUDA graph has a loss there too: its replays would judge one and the same number.
+        """Check that a step in a CUDA graph records its loss there too: else all replays would judge one number.
 
         Raises:
             UnsupportedGradientError: If one of the two is recorded in a graph and the other is not.
@@ -173,7 +173,7 @@ class SkipSpikes:
         return " + ".join(sorted(self._told))
 
     def signal_names(self, norms: Sequence[str]) -> list[str]:
-        """Return what the detector's signals are, in its order.
+        """Return the names of the detector's signals, in its order.
 
         Args:
             norms: The names of the norms.
@@ -292,7 +292,7 @@ class SkipSpikes:
         """Load what `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is not the state of such an object.
+            InvalidValueError: If ``state_dict`` is not the state of a `SkipSpikes`.
         """
         if set(state_dict) != {"detector", "kinds", "seen", "skipped"}:
             raise InvalidValueError(

@@ -46,8 +46,8 @@ class Detector(ABC):
 
     **Guarantees.** All state is in tensors on one device, changed in place by a fixed sequence of operations without a
     look from the host, so that a CUDA graph can hold it, and ranks that observe the same bits decide the same. The
-    state goes to the device of what is observed by itself. A run that is resumed from `state_dict` decides bit by bit
-    as the uninterrupted one.
+    state moves to the device of the observed values by itself. A run that is resumed from `state_dict` decides bit by
+    bit as the uninterrupted one.
 
     """
 
@@ -103,10 +103,10 @@ class Detector(ABC):
         return self._verdict.spike
 
     def take_back(self) -> bool:
-        """Forget the step observed last; `SpikeDetector` can on the CPU, where it has the numbers at hand.
+        """Forget the step observed last, which `SpikeDetector` can do on the CPU.
 
         Returns:
-            Whether that was possible; if not, as on an accelerator or for the second time, nothing has changed.
+            Whether the step was forgotten; on an accelerator, or the second time, nothing changes.
         """
         if self._before is None:
             return False
@@ -120,7 +120,7 @@ class Detector(ABC):
         """Make room for more signals, behind those that there are; nothing before the first step.
 
         Args:
-            signals: How many there are from now on.
+            signals: The number of signals from now on.
         """
         state = self._tensors
         if not state:
@@ -152,7 +152,7 @@ class Detector(ABC):
             )
 
     def reset(self) -> None:
-        """Forget all history, on all ranks at once: what comes next is a new start, such as another data set."""
+        """Forget all history, as for another data set; call it on all ranks at once."""
         self._verdict, self._before, self._is_new = None, None, True
         if state := self._tensors:
             fresh = self._empty(len(state["history"]))
@@ -160,7 +160,7 @@ class Detector(ABC):
                 tensor.copy_(fresh[name])
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the state to ``device`` and return the detector; it also follows what is observed by itself."""
+        """Move the state to ``device`` and return the detector; it also follows the observed values by itself."""
         refuse_capture(torch.device(device), "the memory of the spike detector")
         self._before = None
         move_state(self._tensors, device)
@@ -174,8 +174,8 @@ class Detector(ABC):
         """Load what `state_dict` returned; decisions go on as if nothing had been interrupted.
 
         Raises:
-            InvalidValueError: If it is not the state of such a detector with the same windows. Its other numbers may
-                differ: those of this detector hold from here on.
+            InvalidValueError: If ``state_dict`` is not the state of a detector of this class with the same windows. The
+                other arguments may differ: those of this detector hold from here on.
         """
         self._verdict, self._before = None, None
         if not state_dict:

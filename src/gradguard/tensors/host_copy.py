@@ -41,7 +41,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
-    """Check that ``what`` is not made while a CUDA graph is recorded, whose replays would make it anew each time.
+    """Refuse to make ``what`` while a CUDA graph is recorded, because each replay would make it anew.
 
     Raises:
         UnsupportedGradientError: If a CUDA graph is being recorded.

@@ -16,14 +16,14 @@ TF32_EPSILON = 2.0**-10
 def is_tf32_allowed(device: torch.device, *kinds: Kind) -> bool:
     """Tell whether operations of one of these kinds may round float32 to TF32 on ``device``.
 
-    For convolutions and recurrent layers cuDNN may by default, for products only where the user allows it.
+    cuDNN may round convolutions and recurrent layers by default; products are rounded only where the user allows it.
 
     Args:
         device: The device on which the operations run.
         kinds: The kinds of the operations.
 
     Returns:
-        Whether one of the kinds may; False on devices other than CUDA.
+        Whether an operation of one of the kinds may be rounded; False on devices other than CUDA.
     """
     if device.type != "cuda":
         return False
@@ -62,8 +62,8 @@ def full_float32(*kinds: Kind) -> Iterator[None]:
     """Compute float32 products, convolutions and recurrent layers in float32 in a block, whatever the program allows.
 
     Args:
-        kinds: The computations of the block; all kinds if none is given. By default products are not rounded, so
-            that for them alone nothing is written; convolutions are, by cuDNN.
+        kinds: The computations of the block; all kinds if none is given. PyTorch does not round products by default, so
+            that a block of products alone writes no switch; cuDNN rounds convolutions.
 
     PyTorch has an older switch for products and one for cuDNN, and newer ones in a tree: a switch that is not set
     follows the one above it. Where only newer ones were set, reading an older one raises, and so it is left alone;

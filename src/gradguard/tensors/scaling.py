@@ -54,7 +54,7 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
 
 
 def is_below(coefficients: Tensor, least: float) -> bool:
-    """Tell whether an entry is smaller than ``least``; NaN is not. The host reads them."""
+    """Tell whether an entry is smaller than ``least``; NaN is not. The host reads the entries."""
     return float(coefficients) < least if coefficients.dim() == 0 else bool((coefficients < least).any())
 
 

@@ -101,7 +101,7 @@ def flat_chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
         flat = values.view(-1)
         yield from ((at, flat[at : at + CHUNK]) for at in range(0, len(flat), CHUNK))
         return
-    at, rows = 0, max(1, CHUNK // max(1, values[0].numel())) if len(values) else 1
+    at, rows = 0, max(1, CHUNK // values[0].numel())  # there are some: what is empty is contiguous
     for part in values.split(rows):
         yield at, part.reshape(-1)
         at += part.numel()

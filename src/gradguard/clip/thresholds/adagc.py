@@ -215,7 +215,7 @@ class AdaGC(PerTensorRule, StatefulClipper):
         """Raise if a tensor without a name stands where another one stood: averages go by the place in the list.
 
         Raises:
-            InvalidValueError: If so.
+            InvalidValueError: If one does.
         """
         for place, parameter in zip(grads.positions, grads.parameters, strict=True):
             known = self._listed.get(place, lambda: None)()  # None also for one that is gone

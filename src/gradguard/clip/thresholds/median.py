@@ -23,7 +23,7 @@ from gradguard.threshold_formulas import MEDIAN_START, MEDIAN_UPDATE, MedianRule
 
 
 class ClipByMedian(MedianRule, ThresholdClipper):
-    r"""Clip what stands out from the norms of the last steps, and nothing else.
+    r"""Clip norms that stand out from those of the last steps, and no others.
 
     With x the logarithms of the last ``window`` norms, this step's not among them,
 
@@ -137,7 +137,7 @@ class ClipByMedian(MedianRule, ThresholdClipper):
         return self._choose(norm, enters, None)
 
     def choose_for(self, grads: Gradients, norm: Tensor, enters: Tensor) -> Tensor:
-        """Return c of the norms so far, and of what the step would do to the weights, where that is known."""
+        """Return c of the norms so far, and of how far the step would move the weights, where that is known."""
         if grads.reach is None or self.update == torch.inf:
             return self.choose(norm, enters)
         longest = grads.reach.longest_gradient(grads, self.norm_type)
@@ -148,7 +148,7 @@ class ClipByMedian(MedianRule, ThresholdClipper):
         return self._advance(rule, norm, enters, logarithms=RingHistory(self.state["logarithms"]))
 
     def choices(self, grads: Gradients) -> Settings:
-        """Return what is known of the optimizer: processes that knew different things would clip differently."""
+        """Return whether the optimizer's rates are known: a process that did not know them would clip otherwise."""
         return ("norms alone" if grads.reach is None else "norms and the update",)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -161,7 +161,7 @@ class ThresholdClipper(StatefulClipper):
         """
 
     def choose_for(self, grads: Gradients, norm: Tensor, enters: Tensor) -> Tensor:
-        """Return what `choose` returns; a rule that looks at more than the norm says how.
+        """Return the threshold of this step; a rule that needs more than the norm overrides this, others `choose`.
 
         Args:
             grads: The gradients, with their parameters.
@@ -228,7 +228,7 @@ def check(condition: bool, expected: str, given: Callable[[], str]) -> None:
     """Raise unless ``condition`` holds.
 
     Raises:
-        InvalidValueError: Saying what was expected and what came.
+        InvalidValueError: If it does not hold; the message has the value and the expectation.
     """
     if not condition:
         raise InvalidValueError(f"{given()}: expected {expected}.")

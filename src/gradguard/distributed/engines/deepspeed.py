@@ -20,7 +20,7 @@ class GradientHolder:
 
     Attributes:
         grad: The part: the engine's own tensor.
-        shape: None: the weight lies in another way, so that it tells nothing.
+        shape: None, because the shape of the weight says nothing of the part.
     """
 
     grad: Tensor
@@ -64,7 +64,7 @@ def norm_of_engine(model: nn.Module) -> Callable[[], Any]:
 
 
 def clip_of_engine(engine: Any) -> tuple[Callable[[], Any], float | None, float]:
-    """Return ZeRO's clip as a function that returns its norm, its threshold where it is to be seen, the loss scale.
+    """Return ZeRO's clip as a function that returns the norm, the threshold if it is known, and the loss scale.
 
     Stage 3, and a loss scale, are clipped in copies: there the function only measures.
     """

@@ -30,7 +30,7 @@ class Engine:
 
     Attributes:
         has_parts: Processes hold different parts or tensors, whose norms add up; copies need no sum.
-        is_certain: The engine itself makes what it tells. Attributes that anybody may set are a claim.
+        is_certain: Whether the layout comes from the engine itself. Attributes that any code may set are a claim.
     """
 
     has_parts = True

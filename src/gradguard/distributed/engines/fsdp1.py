@@ -32,7 +32,7 @@ class FlatParameters(Engine):
             Placements by identity; empty if none is FSDP1's.
 
         Raises:
-            UnsupportedGradientError: If it has, and the module does not tell how.
+            UnsupportedGradientError: If FSDP1 has spread them, and ``module`` does not show how.
         """
         flattened = flattened_by_fsdp1(tensors)
         if not any(flattened):  # the usual case, on the path of every step

@@ -368,7 +368,9 @@ class LossConstants:
                 sizes = own_sizes(constant)
                 for dim in (dim for dim, size in enumerate(sizes) if size == 1):
                     constant = constant.narrow(dim, 0, 1)
-                if (places and all(sizes[dim] > 1 for dim in places)) or (constant.numel() == 1 and not is_behind):
+                if (places and all(sizes[dim] > 1 for dim in (0, *places))) or (
+                    constant.numel() == 1 and not is_behind
+                ):
                     continue
                 if not _is_of_parameter(constant):
                     yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradguard.check.vectors import drawn
+from gradguard.check.flat_vectors import drawn
 from gradguard.errors import InvalidValueError
 from gradguard.torch_private import tree_leaves, tree_map
 

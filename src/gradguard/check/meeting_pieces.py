@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.differences import Differences
-from gradguard.check.vectors import finite, mean_size, normal
+from gradguard.check.flat_vectors import finite, mean_size, normal
 
 _RAYS = 64
 _DISTANCES, _STEP = (1e-5, 1e-6, 1e-7), 1e-2

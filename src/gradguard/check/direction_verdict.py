@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.differences import LOW_STEPS, NOTHING, Differences, Limit, extrapolated
-from gradguard.check.vectors import finite, norm, numbers
+from gradguard.check.flat_vectors import finite, norm, numbers
 
 _DECADES = 11
 _MOST_STEPS = 40

@@ -10,7 +10,7 @@ import gradguard as gg
 from gradguard import SpikeRecovery
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
 from gradguard.resilience import BadSamples
-from gradguard.resilience.event import Event
+from gradguard.resilience.spike_event import SpikeEvent
 
 CAP, WARMUP, LAG = 6, 8, 2
 
@@ -444,7 +444,7 @@ def test_several_optimizers_are_refused_and_told_of_the_way():
 
 
 def test_an_event_is_a_sentence():
-    event = Event(131, "burst", "rolled back, slowed down", "loss", 13.7, (4, 5), to_step=130, rank=0)
+    event = SpikeEvent(131, "burst", "rolled back, slowed down", "loss", 13.7, (4, 5), to_step=130, rank=0)
     assert str(event) == (
         "step 131: burst (loss 13.7 deviations above the median), rolled back to the weights after step 130, slowed "
         "down; samples 4, 5 of rank 0"

@@ -1,4 +1,4 @@
-"""From a skipped step to going back: what a run does about spikes that do not end by themselves."""
+"""`SpikeRecovery`: skip spikes, and go back to older weights where they do not end by themselves."""
 
 import math
 import os
@@ -21,10 +21,10 @@ from gradguard.optimizer_hooks import optimizers_in
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleId
 from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
-from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.older_weights import Burst, KeptSnapshot, MeasuredStep, SnapshotShelf, Trial
 from gradguard.resilience.slow_down import SlowDown
+from gradguard.resilience.spike_event import SpikeEvent, recovery_of
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.spikes.spike_policy import Detector
@@ -95,18 +95,17 @@ class SpikeRecovery:
        steps: it may be the weights, and not the data. Schedulers do not see it.
     7. More than ``budget`` roll-backs within 1,000 steps end the run with an error that lists the events.
 
-    A legitimate shift of the data so costs ``cap`` skipped steps, and ``detection_delay`` + 1 steps a trial.
+    A legitimate shift of the data therefore costs ``cap`` skipped steps, and ``detection_delay`` + 1 steps a trial.
 
     **Guarantees.**
 
-    * All processes do the same on the same step: they judge numbers that were added up over all of them, and read what
-      the device said of step t after step t + ``detection_delay``, never earlier where it happens to be there. The host
-      waits for a step that is ``detection_delay`` old.
+    * All processes do the same on the same step: they judge numbers that were added up over all of them, and read the
+      verdict on step t after step t + ``detection_delay``, never earlier. The host waits for a step that is
+      ``detection_delay`` old.
     * A skipped step changes nothing; what its forward wrote to buffers (BatchNorm's statistics) is undone by `step`. A
       roll-back gives back weights, buffers, optimizer state, scaler, ``extra_state``, clipper and detector bit by bit
       (`Snapshot`).
-    * Never two snapshots of a suspicious time: one is older than the detection delay, and none is taken while spikes
-      are near.
+    * One snapshot is older than the detection delay, and none is taken while spikes are near.
 
     **Memory.** Two snapshots, three while a burst goes on: 12 bytes a parameter each for AdamW in float32, on the host
     where the model is on an accelerator.
@@ -132,15 +131,16 @@ class SpikeRecovery:
         model: The module that is trained.
         optimizer: Its optimizer.
         clipper: The clipper; None for ``ClipByMedian()``.
-        detector: The judge of spikes; None for ``SpikeDetector(cap=5)``. Those without ``adopted`` only ever skip.
+        detector: The spike detector; None for ``SpikeDetector(cap=5)``. If its verdicts have no ``adopted``, spikes are
+            only skipped.
         extra_state: Further objects that go back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
-        bad_samples: Where to note the samples of bursts and spikes; None for nowhere.
+        bad_samples: The list to which the samples of bursts and spikes are added; None for no list.
         snapshot_every: Steps between two snapshots.
-        detection_delay: Steps from a measurement to what is done about it; None for 2 on an accelerator, so that the
-            host does not wait, and 0 on the CPU. Weights from just before a burst are there if it is below
-            ``detector.cap`` - 2; else those of the last snapshot.
+        detection_delay: Steps from a measurement to the action on it; None for 2 on an accelerator, so that the host
+            does not wait, and 0 on the CPU. Below ``detector.cap`` - 2 a roll-back restores the weights from just
+            before a burst; else those of the last snapshot.
         lr_factor: The factor of the learning rate after a second roll-back; 1 leaves it.
-        budget: Roll-backs within 1,000 steps that are no error.
+        budget: The number of roll-backs within 1,000 steps that are no error.
         evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
             first spike of a burst, and at most one in ``snapshot_every`` steps. `batch` must then be given the batches,
             which are kept for as long as their samples. A file that cannot be written is a warning.
@@ -218,7 +218,7 @@ class SpikeRecovery:
             lambda: Snapshot(model, optimizer, extra_state=everything), self._cap + self.detection_delay
         )
         self.batches = Batches(steps=_TRIALS[-1] + self._cap + self.detection_delay + 32, keep=evidence is not None)
-        self.bad_samples, self.events = bad_samples, list[Event]()
+        self.bad_samples, self.events = bad_samples, list[SpikeEvent]()
         self._pending: deque[tuple[int, Tensor | list[float], CopyEvent | None]] = deque()
         self._verdict: Any = None  # the last that was read
         self._begin_at(0, 0)
@@ -249,11 +249,11 @@ class SpikeRecovery:
         """
         self.batches.saw(ids, batch=batch)
 
-    def step(self) -> Event | None:
-        """Act on what is known of the step ``detection_delay`` steps ago; call it after each ``optimizer.step()``.
+    def step(self) -> SpikeEvent | None:
+        """Act on the measurement of ``detection_delay`` steps ago; call it after each ``optimizer.step()``.
 
         Returns:
-            The event; None if nothing was done.
+            The event; None if no action was taken.
 
         Raises:
             SpikeError: If there were more roll-backs than the budget allows.
@@ -285,7 +285,7 @@ class SpikeRecovery:
             self._note(one)
         return event or changed
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: SpikeEvent) -> None:
         self.events.append(event)
         if event.action != "skipped":  # which the clip's own event tells
             slowed = f"; the learning rate is {self.lr_factor:g} times as high for {_SLOW_STEPS} steps"
@@ -309,7 +309,7 @@ class SpikeRecovery:
 
     # -- what is done ---------------------------------------------------------------------------------------------
 
-    def _process(self, step: int, numbers: Tensor | list[float], landed: CopyEvent | None) -> Event | None:
+    def _process(self, step: int, numbers: Tensor | list[float], landed: CopyEvent | None) -> SpikeEvent | None:
         """Act on the numbers of a step; there are none of one that was not taken."""
         if landed is not None:
             landed.synchronize()
@@ -335,7 +335,7 @@ class SpikeRecovery:
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for one in optimizers_in(self._optimizer) for group in one.param_groups]
 
-    def _follow_groups(self) -> Event | None:
+    def _follow_groups(self) -> SpikeEvent | None:
         """Let go of the snapshots if parameters have come since: none of them could be restored."""
         before, self._groups = self._groups, self._group_sizes()
         if self._groups == before:
@@ -351,7 +351,7 @@ class SpikeRecovery:
             return self._roll_back(burst, burst.trial)
         return self._event(burst.first, "burst", "went on", burst.seen, lost=burst.lost)
 
-    def _suspect(self, now: MeasuredStep) -> Event:
+    def _suspect(self, now: MeasuredStep) -> SpikeEvent:
         """A burst is adopted: plan at which steps to try the weights from before it."""
         first, changed_at = now.step - now.in_a_row + 1, self._course.changed_at
         self._shelf.held_at, base = 0, self._shelf.before(first)
@@ -373,7 +373,7 @@ class SpikeRecovery:
         if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._course.calm_since):
             self._shelf.take(self.steps, self.steps)
 
-    def _judge_trial(self, burst: Burst, trial: Trial, now: MeasuredStep) -> Event | None:
+    def _judge_trial(self, burst: Burst, trial: Trial, now: MeasuredStep) -> SpikeEvent | None:
         if not now.is_bad:
             burst.good += 1
             return self._roll_back(burst, trial) if burst.good == _GOOD else None
@@ -385,12 +385,12 @@ class SpikeRecovery:
         more = {"lost": burst.lost, "changed": burst.changed, "recovery": self.steps - burst.first}
         return self._event(burst.first, "shift", "went on", burst.seen, **more)
 
-    def _roll_back(self, burst: Burst, trial: Trial) -> Event:
+    def _roll_back(self, burst: Burst, trial: Trial) -> SpikeEvent:
         more = {"until": trial.began, "changed": burst.changed, "recovery": self.steps - burst.first}
         lost = trial.began - trial.base.step
         return self._went_back(trial.base, burst.first, "burst", burst.seen, lost=lost, **more)
 
-    def _leave_nonfinite(self, now: MeasuredStep) -> Event | None:
+    def _leave_nonfinite(self, now: MeasuredStep) -> SpikeEvent | None:
         first = now.step - self._course.nonfinite + 1
         base, self._course.nonfinite = self._shelf.before(first), 0
         if base is None:
@@ -402,7 +402,7 @@ class SpikeRecovery:
 
     def _went_back(
         self, base: KeptSnapshot, first: int, what: str, seen: MeasuredStep | None = None, **more: Any
-    ) -> Event:
+    ) -> SpikeEvent:
         """Tell of a roll-back, and pay for it: with a lower rate from the second on, and with an error in the end."""
         self._course.burst, self._course.nonfinite, self._course.calm_since = None, 0, self.steps
         self._shelf.kept = [kept for kept in self._shelf.kept if kept.step <= base.step]
@@ -430,12 +430,12 @@ class SpikeRecovery:
         *,
         until: int | None = None,
         **more: Any,
-    ) -> Event:
+    ) -> SpikeEvent:
         signal, score = self._worst(seen)
         steps = range(step, (until or step) + 1)
         own = [one for n in steps if n in self.batches.known for one in self.batches.of_step(n)]
         if action == "adopted" or what == "shift":  # the samples may be good
-            return Event(step, what, action, signal, score, _ids(own), **more)
+            return SpikeEvent(step, what, action, signal, score, _ids(own), **more)
         culprits = find_culprits(self.batches, steps, group=self._group)
         blamed, unclear = to_leave_out(culprits)
         if self.bad_samples is not None:  # on all processes, on the same step
@@ -446,7 +446,7 @@ class SpikeRecovery:
             self._write_evidence(self._evidence, step, culprits[0])
         ranks, of_steps = {one.rank for one in blamed}, {one.step for one in unclear}
         ids = _ids([*blamed, *(one for one in own if one.step in of_steps)])
-        return Event(step, what, action, signal, score, ids, rank=min(ranks) if len(ranks) == 1 else None, **more)
+        return SpikeEvent(step, what, action, signal, score, ids, rank=min(ranks) if len(ranks) == 1 else None, **more)
 
     def _write_evidence(self, evidence: EvidenceFolder, step: int, culprit: Culprit) -> None:
         base = self._shelf.before(step)
@@ -480,7 +480,7 @@ class SpikeRecovery:
         """Load what `state_dict` returned; the next step takes a first snapshot.
 
         Raises:
-            InvalidValueError: If it is no such state.
+            InvalidValueError: If ``state_dict`` is not the state of a `SpikeRecovery`.
         """
         if set(state_dict) != {"guard", "steps", "slow_until", "events"}:
             raise InvalidValueError(
@@ -488,7 +488,7 @@ class SpikeRecovery:
                 f"{sorted(state_dict)}. Pass what state_dict() returned."
             )
         steps, slow_until = int(state_dict["steps"]), int(state_dict["slow_until"])
-        events = [Event(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
+        events = [SpikeEvent(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
         self.guard.load_state_dict(state_dict["guard"])
         self.events = events
         self._begin_at(steps, slow_until)

@@ -60,6 +60,9 @@ def error_clip(
     float16, or ``scale=``           what is not finite becomes NaN, so that a GradScaler backs off
     sparse gradient of a value       refused, naming the operation
     compiled block in the graph      its outputs' gradients are clipped; for its inside see `attach_error_clip`
+    compiled autograd                as without it
+    ``torch.func.grad``              its backward runs behind the block: use `attach_error_clip` in the function
+    threads                          each has blocks of its own; the backward may run in any thread
     ===============================  ===========================================================================
 
     Args:

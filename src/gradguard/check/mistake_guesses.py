@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradguard.check.flat_vectors import signs
 from gradguard.check.gradient_report import Finding, digits_apart
-from gradguard.check.vectors import signs
 
 if TYPE_CHECKING:
     from gradguard.check.search import Search

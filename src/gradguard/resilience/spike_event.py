@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from torch.optim.optimizer import Optimizer
 
 from gradguard.listeners import RecoveryEvent, RecoveryKind
+from gradguard.words import listed
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something that `SpikeRecovery` did, or saw.
+class SpikeEvent:
+    """One action or observation of `SpikeRecovery`.
 
     Attributes:
         step: The step at which it began, counted from 1; steps that are undone count on.
@@ -18,14 +19,14 @@ class Event:
             turned out to be what the data are like now) or ``"nonfinite"``.
         action: ``"skipped"``, ``"adopted"``, ``"rolled back"``, ``"rolled back, slowed down"`` or ``"went on"``.
         signal: The number that was too high: ``"loss"``, ``"norm"`` or the name of a group.
-        score: How far, in the detector's deviations.
-        ids: The samples of the micro-batches that `find_culprit` blames, of whichever process; where nobody stands
-            out, those that this process had on the steps in question. As far as `SpikeRecovery.batch` told.
-        rank: The process that had the blamed ones; None if nobody is blamed, or several are.
-        to_step: After which step the weights are from that a roll-back went to.
-        recovery: Steps from the first spike until the action ended the matter; None where it goes on.
-        lost: Steps whose work is in no weight any more, skipped ones included; None where it is not known yet.
-        changed: Whether weights had changed just before by something that is not the optimizer.
+        score: The distance of the signal from its usual value, in the detector's deviations.
+        ids: The samples of the micro-batches that `find_culprit` blames, on any process; where none stands out, the
+            samples that this process had on these steps. Only samples that `SpikeRecovery.batch` recorded are known.
+        rank: The process that had the blamed samples; None if no process is blamed, or several are.
+        to_step: The step whose weights a roll-back restored.
+        recovery: The number of steps from the first spike to the action that ended it; None where it goes on.
+        lost: The number of steps whose work is lost, skipped ones included; None where it is not known yet.
+        changed: Whether something other than the optimizer had changed weights just before.
     """
 
     step: int
@@ -41,21 +42,21 @@ class Event:
     changed: bool = False
 
     def __str__(self) -> str:
-        """Return it as a line of a story."""
-        above = "" if math.isnan(self.score) else f" ({self.signal} {self.score:.1f} deviations above the median)"
+        """Return the event as one line of text."""
         back = "" if self.to_step is None else f" to the weights after step {self.to_step}"
-        names = ", ".join(map(str, self.ids[:8])) + ", ..." * (len(self.ids) > 8)
-        who = "" if self.rank is None or not names else f"; samples {names} of rank {self.rank}"
+        who = "" if self.rank is None or not self.ids else f"; samples {listed(self.ids, 8)} of rank {self.rank}"
         done = self.action.replace("rolled back", f"rolled back{back}")
         changed = ", after weights had changed outside of the optimizer" if self.changed else ""
-        return f"step {self.step}: {self.what}{above}{changed}, {done}{who}"
+        return f"step {self.step}: {self.what}{self._height()}{changed}, {done}{who}"
+
+    def _height(self) -> str:
+        return "" if math.isnan(self.score) else f" ({self.signal} {self.score:.1f} deviations above the median)"
 
 
-def recovery_of(event: Event, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
-    """Return ``event`` as those who watch are told of it; ``slowed`` are the words for a lower learning rate."""
+def recovery_of(event: SpikeEvent, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
+    """Return ``event`` as listeners get it; ``slowed`` are the words for a lower learning rate."""
     kind: RecoveryKind = "data_shift" if event.what == "shift" else "burst"
-    far = "" if math.isnan(event.score) else f" ({event.signal} {event.score:.1f} deviations above the median)"
-    spikes = f"spikes in a row{far}"
+    spikes = f"spikes in a row{event._height()}"
     if event.changed:
         spikes += ", after weights had changed outside of the optimizer,"
     words = f"{spikes} were adopted as the new level; the weights from before are tried later"
