@@ -392,6 +392,20 @@ CASES = {
             [x * (300 if i % 61 in (7, 30) else 1) for i, x in enumerate(calm())], meta=FLAT_META,
             tensors=lines(TENTH, 0.2, grow=8.0)),
         "bad_batches", "far unlike the others"),
+    "leaps of a run that a rate too high had lost before": (
+        run([2.0, 2.1, *[x * (2 if i in (80, 130, 190, 260) else 1) for i, x in enumerate(flat(398, 2.4))]],
+            [x * (20 if i in (82, 132, 192, 262) else 1) for i, x in enumerate(calm())], meta=FLAT_META,
+            tensors=moving(lambda i: 4.0 if i == 0 else 30.0)),
+        "rate_too_high", "is too high"),
+    "data that changed, and norms that rise": (
+        run([*flat(250, 0.01, 0.3), *[0.3 * (1 + k / 400) * x for k, x in enumerate(flat(150, 1.0, 0.2))]],
+            [x * (1 + i / 400) * (6 if i >= 250 else 1) for i, x in enumerate(calm())]),
+        "data_shift", "The data changed at step 250"),
+    "a loss that falls below 0 faster and faster as one weight grows": (
+        run([1.0 - 0.03 * math.exp(i / 100) for i in range(COUNT)], [x * math.exp(-i / 400) for i, x in
+            enumerate(calm())], meta=FLAT_META,
+            tensors=moving(lambda i: [4.0 * math.exp(i / 350), *[4.0] * 9])),
+        "drift", "below 0, faster and faster"),
     "one long step, and all after it short": (
         run([2.0, 2.0, *flat(398, 1.2, 0.02)], meta=FLAT_META,
             tensors=[line | {"update": [4.0] * 10} if line["i"] == 0 else line for line in lines(TENTH)]),

@@ -292,7 +292,7 @@ class RunSignals:
     @property
     def learns(self) -> bool:
         """Whether the loss has fallen, and not only at once while the first weight, which reads the data, shrank."""
-        first, *_ = [*self.growths, 1.0]
+        first, *_ = [*self.growths(), 1.0]
         return self.curve.has_fallen and not (self.curve.stands_still and first < 1)
 
     @cached_property
@@ -517,16 +517,15 @@ class RunSignals:
         ratios = [statistics.fmean(layer.ratios) for layer in self.sized_layers]
         return statistics.median(ratios) * self.count if ratios else None
 
-    @cached_property
-    def growths(self) -> list[float]:
-        """How many times its first norm each measured weight has at the end, in forward order, but for those from 0."""
-        layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
-        return [layer.weights[-1] / layer.weights[0] for layer in layers]
+    def growths(self, end: float = math.inf) -> list[float]:
+        """Return how many times its first norm each measured weight has, in forward order, but for those from 0.
 
-    @property
-    def growth(self) -> float:
-        """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
-        return median(self.growths) or 1.0
+        Args:
+            end: The number of the step before which they are measured last.
+        """
+        count = max(1, sum(line["i"] < end for line in self.measured))
+        layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
+        return [layer.weights[:count][-1] / layer.weights[0] for layer in layers]
 
     @cached_property
     def only_vectors_learn(self) -> bool:

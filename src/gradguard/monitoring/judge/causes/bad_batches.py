@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
+from gradguard.monitoring.judge.causes.rate import GROWN
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
 from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, RunSignals, middle, period_of
 
@@ -50,7 +51,7 @@ RECENT, THROWN, CARRIED = 24, 1.5, 4
 """Norms, times the largest of them, and steps: what such a gradient does to the loss is no change of the data."""
 
 AT_ONCE = 0.8
-"""Of the way from its best level to the highest one after it, from a twentieth of the run to the next but one (the
+"""Of the way from its best level to the usual one after it, from a twentieth of the run to the next but one (the
 level in which the leap falls lies half-way): that was no drift."""
 
 _SHOWN = 4
@@ -180,8 +181,10 @@ def level_changes(signals: RunSignals) -> Sign | None:
 
 
 def _had_risen(signals: RunSignals, place: int) -> bool:
-    """Whether the loss was far above its start before a step: the run was lost by then."""
-    return signals.loss.usual(place) > RISEN * signals.curve.start > 0
+    """Whether the run was lost before a step: its loss was far above its start, or had not fallen for large weights."""
+    start, loss = signals.curve.start, signals.loss.usual(place)
+    grown = median(signals.growths(signals.named(place))) or 1.0
+    return loss > RISEN * start > 0 or (grown > GROWN and loss > start > 0)
 
 
 def _was_thrown(signals: RunSignals, place: int) -> bool:
@@ -238,11 +241,13 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
     curve = signals.curve
     if signals.count < 100 or not curve.is_known:
         return None
-    grown, runs_away, rising = _growing_weight(signals), _runs_away(signals, curve), _rising_norms(signals)
+    grown, rising = _growing_weight(signals), _rising_norms(signals)
+    runs_away = _runs_away(signals, curve, grown is not None)
     since = curve.levels[curve.levels.index(curve.best) :]
     leap = max((max(since[k + 1 : k + 3]) - since[k] for k in range(len(since) - 1)), default=0.0)
-    above = max(statistics.median(since), curve.final) - curve.best
-    lost = above > max(3 * curve.error, 0.25 * abs(curve.best)) and leap <= AT_ONCE * (max(since) - curve.best)
+    usual = statistics.median(since) - curve.best
+    far = max(usual, curve.final - curve.best) > max(3 * curve.error, 0.25 * abs(curve.best))
+    lost = far and leap <= AT_ONCE * usual
     grows = grown and _norm_growth(signals) > CALMS and (lost or (rising and not curve.has_fallen))
     if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
         return None
@@ -289,8 +294,8 @@ def _norm_growth(signals: RunSignals) -> float:
     return middle(norms[-size:]) / middle(norms[size : 2 * size])
 
 
-def _runs_away(signals: RunSignals, curve: Curve) -> str:
-    """Whether the loss falls below 0, in the end as fast as before or faster, while norms or all weights grow."""
+def _runs_away(signals: RunSignals, curve: Curve, grown: bool) -> str:
+    """Whether the loss falls below 0, faster and faster while a weight grows, or no slower while norms or all do."""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
     quarter = len(levels) // 4
     if curve.best >= 0 or quarter < 3:
@@ -301,7 +306,7 @@ def _runs_away(signals: RunSignals, curve: Curve) -> str:
     grew = bool(weights) and all(one[-1] > AS_FAST * one[len(one) // 2] for one in weights)
     faster = second > curve.error and last > FASTER * third > FASTER**2 * second
     as_fast = third > curve.error and last > 0.9 * third and -curve.best > 3 * abs(curve.start)
-    if not (faster or as_fast) or not (rose or grew):
+    if not (faster and (rose or grew or grown)) and not (as_fast and (rose or grew)):
         return ""
     pace = "faster and faster" if faster else "no slower in the end"
     grows = "norms of gradients rise" if rose else "weights grow"

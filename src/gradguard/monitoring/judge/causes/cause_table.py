@@ -58,7 +58,7 @@ EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "rate_decayed": ("data_shift", "bad_batches"),
     "rate_leapt": ("data_shift", "bad_batches"),
     "drift": ("bad_batches", "data_shift"),
-    "rate_too_high": ("bad_batches",),
+    "rate_too_high": ("bad_batches", "not_started"),
     "rate_too_low": ("vanishing",),
 }
 """The causes that a first cause excludes where it says so (`Cause.rules_out`): none of them is listed behind it."""

@@ -5,7 +5,7 @@ import statistics
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.numbers import median, number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, RunSignals, middle, usual_step
 from gradguard.monitoring.record.record_lines import without_none
@@ -101,7 +101,7 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
 
 def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it or stands still half-way."""
-    grown = signals.growth
+    grown = median(signals.growths()) or 1.0
     stuck = curve.fallen < HARDLY and signals.is_stuck and not curve.is_falling and _times_thrown(signals, -1) > 0
     if grown < GROWN or (curve.fallen > 0.1 and not stuck):
         return None
