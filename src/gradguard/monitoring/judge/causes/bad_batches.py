@@ -51,7 +51,7 @@ RECENT, THROWN, CARRIED = 24, 1.5, 4
 """Norms, times the largest of them, and steps: what such a gradient does to the loss is no change of the data."""
 
 AT_ONCE = 0.8
-"""Of the way from its best level to the usual one after it, from a twentieth of the run to the next but one (the
+"""Of the way from its best level to the highest one after it, from a twentieth of the run to the next but one (the
 level in which the leap falls lies half-way): that was no drift."""
 
 _SHOWN = 4
@@ -245,9 +245,9 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
     runs_away = _runs_away(signals, curve, grown is not None)
     since = curve.levels[curve.levels.index(curve.best) :]
     leap = max((max(since[k + 1 : k + 3]) - since[k] for k in range(len(since) - 1)), default=0.0)
-    usual = statistics.median(since) - curve.best
-    far = max(usual, curve.final - curve.best) > max(3 * curve.error, 0.25 * abs(curve.best))
-    lost = far and leap <= AT_ONCE * usual
+    above = max(statistics.median(since), curve.final) - curve.best
+    at_once = leap > AT_ONCE * (max(since) - curve.best) or level_changes(signals) is not None
+    lost = above > max(3 * curve.error, 0.25 * abs(curve.best)) and not at_once
     grows = grown and _norm_growth(signals) > CALMS and (lost or (rising and not curve.has_fallen))
     if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
         return None

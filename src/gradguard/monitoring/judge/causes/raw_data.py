@@ -18,7 +18,7 @@ FEWEST_UNITS = 8
 """Of one alone the bias's gradient may be nearly 0 by chance."""
 
 _LINES = 5  # of the first ones
-_NOT_ROUNDED = 1e6  # times a vector's gradient: what is larger is one of 0, as before a normalisation
+_ROUNDED = 1e-4  # times that of the vectors beside it: a gradient of 0 but for rounding, as before a normalisation
 
 
 def inputs(signals: RunSignals) -> Sign | None:
@@ -67,17 +67,20 @@ def _fails(signals: RunSignals) -> bool:
 
 
 def _with_bias(signals: RunSignals) -> Iterator[tuple[Layer, Layer]]:
-    """Weights, each with the vector of the same module that is added to what it makes, where it has one."""
+    """Weights, each with the vector of the same module that is added to what it makes, where it has one that learns."""
+    vectors = signals.biases
     for layer in signals.layers:
         module, size = layer.name.rpartition(".")[0], signals.shape(layer.place)[:1]
-        own = (one for one in signals.biases if one.name.startswith(f"{module}.bias".lstrip(".")))
-        bias = next((one for one in own if signals.shape(one.place) == size), None)
-        if bias is not None:
-            yield layer, bias
+        for k, vector in enumerate(vectors):
+            if vector.name.startswith(f"{module}.bias".lstrip(".")) and signals.shape(vector.place) == size:
+                beside = max(one.gradients[0] for one in vectors[max(0, k - 1) : k + 2])
+                if vector.gradients[0] > _ROUNDED * beside:
+                    yield layer, vector
+                break
 
 
 def _size_read(layer: Layer, bias: Layer, lines: int) -> float:
     """The usual size of a number that a layer reads; 0 where so many of the first lines do not say."""
     pairs = zip(layer.gradients[:lines], bias.gradients[:lines], strict=False)
-    sizes = [weight / vector for weight, vector in pairs if 0 < weight < _NOT_ROUNDED * vector]
+    sizes = [weight / vector for weight, vector in pairs if vector]
     return statistics.median(sizes) if sizes else 0.0
