@@ -54,6 +54,9 @@ AT_ONCE = 0.8
 """Of the way from its best level to the highest one after it, from a twentieth of the run to the next but one (the
 level in which the leap falls lies half-way): that was no drift."""
 
+JUST_BEFORE = 3
+"""Steps above which a leap has to stand: those of a rate that is too high climb."""
+
 _SHOWN = 4
 
 
@@ -148,10 +151,11 @@ def _losses_leap(signals: RunSignals, places: Sequence[int]) -> bool:
 
 
 def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
-    """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
+    """Whether the first leap, too far above the steps before it for any rate, threw the run for good."""
     place, curve, loss, length = places[0], signals.curve, signals.loss, signals.length
     before, after = loss.usual(place), loss.known(place, place + 6)
-    if signals.times(place) < FAR or not (curve.is_known and before > 0):
+    ramp = max(map(signals.times, range(max(0, place - JUST_BEFORE), place)), default=1.0)
+    if signals.times(place) < FAR * ramp or not (curve.is_known and before > 0):
         return False
     stays = curve.final > 1.1 * before or signals.ends_lost
     if not stays or length.at(place) < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss

@@ -103,10 +103,10 @@ CAUSES = (
         _USUAL_BEFORE,
     ),
     Row(
-        "nonfinite_range", lost("exponential"), "certain",
+        "nonfinite_range", lost("exponential"), "likely",
         "An exponential left the range of float32 at step {step}{learned}.",
         "Compute it in a stable form: torch.logsumexp, log_softmax, softplus or cross_entropy in place of exp, or "
-        "subtract the largest value before exp.",
+        "subtract the largest value before exp. If it is stable, the batch of step {step} is unlike the others.",
         _USUAL_BEFORE,
     ),
     Row(
