@@ -584,9 +584,21 @@ CASES = {
         run(falling(), meta=TWO_LAYERS, tensors=lines([16000.0, 5.0, 40.0, 5.0])), "healthy", "well"),
     "inputs before a normalisation, whose bias has no gradient but for rounding": (
         run(flat(), meta=TWO_LAYERS, tensors=lines([10.0, 1e-7, 1.0, 1.0])), "healthy", "well"),
+    "a rate that is gone, and inputs before a normalisation that are rounded less": (
+        run(flat(), lr=[0.1 / 2 ** (i // 10) for i in range(COUNT)], meta=TWO_LAYERS,
+            tensors=lines([10.0, 2e-5, 1.0, 1.0])), "rate_decayed", "nearly 0"),
+    "outputs that are large, whatever the targets are": (
+        lost(run([1e6, *[1e6 * 10.0 ** i for i in range(1, 9)], *flat(391)], [2e3] * COUNT, meta={"params": [
+            *params(["a.weight"], (1, 16)), *params(["a.bias"], (1,))]}, tensors=lines([4 * 9e5, 1800.0])), 9),
+        "nonfinite_growth", "grew until"),
+    "a rate too high whose first steps climb to a leap": (
+        run([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.1, 2.5, 4.0, 20.0, 9e3, *flat(388, 3e4, 0.3)],
+            [*[1.0] * 7, 2.0, 4.0, 9.0, 100.0, 2e3, *[x * 1e3 for x in calm(388)]], meta=FLAT_META,
+            tensors=moving(lambda i: 4.0 if i < 10 else 300.0)),
+        "rate_too_high", "is too high"),
     "targets that are not normalised": (
         lost(run([1e6, *[1e6 * 10.0 ** i for i in range(1, 9)], *flat(391)], [2e3] * COUNT, meta={"params": [
-            *params(["a.weight"]), *params(["a.bias"], (1,))]}, tensors=lines([9000.0, 1800.0])), 9),
+            *params(["a.weight"], (1, 16)), *params(["a.bias"], (1,))]}, tensors=lines([4500.0, 1800.0])), 9),
         "raw_data", r"The targets .* about 1,000.*as in \(x - mean\) / std\. Choose the learning rate"),
 }  # fmt: skip
 
