@@ -591,6 +591,9 @@ CASES = {
         lost(run([1e6, *[1e6 * 10.0 ** i for i in range(1, 9)], *flat(391)], [2e3] * COUNT, meta={"params": [
             *params(["a.weight"], (1, 16)), *params(["a.bias"], (1,))]}, tensors=lines([4 * 9e5, 1800.0])), 9),
         "nonfinite_growth", "grew until"),
+    "a loss that rises at first as its targets are made by an older copy": (
+        run([0.7, 0.4, 1.1, 1.2, 1.0, *noisy([1.9] * 5, 0.05), *[2.6] * 2, *noisy(falling(388, 1.6, 0.5))], calm(),
+            meta=FLAT_META, tensors=lines(TENTH)), "healthy", "well"),
     "a rate too high whose first steps climb to a leap": (
         run([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.1, 2.5, 4.0, 20.0, 9e3, *flat(388, 3e4, 0.3)],
             [*[1.0] * 7, 2.0, 4.0, 9.0, 100.0, 2e3, *[x * 1e3 for x in calm(388)]], meta=FLAT_META,
