@@ -155,9 +155,9 @@ def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
     place, curve, loss, length = places[0], signals.curve, signals.loss, signals.length
     before, after = loss.usual(place), loss.known(place, place + 6)
     ramp = max(map(signals.times, range(max(0, place - JUST_BEFORE), place)), default=1.0)
-    if signals.times(place) < FAR * ramp or not (curve.is_known and before > 0):
+    if signals.times(place) < FAR * ramp or not curve.is_known:
         return False
-    stays = curve.final > 1.1 * before or signals.ends_lost
+    stays = curve.final > before + 0.1 * abs(before) or signals.ends_lost
     if not stays or length.at(place) < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss
         return False
     return max(after, default=math.nan) > 2 * loss.at(place) or any(later < 0.3 * one for one, later in pairwise(after))
