@@ -339,8 +339,22 @@ class RunSignals:
         Args:
             place: The place of the step.
         """
+        if self.follows_others(place):
+            return False
         calm = place >= _CALM and all(self.times(before) < _STANDS_OUT for before in range(place - _LAST, place))
         return calm and self.times(place) >= FAR
+
+    def follows_others(self, place: int) -> bool:
+        """Return whether more steps of other optimizers than usual come just before a step, as between local copies.
+
+        Args:
+            place: The place of the step.
+        """
+        return place > 0 and self.numbers[place] - self.numbers[place - 1] > 2 * self._usual_gap
+
+    @cached_property
+    def _usual_gap(self) -> float:
+        return statistics.median(after - before for before, after in pairwise(self.numbers))
 
     @cached_property
     def outbursts(self) -> list[int]:
