@@ -10,7 +10,6 @@ from gradguard.monitoring.judge.detectors.loop_faults import Setup, is_setup_eve
 from gradguard.monitoring.judge.detectors.loss import Loss
 from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.detectors.outliers import Outliers
-from gradguard.monitoring.judge.detectors.update_ratios import UpdateRatios
 from gradguard.monitoring.judge.detectors.update_sizes import Logits, Rule, UpdateSpikes
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
@@ -106,7 +105,7 @@ class Track:
         names = self.layers.names
         self.loss = Loss(log)
         self.level, self.outliers = NormLevel(log, self.loss, names), Outliers(log, names)
-        self.clipping, self.scale, self.ratios = MovingThreshold(log), LossScale(log), UpdateRatios(log, params)
+        self.clipping, self.scale = MovingThreshold(log), LossScale(log)
         self.update_spikes, self.rule, self.logits = UpdateSpikes(log), Rule(log, params), Logits(log)
         self.used: tuple[float, float] | None = None  # of a step that was taken: its learning rate, and the norm it got
 
@@ -149,8 +148,6 @@ class Track:
         self.layers.norms(i, norms, absent)
         if self.used is not None:
             self.rule.tensors(i, line, *self.used)
-        if line.get("weight") and line.get("update"):
-            self.ratios.follow(i, line["weight"], line["update"], norms, line.get("rates", ()))
 
     def event(self, event: dict[str, Any]) -> None:
         """Follow an event."""

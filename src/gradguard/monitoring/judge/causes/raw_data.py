@@ -27,8 +27,7 @@ def inputs(signals: RunSignals) -> Sign | None:
     The gradient of a weight is that of its bias times what comes in, so that the two together say how large that is.
     """
     # an embedding, which has no bias, reads no numbers
-    wide = (pair for pair in _with_bias(signals) if signals.shape(pair[1].place)[0] >= FEWEST_UNITS)
-    layer, bias = next(wide, (None, None))
+    layer, bias = next((pair for pair in _with_bias(signals) if _learns(signals, pair[1])), (None, None))
     if layer is None or bias is None or not _fails(signals):
         return None
     size = _size_read(layer, bias, _LINES)
@@ -67,16 +66,18 @@ def _fails(signals: RunSignals) -> bool:
 
 
 def _with_bias(signals: RunSignals) -> Iterator[tuple[Layer, Layer]]:
-    """Weights, each with the vector of the same module that is added to what it makes, where it has one that learns."""
-    vectors = signals.biases
+    """Weights, each with the vector of the same module that is added to what it makes, where it has one."""
     for layer in signals.layers:
         module, size = layer.name.rpartition(".")[0], signals.shape(layer.place)[:1]
-        for k, vector in enumerate(vectors):
-            if vector.name.startswith(f"{module}.bias".lstrip(".")) and signals.shape(vector.place) == size:
-                beside = max(one.gradients[0] for one in vectors[max(0, k - 1) : k + 2])
-                if vector.gradients[0] > _ROUNDED * beside:
-                    yield layer, vector
-                break
+        own = (one for one in signals.biases if one.name.startswith(f"{module}.bias".lstrip(".")))
+        yield from ((layer, one) for one in own if signals.shape(one.place) == size)
+
+
+def _learns(signals: RunSignals, vector: Layer) -> bool:
+    """Whether a vector has enough units, and a gradient that is not 0 but for rounding beside its neighbours'."""
+    place = signals.biases.index(vector)
+    beside = max(one.gradients[0] for one in signals.biases[max(0, place - 1) : place + 2])
+    return signals.elements([vector.place]) >= FEWEST_UNITS and vector.gradients[0] > _ROUNDED * beside
 
 
 def _size_read(layer: Layer, bias: Layer, lines: int) -> float:
