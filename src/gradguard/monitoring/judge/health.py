@@ -42,7 +42,6 @@ def findings(record: Record) -> list[Finding]:
     update_rule         warning   updates of one length, bounded from below, a factor off their rule, or weight decay
     logits_grow         warning   the largest attention logit above 50 and 4 times its lowest, as medians of 20 steps
     amp_scale_collapse  error     the loss scale is below 1, or 12 steps in a row were skipped
-    lock_in             warning   bound on more than half of 100 steps at one threshold, by a rule that moves it
     clipping_always_on  warning   bound on more than half of the steps (info with an optimizer that cancels a scale)
     clipped_twice       warning   two clips acted on the same gradients (info: none of them ever bound)
     ==================  ========  ======================================================================================

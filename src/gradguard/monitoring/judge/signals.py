@@ -219,8 +219,9 @@ class RunSignals:
         steps = record.steps
         self.numbers: Sequence[int] = steps.column("i")
         self.count = len(self.numbers)
-        gaps = sum(after - before > 1 for before, after in pairwise(self.numbers))
-        self.takes_turns = bool(record.meta.get(OTHER_LOSSES)) and gaps > self.count // 10
+        gaps = [after - before for before, after in pairwise(self.numbers)]
+        self._usual_gap = middle(gaps)
+        self.takes_turns = bool(record.meta.get(OTHER_LOSSES)) and sum(gap > 1 for gap in gaps) > self.count // 10
         self.skipped = skipped_on(steps)
         searched = zip(self.skipped, steps.has("amp_scale"), map(not_, steps.column("spike")), strict=True)
         self.searched = list(map(all, searched))  # an overflow now and then is how a GradScaler finds its scale
@@ -327,9 +328,13 @@ class RunSignals:
     def times(self, place: int) -> float:
         """Return how far the norm or the loss of a step stands above those just before it; at least 1.
 
+        After more steps of other optimizers than usual, as between the turns of local copies, nothing is just before.
+
         Args:
             place: The place of the step.
         """
+        if place and self.numbers[place] - self.numbers[place - 1] > 2 * self._usual_gap:
+            return 1.0
         times = (one.at(place) / one.usual(place) for one in (self.norm, self.loss))
         return max([1.0, *(one for one in times if one == one)])
 
@@ -339,22 +344,8 @@ class RunSignals:
         Args:
             place: The place of the step.
         """
-        if self.follows_others(place):
-            return False
         calm = place >= _CALM and all(self.times(before) < _STANDS_OUT for before in range(place - _LAST, place))
         return calm and self.times(place) >= FAR
-
-    def follows_others(self, place: int) -> bool:
-        """Return whether more steps of other optimizers than usual come just before a step, as between local copies.
-
-        Args:
-            place: The place of the step.
-        """
-        return place > 0 and self.numbers[place] - self.numbers[place - 1] > 2 * self._usual_gap
-
-    @cached_property
-    def _usual_gap(self) -> float:
-        return statistics.median(after - before for before, after in pairwise(self.numbers))
 
     @cached_property
     def outbursts(self) -> list[int]:

@@ -106,8 +106,8 @@ class Unowned:
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # those looked at
         self._looks = self._steps = 0
         if optimized and not are_spread(optimized):
-            loose = [p for p in reached if isinstance(p, nn.Parameter)]
-            self._find(modules, {id(p): p for p in optimized}, {id(p): p for p in loose})
+            loose = {id(p): p for p in reached if isinstance(p, nn.Parameter)}
+            self._find(modules, {id(p): p for p in optimized}, loose)
 
     @property
     def is_over(self) -> bool:
@@ -166,10 +166,9 @@ class Unowned:
                     new = _Candidate(front + name, weakref.ref(p), version_of(p), forgotten)
                     its = self._candidates.setdefault(id(p), new)
                     its.is_forgotten = its.is_forgotten and forgotten  # part of several modules
-        for key, p in loose.items():
-            if key not in optimized:  # of no module, and nobody writes nn.Parameter for what is to stay
-                name = f"nn.Parameter of shape {tuple(p.shape)}"
-                self._candidates[key] = _Candidate(name, weakref.ref(p), version_of(p), is_forgotten=True)
+        for key in loose.keys() - optimized.keys():  # of no module: nobody writes nn.Parameter for what is to stay
+            name, p = f"nn.Parameter of shape {tuple(loose[key].shape)}", loose[key]
+            self._candidates[key] = _Candidate(name, weakref.ref(p), version_of(p), is_forgotten=True)
         # what never gets a gradient is no master copy: a part of a model that was replaced
         elements = sum(one.numel() for one in unnamed.values() if not is_lazy(one) and one.grad is not None)
         known: list[Tensor] = without_none(candidate.parameter() for candidate in self._candidates.values())
@@ -258,8 +257,11 @@ def are_untrained(parameters: Sequence[Tensor]) -> bool:
     Returns:
         False where there is no matrix of at least `_FEWEST_ROWS` rows and columns.
     """
-    matrices = [p.detach().flatten(1) for p in parameters if p.dim() > 1]
-    large = [one[:_SIDE, :_SIDE].float() for one in matrices if min(one.shape) >= _FEWEST_ROWS]
+    large = [
+        matrix[:_SIDE, :_SIDE].float()
+        for p in parameters
+        if p.dim() > 1 and min((matrix := p.detach().flatten(1)).shape) >= _FEWEST_ROWS
+    ]
     few_writes = all(version_of(p) <= _WRITES_OF_A_START for p in parameters)
     return bool(large) and few_writes and all(_is_noise(one) for one in large)
 

@@ -155,7 +155,7 @@ def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
     place, curve, loss, length = places[0], signals.curve, signals.loss, signals.length
     before, after = loss.usual(place), loss.known(place, place + 6)
     ramp = max(map(signals.times, range(max(0, place - JUST_BEFORE), place)), default=1.0)
-    if signals.times(place) < FAR * ramp or signals.follows_others(place) or not curve.is_known:
+    if signals.times(place) < FAR * ramp or not curve.is_known:
         return False
     stays = curve.final > before + 0.1 * abs(before) or signals.ends_lost
     if not stays or length.at(place) < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss

@@ -90,11 +90,9 @@ _NO_GRADIENT = "No learning rate and no clip changes what has no gradient."
 _ORTHOGONAL = "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU"
 
 CAUSES = (
-    Row(
-        "nonfinite_data", lost("data"), "certain", _NOT_FINITE, _FIND_NAN, _NOT_GROWN,
-    ),
-    Row(
-        "nonfinite_data", lost("batch"), "likely", _NOT_FINITE, _FIND_NAN, _NOT_GROWN,
+    *(
+        Row("nonfinite_data", lost(by), certainty, _NOT_FINITE, _FIND_NAN, _NOT_GROWN)
+        for by, certainty in (("data", "certain"), ("batch", "likely"))
     ),
     Row(
         "nonfinite_range", lost("small type"), "likely", _FLOAT16,
@@ -120,11 +118,9 @@ CAUSES = (
         "It is no bad sample and no bad operation: numbers grew step by step before.",
     ),
     Row("nonfinite_growth", lost("leap"), "likely", _GREW, "{advice}"),
-    Row(
-        "clip_before_unscale", found("clip_before_unscale"), "certain", _CLIPPED_SCALED, _UNSCALE, _COMPARED_SCALED,
-    ),
-    Row(
-        "clip_before_unscale", loop.norms_follow_scale, "certain", _CLIPPED_SCALED, _UNSCALE, _COMPARED_SCALED,
+    *(
+        Row("clip_before_unscale", look, "certain", _CLIPPED_SCALED, _UNSCALE, _COMPARED_SCALED)
+        for look in (found("clip_before_unscale"), loop.norms_follow_scale)
     ),
     Row(
         "accumulation", found("missing_zero_grad"), "certain",
