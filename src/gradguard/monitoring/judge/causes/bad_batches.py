@@ -54,6 +54,9 @@ AT_ONCE = 0.8
 """Of the way from its best level to the highest one after it, from a twentieth of the run to the next but one (the
 level in which the leap falls lies half-way): that was no drift."""
 
+UNFALLEN = 0.9
+"""Of its start: a loss above has not fallen, for all that weights have grown."""
+
 JUST_BEFORE = 3
 """Steps above which a leap has to stand: those of a rate that is too high climb."""
 
@@ -70,7 +73,8 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     if not places or _stay_up(signals, places) or _had_risen(signals, places[0]):
         return None
     broken = _broken_by(signals, places)
-    if not broken and not _are_exceptions(signals, places):
+    lost = period is None and _grew_for_nothing(signals, places[len(places) // 2])
+    if not broken and (lost or not _are_exceptions(signals, places)):
         return None
     sure = period or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0]))
     certainty = "possible" if _are_harmless(signals, places) else "certain" if sure else "likely"
@@ -185,10 +189,14 @@ def level_changes(signals: RunSignals) -> Sign | None:
 
 
 def _had_risen(signals: RunSignals, place: int) -> bool:
-    """Whether the run was lost before a step: its loss was far above its start, or had not fallen for large weights."""
-    start, loss = signals.curve.start, signals.loss.usual(place)
+    """Whether the loss was far above its start before a step: the run was lost by then."""
+    return signals.loss.usual(place) > RISEN * signals.curve.start > 0
+
+
+def _grew_for_nothing(signals: RunSignals, place: int) -> bool:
+    """Whether weights had become others before a step, and the loss had not fallen for it."""
     grown = median(signals.growths(signals.named(place))) or 1.0
-    return loss > RISEN * start > 0 or (grown > GROWN and loss > start > 0)
+    return grown > GROWN and signals.loss.usual(place) > UNFALLEN * signals.curve.start > 0
 
 
 def _was_thrown(signals: RunSignals, place: int) -> bool:
