@@ -106,7 +106,7 @@ class Unowned:
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # those looked at
         self._looks = self._steps = 0
         if optimized and not are_spread(optimized):
-            loose = {id(p): p for p in reached if isinstance(p, nn.Parameter)}
+            loose: dict[int, Tensor] = {id(p): p for p in reached if isinstance(p, nn.Parameter)}
             self._find(modules, {id(p): p for p in optimized}, loose)
 
     @property
