@@ -2,7 +2,7 @@
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
                                [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum
-                                     twelve_fields]
+                                     twelve_fields second_dozen]
 
 Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
@@ -47,6 +47,7 @@ import diagnosis_held_out
 import diagnosis_more_tasks
 import diagnosis_new_fields_tasks
 import diagnosis_optimizer_tasks
+import diagnosis_second_dozen_tasks
 import diagnosis_tasks
 import diagnosis_twelve_fields_tasks
 import diagnosis_unseen_tasks
@@ -66,6 +67,7 @@ SETS = {
     "common_mistakes": diagnosis_common_mistakes_tasks,
     "forum": diagnosis_forum_tasks,
     "twelve_fields": diagnosis_twelve_fields_tasks,
+    "second_dozen": diagnosis_second_dozen_tasks,
 }
 
 CLEARLY = 1.15

@@ -392,6 +392,20 @@ CASES = {
             [x * (300 if i % 61 in (7, 30) else 1) for i, x in enumerate(calm())], meta=FLAT_META,
             tensors=lines(TENTH, 0.2, grow=8.0)),
         "bad_batches", "far unlike the others"),
+    "leaps of a run that a rate too high had lost before": (
+        run([2.0, 2.1, *[x * (2 if i in (80, 130, 190, 260) else 1) for i, x in enumerate(flat(398, 2.4))]],
+            [x * (20 if i in (82, 132, 192, 262) else 1) for i, x in enumerate(calm())], meta=FLAT_META,
+            tensors=moving(lambda i: 4.0 if i == 0 else 30.0)),
+        "rate_too_high", "is too high"),
+    "data that changed, and norms that rise": (
+        run([*flat(250, 0.01, 0.3), *[0.3 * (1 + k / 400) * x for k, x in enumerate(flat(150, 1.0, 0.2))]],
+            [x * (1 + i / 400) * (6 if i >= 250 else 1) for i, x in enumerate(calm())]),
+        "data_shift", "The data changed at step 250"),
+    "a loss that falls below 0 faster and faster as one weight grows": (
+        run([1.0 - 0.03 * math.exp(i / 100) for i in range(COUNT)], [x * math.exp(-i / 400) for i, x in
+            enumerate(calm())], meta=FLAT_META,
+            tensors=moving(lambda i: [4.0 * math.exp(i / 350), *[4.0] * 9])),
+        "drift", "below 0, faster and faster"),
     "one long step, and all after it short": (
         run([2.0, 2.0, *flat(398, 1.2, 0.02)], meta=FLAT_META,
             tensors=[line | {"update": [4.0] * 10} if line["i"] == 0 else line for line in lines(TENTH)]),
@@ -570,9 +584,24 @@ CASES = {
         run(falling(), meta=TWO_LAYERS, tensors=lines([16000.0, 5.0, 40.0, 5.0])), "healthy", "well"),
     "inputs before a normalisation, whose bias has no gradient but for rounding": (
         run(flat(), meta=TWO_LAYERS, tensors=lines([10.0, 1e-7, 1.0, 1.0])), "healthy", "well"),
+    "a rate that is gone, and inputs before a normalisation that are rounded less": (
+        run(flat(), lr=[0.1 / 2 ** (i // 10) for i in range(COUNT)], meta=TWO_LAYERS,
+            tensors=lines([10.0, 2e-5, 1.0, 1.0])), "rate_decayed", "nearly 0"),
+    "outputs that are large, whatever the targets are": (
+        lost(run([1e6, *[1e6 * 10.0 ** i for i in range(1, 9)], *flat(391)], [2e3] * COUNT, meta={"params": [
+            *params(["a.weight"], (1, 16)), *params(["a.bias"], (1,))]}, tensors=lines([4 * 9e5, 1800.0])), 9),
+        "nonfinite_growth", "grew until"),
+    "a loss that rises at first as its targets are made by an older copy": (
+        run([0.7, 0.4, 1.1, 1.2, 1.0, *noisy([1.9] * 5, 0.05), *[2.6] * 2, *noisy(falling(388, 1.6, 0.5))], calm(),
+            meta=FLAT_META, tensors=lines(TENTH)), "healthy", "well"),
+    "a rate too high whose first steps climb to a leap": (
+        run([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.1, 2.5, 4.0, 20.0, 9e3, *flat(388, 3e4, 0.3)],
+            [*[1.0] * 7, 2.0, 4.0, 9.0, 100.0, 2e3, *[x * 1e3 for x in calm(388)]], meta=FLAT_META,
+            tensors=moving(lambda i: 4.0 if i < 10 else 300.0)),
+        "rate_too_high", "is too high"),
     "targets that are not normalised": (
         lost(run([1e6, *[1e6 * 10.0 ** i for i in range(1, 9)], *flat(391)], [2e3] * COUNT, meta={"params": [
-            *params(["a.weight"]), *params(["a.bias"], (1,))]}, tensors=lines([9000.0, 1800.0])), 9),
+            *params(["a.weight"], (1, 16)), *params(["a.bias"], (1,))]}, tensors=lines([4500.0, 1800.0])), 9),
         "raw_data", r"The targets .* about 1,000.*as in \(x - mean\) / std\. Choose the learning rate"),
 }  # fmt: skip
 

@@ -87,7 +87,10 @@ def page(cause, kind, *findings):
         (page("unknown", "nothing", ("exploding", "error")), ["nothing beside exploding"]),
         (page("rate_zero", "nothing"), ["nothing beside rate_zero"]),
         (page("healthy", "fix"), ["healthy beside fix"]),
-        (page("healthy", "constant", ("spike", "info"), ("lock_in", "warning")), ["healthy beside lock_in"]),
+        (
+            page("healthy", "constant", ("spike", "info"), ("clipped_twice", "warning")),
+            ["healthy beside clipped_twice"],
+        ),
         (page("bad_batches", "constant", ("recurring_spikes", "warning")), []),
     ],
 )

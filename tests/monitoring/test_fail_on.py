@@ -70,7 +70,6 @@ END = {"t": "end", "steps": 400, "wall": 10.0, "overhead_ms": 200.0}
         ("exploding==0", record_of(SICK), ["exploding==0: exploding is 0"]),
         ("dead_layer", record_of(steps(), tensors=ZEROS), [f"dead_layer: {DEAD} (and 1 more)"]),
         ("dead_layer>1,dead_layer>2", record_of(steps(), tensors=ZEROS), ["dead_layer>1: dead_layer is 2"]),
-        ("lock_in", record_of(LOCKED), []),  # a fixed threshold: no finding so early, beside lock_in_share>0 above
         ("amp_scale_collapse", record_of(steps()), []),
         ("errors>0,faulty_steps>0", record_of(SICK), ["errors>0: errors is 1", "faulty_steps>0: faulty_steps is 1"]),
     ],

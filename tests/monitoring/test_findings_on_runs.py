@@ -245,7 +245,6 @@ def raise_rate(rate):
     return act
 
 
-ONE_BATCH_AT_2 = {"data": lambda: fixed(noisy, 1), "optimizer": sgd(2.0), "clip": 1.0, "model": lambda: mlp(8, 4)}
 SLOW = {"optimizer": sgd(1e-3)}
 LINEAR = {"model": lambda: mlp(8, 4)}
 SICK = {  # the run, the kind and its severity, and where it may begin
@@ -255,7 +254,6 @@ SICK = {  # the run, the kind and its severity, and where it may begin
         {"data": scaled_input(noisy, lambda i: i == 200, 40)}, "exploding", "warning", {200}),
     "a bad batch in each epoch": (
         SLOW | {"data": scaled_input(noisy, lambda i: i % 25 == 24, 20)}, "recurring_spikes", "warning", range(20, 50)),
-    "updates as large as their weights": (ONE_BATCH_AT_2, "update_ratio", "warning", {0}),
     "the learning rate raised a hundredfold": (
         {"before": at(150, raise_rate(1.0))}, "diverging_loss", "error", range(150, 200)),
     "far too large a learning rate": (LINEAR | {"optimizer": sgd(6.0), "steps": 80}, "exploding", "error", range(90)),

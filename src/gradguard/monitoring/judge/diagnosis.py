@@ -139,7 +139,7 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
     """Return what speaks against a cause that is only likely: the loss falls, and nothing else warns."""
     curve = signals.curve
     warned = any(one.severity != "info" and Evidence.of(one) not in cause.evidence for one in signals.found)
-    none = cause.key in ("healthy", "unknown", "not_started") or cause.certainty != "likely"
+    none = cause.key in ("healthy", "unknown", "not_started", "drift") or cause.certainty != "likely"
     if none or warned or not curve.has_fallen:
         return ""
     since = sum(one < cause.evidence[0].steps[0] for one in signals.numbers)

@@ -242,17 +242,16 @@ class _Fault:
 
 
 class Lasting:
-    """Faults of single parameters that are told when they have lasted for so many lines in a row, and so many steps.
+    """Faults of single parameters that are told when they have lasted for so many lines in a row.
 
     Args:
         log: Where faults go.
         names: The names of the parameters.
         lines: How many lines.
-        steps: How many steps from the first to the last of them.
     """
 
-    def __init__(self, log: Log, names: Sequence[str], lines: int, steps: int = 0) -> None:
-        self._log, self._names, self._lines, self._steps = log, names, lines, steps
+    def __init__(self, log: Log, names: Sequence[str], lines: int) -> None:
+        self._log, self._names, self._lines = log, names, lines
         self._faults: dict[int, _Fault] = {}
 
     def count(self, place: int) -> int:
@@ -275,7 +274,7 @@ class Lasting:
             fault.count += 1
             if fault.episode is not None:
                 fault.episode.last, fault.episode.count = i, max(fault.episode.count, fault.count)
-            elif fault.count >= self._lines and i - fault.since >= self._steps:
+            elif fault.count >= self._lines:
                 new.append(place)
         return new
 

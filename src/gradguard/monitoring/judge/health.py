@@ -38,13 +38,10 @@ def findings(record: Record) -> list[Finding]:
     vanishing           warning   a weight's gradient is a millionth of the usual weight's, element by element
     dead_layer          warning   exact zeros on 10 per-tensor lines in a row (info: from the first one on)
     detached_layer      warning   no gradient at all on 10 per-tensor lines in a row, after nine of ten before had one
-    update_ratio        warning   updates above a tenth of their weight, or below a millionth while others' are not, on
-                                  5 measurements over 200 steps
     update_spike        info      steps 1.5 times as long as usual at their learning rate, on 3 measured ones in a row
     update_rule         warning   updates of one length, bounded from below, a factor off their rule, or weight decay
     logits_grow         warning   the largest attention logit above 50 and 4 times its lowest, as medians of 20 steps
     amp_scale_collapse  error     the loss scale is below 1, or 12 steps in a row were skipped
-    lock_in             warning   bound on more than half of 100 steps at one threshold, by a rule that moves it
     clipping_always_on  warning   bound on more than half of the steps (info with an optimizer that cancels a scale)
     clipped_twice       warning   two clips acted on the same gradients (info: none of them ever bound)
     ==================  ========  ======================================================================================

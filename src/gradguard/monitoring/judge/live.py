@@ -3,19 +3,17 @@
 import math
 from typing import Any
 
-from gradguard.monitoring.judge.detectors.clipping import MovingThreshold
 from gradguard.monitoring.judge.detectors.layer_norms import Layers
 from gradguard.monitoring.judge.detectors.level import NormLevel
 from gradguard.monitoring.judge.detectors.loop_faults import Setup, is_setup_event
 from gradguard.monitoring.judge.detectors.loss import Loss
 from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.detectors.outliers import Outliers
-from gradguard.monitoring.judge.detectors.update_ratios import UpdateRatios
 from gradguard.monitoring.judge.detectors.update_sizes import Logits, Rule, UpdateSpikes
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.record_lines import known_fields
-from gradguard.monitoring.record.step_rows import binds, is_finite, is_nonfinite, threshold_of
+from gradguard.monitoring.record.step_rows import binds, is_finite, is_nonfinite
 
 
 class HealthMonitor:
@@ -106,7 +104,7 @@ class Track:
         names = self.layers.names
         self.loss = Loss(log)
         self.level, self.outliers = NormLevel(log, self.loss, names), Outliers(log, names)
-        self.clipping, self.scale, self.ratios = MovingThreshold(log), LossScale(log), UpdateRatios(log, params)
+        self.scale = LossScale(log)
         self.update_spikes, self.rule, self.logits = UpdateSpikes(log), Rule(log, params), Logits(log)
         self.used: tuple[float, float] | None = None  # of a step that was taken: its learning rate, and the norm it got
 
@@ -128,9 +126,6 @@ class Track:
             self.loss.follow(i, loss)
         self.level.finite(i, norm, loss, clipped, top)
         self.outliers.follow(i, norm, top, clipped)
-        threshold = threshold_of(step)
-        if threshold is not None:
-            self.clipping.follow(i, threshold, step.get("coefficient"))
         self.used = step.get("lr") or 0.0, step.get("post_norm") or norm
         if (logit := step.get("logit")) is not None:
             self.logits.follow(i, logit, step.get("logit_of", ""))
@@ -149,8 +144,6 @@ class Track:
         self.layers.norms(i, norms, absent)
         if self.used is not None:
             self.rule.tensors(i, line, *self.used)
-        if line.get("weight") and line.get("update"):
-            self.ratios.follow(i, line["weight"], line["update"], norms, line.get("rates", ()))
 
     def event(self, event: dict[str, Any]) -> None:
         """Follow an event."""

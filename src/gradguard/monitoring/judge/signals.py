@@ -219,8 +219,9 @@ class RunSignals:
         steps = record.steps
         self.numbers: Sequence[int] = steps.column("i")
         self.count = len(self.numbers)
-        gaps = sum(after - before > 1 for before, after in pairwise(self.numbers))
-        self.takes_turns = bool(record.meta.get(OTHER_LOSSES)) and gaps > self.count // 10
+        gaps = [after - before for before, after in pairwise(self.numbers)]
+        self._usual_gap = middle(gaps)
+        self.takes_turns = bool(record.meta.get(OTHER_LOSSES)) and sum(gap > 1 for gap in gaps) > self.count // 10
         self.skipped = skipped_on(steps)
         searched = zip(self.skipped, steps.has("amp_scale"), map(not_, steps.column("spike")), strict=True)
         self.searched = list(map(all, searched))  # an overflow now and then is how a GradScaler finds its scale
@@ -292,7 +293,7 @@ class RunSignals:
     @property
     def learns(self) -> bool:
         """Whether the loss has fallen, and not only at once while the first weight, which reads the data, shrank."""
-        first, *_ = [*self.growths, 1.0]
+        first, *_ = [*self.growths(), 1.0]
         return self.curve.has_fallen and not (self.curve.stands_still and first < 1)
 
     @cached_property
@@ -327,9 +328,13 @@ class RunSignals:
     def times(self, place: int) -> float:
         """Return how far the norm or the loss of a step stands above those just before it; at least 1.
 
+        After more steps of other optimizers than usual, as between the turns of local copies, nothing is just before.
+
         Args:
             place: The place of the step.
         """
+        if place and self.numbers[place] - self.numbers[place - 1] > 2 * self._usual_gap:
+            return 1.0
         times = (one.at(place) / one.usual(place) for one in (self.norm, self.loss))
         return max([1.0, *(one for one in times if one == one)])
 
@@ -517,16 +522,15 @@ class RunSignals:
         ratios = [statistics.fmean(layer.ratios) for layer in self.sized_layers]
         return statistics.median(ratios) * self.count if ratios else None
 
-    @cached_property
-    def growths(self) -> list[float]:
-        """How many times its first norm each measured weight has at the end, in forward order, but for those from 0."""
-        layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
-        return [layer.weights[-1] / layer.weights[0] for layer in layers]
+    def growths(self, end: float = math.inf) -> list[float]:
+        """Return how many times its first norm each measured weight has, in forward order, but for those from 0.
 
-    @property
-    def growth(self) -> float:
-        """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
-        return median(self.growths) or 1.0
+        Args:
+            end: The number of the step before which they are measured last.
+        """
+        count = max(1, sum(line["i"] < end for line in self.measured))
+        layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
+        return [layer.weights[:count][-1] / layer.weights[0] for layer in layers]
 
     @cached_property
     def only_vectors_learn(self) -> bool:

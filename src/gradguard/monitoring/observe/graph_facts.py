@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.monitoring.record.record_lines import known_fields
+from gradguard.monitoring.record.record_lines import known_fields, without_none
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import input_metadata_of, saved_tensors_of, sequence_number_of
 
@@ -55,6 +55,10 @@ class GraphFacts:
                 self.leaves[id(variable)] = weakref.ref(variable), first, uses
             else:
                 self.dtypes.update(_dtypes(node))
+
+    def living(self) -> list[Tensor]:
+        """Return the leaves that are still there."""
+        return without_none(variable() for variable, _, _ in self.leaves.values())
 
     def of(self, parameters: Sequence[Tensor]) -> list[dict[str, int]]:
         """Return of each parameter that was reached ``order``, its place in the forward from 0, and ``uses``.

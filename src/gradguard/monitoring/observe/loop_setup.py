@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -32,6 +33,9 @@ IDLE_STEPS = 10
 """Steps without any gradient after which an optimizer is told of."""
 
 _SAMPLE = 64
+_FEWEST_ROWS, _SIDE = 4, 256  # of a matrix that is judged, and of the part of a larger one
+_ABOVE_EDGE = 1.1  # times the largest singular value of noise
+_WRITES_OF_A_START = 4  # an initialisation writes once or twice, and each step of an optimizer once
 
 
 @dataclass(slots=True)
@@ -42,7 +46,8 @@ class _Candidate:
         name: Its name.
         parameter: The parameter, not kept alive.
         version: How often it had been written at the first look.
-        is_forgotten: Whether most of its model is in optimizers, and its module is in training mode.
+        is_forgotten: Whether it is to be trained: most of its model is in optimizers, or nothing ever trained it; and
+            its module is in training mode.
         gradient: The gradient of the last look, not kept alive.
         gradient_version: How often that had been written.
         fresh: On how many looks there was a new gradient.
@@ -89,16 +94,20 @@ class Unowned:
     holds as many elements that are in no module: master copies of these very parameters.
 
     Args:
-        modules: The modules that are watched.
+        modules: All modules.
         optimized: The parameters of all optimizers that are known.
+        reached: The tensors that the first backward passes gave a gradient.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], optimized: Sequence[Tensor]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], optimized: Sequence[Tensor], reached: Sequence[Tensor] = ()
+    ) -> None:
         self._candidates: dict[int, _Candidate] = {}
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # those looked at
         self._looks = self._steps = 0
         if optimized and not are_spread(optimized):
-            self._find(modules, {id(p): p for p in optimized})
+            loose: dict[int, Tensor] = {id(p): p for p in reached if isinstance(p, nn.Parameter)}
+            self._find(modules, {id(p): p for p in optimized}, loose)
 
     @property
     def is_over(self) -> bool:
@@ -140,7 +149,7 @@ class Unowned:
         for parameter in parameters:
             self._candidates.pop(id(parameter), None)
 
-    def _find(self, modules: Sequence[nn.Module], optimized: dict[int, Tensor]) -> None:
+    def _find(self, modules: Sequence[nn.Module], optimized: dict[int, Tensor], loose: dict[int, Tensor]) -> None:
         unnamed = dict(optimized)
         for module in modules:
             named = {name: p for name, p in named_parameters(module) if not is_lazy(p)}
@@ -148,13 +157,18 @@ class Unowned:
             others = {name: p for name, p in named.items() if p.requires_grad and id(p) not in optimized}
             trains = _in_training(module) if others else set()
             front = "" if len(others) < len(trained) else f"{type(module).__name__}."
+            begins = are_untrained(trained) if len(others) == len(trained) else 2 * len(others) <= len(trained)
             for name, p in named.items():
                 unnamed.pop(id(p), None)
+                loose.pop(id(p), None)
                 if name in others:
-                    forgotten = 2 * len(others) <= len(trained) and id(p) in trains
+                    forgotten = begins and id(p) in trains
                     new = _Candidate(front + name, weakref.ref(p), version_of(p), forgotten)
                     its = self._candidates.setdefault(id(p), new)
                     its.is_forgotten = its.is_forgotten and forgotten  # part of several modules
+        for key in loose.keys() - optimized.keys():  # of no module: nobody writes nn.Parameter for what is to stay
+            name, p = f"nn.Parameter of shape {tuple(loose[key].shape)}", loose[key]
+            self._candidates[key] = _Candidate(name, weakref.ref(p), version_of(p), is_forgotten=True)
         # what never gets a gradient is no master copy: a part of a model that was replaced
         elements = sum(one.numel() for one in unnamed.values() if not is_lazy(one) and one.grad is not None)
         known: list[Tensor] = without_none(candidate.parameter() for candidate in self._candidates.values())
@@ -229,6 +243,33 @@ def _told(found: Sequence[_Candidate], index: int, harmless: bool) -> Iterator[E
 
 def _sample(parameter: Tensor) -> Tensor:
     return parameter.detach().reshape(-1)[:: max(1, parameter.numel() // _SAMPLE)]  # the first rows may be padding
+
+
+def are_untrained(parameters: Sequence[Tensor]) -> bool:
+    """Return whether all matrices among some parameters are as a random start makes them, and nobody wrote to them.
+
+    No direction of a random matrix stands out: its largest singular value is that of independent numbers of its
+    spread, which is the spread times the sum of the roots of its sides. A weight that has learned has larger ones.
+
+    Args:
+        parameters: The parameters.
+
+    Returns:
+        False where there is no matrix of at least `_FEWEST_ROWS` rows and columns.
+    """
+    large = [
+        matrix[:_SIDE, :_SIDE].float()
+        for p in parameters
+        if p.dim() > 1 and min((matrix := p.detach().flatten(1)).shape) >= _FEWEST_ROWS
+    ]
+    few_writes = all(version_of(p) <= _WRITES_OF_A_START for p in parameters)
+    return bool(large) and few_writes and all(_is_noise(one) for one in large)
+
+
+def _is_noise(matrix: Tensor) -> bool:
+    rows, columns = matrix.shape
+    edge = float(matrix.square().mean().sqrt()) * (rows**0.5 + columns**0.5)
+    return 0 < float(torch.linalg.matrix_norm(matrix, 2)) <= _ABOVE_EDGE * edge
 
 
 def _in_training(module: nn.Module) -> set[int]:

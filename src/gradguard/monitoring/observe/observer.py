@@ -525,7 +525,7 @@ class Observer(Listener):
             self._buffer.begin(meta_line(self._meta, optimizers, parameters, names, graph))
         self._graph = GraphFacts()
         with suppress(Exception):  # somebody's half-built module must not end the watch
-            self._unowned = Unowned(modules, parameters)
+            self._unowned = Unowned(modules, parameters, [] if graph is None else graph.living())
 
     def _place_of(self, optimizer: Optimizer) -> int | None:
         """Which optimizer this is, where the script has several; one that came later gets a number of its own."""

@@ -28,20 +28,6 @@ def binds(step: dict[str, Any]) -> bool:
     return coefficient is not None and coefficient < BINDS_BELOW
 
 
-def threshold_of(step: dict[str, Any]) -> float | None:
-    """Return the threshold of this step.
-
-    Args:
-        step: A step of a record.
-
-    Returns:
-        Infinity for a rule that had no threshold yet, which a record writes as null; None without a clip.
-    """
-    if "threshold" not in step:
-        return None
-    return math.inf if step["threshold"] is None else step["threshold"]
-
-
 def is_nonfinite(step: dict[str, Any]) -> bool:
     """Whether the gradients of this step held NaN or infinity.
 

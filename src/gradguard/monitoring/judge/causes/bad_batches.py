@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
+from gradguard.monitoring.judge.causes.rate import GROWN
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
 from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, RunSignals, middle, period_of
 
@@ -53,6 +54,12 @@ AT_ONCE = 0.8
 """Of the way from its best level to the highest one after it, from a twentieth of the run to the next but one (the
 level in which the leap falls lies half-way): that was no drift."""
 
+UNFALLEN = 0.9
+"""Of its start: a loss above has not fallen, for all that weights have grown."""
+
+JUST_BEFORE = 3
+"""Steps above which a leap has to stand: those of a rate that is too high climb."""
+
 _SHOWN = 4
 
 
@@ -66,7 +73,8 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     if not places or _stay_up(signals, places) or _had_risen(signals, places[0]):
         return None
     broken = _broken_by(signals, places)
-    if not broken and not _are_exceptions(signals, places):
+    lost = period is None and _grew_for_nothing(signals, places[len(places) // 2])
+    if not broken and (lost or not _are_exceptions(signals, places)):
         return None
     sure = period or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0]))
     certainty = "possible" if _are_harmless(signals, places) else "certain" if sure else "likely"
@@ -147,12 +155,13 @@ def _losses_leap(signals: RunSignals, places: Sequence[int]) -> bool:
 
 
 def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
-    """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
+    """Whether the first leap, too far above the steps before it for any rate, threw the run for good."""
     place, curve, loss, length = places[0], signals.curve, signals.loss, signals.length
     before, after = loss.usual(place), loss.known(place, place + 6)
-    if signals.times(place) < FAR or not (curve.is_known and before > 0):
+    ramp = max(map(signals.times, range(max(0, place - JUST_BEFORE), place)), default=1.0)
+    if signals.times(place) < FAR * ramp or not curve.is_known:
         return False
-    stays = curve.final > 1.1 * before or signals.ends_lost
+    stays = curve.final > before + 0.1 * abs(before) or signals.ends_lost
     if not stays or length.at(place) < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss
         return False
     return max(after, default=math.nan) > 2 * loss.at(place) or any(later < 0.3 * one for one, later in pairwise(after))
@@ -182,6 +191,12 @@ def level_changes(signals: RunSignals) -> Sign | None:
 def _had_risen(signals: RunSignals, place: int) -> bool:
     """Whether the loss was far above its start before a step: the run was lost by then."""
     return signals.loss.usual(place) > RISEN * signals.curve.start > 0
+
+
+def _grew_for_nothing(signals: RunSignals, place: int) -> bool:
+    """Whether weights had become others before a step, and the loss had not fallen for it."""
+    grown = median(signals.growths(signals.named(place))) or 1.0
+    return grown > GROWN and signals.loss.usual(place) > UNFALLEN * signals.curve.start > 0
 
 
 def _was_thrown(signals: RunSignals, place: int) -> bool:
@@ -238,11 +253,13 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
     curve = signals.curve
     if signals.count < 100 or not curve.is_known:
         return None
-    grown, runs_away, rising = _growing_weight(signals), _runs_away(signals, curve), _rising_norms(signals)
+    grown, rising = _growing_weight(signals), _rising_norms(signals)
+    runs_away = _runs_away(signals, curve, grown is not None)
     since = curve.levels[curve.levels.index(curve.best) :]
     leap = max((max(since[k + 1 : k + 3]) - since[k] for k in range(len(since) - 1)), default=0.0)
     above = max(statistics.median(since), curve.final) - curve.best
-    lost = above > max(3 * curve.error, 0.25 * abs(curve.best)) and leap <= AT_ONCE * (max(since) - curve.best)
+    at_once = leap > AT_ONCE * (max(since) - curve.best) or level_changes(signals) is not None
+    lost = above > max(3 * curve.error, 0.25 * abs(curve.best)) and not at_once
     grows = grown and _norm_growth(signals) > CALMS and (lost or (rising and not curve.has_fallen))
     if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
         return None
@@ -289,8 +306,8 @@ def _norm_growth(signals: RunSignals) -> float:
     return middle(norms[-size:]) / middle(norms[size : 2 * size])
 
 
-def _runs_away(signals: RunSignals, curve: Curve) -> str:
-    """Whether the loss falls below 0, in the end as fast as before or faster, while norms or all weights grow."""
+def _runs_away(signals: RunSignals, curve: Curve, grown: bool) -> str:
+    """Whether the loss falls below 0, faster and faster while a weight grows, or no slower while norms or all do."""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
     quarter = len(levels) // 4
     if curve.best >= 0 or quarter < 3:
@@ -301,7 +318,7 @@ def _runs_away(signals: RunSignals, curve: Curve) -> str:
     grew = bool(weights) and all(one[-1] > AS_FAST * one[len(one) // 2] for one in weights)
     faster = second > curve.error and last > FASTER * third > FASTER**2 * second
     as_fast = third > curve.error and last > 0.9 * third and -curve.best > 3 * abs(curve.start)
-    if not (faster or as_fast) or not (rose or grew):
+    if not (faster and (rose or grew or grown)) and not (as_fast and (rose or grew)):
         return ""
     pace = "faster and faster" if faster else "no slower in the end"
     grows = "norms of gradients rise" if rose else "weights grow"

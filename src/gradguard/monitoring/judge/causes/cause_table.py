@@ -58,7 +58,7 @@ EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "rate_decayed": ("data_shift", "bad_batches"),
     "rate_leapt": ("data_shift", "bad_batches"),
     "drift": ("bad_batches", "data_shift"),
-    "rate_too_high": ("bad_batches",),
+    "rate_too_high": ("bad_batches", "not_started"),
     "rate_too_low": ("vanishing",),
 }
 """The causes that a first cause excludes where it says so (`Cause.rules_out`): none of them is listed behind it."""
@@ -90,11 +90,9 @@ _NO_GRADIENT = "No learning rate and no clip changes what has no gradient."
 _ORTHOGONAL = "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU"
 
 CAUSES = (
-    Row(
-        "nonfinite_data", lost("data"), "certain", _NOT_FINITE, _FIND_NAN, _NOT_GROWN,
-    ),
-    Row(
-        "nonfinite_data", lost("batch"), "likely", _NOT_FINITE, _FIND_NAN, _NOT_GROWN,
+    *(
+        Row("nonfinite_data", lost(by), certainty, _NOT_FINITE, _FIND_NAN, _NOT_GROWN)
+        for by, certainty in (("data", "certain"), ("batch", "likely"))
     ),
     Row(
         "nonfinite_range", lost("small type"), "likely", _FLOAT16,
@@ -103,10 +101,10 @@ CAUSES = (
         _USUAL_BEFORE,
     ),
     Row(
-        "nonfinite_range", lost("exponential"), "certain",
+        "nonfinite_range", lost("exponential"), "likely",
         "An exponential left the range of float32 at step {step}{learned}.",
         "Compute it in a stable form: torch.logsumexp, log_softmax, softplus or cross_entropy in place of exp, or "
-        "subtract the largest value before exp.",
+        "subtract the largest value before exp. If it is stable, the batch of step {step} is unlike the others.",
         _USUAL_BEFORE,
     ),
     Row(
@@ -120,11 +118,9 @@ CAUSES = (
         "It is no bad sample and no bad operation: numbers grew step by step before.",
     ),
     Row("nonfinite_growth", lost("leap"), "likely", _GREW, "{advice}"),
-    Row(
-        "clip_before_unscale", found("clip_before_unscale"), "certain", _CLIPPED_SCALED, _UNSCALE, _COMPARED_SCALED,
-    ),
-    Row(
-        "clip_before_unscale", loop.norms_follow_scale, "certain", _CLIPPED_SCALED, _UNSCALE, _COMPARED_SCALED,
+    *(
+        Row("clip_before_unscale", look, "certain", _CLIPPED_SCALED, _UNSCALE, _COMPARED_SCALED)
+        for look in (found("clip_before_unscale"), loop.norms_follow_scale)
     ),
     Row(
         "accumulation", found("missing_zero_grad"), "certain",

@@ -37,7 +37,6 @@ class _Binding:
     """The clips that bind on most steps, where each gradient is clipped once.
 
     Attributes:
-        clips: The clips; more than one where each is of other parameters.
         of_all: Whether there is one clip, which sees all gradients.
         coefficient: The factor by which they multiply gradients on a usual step.
         seen: On which share of the steps they bind, in a sentence.
@@ -45,7 +44,6 @@ class _Binding:
         threshold: The norm that leaves ordinary steps alone; None where no clip sees all gradients.
     """
 
-    clips: Sequence[ActingClip]
     of_all: bool
     coefficient: float
     seen: str
@@ -76,7 +74,7 @@ def _binding(signals: RunSignals) -> _Binding | None:
     )
     words = {"clip": clip, "coefficient": f"{coefficient:.2g}", "advice": advice}
     seen = f"{clip} bound on {share} of the steps, and multiplied gradients by {coefficient:.2g}."
-    return _Binding(binding, of_all, coefficient, seen, words, threshold)
+    return _Binding(of_all, coefficient, seen, words, threshold)
 
 
 def _named(clips: Sequence[ActingClip], of_all: bool) -> str:

@@ -5,7 +5,7 @@ import statistics
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.numbers import median, number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, RunSignals, middle, usual_step
 from gradguard.monitoring.record.record_lines import without_none
@@ -32,7 +32,8 @@ RULE_OF_THUMB, LEAST_RATE, MOST_RATE = 1e-3, 10.0, 1e4
 GONE = 0.02
 """Of its largest value: a learning rate below that moves little any more."""
 
-_OVERSHOT = 1.5  # times its start: a loss that the first steps raised so far
+_OVERSHOT, _FAR_OVERSHOT = 1.5, 5.0  # times its start: a loss that the first steps raised so far
+_WITH_NORMS = 2.0  # times the first ones: norms where a loss was raised less far than the second
 _ABOVE_CHANCE = 3.0  # times the usual step between two logarithms of losses: further than batches lie apart
 
 
@@ -86,10 +87,13 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     early = [(loss, place) for place, loss in enumerate(signals.losses[:30]) if loss is not None and place]
     loss, place = max(early, default=(0.0, 0))
     usual_peak, start = max(signals.loss.known(30), default=0.0), curve.start
-    least = 5 * start if curve.final < 0.5 * start else _OVERSHOT * start
+    least = _FAR_OVERSHOT * start if curve.final < 0.5 * start else _OVERSHOT * start
     highest = max(1.2 * (signals.losses[0] or 0.0), usual_peak, least, start + 6 * min(curve.noise, start))
     if loss < highest or curve.final < 0.15 * start:
         return None
+    norm = max(signals.norm.known(place - 2, place + 2), default=math.nan)
+    if loss < _FAR_OVERSHOT * start and norm < _WITH_NORMS * middle(signals.norm.known(0, 5)):
+        return None  # targets that were set anew, as by an older copy
     logs = [math.log(one) if one is not None and one > 0 else None for one in signals.losses]
     around = without_none(logs[max(1, place - 2) : place + 3])
     if statistics.median(around) - math.log(curve.start) < _ABOVE_CHANCE * usual_step(logs, 1):
@@ -101,7 +105,7 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
 
 def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it or stands still half-way."""
-    grown = signals.growth
+    grown = median(signals.growths()) or 1.0
     stuck = curve.fallen < HARDLY and signals.is_stuck and not curve.is_falling and _times_thrown(signals, -1) > 0
     if grown < GROWN or (curve.fallen > 0.1 and not stuck):
         return None

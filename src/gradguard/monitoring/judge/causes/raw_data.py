@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Iterator
 
 from gradguard.monitoring.judge.cause import Sign
 from gradguard.monitoring.judge.causes.depth import explodes_along_depth
@@ -17,7 +18,7 @@ FEWEST_UNITS = 8
 """Of one alone the bias's gradient may be nearly 0 by chance."""
 
 _LINES = 5  # of the first ones
-_NOT_ROUNDED = 1e6  # times a vector's gradient: what is larger is one of 0, as before a normalisation
+_ROUNDED = 1e-4  # times that of the vectors beside it: a gradient of 0 but for rounding, as before a normalisation
 
 
 def inputs(signals: RunSignals) -> Sign | None:
@@ -26,24 +27,27 @@ def inputs(signals: RunSignals) -> Sign | None:
     The gradient of a weight is that of its bias times what comes in, so that the two together say how large that is.
     """
     # an embedding, which has no bias, reads no numbers
-    layer, bias = next(((one, bias) for one in signals.layers if (bias := _bias_of(signals, one))), (None, None))
+    layer, bias = next((pair for pair in _with_bias(signals) if _learns(signals, pair[1])), (None, None))
     if layer is None or bias is None or not _fails(signals):
         return None
-    pairs = zip(layer.gradients[:_LINES], bias.gradients[:_LINES], strict=False)
-    sizes = [weight / vector for weight, vector in pairs if 0 < weight < _NOT_ROUNDED * vector]
-    size = statistics.median(sizes) if sizes else 0.0
+    size = _size_read(layer, bias, _LINES)
     words = f"A number that {layer.name} reads is some {number(size)}: so many times its bias's gradient is its own."
     return _sign(signals, "inputs", size, words, layer) if size >= LARGE else None
 
 
 def targets(signals: RunSignals) -> Sign | None:
-    """Return whether the first outputs are far from their targets by a squared error, in a run that fails."""
+    """Return whether the first outputs are far from their targets by a squared error, in a run that fails.
+
+    Outputs that are large themselves come of a last layer that reads large numbers.
+    """
     loss, bias = next(iter(signals.losses), None), next(iter(signals.biases[::-1]), None)
     outputs = 0 if bias is None else signals.elements([bias.place])
     if bias is None or not loss or loss < outputs * SURE**2 or not _fails(signals):
         return None
     size = math.sqrt(loss / outputs)
     slope = bias.gradients[0] / (2 * size)  # 1 or less for a mean of squares
+    if any(_size_read(layer, its, 1) >= LARGE for layer, its in _with_bias(signals) if its is bias):
+        return None
     words = f"The first loss, {number(loss)}, is that of outputs that are off by about {number(size)}."
     return _sign(signals, "targets", size, words, bias) if 0.03 < slope < 1.02 else None
 
@@ -61,10 +65,23 @@ def _fails(signals: RunSignals) -> bool:
     return signals.first_lost is not None or fallen or any(look(signals) for look in (too_long, explodes_along_depth))
 
 
-def _bias_of(signals: RunSignals, layer: Layer) -> Layer | None:
-    """The vector of the same module that is added to what a weight makes."""
-    module, size = layer.name.rpartition(".")[0], signals.shape(layer.place)[:1]
-    if min(size, default=0) < FEWEST_UNITS:
-        return None
-    own = [one for one in signals.biases if one.name.startswith(f"{module}.bias".lstrip("."))]
-    return next((one for one in own if signals.shape(one.place) == size), None)
+def _with_bias(signals: RunSignals) -> Iterator[tuple[Layer, Layer]]:
+    """Weights, each with the vector of the same module that is added to what it makes, where it has one."""
+    for layer in signals.layers:
+        module, size = layer.name.rpartition(".")[0], signals.shape(layer.place)[:1]
+        own = (one for one in signals.biases if one.name.startswith(f"{module}.bias".lstrip(".")))
+        yield from ((layer, one) for one in own if signals.shape(one.place) == size)
+
+
+def _learns(signals: RunSignals, vector: Layer) -> bool:
+    """Whether a vector has enough units, and a gradient that is not 0 but for rounding beside its neighbours'."""
+    place = signals.biases.index(vector)
+    beside = max(one.gradients[0] for one in signals.biases[max(0, place - 1) : place + 2])
+    return signals.elements([vector.place]) >= FEWEST_UNITS and vector.gradients[0] > _ROUNDED * beside
+
+
+def _size_read(layer: Layer, bias: Layer, lines: int) -> float:
+    """The usual size of a number that a layer reads; 0 where so many of the first lines do not say."""
+    pairs = zip(layer.gradients[:lines], bias.gradients[:lines], strict=False)
+    sizes = [weight / vector for weight, vector in pairs if vector]
+    return statistics.median(sizes) if sizes else 0.0

@@ -8,10 +8,9 @@ from gradguard.monitoring.judge.detectors import (
     loss,
     loss_scale,
     outliers,
-    update_ratios,
     update_sizes,
 )
 
-_THEMES = (level, loss, outliers, layer_norms, update_ratios, update_sizes, loss_scale, clipping, loop_faults)
+_THEMES = (level, loss, outliers, layer_norms, update_sizes, loss_scale, clipping, loop_faults)
 KINDS = tuple(dict.fromkeys(kind.name for theme in _THEMES for kind in theme.KINDS))
 """The names of all kinds."""

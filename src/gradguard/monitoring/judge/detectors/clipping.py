@@ -1,58 +1,20 @@
-"""Whether a clip binds on most steps, at a threshold that its rule has stopped moving, or twice."""
+"""Whether a clip binds on most steps, or twice."""
 
-import math
 import statistics
-from collections import deque
 from itertools import compress
 from operator import or_
 
 from gradguard.monitoring.judge.acting_clips import clipped_twice, clips_on, shares_in_words
-from gradguard.monitoring.judge.findings import Episode, Kind, Log, named, said
+from gradguard.monitoring.judge.findings import Episode, Kind, named, said
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.record_lines import Lines
-from gradguard.monitoring.record.step_rows import BINDS_BELOW, OptimizerSteps, bound_on, taken_steps
-from gradguard.threshold_formulas import LOCK_IN_TOLERANCE, LOCK_IN_WINDOW
-from gradguard.threshold_rules import LockInAlarm
+from gradguard.monitoring.record.step_rows import OptimizerSteps, bound_on, taken_steps
 
 ALWAYS_ON_SHARE = 0.5
 """Above half of the steps a clip is part of the ordinary update: the regime "normalising"."""
 
 ALWAYS_ON_STEPS = 50
 """Fewer steps are a warm-up, in which a clip may well bind."""
-
-
-class MovingThreshold:
-    """Whether a rule that moves its threshold keeps it where the clip binds on more than half of 100 steps.
-
-    A fixed threshold that binds so often is judged over the whole run: many healthy warm-ups bind for some hundred
-    steps.
-
-    Args:
-        log: Where faults go.
-    """
-
-    def __init__(self, log: Log) -> None:
-        self._log, self._alarm = log, LockInAlarm()
-        self._least, self._largest = math.inf, -math.inf
-        self._coefficients: deque[float] = deque(maxlen=LOCK_IN_WINDOW)
-
-    def follow(self, i: int, threshold: float, coefficient: float | None) -> None:
-        """Follow a step with finite gradients.
-
-        Args:
-            i: The step.
-            threshold: The clip's threshold on this step.
-            coefficient: The clip's coefficient, if known.
-        """
-        coefficient = 1.0 if coefficient is None else coefficient
-        bound = coefficient < BINDS_BELOW
-        if bound:
-            self._coefficients.append(coefficient)
-        self._least, self._largest = min(threshold, self._least), max(threshold, self._largest)
-        moves = self._largest > self._least * (1 + LOCK_IN_TOLERANCE)
-        if self._alarm.follow(bound, threshold) and moves and not self._log.goes_on(LOCK_IN.name, i):
-            numbers = {"threshold": threshold, "coefficient": statistics.median(self._coefficients)}
-            self._log.begin(LOCK_IN.name, LOCK_IN, i, i, numbers=numbers)
 
 
 def clipping_of_whole(part: OptimizerSteps) -> list[Episode]:
@@ -87,16 +49,6 @@ def _clipped_twice(part: OptimizerSteps, taken: Lines) -> list[Episode]:
     return [Episode.over(TWICE, part, twice, text=words, harmless=all(clip.bound == 0 for clip in clips))]
 
 
-LOCK_IN = Kind(
-    "lock_in",
-    said(
-        "warning",
-        "clipping bound on more than half of the last 100 steps at one threshold, {threshold}, from step {found.first} "
-        "to {found.last} (it usually multiplies gradients by {coefficient:.2g})",
-        "the threshold no longer follows the norms: raise it, or let gg.ClipByMedian() choose it",
-    ),
-    value="coefficient",
-)
 _ALWAYS_ON = "clipping bound on {share:%} of {steps}"
 ALWAYS_ON = Kind(
     "clipping_always_on",
@@ -126,4 +78,4 @@ TWICE = Kind(
         ),
     ),
 )
-KINDS = (LOCK_IN, ALWAYS_ON, TWICE)
+KINDS = (ALWAYS_ON, TWICE)
