@@ -221,6 +221,68 @@ def test_as_many_samples_as_places_hide_no_statistic(sizes):
             step(clipper, loss, batch)
 
 
+ADDED_UP = {
+    "frequencies": lambda out, labels: out.mean(0) @ F.one_hot(labels, V).double().mean(0),
+    "balance": lambda out, labels: (out.mean(0) * labels.bincount(minlength=V)).sum() / len(labels),
+    "commonest class": lambda out, labels: out.mean(0)[int(labels.bincount(minlength=V).argmax())],
+}
+
+
+@pytest.mark.parametrize("name", ADDED_UP)
+def test_as_many_samples_as_classes_hide_no_weights_of_what_was_added_up(name):
+    clipper, loss = clipper_of(), lambda c, out, b: ADDED_UP[name](out.log_softmax(-1), b.labels)
+    for size, label in ((V, 0), (2 * V, 1), (4, 2)):
+        batch = Batch(size, label)
+        batch.labels[:] = label
+        if not label:
+            step(clipper, loss, batch)
+            continue
+        with pytest.raises(UnsupportedGradientError, match="all samples"):
+            step(clipper, loss, batch)
+        clipper.discard()
+
+
+def kept(out, b, value):
+    return torch.where(b.x[:, :1] > 0, out.tanh(), out.tanh() - value).sin().mean()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_mask_that_leaves_one_sample_hides_no_statistic(strict):
+    clipper, loss = clipper_of(), lambda c, out, b: kept(out, b, b.y.mean(0))
+    if strict:
+        clipper.refuse_ambiguous_losses()
+    first, second = Batch(2, 0), Batch(5, 1)
+    first.x[:, 0], second.x[:, 0] = torch.tensor([-1.0, 1.0]), -1.0
+    if not strict:
+        step(clipper, loss, first)
+    words = "may be another" if strict else "has changed"
+    for batch in (first, second) if strict else (second,):
+        with pytest.raises(UnsupportedGradientError, match=f"all samples share in the loss, {words}"):
+            step(clipper, loss, batch)
+        clipper.discard()
+
+
+def test_what_a_mask_leaves_of_each_samples_own_is_taken():
+    clipper = clipper_of()
+    for size, seed in ((5, 0), (2, 1), (1, 2), (2, 3), (6, 4)):
+        batch = Batch(size, seed)
+        batch.x[1:, 0] = batch.x[1:, 0].abs() if size == 2 else batch.x[1:, 0]
+        batch.x[0, 0] = -1.0
+        found = step(clipper, lambda c, out, b: kept(out, b, b.y), batch)["weight"]
+        out = clipper.module(batch.x).detach().requires_grad_()
+        [rows] = torch.autograd.grad(kept(out, batch, batch.y) * size, out)
+        torch.testing.assert_close(found, rows[:, :, None] * batch.x[:, None])
+
+
+def test_a_choice_by_a_mask_before_classes_are_normalized_is_refused():
+    clipper, loss = (
+        clipper_of(),
+        lambda c, out, b: F.cross_entropy(torch.where(out.detach() > 0, out.exp(), out.exp() - b.y.mean(0)), b.labels),
+    )
+    with pytest.raises(UnsupportedGradientError, match="is weighed and summed since"):
+        step(clipper, loss, Batch(5, 0))
+
+
 def test_in_private_training_a_vector_beside_chosen_rows_is_refused():
     clipper = clipper_of(loss_reduction="sum")
     clipper.refuse_ambiguous_losses()

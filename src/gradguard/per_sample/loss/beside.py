@@ -367,8 +367,21 @@ def parts_of(value: Value, known: Container[Value], depends: Dependence) -> list
     return [(node, 0) for node in nodes if adds_unseen(node, depends) and node is not value[0]]
 
 
-def is_weighed_and_summed(part: Value, value: Value, known: Container[Value], depends: Dependence) -> bool:
-    """Tell whether a part of a value is multiplied by several numbers, or chosen from, and the results are added up."""
+def is_weighed_and_summed(
+    part: Value, value: Value, known: Container[Value], depends: Dependence, is_summed: bool
+) -> bool:
+    """Tell whether a part of a value is multiplied by several numbers, or chosen from, and the results are added up.
+
+    Args:
+        part: Where something was added.
+        value: Where it is seen.
+        known: The values that are known, through which nothing is followed.
+        depends: Knows which values depend on the samples.
+        is_summed: Whether the value itself is known but for a sum, as where it is normalized.
+
+    Returns:
+        Whether it is so.
+    """
     nodes = {*_affine(value, known, depends)}
     weighed: dict[Node, bool | None] = {part[0]: False}  # None of nodes that the part does not reach
     pending = [value[0]]
@@ -384,7 +397,7 @@ def is_weighed_and_summed(part: Value, value: Value, known: Container[Value], de
             return True
         weighs = name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
         weighed.setdefault(node, (any(found) or weighs) if found else None)
-    return False
+    return is_summed and bool(weighed[value[0]])
 
 
 @contextlib.contextmanager

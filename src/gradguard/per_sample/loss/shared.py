@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from gradguard.per_sample.loss.loss_graph import (
     Dependence,
     Root,
     Unreadable,
+    dims_of,
     inputs_of,
     is_linear,
     is_tensor,
@@ -52,6 +53,7 @@ from gradguard.per_sample.loss.loss_graph import (
     scalars,
     shape_of,
     signed,
+    walk,
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.torch_private import base_of, saved_constant, saved_settings, saved_tensors, tree_flatten, version_of
@@ -72,6 +74,8 @@ _SHOWING = operations(
 _TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
 """Operations that take places along a dimension, which their settings, or the numbers of their results, tell."""
 
+_ADDING_UP = operations("Sum Nansum Mean Dot Mv Mm Bmm Addmm Baddbmm Addmv IndexAdd ScatterAdd")
+
 _NUMBERS = frozenset(["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale"])
 """Settings of operations that may be whole numbers, and are no sizes or places."""
 
@@ -87,6 +91,7 @@ class SharedValue:
         bounds: Where it lies, if it is known but for rounding.
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
+        seen: How many samples have it: several that have the same, each another, or one alone, of which both may be so.
     """
 
     key: Hashable
@@ -94,6 +99,7 @@ class SharedValue:
     is_shared: Callable[[], bool] = lambda: True
     bounds: Bounds | None = None
     places: tuple[Hashable, ...] = ()
+    seen: Literal["several", "each", "one"] = "several"
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
@@ -154,6 +160,7 @@ class SharedValues:
         self.strict = False
         self._kept: dict[Hashable, _KeptValue] = {}
         self._owned: set[Hashable] = set()  # places of what was seen to be each sample's own
+        self._of_each: set[Hashable] = set()  # places where samples of a batch had values of their own
         self.declared: list[Tensor | float] = []
         self._new: dict[Hashable, _KeptValue] = {}
 
@@ -169,13 +176,16 @@ class SharedValues:
 
     def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
         """Return why the values of a batch cannot be accepted; "" if they can."""
-        several = batch_size > 1
         for one in found:
-            kept = self._kept.get(one.key)
+            kept, several = self._kept.get(one.key), batch_size > 1 and one.seen == "several"
             is_known = kept is not None and kept.is_same(one)
-            if one.key in self._owned or any(map(one.is_of, self.declared)):
+            if one.seen == "each":
+                self._of_each.add(one.key)
                 continue
-            if several and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
+            is_own = one.key in self._owned or (one.seen == "one" and one.key in self._of_each)
+            if is_own or any(map(one.is_of, self.declared)):
+                continue
+            if batch_size > 1 and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
                 is_known, kept = False, _kept(math.nan, of_several=True)
             if kept is None or is_known:
                 new = kept if kept and kept.of_several else _kept(one.value, several, one.places)
@@ -278,7 +288,8 @@ class LossConstants:
             told = is_told(end, self._known, self._outputs.values, self._depends)
             if end not in self._wholes[0] or not told:
                 return f"its graph does not show what is added to values from {end[0].name()}"
-            if any(is_weighed_and_summed(one, end, self._known, self._depends) for one in self._parts[end]):
+            is_summed, parts = end in self._wholes[1], self._parts[end]
+            if any(is_weighed_and_summed(one, end, self._known, self._depends, is_summed) for one in parts):
                 return (
                     f"what is added to values before {end[0].name()} is weighed and summed since, and its graph shows "
                     "the sum alone. Sum apart, as in (output * mask).sum(-1) - (target * mask).sum(-1)"
@@ -323,23 +334,24 @@ class LossConstants:
         for number, end, bounds in self._sums:
             for place, part in enumerate(self._parts[end], 1):
                 its = where_added(part, end, bounds, self._known, self._depends)
-                its = _of_several(its, _places_of_rows(part, self._outputs))
                 found.append((number + place * len(self._ends), part, its))
         return found
 
     def _added(self, kind: Hashable, look: _Look) -> Iterator[SharedValue]:
         """Yield the constants that operations add and do not save, where they may be alike for all samples."""
         for number, value, bounds in [*self._sums, *self._summands]:
-            sizes, shape = bounds.sizes, shape_of(*value)
-            alike = next((dim for dim in _places_of_rows(value, self._outputs) if sizes[dim] == 1), None)
+            sizes, shape, places = bounds.sizes, shape_of(*value), _places_of_rows(value, self._outputs)
+            keys = {dim: (kind, "added", number, shape[:dim], shape[dim + 1 :]) for dim in places}
+            alike = next((dim for dim in places if sizes[dim] == 1), None)
             if alike is None:
+                yield from (SharedValue(key, math.nan, seen="each") for key in keys.values())
                 continue
+            seen = "several" if _are_of_several(bounds, alike) else "one"
             bounds = bounds.alike(alike)
             low, high = bounds.low.max(), bounds.high.min()
             bounds = Bounds(low, high) if low <= high and bool(bounds.middle.isfinite().all()) else bounds
-            key = kind, "added", number, shape[:alike], shape[alike + 1 :]
             constant = bounds.middle if bounds.low.dim() else float(bounds.middle)
-            yield SharedValue(key, constant, look(value, sizes), bounds)
+            yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen)
 
     def shared(self, kind: Hashable) -> Iterator[SharedValue]:
         """Yield what all samples may share.
@@ -368,7 +380,8 @@ class LossConstants:
                 sizes = own_sizes(constant)
                 for dim in (dim for dim, size in enumerate(sizes) if size == 1):
                     constant = constant.narrow(dim, 0, 1)
-                if (places and all(sizes[dim] > 1 for dim in places)) or (constant.numel() == 1 and not is_behind):
+                is_own = places and all(sizes[dim] > 1 for dim in places) and not _is_reduced(value, outputs, depends)
+                if is_own or (constant.numel() == 1 and not is_behind):
                     continue
                 if not _is_of_parameter(constant):
                     yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
@@ -385,7 +398,7 @@ class LossConstants:
                 numbers[name, setting].append((node, value))
         edges = [((root.node, root.number), "root") for root in roots]
         edges += [(edge, operation(node)) for node in self._nodes for edge in parents(node)]
-        yield from _places_taken(edges, self._nodes, outputs, kind)
+        yield from _places_taken(edges, self._nodes, outputs, depends, kind)
         for (name, setting), found in numbers.items() if several else ():
             if len(found) > 1:
                 yield SharedValue(
@@ -400,6 +413,28 @@ class LossConstants:
         yield from self._added(kind, look)
 
 
+def _adds_up(node: Node, batch_size: int) -> bool:
+    """Tell whether an operation adds values up along a dimension that may be the samples'."""
+    name = operation(node)
+    if name not in _ADDING_UP or not (edges := parents(node)):
+        return False
+    shape = shape_of(*edges[0])
+    dims = dims_of(node) if name in {"Sum", "Nansum", "Mean"} else None
+    places = places_of(shape, batch_size)
+    return bool(places) and (dims is None or not {dim % len(shape) for dim in dims}.isdisjoint(places))
+
+
+def _is_reduced(value: Value, outputs: Outputs, depends: Dependence) -> bool:
+    """Tell whether samples may be added up in a value, so that a dimension of as many entries is none of theirs."""
+    ends, size = outputs.values, outputs.batch_size
+
+    def onward(place: Value) -> Iterable[Value]:
+        is_end = place in ends or place[0].name() in TAPS
+        return () if is_end else (edge for edge in parents(place[0]) if depends(edge[0]))
+
+    return any(place not in ends and _adds_up(place[0], size) for place in walk([value], onward))
+
+
 def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
     """Return the dimensions along which samples may lie, or rows that were chosen of them."""
     shape = shape_of(*value)
@@ -407,12 +442,14 @@ def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
     return [*places, 0] if 0 not in places and shape and shape[0] > 1 else places
 
 
-def _of_several(bounds: Bounds, places: Sequence[int]) -> Bounds:
-    """Return numbers of which those that are known of one sample alone, which may be its own, are not known."""
-    known = bounds.low.isfinite() & bounds.high.isfinite()
-    counts = [known.sum(dim, keepdim=True) for dim in places]
-    enough = torch.stack([count.expand(known.shape) > 1 for count in counts]).any(0) if counts else known
-    return Bounds(bounds.low.where(enough, -torch.inf), bounds.high.where(enough, torch.inf))
+def _are_of_several(bounds: Bounds, dim: int) -> bool:
+    """Tell whether numbers that are alike along a dimension are known twice there, and are alike by no chance."""
+    known, alike = bounds.low.isfinite() & bounds.high.isfinite(), bounds.alike(dim)
+    for other in range(known.dim()):
+        if other != dim and alike.sizes[other] == 1:
+            known, alike = known.any(other, keepdim=True), alike.alike(other)
+    is_whole = (alike.middle - alike.middle.round()).abs() <= alike.rounding
+    return bool(((known.sum(dim, keepdim=True) > 1) & ~is_whole).any())
 
 
 def _additions(value: Value, whole: Tensor, known: Mapping[Value, Tensor], depends: Dependence) -> int:
@@ -455,7 +492,11 @@ def _single_tensors(node: Node, is_behind: bool) -> Iterator[Tensor]:
 
 
 def _places_taken(
-    edges: Iterable[tuple[Value, str]], nodes: Container[Node], outputs: Outputs, kind: Hashable
+    edges: Iterable[tuple[Value, str]],
+    nodes: Container[Node],
+    outputs: Outputs,
+    depends: Dependence,
+    kind: Hashable,
 ) -> Iterator[SharedValue]:
     """Yield the places that operations take along a dimension, such as a column, each for who uses the result."""
     counted: Counter[Hashable] = Counter()
@@ -464,12 +505,15 @@ def _places_taken(
         if node not in nodes or (taken := _taken(node, number)) is None:
             continue
         dim, places = taken
-        shape, among = shape_of(*parents(node)[0]), places_of(shape_of(*parents(node)[0]), outputs.batch_size)
+        [whole], among = parents(node), places_of(shape_of(*parents(node)[0]), outputs.batch_size)
+        shape = shape_of(*whole)
+        if among == [dim] and _is_reduced(whole, outputs, depends):
+            among = []
         if shape[dim] == 1 or (outputs.batch_size == 1 and dim in among):
             continue
         place = kind, "taken", user, operation(node), len(shape), among == [dim]
         counted[place] += 1
-        of_several = functools.partial(_is_for_several, outputs, (node, number), dim)
+        of_several = functools.partial(_is_for_several, outputs, (node, number), dim, among)
         shared = of_several if outputs.batch_size > 1 else lambda: True
         yield SharedValue((*place, counted[place], "dim"), float(dim), shared)
         for name, value, ways in places:
@@ -513,7 +557,7 @@ def _taken(node: Node, number: int) -> tuple[int, Sequence[tuple[str, float, tup
     return dim, ways
 
 
-def _is_for_several(outputs: Outputs, value: Value, dim: int) -> bool:
+def _is_for_several(outputs: Outputs, value: Value, dim: int, among: Sequence[int]) -> bool:
     """Tell whether a result is of several samples, and what was taken lies along another dimension than these."""
     if not _is_shared(outputs, *value, [1] * len(shape_of(*value))):
         return False
@@ -521,7 +565,7 @@ def _is_for_several(outputs: Outputs, value: Value, dim: int) -> bool:
     try:
         samples = outputs.samples_of(*whole)
     except Unreadable:
-        return places_of(shape_of(*whole), outputs.batch_size)[:1] != [dim]
+        return among[:1] != [dim]
     return torch.equal(samples.amin(dim), samples.amax(dim))
 
 
