@@ -33,7 +33,9 @@ from gradguard.per_sample.loss.beside import (
     own_sizes,
     parts_of,
     places_of,
+    reached,
     recovered_values,
+    summed_in,
     where_added,
 )
 from gradguard.per_sample.loss.loss_graph import (
@@ -67,7 +69,9 @@ _SHOWING = operations(
     "Flip Roll Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt "
     "Reciprocal Sigmoid LogSigmoid LogSigmoidForward Tanh Relu Gelu Silu Mish Softplus Abs Sgn Sin Cos Erf Cosh "
     "Sinh Tan Atan Lgamma "
-    "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std"
+    "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std "
+    "Acos Asin Acosh Asinh Atanh Erfc Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Logcumsumexp "
+    "Cumprod Cummax Cummin Xlogy Atan2 Logaddexp Logaddexp2 Digamma LinalgSvd"
 )
 """Operations that save every constant that they take, or whose constant follows from values that are known."""
 
@@ -76,8 +80,65 @@ _TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
 
 _ADDING_UP = operations("Sum Nansum Mean Dot Mv Mm Bmm Addmm Baddbmm Addmv IndexAdd ScatterAdd")
 
-_NUMBERS = frozenset(["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale"])
+_NUMBERS = frozenset(
+    ["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale", "lambd", "alpha",
+     "input_scale", "negative_slope", "beta", "other", "self"]
+)  # fmt: skip
 """Settings of operations that may be whole numbers, and are no sizes or places."""
+
+
+_MOST_ELEMENTS = 4096
+"""Elements by which weights are found; all are compared."""
+
+_SPARE = 8
+"""Elements beyond those that any weights would explain, by which weights are known."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    r"""A sum of constants that no operation saved, as known constants of the samples explain it.
+
+    The sum is :math:`c = A w`, where each column of A is a constant of the samples' own that the graph keeps, or what
+    each element gains where an operation adds 1. Where one w explains all batches, no c tells of another sample.
+
+    Attributes:
+        constants: A, a row for each element that is known; a column with NaN explains nothing.
+        total: c.
+        rounding: How far each element of c may be off.
+        words: The refusal where it is not explained.
+    """
+
+    constants: Tensor
+    total: Tensor
+    rounding: Tensor
+    words: str
+
+    @functools.cached_property
+    def _columns(self) -> Tensor:
+        return self.constants.where(~self.constants.isnan().any(0), 0.0)
+
+    def joined(self, other: "Mixture") -> "Mixture":
+        """Return the elements of two batches, of as many constants."""
+        return Mixture(
+            torch.cat((self.constants, other.constants)),
+            torch.cat((self.total, other.total)),
+            torch.cat((self.rounding, other.rounding)),
+            other.words,
+        )
+
+    @functools.cached_property
+    def solved(self) -> tuple[Tensor, int]:
+        """The weights w, and how many elements there are beyond those that any would explain."""
+        step = 1 + len(self.total) // _MOST_ELEMENTS
+        found = torch.linalg.lstsq(self._columns[::step].cpu(), self.total[::step, None].cpu(), driver="gelsd")
+        return found.solution[:, 0].to(self.total), len(self.total) - int(found.rank)
+
+    def is_explained(self, weights: Tensor) -> bool:
+        """Tell whether weights give c, which is known well enough."""
+        most = float(self.total.abs().max()) if len(self.total) else 0.0
+        scale = 1e-9 * (self._columns.abs() @ weights.abs() + self.total.abs())
+        near = (self._columns @ weights - self.total).abs() <= 8 * self.rounding + scale
+        return bool((near & (self.rounding <= 1e-4 * most)).all())
 
 
 @dataclass(frozen=True)
@@ -91,6 +152,7 @@ class SharedValue:
         bounds: Where it lies, if it is known but for rounding.
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
+        mixture: What it weighs, where it is weights.
         seen: How many samples have it: several that have the same, each another, or one alone, of which both may be so.
     """
 
@@ -100,6 +162,7 @@ class SharedValue:
     bounds: Bounds | None = None
     places: tuple[Hashable, ...] = ()
     seen: Literal["several", "each", "one"] = "several"
+    mixture: "Mixture | None" = None
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
@@ -161,6 +224,8 @@ class SharedValues:
         self._kept: dict[Hashable, _KeptValue] = {}
         self._owned: set[Hashable] = set()  # places of what was seen to be each sample's own
         self._of_each: set[Hashable] = set()  # places where samples of a batch had values of their own
+        self._mixtures: dict[Hashable, Mixture] = {}
+        self._new_mixtures: dict[Hashable, Mixture] = {}
         self.declared: list[Tensor | float] = []
         self._new: dict[Hashable, _KeptValue] = {}
 
@@ -171,7 +236,8 @@ class SharedValues:
     def end(self, accepted: bool) -> None:
         """A loss was judged: nothing is declared for the next, which must have the values of one that was accepted."""
         self._kept |= self._new if accepted else {}
-        self._new = {}
+        self._mixtures |= self._new_mixtures if accepted else {}
+        self._new, self._new_mixtures = {}, {}
         self.declared.clear()
 
     def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
@@ -179,6 +245,10 @@ class SharedValues:
         for one in found:
             kept, several = self._kept.get(one.key), batch_size > 1 and one.seen == "several"
             is_known = kept is not None and kept.is_same(one)
+            if one.mixture is not None:
+                if words := self._unexplained(one.key, one.mixture, batch_size):
+                    return words
+                continue
             if one.seen == "each":
                 self._of_each.add(one.key)
                 continue
@@ -197,6 +267,19 @@ class SharedValues:
             else:
                 self._owned.add(one.key)
         return ""
+
+    def _unexplained(self, key: Hashable, mixture: Mixture, batch_size: int) -> str:
+        """Return the refusal of a sum that known constants do not explain as in the batches before."""
+        before = self._mixtures.get(key)
+        if before is not None and len(before.constants.T) != len(mixture.constants.T):
+            return mixture.words
+        if before is not None and before.solved[1] >= _SPARE:
+            return "" if mixture.is_explained(before.solved[0]) else mixture.words
+        joined = mixture if before is None else before.joined(mixture)
+        self._new_mixtures[key] = joined
+        weights, spare = joined.solved
+        is_known = joined.is_explained(weights) and (spare >= _SPARE or not self.strict)
+        return "" if is_known or (before is None and batch_size == 1) else mixture.words
 
 
 def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
@@ -288,21 +371,67 @@ class LossConstants:
             told = is_told(end, self._known, self._outputs.values, self._depends)
             if end not in self._wholes[0] or not told:
                 return f"its graph does not show what is added to values from {end[0].name()}"
-            is_summed, parts = end in self._wholes[1], self._parts[end]
-            if any(is_weighed_and_summed(one, end, self._known, self._depends, is_summed) for one in parts):
-                return (
-                    f"what is added to values before {end[0].name()} is weighed and summed since, and its graph shows "
-                    "the sum alone. Sum apart, as in (output * mask).sum(-1) - (target * mask).sum(-1)"
-                )
-        for _, end, bounds in self._sums if self._outputs.batch_size > 1 else ():
-            own, whole = any(bounds.sizes[dim] > 1 for dim in _places_of_rows(end, self._outputs)), self._wholes[0][end]
-            if own and _additions(end, whole.middle, self._known, self._depends) > 1:
-                return (
-                    f"several numbers or tensors are added to values before {end[0].name()}, and its graph shows their "
-                    "sum alone. Add up what is a sample's own first, as in output - (target - 1), or write the loss of "
-                    "one sample and call clipper.per_sample_losses"
-                )
+            if end in self._mixed and all(end != value for _, value, _ in self._sums):
+                return self._mixed[end]
         return ""
+
+    @functools.cached_property
+    def _mixed(self) -> dict[Value, str]:
+        """The values to which several constants were added, or one that was weighed and summed since; how to avoid it.
+
+        The graph shows the sum of these constants alone.
+        """
+        found, known, depends = dict[Value, str](), self._known, self._depends
+        sums, alone = {end: bounds for _, end, bounds in self._sums}, self._outputs.batch_size == 1
+        for end, parts in self._parts.items():
+            is_summed = end in self._wholes[1]
+            if any(is_weighed_and_summed(one, end, known, depends, is_summed) for one in parts):
+                found[end] = (
+                    f"what is added to values before {end[0].name()} is weighed and summed since, and its graph shows "
+                    "the sum alone. Sum apart, as in (output * mask).sum(-1) - (target * mask).sum(-1), or write the "
+                    "loss of one sample and call clipper.per_sample_losses"
+                )
+                continue
+            own = end in sums and (
+                alone or any(sums[end].sizes[dim] > 1 for dim in _places_of_rows(end, self._outputs))
+            )
+            if own and _additions(end, self._wholes[0][end].middle, known, depends) > 1:
+                found[end] = (
+                    f"several numbers or tensors are added to values before {end[0].name()}, and its graph shows "
+                    "their sum alone. Add up what is no output first, as in output - (target - 1) or "
+                    "p.sum(1) + (y.sum(1) + 1), or write the loss of one sample and call clipper.per_sample_losses"
+                )
+        return found
+
+    def _mixtures(self, kind: Hashable) -> Iterator[SharedValue]:
+        """Yield the constants in values of `_mixed`, as other constants of the samples explain them."""
+        known, depends = self._known, self._depends
+        for number, end, bounds in self._sums if self._mixed else ():
+            if end not in self._mixed:
+                continue
+            is_known = bounds.low.isfinite() & bounds.high.isfinite()
+            beside = [one.nan_to_num(0.0) for node in self._nodes for _, one in constants_beside(node, depends)]
+            beside += [self._own(value, other) for _, value, other in self._sums if value not in self._mixed]
+            columns = [torch.ones_like(bounds.low), *self._gains(end)]
+            columns += [one for constant in beside for one in summed_in(end, constant, known, depends)]
+            if (dim := self._wholes[1].get(end)) is not None:
+                columns = [one.double() - one.double().mean(dim, keepdim=True) for one in columns]
+            constants = torch.stack([one.broadcast_to(bounds.low.shape)[is_known].double() for one in columns], 1)
+            total, rounding = (one[is_known].double() for one in (bounds.middle, bounds.rounding))
+            mixture = Mixture(constants, total, rounding, self._mixed[end])
+            yield SharedValue((kind, "mixture", number), math.nan, mixture=mixture)
+
+    def _own(self, value: Value, bounds: Bounds) -> Tensor:
+        """Return what was added to a value, or NaN where it is no sample's own: a statistic explains nothing."""
+        own = self._outputs.batch_size == 1 or any(
+            bounds.sizes[dim] > 1 for dim in _places_of_rows(value, self._outputs)
+        )
+        return bounds.middle.nan_to_num(0.0) if own else torch.full_like(bounds.low, math.nan)
+
+    def _gains(self, end: Value) -> list[Tensor]:
+        """Return what each element of a value gains where an operation adds 1 that adds a constant unseen."""
+        parts = [*([end] if adds_unseen(end[0], self._depends) else []), *self._parts[end]]
+        return [reached(part, end, self._known, self._depends) for part in parts]
 
     @functools.cached_property
     def _sums(self) -> list[tuple[int, Value, Bounds]]:
@@ -332,7 +461,7 @@ class LossConstants:
         """The unseen constants where they were added, where operations have changed the sums since."""
         found = list[tuple[int, Value, Bounds]]()
         for number, end, bounds in self._sums:
-            for place, part in enumerate(self._parts[end], 1):
+            for place, part in enumerate(self._parts[end] if end not in self._mixed else (), 1):
                 its = where_added(part, end, bounds, self._known, self._depends)
                 found.append((number + place * len(self._ends), part, its))
         return found
@@ -340,6 +469,8 @@ class LossConstants:
     def _added(self, kind: Hashable, look: _Look) -> Iterator[SharedValue]:
         """Yield the constants that operations add and do not save, where they may be alike for all samples."""
         for number, value, bounds in [*self._sums, *self._summands]:
+            if value in self._mixed and self._outputs.batch_size > 1:
+                continue
             sizes, shape, places = bounds.sizes, shape_of(*value), _places_of_rows(value, self._outputs)
             keys = {dim: (kind, "added", number, shape[:dim], shape[dim + 1 :]) for dim in places}
             alike = next((dim for dim in places if sizes[dim] == 1), None)
@@ -411,6 +542,7 @@ class LossConstants:
                 of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
                 yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
         yield from self._added(kind, look)
+        yield from self._mixtures(kind)
 
 
 def _adds_up(node: Node, batch_size: int) -> bool:
