@@ -228,6 +228,15 @@ def test_as_many_samples_as_places_hide_no_statistic(sizes):
             step(clipper, loss, batch)
 
 
+@pytest.mark.parametrize("count", [len, lambda y: int((y > 0.5).sum()), lambda y: y.round().sum()], ids=str)
+@pytest.mark.parametrize("function", [torch.exp, F.elu, torch.sigmoid, F.softplus])
+def test_a_count_of_the_batch_is_no_label_of_many_samples(function, count):
+    clipper, loss = clipper_of(), lambda c, out, b: F.logsigmoid(function(out) - count(b.y) / 1).mean()
+    step(clipper, loss, Batch(9, 0))
+    with pytest.raises(UnsupportedGradientError, match="all samples share in the loss, has changed"):
+        step(clipper, loss, Batch(12, 5))
+
+
 ADDED_UP = {
     "frequencies": lambda out, labels: out.mean(0) @ F.one_hot(labels, V).double().mean(0),
     "balance": lambda out, labels: (out.mean(0) * labels.bincount(minlength=V)).sum() / len(labels),

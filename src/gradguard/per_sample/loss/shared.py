@@ -196,10 +196,12 @@ class _KeptValue:
     of_several: bool  # samples, and not of a batch of one
     places: tuple[Hashable, ...] = ()
     bounds: Bounds | None = None
+    samples: int = 0
 
-    def is_same(self, one: SharedValue) -> bool:
+    def is_same(self, one: SharedValue, samples: int) -> bool:
         if self.bounds is not None and one.bounds is not None:
-            return self.bounds.meets(one.bounds) or (_may_be_labels(self) and _may_be_labels(one))
+            by_chance = _may_be_labels(self) and _may_be_labels(one) and min(samples, self.samples) < _MANY_SAMPLES
+            return self.bounds.meets(one.bounds) or by_chance
         if self.places and one.places:
             return any(mine == theirs for mine, theirs in zip(self.places, one.places, strict=True))
         is_there = isinstance(one.value, Tensor) and _place(one.value) == self.place
@@ -244,7 +246,7 @@ class SharedValues:
         """Return why the values of a batch cannot be accepted; "" if they can."""
         for one in found:
             kept, several = self._kept.get(one.key), batch_size > 1 and one.seen == "several"
-            is_known = kept is not None and kept.is_same(one)
+            is_known = kept is not None and kept.is_same(one, batch_size)
             if one.mixture is not None:
                 if words := self._unexplained(one.key, one.mixture, batch_size):
                     return words
@@ -259,7 +261,7 @@ class SharedValues:
                 is_known, kept = False, _kept(math.nan, of_several=True)
             if kept is None or is_known:
                 new = kept if kept and kept.of_several else _kept(one.value, several, one.places)
-                self._new[one.key] = new.narrowed(one)
+                self._new[one.key] = replace(new.narrowed(one), samples=max(new.samples, batch_size))
             elif not (several or kept.of_several):  # each is its only sample's own, or it changes
                 self._new[one.key] = _kept(math.nan, of_several=False)
             elif one.is_shared():
@@ -280,6 +282,10 @@ class SharedValues:
         weights, spare = joined.solved
         is_known = joined.is_explained(weights) and (spare >= _SPARE or not self.strict)
         return "" if is_known or (before is None and batch_size == 1) else mixture.words
+
+
+_MANY_SAMPLES = 8
+"""Samples that have no label in common by chance, and another in an earlier batch of as many."""
 
 
 def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
@@ -581,7 +587,7 @@ def _are_of_several(bounds: Bounds, dim: int) -> bool:
         if other != dim and alike.sizes[other] == 1:
             known, alike = known.any(other, keepdim=True), alike.alike(other)
     is_whole = (alike.middle - alike.middle.round()).abs() <= alike.rounding
-    return bool(((known.sum(dim, keepdim=True) > 1) & ~is_whole).any())
+    return bool((known.sum(dim, keepdim=True) >= torch.where(is_whole, _MANY_SAMPLES, 2)).any())
 
 
 def _additions(value: Value, whole: Tensor, known: Mapping[Value, Tensor], depends: Dependence) -> int:
