@@ -152,7 +152,7 @@ class SharedValue:
         bounds: Where it lies, if it is known but for rounding.
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
-        mixture: What it weighs, where it is weights.
+        mixture: A sum of several constants, which is compared by what explains it; the value is none then.
         seen: How many samples have it: several that have the same, each another, or one alone, of which both may be so.
     """
 
