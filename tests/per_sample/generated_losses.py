@@ -988,20 +988,19 @@ class Case:
     @property
     def out_of_sight(self):
         """What nobody can see: weights, masks or targets of the whole batch, rows chosen by their place in it."""
-        masked = self.behind is not None and (
-            self.behind.act == "where"
-            or any(t.rows in ("where", "masked_fill", "multiplied_by_a_mask") for t in (*self.terms, *self.others))
+        return self.statistic == "centre" or any(
+            term.weight == "normalised"
+            or term.rows in BY_PLACE
+            or term.combine == "above the mean"
+            or (isinstance(term, Beside) and term.by_place)
+            for term in (*self.terms, *self.others)
         )
-        return (
-            masked
-            or self.statistic == "centre"
-            or any(
-                term.weight == "normalised"
-                or term.rows in BY_PLACE
-                or term.combine == "above the mean"
-                or (isinstance(term, Beside) and term.by_place)
-                for term in (*self.terms, *self.others)
-            )
+
+    @property
+    def adds_a_number(self):
+        """Whether a statistic acts as a number, which no first batch tells from a constant, private or not."""
+        return self.behind is not None and not (
+            "column" in self.behind.statistic or self.behind.statistic == "deviations"
         )
 
     @property
@@ -1116,10 +1115,7 @@ def draw_squarely(seed):
 
 
 def draw_behind(seed):
-    """Draw a case in which a statistic of the batch acts on a function of the outputs; half of them plain means.
-
-    In private training it is a vector: a number of the first batch nobody can tell from a constant.
-    """
+    """Draw a case in which a statistic of the batch acts on a function of the outputs; half of them plain means."""
     case, r = draw(seed, wide=True), random.Random(seed + 4 * 10**7)
     case.inside, case.statistic, case.dtype, case.autocast = False, "no", torch.float64, False
     if r.random() < 0.5:
@@ -1129,8 +1125,7 @@ def draw_behind(seed):
     outer = "itself" if r.random() < 0.5 else r.choice(list(FUNCTIONS))
     acts = r.choice(["plus", "minus", "minus", *ACTS])
     case.private &= not any(term.fn in ("hinge_embedding", "margin_ranking") for term in case.terms)  # of one column
-    statistics = [name for name in STATISTICS if "column" in name or name == "deviations" or not case.private]
-    case.behind = Behind(r.choice(list(FUNCTIONS)), r.choice(statistics), acts, outer, r.random() < 0.3)
+    case.behind = Behind(r.choice(list(FUNCTIONS)), r.choice(list(STATISTICS)), acts, outer, r.random() < 0.3)
     return case
 
 
@@ -1484,7 +1479,7 @@ def judged(case, truth, run):
             if words := "" if doubt else seen.doubtful(parts, scaled, own):
                 if (
                     case.private
-                    and not far
+                    and not (far or case.adds_a_number)
                     and (moving := next(filter(None, (moved(case, ids, number) for ids in parts)), ""))
                 ):
                     return Outcome("wrong", f"step {at}: {words}; {moving}", reached)

@@ -121,6 +121,13 @@ OF_THE_BATCH = {
     "a number beside labels": lambda c, out, b: F.softplus((b.y - 0.5) * (out.exp() - b.y.mean().item())).mean(),
     "a number before a sum": lambda c, out, b: ((out - b.y.mean()).sum(-1) * b.x[:, 0]).tanh().mean(),
     "a number before a cast": lambda c, out, b: ((out - b.y.mean()) * b.y).float().double().tanh().mean(),
+    "a smooth maximum": lambda c, out, b: torch.logaddexp(out, b.y.mean(0)).mean(),
+    "an angle": lambda c, out, b: torch.atan2(out, b.y.mean(0)).mean(),
+    "entropy": lambda c, out, b: torch.xlogy(b.y.mean(0), out.exp()).square().mean(),
+    "a number as slope": lambda c, out, b: F.leaky_relu(out, float(b.y.mean())).mean(),
+    "a number as elu's": lambda c, out, b: F.elu(out, float(b.y.mean())).mean(),
+    "a number as shrinkage": lambda c, out, b: F.softshrink(out, float(b.y.mean())).square().mean(),
+    "a number as bound": lambda c, out, b: F.hardtanh(out, -0.1, float(b.y.mean())).square().mean(),
     "a prior of logits": lambda c, out, b: F.cross_entropy(out - b.y.mean(0).log(), b.labels),
     "columns": lambda c, out, b: (out - b.y)[:, b.y.mean(0).argsort()[:2]].square().mean(),
     "bound weights": bound(lambda b: functools.partial(F.cross_entropy, weight=b.y.mean(0)), labels=True),
@@ -219,6 +226,141 @@ def test_as_many_samples_as_places_hide_no_statistic(sizes):
             continue
         with pytest.raises(UnsupportedGradientError, match="all samples share in the loss, has changed"):
             step(clipper, loss, batch)
+
+
+@pytest.mark.parametrize("count", [len, lambda y: int((y > 0.5).sum()), lambda y: y.round().sum()], ids=str)
+@pytest.mark.parametrize("function", [torch.exp, F.elu, torch.sigmoid, F.softplus])
+def test_a_count_of_the_batch_is_no_label_of_many_samples(function, count):
+    clipper, loss = clipper_of(), lambda c, out, b: F.logsigmoid(function(out) - count(b.y) / 1).mean()
+    step(clipper, loss, Batch(9, 0))
+    with pytest.raises(UnsupportedGradientError, match="all samples share in the loss, has changed"):
+        step(clipper, loss, Batch(12, 5))
+
+
+ADDED_UP = {
+    "frequencies": lambda out, labels: out.mean(0) @ F.one_hot(labels, V).double().mean(0),
+    "balance": lambda out, labels: (out.mean(0) * labels.bincount(minlength=V)).sum() / len(labels),
+    "commonest class": lambda out, labels: out.mean(0)[int(labels.bincount(minlength=V).argmax())],
+}
+
+
+@pytest.mark.parametrize("name", ADDED_UP)
+def test_as_many_samples_as_classes_hide_no_weights_of_what_was_added_up(name):
+    clipper, loss = clipper_of(), lambda c, out, b: ADDED_UP[name](out.log_softmax(-1), b.labels)
+    for size, label in ((V, 0), (2 * V, 1), (4, 2)):
+        batch = Batch(size, label)
+        batch.labels[:] = label
+        if not label:
+            step(clipper, loss, batch)
+            continue
+        with pytest.raises(UnsupportedGradientError, match="all samples"):
+            step(clipper, loss, batch)
+        clipper.discard()
+
+
+def kept(out, b, value):
+    return torch.where(b.x[:, :1] > 0, out.tanh(), out.tanh() - value).sin().mean()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_mask_that_leaves_one_sample_hides_no_statistic(strict):
+    clipper, loss = clipper_of(), lambda c, out, b: kept(out, b, b.y.mean(0))
+    if strict:
+        clipper.refuse_ambiguous_losses()
+    first, second = Batch(2, 0), Batch(5, 1)
+    first.x[:, 0], second.x[:, 0] = torch.tensor([-1.0, 1.0]), -1.0
+    if not strict:
+        step(clipper, loss, first)
+    words = "may be another" if strict else "has changed"
+    for batch in (first, second) if strict else (second,):
+        with pytest.raises(UnsupportedGradientError, match=f"all samples share in the loss, {words}"):
+            step(clipper, loss, batch)
+        clipper.discard()
+
+
+def test_what_a_mask_leaves_of_each_samples_own_is_taken():
+    clipper = clipper_of()
+    for size, seed in ((5, 0), (2, 1), (1, 2), (2, 3), (6, 4)):
+        batch = Batch(size, seed)
+        batch.x[1:, 0] = batch.x[1:, 0].abs() if size == 2 else batch.x[1:, 0]
+        batch.x[0, 0] = -1.0
+        found = step(clipper, lambda c, out, b: kept(out, b, b.y), batch)["weight"]
+        out = clipper.module(batch.x).detach().requires_grad_()
+        [rows] = torch.autograd.grad(kept(out, batch, batch.y) * size, out)
+        torch.testing.assert_close(found, rows[:, :, None] * batch.x[:, None])
+
+
+MIXED = {
+    "soft Dice": lambda out, y, s: (
+        1 - (2 * (out.sigmoid() * y).sum(1) + s) / (out.sigmoid().sum(1) + y.sum(1) + s)
+    ).mean(),
+    "soft Dice, weighed": lambda out, y, s: (
+        1 - (2 * (out.sigmoid() * y).sum(1) + 1) / (out.sigmoid().sum(1) + s * y.sum(1) + 1)
+    ).mean(),
+    "Tversky": lambda out, y, s: (
+        (out.sigmoid() * y).sum(1)
+        / ((out.sigmoid() * y).sum(1) + 0.3 * (out.sigmoid() * (1 - y)).sum(1) + ((s - out.sigmoid()) * y).sum(1) + 1)
+    ).mean(),
+    "focal": lambda out, y, s: (
+        (s - (out.sigmoid() * y + (1 - out.sigmoid()) * (1 - y))) ** 2
+        * F.binary_cross_entropy_with_logits(out, y, reduction="none")
+    ).mean(),
+    "focal, inside": lambda out, y, s: (
+        (1 - (out.sigmoid() * y + (s - out.sigmoid()) * (1 - y))) ** 2
+        * F.binary_cross_entropy_with_logits(out, y, reduction="none")
+    ).mean(),
+    "columns": lambda out, y, s: ((out.sin() * y + y) + torch.stack([s, s.cos(), s.sin()])).square().mean(),
+}  # fmt: skip
+"""Losses to which several things are added, with a number s or what is made of it."""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["soft Dice", "soft Dice, weighed", "Tversky", "focal", "focal, inside"])
+def test_a_sum_is_explained_by_constants_that_the_graph_keeps(name, strict):
+    clipper, s = clipper_of(), torch.tensor(0.7, dtype=torch.float64)
+    if strict:
+        clipper.refuse_ambiguous_losses()
+    for size, seed in ((12, 0), (5, 1), (2, 2), (1, 3), (7, 4)):
+        batch = Batch(size, seed)
+        found = step(clipper, lambda c, out, b: MIXED[name](c.constant(1.0) * out, b.y, s), batch)["weight"]
+        out = clipper.module(batch.x).detach().requires_grad_()
+        rows = [torch.autograd.grad(MIXED[name](one[None], y[None], s), out)[0][i] for i, (one, y) in
+                enumerate(zip(out, batch.y, strict=True))]  # fmt: skip
+        torch.testing.assert_close(found, torch.stack(rows)[:, :, None] * batch.x[:, None])
+
+
+@pytest.mark.parametrize("statistic", [torch.mean, torch.sum, lambda y: y.round().sum(), torch.amax], ids=str)
+@pytest.mark.parametrize("name", MIXED)
+def test_a_statistic_within_an_explained_sum_is_refused_as_soon_as_it_changes(name, statistic):
+    clipper = clipper_of()
+    for size, seed in ((9, 0), (9, 1), (2, 2), (4, 4), (1, 3)):
+        batch = Batch(size, seed)
+        batch.y = batch.y.round() if seed % 2 else batch.y
+        if (not seed and name != "columns") or (size == 1 and name == "columns"):  # its own
+            step(clipper, lambda c, out, b: MIXED[name](out, b.y, statistic(b.y)), batch)
+            continue
+        with pytest.raises(UnsupportedGradientError, match=r"graph shows|all samples share"):
+            step(clipper, lambda c, out, b: MIXED[name](out, b.y, statistic(b.y)), batch)
+        clipper.discard()
+
+
+@pytest.mark.parametrize("name", ["columns", "values"])
+def test_in_private_training_a_vector_within_a_sum_is_refused(name):
+    clipper = clipper_of()
+    clipper.refuse_ambiguous_losses()
+    loss = {"columns": lambda c, out, b: MIXED["columns"](out, b.y, b.y.mean()),
+            "values": lambda c, out, b: (out - b.y + b.y.mean(0)).abs().mean()}[name]  # fmt: skip
+    with pytest.raises(UnsupportedGradientError, match="several numbers or tensors are added"):
+        step(clipper, loss, Batch(12, 0))
+
+
+def test_a_choice_by_a_mask_before_classes_are_normalized_is_refused():
+    clipper, loss = (
+        clipper_of(),
+        lambda c, out, b: F.cross_entropy(torch.where(out.detach() > 0, out.exp(), out.exp() - b.y.mean(0)), b.labels),
+    )
+    with pytest.raises(UnsupportedGradientError, match="is weighed and summed since"):
+        step(clipper, loss, Batch(5, 0))
 
 
 def test_in_private_training_a_vector_beside_chosen_rows_is_refused():
@@ -324,7 +466,6 @@ HIDING = {
     "a normalisation": lambda out, y: F.batch_norm(out, y.mean(0), y.var(0) + 0.1).square().mean(),
     "a kernel": lambda out, y: F.conv1d(out[:, None], y.mean(0)[:2].view(1, 1, 2)).square().mean(),
     "a slope": lambda out, y: F.prelu(out, y.mean().view(1)).mean(),
-    "a smooth maximum": lambda out, y: torch.logaddexp(out, y.mean()).mean(),
     "logits of a function": lambda out, y: (F.celu(out) - y.mean(0)).square().mean(),
     "an output changed in place": lambda out, y: out.sub_(y.mean(0)).square().mean(),
     "a sign": lambda out, y: (out * torch.copysign(out, y.mean(0) - 0.5)).mean(),

@@ -23,6 +23,7 @@ from gradguard.per_sample.loss.loss_graph import (
     TAPS,
     Dependence,
     Unreadable,
+    dims_of,
     inputs_of,
     is_linear,
     operation,
@@ -346,19 +347,52 @@ def where_added(part: Value, value: Value, constant: Bounds, known: Container[Va
     """
     is_known = constant.low.isfinite() & constant.high.isfinite()
     middle, rounding = (torch.where(is_known, one, 0.0) for one in (constant.middle, constant.rounding))
-    cotangent = torch.ones_like(middle, requires_grad=True)
-
-    def pulled(cotangent: Tensor, *, again: bool = False) -> Tensor:
-        edges = [GradientEdge(*value)], [GradientEdge(*part)]
-        [found] = torch.autograd.grad(*edges, [cotangent], retain_graph=True, create_graph=again)  # pyright: ignore
-        return found
-
+    factors = torch.where(is_known, reached(part, value, known, depends), 0.0)
     with _reading(value, _behind(value, known, depends)):
-        [factors] = torch.autograd.grad(pulled(cotangent, again=True).sum(), cotangent)
-        factors = torch.where(is_known, factors, 0.0)
-        weights, sums, errors = map(pulled, (factors, middle, rounding * factors.sign()))
+        weights, sums, errors = (_pulled(value, part, one) for one in (factors, middle, rounding * factors.sign()))
     found = (sums / weights).where(weights > 0, torch.nan)
     return Bounds.around(found, errors / weights + 16 * torch.finfo(found.dtype).eps * found.abs())
+
+
+def _pulled(value: Value, part: Value, cotangent: Tensor, *, again: bool = False) -> Tensor:
+    edges = [GradientEdge(*value)], [GradientEdge(*part)]
+    [found] = torch.autograd.grad(*edges, [cotangent], retain_graph=True, create_graph=again)  # pyright: ignore
+    return found
+
+
+def reached(part: Value, value: Value, known: Container[Value], depends: Dependence) -> Tensor:
+    """Return what each element of a value gains where 1 is added to a part of it by the operation of the part.
+
+    Raises:
+        Unreadable: If a backward from there cannot be run.
+    """
+    node, kind = part[0], input_metadata_of(value[0])[value[1]]
+    one: Tensor | float = 1.0
+    if operation(node) == "Where" and len(inputs_of(node, depends)) == 1:  # where the mask takes the constant
+        mask = saved(node, "condition").broadcast_to(shape_of(*part))
+        one = (~mask if inputs_of(node, depends) == [0] else mask).to(kind.dtype)
+    if part == value:
+        return torch.ones(kind.shape, dtype=kind.dtype, device=kind.device) * one
+    cotangent = torch.ones(kind.shape, dtype=kind.dtype, device=kind.device, requires_grad=True)
+    with _reading(value, _behind(value, known, depends)):
+        pulled = _pulled(value, part, cotangent, again=True)
+        return torch.autograd.grad((pulled * one).sum(), cotangent)[0]
+
+
+def summed_in(value: Value, constant: Tensor, known: Container[Value], depends: Dependence) -> Iterator[Tensor]:
+    """Yield a constant, as it is or as an operation before a value would sum it up, in the value's shape."""
+    shape = shape_of(*value)
+    if constant.shape == shape:
+        yield constant
+    for node in _affine(value, known, depends):
+        if (
+            operation(node) in {"Sum", "Mean"}
+            and (dims := dims_of(node))
+            and shape_of(*parents(node)[0]) == constant.shape
+        ):
+            summed = constant.sum(dims, keepdim=bool(saved(node, "keepdim")))
+            if summed.shape == shape:
+                yield summed
 
 
 def parts_of(value: Value, known: Container[Value], depends: Dependence) -> list[Value]:
@@ -367,8 +401,21 @@ def parts_of(value: Value, known: Container[Value], depends: Dependence) -> list
     return [(node, 0) for node in nodes if adds_unseen(node, depends) and node is not value[0]]
 
 
-def is_weighed_and_summed(part: Value, value: Value, known: Container[Value], depends: Dependence) -> bool:
-    """Tell whether a part of a value is multiplied by several numbers, or chosen from, and the results are added up."""
+def is_weighed_and_summed(
+    part: Value, value: Value, known: Container[Value], depends: Dependence, is_summed: bool
+) -> bool:
+    """Tell whether a part of a value is multiplied by several numbers, or chosen from, and the results are added up.
+
+    Args:
+        part: Where something was added.
+        value: Where it is seen.
+        known: The values that are known, through which nothing is followed.
+        depends: Knows which values depend on the samples.
+        is_summed: Whether the value itself is known but for a sum, as where it is normalized.
+
+    Returns:
+        Whether it is so.
+    """
     nodes = {*_affine(value, known, depends)}
     weighed: dict[Node, bool | None] = {part[0]: False}  # None of nodes that the part does not reach
     pending = [value[0]]
@@ -384,7 +431,7 @@ def is_weighed_and_summed(part: Value, value: Value, known: Container[Value], de
             return True
         weighs = name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
         weighed.setdefault(node, (any(found) or weighs) if found else None)
-    return False
+    return is_summed and bool(weighed[value[0]])
 
 
 @contextlib.contextmanager

@@ -321,6 +321,14 @@ def signed(dim: int) -> int:
     return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
+def dims_of(node: Node) -> list[int] | None:
+    """The dimensions along which an operation works; None for all."""
+    dims = saved_constant(node, "dim")
+    if dims is None or isinstance(dims, float) or (isinstance(dims, Sequence) and not dims):
+        return None
+    return [signed(dim) for dim in (dims if isinstance(dims, Sequence) else [dims])]
+
+
 def shape_of(node: Node, number: int = 0) -> torch.Size:
     """Return the shape of a value: output ``number`` of the forward operation of ``node``."""
     return torch.Size(input_metadata_of(node)[number].shape)

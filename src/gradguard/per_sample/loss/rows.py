@@ -38,6 +38,7 @@ from gradguard.per_sample.loss.loss_graph import (
     Unreadable,
     data_choose_rows,
     data_put_rows,
+    dims_of,
     inputs_of,
     mean_of,
     operation,
@@ -51,7 +52,7 @@ from gradguard.per_sample.loss.loss_graph import (
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.per_sample.loss.shared import SharedValue
-from gradguard.torch_private import input_metadata_of, saved_constant
+from gradguard.torch_private import input_metadata_of
 
 _WITH_REDUCTION = operations(
     "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
@@ -317,7 +318,7 @@ class SampleRows:
             samples = self._outputs.samples_of(*parents(node)[0])
         except Unreadable:
             return False
-        dims = _dims(node) or [*range(samples.dim())]
+        dims = dims_of(node) or [*range(samples.dim())]
         return torch.equal(samples.amin(dims), samples.amax(dims))
 
     @property
@@ -973,18 +974,10 @@ def _mixes(node: Node, outputs: Outputs, depends: Dependence) -> bool:
         return len(behind) == 2
     if name not in _OVER_DIMS or not before:
         return False
-    dims = _dims(node)
+    dims = dims_of(node)
     if dims is None:
         return bool(_axes(before, batch_size, batch_first))
     usual = 0 if batch_first or len(before) == 1 else 1
     others = before[:usual] + before[usual + 1 :]
     along = usual in [dim % len(before) for dim in dims]
     return along and before[usual] > 0 and before[usual] % batch_size == 0 and batch_size not in others
-
-
-def _dims(node: Node) -> list[int] | None:
-    """The dimensions along which an operation works; None for all."""
-    dims = saved_constant(node, "dim")
-    if dims is None or isinstance(dims, float) or (isinstance(dims, Sequence) and not dims):
-        return None
-    return [signed(dim) for dim in (dims if isinstance(dims, Sequence) else [dims])]

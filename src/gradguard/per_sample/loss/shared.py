@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,9 @@ from gradguard.per_sample.loss.beside import (
     own_sizes,
     parts_of,
     places_of,
+    reached,
     recovered_values,
+    summed_in,
     where_added,
 )
 from gradguard.per_sample.loss.loss_graph import (
@@ -42,6 +44,7 @@ from gradguard.per_sample.loss.loss_graph import (
     Dependence,
     Root,
     Unreadable,
+    dims_of,
     inputs_of,
     is_linear,
     is_tensor,
@@ -52,6 +55,7 @@ from gradguard.per_sample.loss.loss_graph import (
     scalars,
     shape_of,
     signed,
+    walk,
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.torch_private import base_of, saved_constant, saved_settings, saved_tensors, tree_flatten, version_of
@@ -65,15 +69,76 @@ _SHOWING = operations(
     "Flip Roll Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt "
     "Reciprocal Sigmoid LogSigmoid LogSigmoidForward Tanh Relu Gelu Silu Mish Softplus Abs Sgn Sin Cos Erf Cosh "
     "Sinh Tan Atan Lgamma "
-    "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std"
+    "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std "
+    "Acos Asin Acosh Asinh Atanh Erfc Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Logcumsumexp "
+    "Cumprod Cummax Cummin Xlogy Atan2 Logaddexp Logaddexp2 Digamma LinalgSvd"
 )
 """Operations that save every constant that they take, or whose constant follows from values that are known."""
 
 _TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
 """Operations that take places along a dimension, which their settings, or the numbers of their results, tell."""
 
-_NUMBERS = frozenset(["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale"])
+_ADDING_UP = operations("Sum Nansum Mean Dot Mv Mm Bmm Addmm Baddbmm Addmv IndexAdd ScatterAdd")
+
+_NUMBERS = frozenset(
+    ["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale", "lambd", "alpha",
+     "input_scale", "negative_slope", "beta", "other", "self"]
+)  # fmt: skip
 """Settings of operations that may be whole numbers, and are no sizes or places."""
+
+
+_MOST_ELEMENTS = 4096
+"""Elements by which weights are found; all are compared."""
+
+_SPARE = 8
+"""Elements beyond those that any weights would explain, by which weights are known."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    r"""A sum of constants that no operation saved, as known constants of the samples explain it.
+
+    The sum is :math:`c = A w`, where each column of A is a constant of the samples' own that the graph keeps, or what
+    each element gains where an operation adds 1. Where one w explains all batches, no c tells of another sample.
+
+    Attributes:
+        constants: A, a row for each element that is known; a column with NaN explains nothing.
+        total: c.
+        rounding: How far each element of c may be off.
+        words: The refusal where it is not explained.
+    """
+
+    constants: Tensor
+    total: Tensor
+    rounding: Tensor
+    words: str
+
+    @functools.cached_property
+    def _columns(self) -> Tensor:
+        return self.constants.where(~self.constants.isnan().any(0), 0.0)
+
+    def joined(self, other: "Mixture") -> "Mixture":
+        """Return the elements of two batches, of as many constants."""
+        return Mixture(
+            torch.cat((self.constants, other.constants)),
+            torch.cat((self.total, other.total)),
+            torch.cat((self.rounding, other.rounding)),
+            other.words,
+        )
+
+    @functools.cached_property
+    def solved(self) -> tuple[Tensor, int]:
+        """The weights w, and how many elements there are beyond those that any would explain."""
+        step = 1 + len(self.total) // _MOST_ELEMENTS
+        found = torch.linalg.lstsq(self._columns[::step].cpu(), self.total[::step, None].cpu(), driver="gelsd")
+        return found.solution[:, 0].to(self.total), len(self.total) - int(found.rank)
+
+    def is_explained(self, weights: Tensor) -> bool:
+        """Tell whether weights give c, which is known well enough."""
+        most = float(self.total.abs().max()) if len(self.total) else 0.0
+        scale = 1e-9 * (self._columns.abs() @ weights.abs() + self.total.abs())
+        near = (self._columns @ weights - self.total).abs() <= 8 * self.rounding + scale
+        return bool((near & (self.rounding <= 1e-4 * most)).all())
 
 
 @dataclass(frozen=True)
@@ -87,6 +152,8 @@ class SharedValue:
         bounds: Where it lies, if it is known but for rounding.
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
+        mixture: A sum of several constants, which is compared by what explains it; the value is none then.
+        seen: How many samples have it: several that have the same, each another, or one alone, of which both may be so.
     """
 
     key: Hashable
@@ -94,6 +161,8 @@ class SharedValue:
     is_shared: Callable[[], bool] = lambda: True
     bounds: Bounds | None = None
     places: tuple[Hashable, ...] = ()
+    seen: Literal["several", "each", "one"] = "several"
+    mixture: "Mixture | None" = None
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
@@ -127,10 +196,12 @@ class _KeptValue:
     of_several: bool  # samples, and not of a batch of one
     places: tuple[Hashable, ...] = ()
     bounds: Bounds | None = None
+    samples: int = 0
 
-    def is_same(self, one: SharedValue) -> bool:
+    def is_same(self, one: SharedValue, samples: int) -> bool:
         if self.bounds is not None and one.bounds is not None:
-            return self.bounds.meets(one.bounds) or (_may_be_labels(self) and _may_be_labels(one))
+            by_chance = _may_be_labels(self) and _may_be_labels(one) and min(samples, self.samples) < _MANY_SAMPLES
+            return self.bounds.meets(one.bounds) or by_chance
         if self.places and one.places:
             return any(mine == theirs for mine, theirs in zip(self.places, one.places, strict=True))
         is_there = isinstance(one.value, Tensor) and _place(one.value) == self.place
@@ -154,6 +225,9 @@ class SharedValues:
         self.strict = False
         self._kept: dict[Hashable, _KeptValue] = {}
         self._owned: set[Hashable] = set()  # places of what was seen to be each sample's own
+        self._of_each: set[Hashable] = set()  # places where samples of a batch had values of their own
+        self._mixtures: dict[Hashable, Mixture] = {}
+        self._new_mixtures: dict[Hashable, Mixture] = {}
         self.declared: list[Tensor | float] = []
         self._new: dict[Hashable, _KeptValue] = {}
 
@@ -164,22 +238,30 @@ class SharedValues:
     def end(self, accepted: bool) -> None:
         """A loss was judged: nothing is declared for the next, which must have the values of one that was accepted."""
         self._kept |= self._new if accepted else {}
-        self._new = {}
+        self._mixtures |= self._new_mixtures if accepted else {}
+        self._new, self._new_mixtures = {}, {}
         self.declared.clear()
 
     def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
         """Return why the values of a batch cannot be accepted; "" if they can."""
-        several = batch_size > 1
         for one in found:
-            kept = self._kept.get(one.key)
-            is_known = kept is not None and kept.is_same(one)
-            if one.key in self._owned or any(map(one.is_of, self.declared)):
+            kept, several = self._kept.get(one.key), batch_size > 1 and one.seen == "several"
+            is_known = kept is not None and kept.is_same(one, batch_size)
+            if one.mixture is not None:
+                if words := self._unexplained(one.key, one.mixture, batch_size):
+                    return words
                 continue
-            if several and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
+            if one.seen == "each":
+                self._of_each.add(one.key)
+                continue
+            is_own = one.key in self._owned or (one.seen == "one" and one.key in self._of_each)
+            if is_own or any(map(one.is_of, self.declared)):
+                continue
+            if batch_size > 1 and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
                 is_known, kept = False, _kept(math.nan, of_several=True)
             if kept is None or is_known:
                 new = kept if kept and kept.of_several else _kept(one.value, several, one.places)
-                self._new[one.key] = new.narrowed(one)
+                self._new[one.key] = replace(new.narrowed(one), samples=max(new.samples, batch_size))
             elif not (several or kept.of_several):  # each is its only sample's own, or it changes
                 self._new[one.key] = _kept(math.nan, of_several=False)
             elif one.is_shared():
@@ -187,6 +269,23 @@ class SharedValues:
             else:
                 self._owned.add(one.key)
         return ""
+
+    def _unexplained(self, key: Hashable, mixture: Mixture, batch_size: int) -> str:
+        """Return the refusal of a sum that known constants do not explain as in the batches before."""
+        before = self._mixtures.get(key)
+        if before is not None and len(before.constants.T) != len(mixture.constants.T):
+            return mixture.words
+        if before is not None and before.solved[1] >= _SPARE:
+            return "" if mixture.is_explained(before.solved[0]) else mixture.words
+        joined = mixture if before is None else before.joined(mixture)
+        self._new_mixtures[key] = joined
+        weights, spare = joined.solved
+        is_known = joined.is_explained(weights) and (spare >= _SPARE or not self.strict)
+        return "" if is_known or (before is None and batch_size == 1) else mixture.words
+
+
+_MANY_SAMPLES = 8
+"""Samples that have no label in common by chance, and another in an earlier batch of as many."""
 
 
 def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
@@ -278,20 +377,67 @@ class LossConstants:
             told = is_told(end, self._known, self._outputs.values, self._depends)
             if end not in self._wholes[0] or not told:
                 return f"its graph does not show what is added to values from {end[0].name()}"
-            if any(is_weighed_and_summed(one, end, self._known, self._depends) for one in self._parts[end]):
-                return (
-                    f"what is added to values before {end[0].name()} is weighed and summed since, and its graph shows "
-                    "the sum alone. Sum apart, as in (output * mask).sum(-1) - (target * mask).sum(-1)"
-                )
-        for _, end, bounds in self._sums if self._outputs.batch_size > 1 else ():
-            own, whole = any(bounds.sizes[dim] > 1 for dim in _places_of_rows(end, self._outputs)), self._wholes[0][end]
-            if own and _additions(end, whole.middle, self._known, self._depends) > 1:
-                return (
-                    f"several numbers or tensors are added to values before {end[0].name()}, and its graph shows their "
-                    "sum alone. Add up what is a sample's own first, as in output - (target - 1), or write the loss of "
-                    "one sample and call clipper.per_sample_losses"
-                )
+            if end in self._mixed and all(end != value for _, value, _ in self._sums):
+                return self._mixed[end]
         return ""
+
+    @functools.cached_property
+    def _mixed(self) -> dict[Value, str]:
+        """The values to which several constants were added, or one that was weighed and summed since; how to avoid it.
+
+        The graph shows the sum of these constants alone.
+        """
+        found, known, depends = dict[Value, str](), self._known, self._depends
+        sums, alone = {end: bounds for _, end, bounds in self._sums}, self._outputs.batch_size == 1
+        for end, parts in self._parts.items():
+            is_summed = end in self._wholes[1]
+            if any(is_weighed_and_summed(one, end, known, depends, is_summed) for one in parts):
+                found[end] = (
+                    f"what is added to values before {end[0].name()} is weighed and summed since, and its graph shows "
+                    "the sum alone. Sum apart, as in (output * mask).sum(-1) - (target * mask).sum(-1), or write the "
+                    "loss of one sample and call clipper.per_sample_losses"
+                )
+                continue
+            own = end in sums and (
+                alone or any(sums[end].sizes[dim] > 1 for dim in _places_of_rows(end, self._outputs))
+            )
+            if own and _additions(end, self._wholes[0][end].middle, known, depends) > 1:
+                found[end] = (
+                    f"several numbers or tensors are added to values before {end[0].name()}, and its graph shows "
+                    "their sum alone. Add up what is no output first, as in output - (target - 1) or "
+                    "p.sum(1) + (y.sum(1) + 1), or write the loss of one sample and call clipper.per_sample_losses"
+                )
+        return found
+
+    def _mixtures(self, kind: Hashable) -> Iterator[SharedValue]:
+        """Yield the constants in values of `_mixed`, as other constants of the samples explain them."""
+        known, depends = self._known, self._depends
+        for number, end, bounds in self._sums if self._mixed else ():
+            if end not in self._mixed:
+                continue
+            is_known = bounds.low.isfinite() & bounds.high.isfinite()
+            beside = [one.nan_to_num(0.0) for node in self._nodes for _, one in constants_beside(node, depends)]
+            beside += [self._own(value, other) for _, value, other in self._sums if value not in self._mixed]
+            columns = [torch.ones_like(bounds.low), *self._gains(end)]
+            columns += [one for constant in beside for one in summed_in(end, constant, known, depends)]
+            if (dim := self._wholes[1].get(end)) is not None:
+                columns = [one.double() - one.double().mean(dim, keepdim=True) for one in columns]
+            constants = torch.stack([one.broadcast_to(bounds.low.shape)[is_known].double() for one in columns], 1)
+            total, rounding = (one[is_known].double() for one in (bounds.middle, bounds.rounding))
+            mixture = Mixture(constants, total, rounding, self._mixed[end])
+            yield SharedValue((kind, "mixture", number), math.nan, mixture=mixture)
+
+    def _own(self, value: Value, bounds: Bounds) -> Tensor:
+        """Return what was added to a value, or NaN where it is no sample's own: a statistic explains nothing."""
+        own = self._outputs.batch_size == 1 or any(
+            bounds.sizes[dim] > 1 for dim in _places_of_rows(value, self._outputs)
+        )
+        return bounds.middle.nan_to_num(0.0) if own else torch.full_like(bounds.low, math.nan)
+
+    def _gains(self, end: Value) -> list[Tensor]:
+        """Return what each element of a value gains where an operation adds 1 that adds a constant unseen."""
+        parts = [*([end] if adds_unseen(end[0], self._depends) else []), *self._parts[end]]
+        return [reached(part, end, self._known, self._depends) for part in parts]
 
     @functools.cached_property
     def _sums(self) -> list[tuple[int, Value, Bounds]]:
@@ -321,25 +467,28 @@ class LossConstants:
         """The unseen constants where they were added, where operations have changed the sums since."""
         found = list[tuple[int, Value, Bounds]]()
         for number, end, bounds in self._sums:
-            for place, part in enumerate(self._parts[end], 1):
+            for place, part in enumerate(self._parts[end] if end not in self._mixed else (), 1):
                 its = where_added(part, end, bounds, self._known, self._depends)
-                its = _of_several(its, _places_of_rows(part, self._outputs))
                 found.append((number + place * len(self._ends), part, its))
         return found
 
     def _added(self, kind: Hashable, look: _Look) -> Iterator[SharedValue]:
         """Yield the constants that operations add and do not save, where they may be alike for all samples."""
         for number, value, bounds in [*self._sums, *self._summands]:
-            sizes, shape = bounds.sizes, shape_of(*value)
-            alike = next((dim for dim in _places_of_rows(value, self._outputs) if sizes[dim] == 1), None)
-            if alike is None:
+            if value in self._mixed and self._outputs.batch_size > 1:
                 continue
+            sizes, shape, places = bounds.sizes, shape_of(*value), _places_of_rows(value, self._outputs)
+            keys = {dim: (kind, "added", number, shape[:dim], shape[dim + 1 :]) for dim in places}
+            alike = next((dim for dim in places if sizes[dim] == 1), None)
+            if alike is None:
+                yield from (SharedValue(key, math.nan, seen="each") for key in keys.values())
+                continue
+            seen = "several" if _are_of_several(bounds, alike) else "one"
             bounds = bounds.alike(alike)
             low, high = bounds.low.max(), bounds.high.min()
             bounds = Bounds(low, high) if low <= high and bool(bounds.middle.isfinite().all()) else bounds
-            key = kind, "added", number, shape[:alike], shape[alike + 1 :]
             constant = bounds.middle if bounds.low.dim() else float(bounds.middle)
-            yield SharedValue(key, constant, look(value, sizes), bounds)
+            yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen)
 
     def shared(self, kind: Hashable) -> Iterator[SharedValue]:
         """Yield what all samples may share.
@@ -368,9 +517,10 @@ class LossConstants:
                 sizes = own_sizes(constant)
                 for dim in (dim for dim, size in enumerate(sizes) if size == 1):
                     constant = constant.narrow(dim, 0, 1)
-                if (places and all(sizes[dim] > 1 for dim in (0, *places))) or (
-                    constant.numel() == 1 and not is_behind
-                ):
+                is_own = (
+                    places and all(sizes[dim] > 1 for dim in (0, *places)) and not _is_reduced(value, outputs, depends)
+                )
+                if is_own or (constant.numel() == 1 and not is_behind):
                     continue
                 if not _is_of_parameter(constant):
                     yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
@@ -387,7 +537,7 @@ class LossConstants:
                 numbers[name, setting].append((node, value))
         edges = [((root.node, root.number), "root") for root in roots]
         edges += [(edge, operation(node)) for node in self._nodes for edge in parents(node)]
-        yield from _places_taken(edges, self._nodes, outputs, kind)
+        yield from _places_taken(edges, self._nodes, outputs, depends, kind)
         for (name, setting), found in numbers.items() if several else ():
             if len(found) > 1:
                 yield SharedValue(
@@ -400,6 +550,29 @@ class LossConstants:
                 of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
                 yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
         yield from self._added(kind, look)
+        yield from self._mixtures(kind)
+
+
+def _adds_up(node: Node, batch_size: int) -> bool:
+    """Tell whether an operation adds values up along a dimension that may be the samples'."""
+    name = operation(node)
+    if name not in _ADDING_UP or not (edges := parents(node)):
+        return False
+    shape = shape_of(*edges[0])
+    dims = dims_of(node) if name in {"Sum", "Nansum", "Mean"} else None
+    places = places_of(shape, batch_size)
+    return bool(places) and (dims is None or not {dim % len(shape) for dim in dims}.isdisjoint(places))
+
+
+def _is_reduced(value: Value, outputs: Outputs, depends: Dependence) -> bool:
+    """Tell whether samples may be added up in a value, so that a dimension of as many entries is none of theirs."""
+    ends, size = outputs.values, outputs.batch_size
+
+    def onward(place: Value) -> Iterable[Value]:
+        is_end = place in ends or place[0].name() in TAPS
+        return () if is_end else (edge for edge in parents(place[0]) if depends(edge[0]))
+
+    return any(place not in ends and _adds_up(place[0], size) for place in walk([value], onward))
 
 
 def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
@@ -409,12 +582,14 @@ def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
     return [*places, 0] if 0 not in places and shape and shape[0] > 1 else places
 
 
-def _of_several(bounds: Bounds, places: Sequence[int]) -> Bounds:
-    """Return numbers of which those that are known of one sample alone, which may be its own, are not known."""
-    known = bounds.low.isfinite() & bounds.high.isfinite()
-    counts = [known.sum(dim, keepdim=True) for dim in places]
-    enough = torch.stack([count.expand(known.shape) > 1 for count in counts]).any(0) if counts else known
-    return Bounds(bounds.low.where(enough, -torch.inf), bounds.high.where(enough, torch.inf))
+def _are_of_several(bounds: Bounds, dim: int) -> bool:
+    """Tell whether numbers that are alike along a dimension are known twice there, and are alike by no chance."""
+    known, alike = bounds.low.isfinite() & bounds.high.isfinite(), bounds.alike(dim)
+    for other in range(known.dim()):
+        if other != dim and alike.sizes[other] == 1:
+            known, alike = known.any(other, keepdim=True), alike.alike(other)
+    is_whole = (alike.middle - alike.middle.round()).abs() <= alike.rounding
+    return bool((known.sum(dim, keepdim=True) >= torch.where(is_whole, _MANY_SAMPLES, 2)).any())
 
 
 def _additions(value: Value, whole: Tensor, known: Mapping[Value, Tensor], depends: Dependence) -> int:
@@ -457,7 +632,11 @@ def _single_tensors(node: Node, is_behind: bool) -> Iterator[Tensor]:
 
 
 def _places_taken(
-    edges: Iterable[tuple[Value, str]], nodes: Container[Node], outputs: Outputs, kind: Hashable
+    edges: Iterable[tuple[Value, str]],
+    nodes: Container[Node],
+    outputs: Outputs,
+    depends: Dependence,
+    kind: Hashable,
 ) -> Iterator[SharedValue]:
     """Yield the places that operations take along a dimension, such as a column, each for who uses the result."""
     counted: Counter[Hashable] = Counter()
@@ -466,12 +645,15 @@ def _places_taken(
         if node not in nodes or (taken := _taken(node, number)) is None:
             continue
         dim, places = taken
-        shape, among = shape_of(*parents(node)[0]), places_of(shape_of(*parents(node)[0]), outputs.batch_size)
+        [whole], among = parents(node), places_of(shape_of(*parents(node)[0]), outputs.batch_size)
+        shape = shape_of(*whole)
+        if among == [dim] and _is_reduced(whole, outputs, depends):
+            among = []
         if shape[dim] == 1 or (outputs.batch_size == 1 and dim in among):
             continue
         place = kind, "taken", user, operation(node), len(shape), among == [dim]
         counted[place] += 1
-        of_several = functools.partial(_is_for_several, outputs, (node, number), dim)
+        of_several = functools.partial(_is_for_several, outputs, (node, number), dim, among)
         shared = of_several if outputs.batch_size > 1 else lambda: True
         yield SharedValue((*place, counted[place], "dim"), float(dim), shared)
         for name, value, ways in places:
@@ -515,7 +697,7 @@ def _taken(node: Node, number: int) -> tuple[int, Sequence[tuple[str, float, tup
     return dim, ways
 
 
-def _is_for_several(outputs: Outputs, value: Value, dim: int) -> bool:
+def _is_for_several(outputs: Outputs, value: Value, dim: int, among: Sequence[int]) -> bool:
     """Tell whether a result is of several samples, and what was taken lies along another dimension than these."""
     if not _is_shared(outputs, *value, [1] * len(shape_of(*value))):
         return False
@@ -523,7 +705,7 @@ def _is_for_several(outputs: Outputs, value: Value, dim: int) -> bool:
     try:
         samples = outputs.samples_of(*whole)
     except Unreadable:
-        return places_of(shape_of(*whole), outputs.batch_size)[:1] != [dim]
+        return among[:1] != [dim]
     return torch.equal(samples.amin(dim), samples.amax(dim))
 
 
