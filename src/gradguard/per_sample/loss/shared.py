@@ -88,7 +88,7 @@ _NUMBERS = frozenset(
 
 
 _MOST_ELEMENTS = 4096
-"""Elements by which weights are found; all are compared."""
+"""Elements by which weights are found, and that are kept; all of a batch are compared."""
 
 _SPARE = 8
 """Elements beyond those that any weights would explain, by which weights are known."""
@@ -126,11 +126,16 @@ class Mixture:
             other.words,
         )
 
+    def thinned(self) -> "Mixture":
+        """Return some of the elements, in memory of their own."""
+        step = 1 + len(self.total) // _MOST_ELEMENTS
+        constants, total, rounding = (one[::step].clone() for one in (self.constants, self.total, self.rounding))
+        return Mixture(constants, total, rounding, self.words)
+
     @functools.cached_property
     def solved(self) -> tuple[Tensor, int]:
         """The weights w, and how many elements there are beyond those that any would explain."""
-        step = 1 + len(self.total) // _MOST_ELEMENTS
-        found = torch.linalg.lstsq(self._columns[::step].cpu(), self.total[::step, None].cpu(), driver="gelsd")
+        found = torch.linalg.lstsq(self._columns.cpu(), self.total[:, None].cpu(), driver="gelsd")
         return found.solution[:, 0].to(self.total), len(self.total) - int(found.rank)
 
     def is_explained(self, weights: Tensor) -> bool:
@@ -278,8 +283,8 @@ class SharedValues:
         if before is not None and before.solved[1] >= _SPARE:
             return "" if mixture.is_explained(before.solved[0]) else mixture.words
         joined = mixture if before is None else before.joined(mixture)
-        self._new_mixtures[key] = joined
-        weights, spare = joined.solved
+        self._new_mixtures[key] = thinned = joined.thinned()
+        weights, spare = thinned.solved
         is_known = joined.is_explained(weights) and (spare >= _SPARE or not self.strict)
         return "" if is_known or (before is None and batch_size == 1) else mixture.words
 
