@@ -228,7 +228,11 @@ def test_as_many_samples_as_places_hide_no_statistic(sizes):
             step(clipper, loss, batch)
 
 
-@pytest.mark.parametrize("count", [len, lambda y: int((y > 0.5).sum()), lambda y: y.round().sum()], ids=str)
+@pytest.mark.parametrize(
+    "count",
+    [len, lambda y: int((y > 0.5).sum()), lambda y: y.round().sum()],
+    ids=["samples", "large ones", "a sum of whole numbers"],
+)
 @pytest.mark.parametrize("function", [torch.exp, F.elu, torch.sigmoid, F.softplus])
 def test_a_count_of_the_batch_is_no_label_of_many_samples(function, count):
     clipper, loss = clipper_of(), lambda c, out, b: F.logsigmoid(function(out) - count(b.y) / 1).mean()
@@ -329,7 +333,11 @@ def test_a_sum_is_explained_by_constants_that_the_graph_keeps(name, strict):
         torch.testing.assert_close(found, torch.stack(rows)[:, :, None] * batch.x[:, None])
 
 
-@pytest.mark.parametrize("statistic", [torch.mean, torch.sum, lambda y: y.round().sum(), torch.amax], ids=str)
+@pytest.mark.parametrize(
+    "statistic",
+    [torch.mean, torch.sum, lambda y: y.round().sum(), torch.amax],
+    ids=["mean", "sum", "sum of whole numbers", "largest"],
+)
 @pytest.mark.parametrize("name", MIXED)
 def test_a_statistic_within_an_explained_sum_is_refused_as_soon_as_it_changes(name, statistic):
     clipper = clipper_of()
