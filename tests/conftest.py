@@ -65,6 +65,8 @@ def _generators(original, device):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        assert " at 0x" not in item.nodeid, f"{item.nodeid}: another process gives this test another name"
     _leave_rows_to_exhaustive(items)
     part, parts = map(int, config.getoption("part", "1/1").split("/"))
     assert 1 <= part <= parts, f"--part {part}/{parts}"

@@ -442,7 +442,8 @@ def without_gradient(world):
 REFUSED = {
     "an engine's own weights": (
         engine,
-        "1 of the 2 parameters of SGD belong to no model that was called before the step, the first of shape [6]",
+        "1 of the 2 parameters of SGD belong to no model that was called before the step, or is saved, "
+        "the first of shape [6]",
     ),
     "no forward pass of a model": (without_forward, "2 of the 2 parameters of SGD belong to no model"),
     "no gradient": (without_gradient, "no parameter has a gradient at the first optimizer step"),
