@@ -153,7 +153,8 @@ def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool 
             not theirs, or if a factor is NaN, negative, beyond float32, or takes a norm above its threshold; with
             ``apart``, if a sample gets another one beside fewer others, or the rule cannot be copied.
     """
-    is_own = type(norm_clipper).__module__.startswith("gradguard.")
+    formula = getattr(norm_clipper.calc_clipping_factors, "__func__", None)  # a subclass may have another
+    is_own = getattr(formula, "__module__", "") == "gradguard.per_sample.norm_clippers"
     thresholds = _checked_thresholds(norm_clipper, len(norms))
     if is_own:
         return norm_clipper.calc_clipping_factors(norms)
