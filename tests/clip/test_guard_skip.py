@@ -1,5 +1,7 @@
 """A step that is not finite does not happen: weights, state and counters stay to the bit, and training goes on."""
 
+import dataclasses
+
 import pytest
 import torch
 from guarded import ALL, PLAIN, Third, assert_same, clipper, held, model, put_gradients, spoil
@@ -8,7 +10,7 @@ from torch import nn
 import gradguard as gg
 from gradguard import Guard
 from gradguard.clip.guard_counts import Counts
-from gradguard.errors import NonFiniteGradientError
+from gradguard.errors import NonFiniteGradientError, UnsupportedGradientError
 
 
 @pytest.mark.parametrize("bad_steps", [(0, 1), (2,), (1, 3)], ids=str)
@@ -470,3 +472,58 @@ def test_a_clipper_counts_what_is_not_finite_and_learns_nothing_of_it(rule, bad_
                 torch.testing.assert_close(learnt(after), learnt(before), rtol=0, atol=0, equal_nan=True)
     assert guard.skipped_steps == 1
     assert repr(learnt(before)) != repr(learnt(after))
+
+
+@dataclasses.dataclass
+class Average:
+    count: int
+    mean: torch.Tensor
+    handle: object = None
+
+
+class Averaging(torch.optim.Optimizer):
+    """An optimizer whose state is an object of its own."""
+
+    def __init__(self, params, handle=None):
+        super().__init__(params, {"lr": 0.1})
+        self.handle = handle
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            held = self.state[p].setdefault("average", Average(0, torch.zeros_like(p), self.handle))
+            held.count += 1
+            held.mean.mul_(0.9).add_(p.grad)
+            p.sub_(0.1 * held.mean / (1 - 0.9**held.count))
+
+
+def test_a_skipped_step_leaves_objects_in_the_state():
+    net, other = model(), model()
+    guarded, plain = Averaging(net.parameters()), Averaging(other.parameters())
+    guard = Guard(guarded, gg.ClipByGlobalNorm(1e9))
+    for step in range(4):
+        put_gradients(net, step)
+        if step == 2:
+            spoil(net)
+        else:
+            put_gradients(other, step)
+            plain.step()
+        guarded.step()
+    assert guard.skipped_steps == 1
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert guarded.state[p]["average"].count == 3
+
+
+def test_an_object_in_the_state_that_cannot_be_copied_is_refused():
+    net = model()
+    optimizer = Averaging(net.parameters(), handle=(one for one in ()))
+    Guard(optimizer, clipper())
+    put_gradients(net, 0)
+    optimizer.step()
+    before = [p.detach().clone() for p in net.parameters()]
+    put_gradients(net, 1)
+    spoil(net)
+    with pytest.raises(UnsupportedGradientError, match="type Average in the optimizer's state cannot be copied"):
+        optimizer.step()
+    assert all(map(torch.equal, net.parameters(), before))

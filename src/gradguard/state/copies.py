@@ -27,6 +27,8 @@ PINNED = ("cuda", "xpu")
 _BY_REFERENCE = (type, ModuleType, nn.Module, Optimizer)
 """Types that a state may point to and does not own."""
 
+_NEVER_CHANGES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+
 
 class Copier:
     """Takes copies into memory that earlier copies no longer need: the second snapshot allocates nothing."""
@@ -107,7 +109,7 @@ class Copier:
 
 
 class UndoCopier(Copier):
-    """Takes copies for undoing one step: tensors stay on their devices, objects that are no containers are the same.
+    """Takes copies for undoing one step: tensors stay on their devices, objects that nothing can change are the same.
 
     Args:
         lists: Whether tensors in lists are copied; else these are kept as they are, being replaced and never written.
@@ -124,8 +126,21 @@ class UndoCopier(Copier):
         return super().copy(value)
 
     def other(self, value: Any) -> Any:
-        """Return an object as it is; sets and arrays, which a step may write to, are copied."""
-        return super().other(value) if isinstance(value, set) or is_array(value) else Same(value)
+        """Return an object as it is, or a copy if a step may change it.
+
+        Raises:
+            UnsupportedGradientError: If it cannot be copied, so that such a step could not be undone.
+        """
+        if isinstance(value, _NEVER_CHANGES):
+            return Same(value)
+        try:
+            return super().other(value)
+        except Exception as error:  # of a __deepcopy__, or of what has none
+            raise UnsupportedGradientError(
+                f"an object of type {type(value).__name__} in the optimizer's state cannot be copied ({error}), so that "
+                "a step which changes it could not be skipped. Keep numbers, tensors and containers of these in the "
+                "state, or give its class a __deepcopy__."
+            ) from error
 
     def _filled(self, tensor: Tensor) -> Tensor:
         return tensor.clone()

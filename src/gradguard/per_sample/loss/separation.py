@@ -169,18 +169,19 @@ class Outputs:
                 multiplied += torch.autograd.grad(gradients, cotangent, turned, retain_graph=True)
         except RuntimeError as error:
             raise Unreadable(f"{node.name()} cannot be differentiated twice ({_sentence(error)})") from error
-        if silent := int((one == 0).sum()):
-            raise Silent(
-                f"{silent} of the {one.numel()} values from {node.name()} have a derivative of 0 in this batch, as the "
-                "loss of a sample that is classified perfectly has, so that they do not tell which sample they are of. "
-                "Leave samples in their order, or begin with another batch"
-            )
-        exponents = [(many.double() / one.double()).log2() for many in multiplied]
+        tells = one != 0
+        exponents = [(many.double() / one.double()).log2().where(tells, 0.0) for many in multiplied]
         digits = [exponent.round() for exponent in exponents]
         near = all(bool(((a - b).abs() < 0.05).all()) for a, b in zip(exponents, digits, strict=True))
         samples = torch.stack([each * _BASE**digit for digit, each in enumerate(digits)]).sum(0)
         if not near or not bool(((samples >= 0) & (samples < self.batch_size)).all()):
             raise Unreadable(f"values from {node.name()} do not tell the {self.batch_size} samples apart")
+        if not bool(tells.all()):
+            raise Silent(
+                f"{int((~tells).sum())} of the {one.numel()} values from {node.name()} have a derivative of 0 in this "
+                "batch, as the loss of a sample that is classified perfectly has, so that they do not tell which "
+                "sample they are of. Leave samples in their order, or begin with another batch"
+            )
         return samples.long()
 
     @property

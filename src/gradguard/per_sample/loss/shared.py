@@ -91,7 +91,7 @@ _MOST_ELEMENTS = 4096
 """Elements by which weights are found, and that are kept; all of a batch are compared."""
 
 _SPARE = 8
-"""Elements beyond those that any weights would explain, by which weights are known."""
+"""Different elements beyond those that any weights would explain, by which weights are known."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,10 @@ class Mixture:
 
     @functools.cached_property
     def solved(self) -> tuple[Tensor, int]:
-        """The weights w, and how many elements there are beyond those that any would explain."""
-        found = torch.linalg.lstsq(self._columns.cpu(), self.total[:, None].cpu(), driver="gelsd")
-        return found.solution[:, 0].to(self.total), len(self.total) - int(found.rank)
+        """The weights w, and how many different rows there are beyond those that any would explain."""
+        columns = self._columns.cpu()
+        found = torch.linalg.lstsq(columns, self.total[:, None].cpu(), driver="gelsd")
+        return found.solution[:, 0].to(self.total), len(columns.unique(dim=0)) - int(found.rank)
 
     def is_explained(self, weights: Tensor) -> bool:
         """Tell whether weights give c, which is known well enough."""
@@ -153,7 +154,7 @@ class SharedValue:
     Attributes:
         key: Where it stands in the loss.
         value: It.
-        is_shared: Looks whether samples do share it, which takes time.
+        is_shared: Looks whether samples do share it, which takes time; None if this batch does not show it.
         bounds: Where it lies, if it is known but for rounding.
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
@@ -163,7 +164,7 @@ class SharedValue:
 
     key: Hashable
     value: Tensor | float
-    is_shared: Callable[[], bool] = lambda: True
+    is_shared: Callable[[], bool | None] = lambda: True
     bounds: Bounds | None = None
     places: tuple[Hashable, ...] = ()
     seen: Literal["several", "each", "one"] = "several"
@@ -253,7 +254,7 @@ class SharedValues:
             kept, several = self._kept.get(one.key), batch_size > 1 and one.seen == "several"
             is_known = kept is not None and kept.is_same(one, batch_size)
             if one.mixture is not None:
-                if words := self._unexplained(one.key, one.mixture, batch_size):
+                if words := self._unexplained(one.key, one.mixture, batch_size == 1 or one.seen == "several"):
                     return words
                 continue
             if one.seen == "each":
@@ -269,24 +270,31 @@ class SharedValues:
                 self._new[one.key] = replace(new.narrowed(one), samples=max(new.samples, batch_size))
             elif not (several or kept.of_several):  # each is its only sample's own, or it changes
                 self._new[one.key] = _kept(math.nan, of_several=False)
-            elif one.is_shared():
+            elif is_shared := one.is_shared():
                 return _words(kept, one)
-            else:
+            elif is_shared is False:
                 self._owned.add(one.key)
         return ""
 
-    def _unexplained(self, key: Hashable, mixture: Mixture, batch_size: int) -> str:
-        """Return the refusal of a sum that known constants do not explain as in the batches before."""
+    def _unexplained(self, key: Hashable, mixture: Mixture, are_alike: bool) -> str:
+        """Return the refusal of a sum that known constants do not explain with weights that fit all batches.
+
+        Args:
+            key: Where it is.
+            mixture: The sum and the constants.
+            are_alike: Whether all samples have the same sum, or there is one: the first such batch shows no weights.
+        """
         before = self._mixtures.get(key)
         if before is not None and len(before.constants.T) != len(mixture.constants.T):
             return mixture.words
-        if before is not None and before.solved[1] >= _SPARE:
-            return "" if mixture.is_explained(before.solved[0]) else mixture.words
+        if before is not None and mixture.is_explained(before.solved[0]):
+            return ""
         joined = mixture if before is None else before.joined(mixture)
         self._new_mixtures[key] = thinned = joined.thinned()
         weights, spare = thinned.solved
-        is_known = joined.is_explained(weights) and (spare >= _SPARE or not self.strict)
-        return "" if is_known or (before is None and batch_size == 1) else mixture.words
+        seen_before = 0 if before is None else before.solved[1]
+        is_known = joined.is_explained(weights) and (spare >= seen_before + _SPARE or not self.strict)
+        return "" if is_known or (before is None and are_alike) else mixture.words
 
 
 _MANY_SAMPLES = 8
@@ -332,7 +340,7 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 # What a graph shows
 
 
-_Look = Callable[[Value, Sequence[int]], Callable[[], bool]]
+_Look = Callable[[Value, Sequence[int]], Callable[[], bool | None]]
 
 
 class LossConstants:
@@ -403,10 +411,11 @@ class LossConstants:
                     "loss of one sample and call clipper.per_sample_losses"
                 )
                 continue
-            own = end in sums and (
-                alone or any(sums[end].sizes[dim] > 1 for dim in _places_of_rows(end, self._outputs))
-            )
-            if own and _additions(end, self._wholes[0][end].middle, known, depends) > 1:
+            if end not in sums:
+                continue
+            is_number = all(size == 1 for size in sums[end].sizes)
+            own = alone or any(sums[end].sizes[dim] > 1 for dim in _places_of_rows(end, self._outputs))
+            if (own or is_number) and _additions(end, self._wholes[0][end].middle, known, depends) > 1:
                 found[end] = (
                     f"several numbers or tensors are added to values before {end[0].name()}, and its graph shows "
                     "their sum alone. Add up what is no output first, as in output - (target - 1) or "
@@ -430,7 +439,8 @@ class LossConstants:
             constants = torch.stack([one.broadcast_to(bounds.low.shape)[is_known].double() for one in columns], 1)
             total, rounding = (one[is_known].double() for one in (bounds.middle, bounds.rounding))
             mixture = Mixture(constants, total, rounding, self._mixed[end])
-            yield SharedValue((kind, "mixture", number), math.nan, mixture=mixture)
+            seen = "several" if all(size == 1 for size in bounds.sizes) else "each"
+            yield SharedValue((kind, "mixture", number), math.nan, mixture=mixture, seen=seen)
 
     def _own(self, value: Value, bounds: Bounds) -> Tensor:
         """Return what was added to a value, or NaN where it is no sample's own: a statistic explains nothing."""
@@ -456,8 +466,7 @@ class LossConstants:
             if bounds is None and (apart := added(end, wholes[end], known, depends)) is not None:
                 bounds = apart[1]
             if bounds is not None and end in normalized:
-                mean = bounds.middle.mean(normalized[end], keepdim=True)
-                bounds = Bounds(bounds.low - mean, bounds.high - mean)
+                bounds = _but_for_a_number(bounds, wholes[end].middle, normalized[end])
             if bounds is not None:
                 sums.append((number, end, bounds))
         return sums
@@ -507,8 +516,9 @@ class LossConstants:
         tensors: defaultdict[tuple[str, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
         several = outputs.batch_size > 1
 
-        def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool]:
-            return functools.partial(_is_shared, outputs, *value, sizes) if several else lambda: True
+        def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool | None]:
+            is_reduced = functools.partial(_is_reduced, value, outputs, depends)
+            return functools.partial(_is_shared, outputs, *value, sizes, is_reduced) if several else lambda: True
 
         for node, is_behind in self._nodes.items():
             name = operation(node)
@@ -556,6 +566,16 @@ class LossConstants:
                 yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
         yield from self._added(kind, look)
         yield from self._mixtures(kind)
+
+
+def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
+    """Return what was added before `log_softmax` but for a number of each row, which its result does not show.
+
+    Nor does it show how large its inputs were, by which they are rounded: up to 64 is allowed for.
+    """
+    mean, most = bounds.middle.mean(dim, keepdim=True), (result.abs() + bounds.middle.abs()).amax(dim, keepdim=True)
+    unseen = bounds.rounding.amax(dim, keepdim=True) + 64 * torch.finfo(result.dtype).eps * (1 + most)
+    return Bounds(bounds.low - mean - unseen, bounds.high - mean + unseen)
 
 
 def _adds_up(node: Node, batch_size: int) -> bool:
@@ -704,7 +724,7 @@ def _taken(node: Node, number: int) -> tuple[int, Sequence[tuple[str, float, tup
 
 def _is_for_several(outputs: Outputs, value: Value, dim: int, among: Sequence[int]) -> bool:
     """Tell whether a result is of several samples, and what was taken lies along another dimension than these."""
-    if not _is_shared(outputs, *value, [1] * len(shape_of(*value))):
+    if not _is_shared(outputs, *value, [1] * len(shape_of(*value)), lambda: False):
         return False
     whole = parents(value[0])[0]
     try:
@@ -784,13 +804,21 @@ def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:
     return len({outputs.only_sample(node, 0) for node in nodes}) > 1
 
 
-def _is_shared(outputs: Outputs, node: Node, number: int, sizes: Sequence[int]) -> bool:
-    """Tell whether an element of a constant of some sizes lies beside values of several samples."""
+def _is_shared(
+    outputs: Outputs, node: Node, number: int, sizes: Sequence[int], is_reduced: Callable[[], bool]
+) -> bool | None:
+    """Tell whether an element of a constant of some sizes lies beside values of several samples.
+
+    Returns:
+        None if no value shows it, and none that tells its sample contradicts.
+    """
+    if is_reduced():  # where each sample has a column of its own in one batch, the next may have several in it
+        return True
     try:
         samples = outputs.samples_of(node, number)
     except Silent:
         places = _places_of_rows((node, number), outputs)
-        return bool(places) and len(sizes) > places[0] and sizes[places[0]] == 1
+        return (len(sizes) > places[0] and sizes[places[0]] == 1) if places else None
     except Unreadable:
         return True
     alike = [dim for dim in range(samples.dim()) if dim >= len(sizes) or sizes[dim] == 1]
