@@ -27,7 +27,15 @@ _BASE = 1 << _BITS
 
 
 class Silent(Unreadable):
-    """Values whose derivative is 0 do not tell which sample they are of."""
+    """Values whose derivative is 0 do not tell which sample they are of.
+
+    Attributes:
+        samples: The sample of each value that tells it, and -1 of others.
+    """
+
+    def __init__(self, samples: Tensor, message: str) -> None:
+        super().__init__(message)
+        self.samples = samples
 
 
 class Outputs:
@@ -178,9 +186,10 @@ class Outputs:
             raise Unreadable(f"values from {node.name()} do not tell the {self.batch_size} samples apart")
         if not bool(tells.all()):
             raise Silent(
+                samples.long().where(tells, -1),
                 f"{int((~tells).sum())} of the {one.numel()} values from {node.name()} have a derivative of 0 in this "
                 "batch, as the loss of a sample that is classified perfectly has, so that they do not tell which "
-                "sample they are of. Leave samples in their order, or begin with another batch"
+                "sample they are of. Leave samples in their order, or begin with another batch",
             )
         return samples.long()
 

@@ -87,6 +87,9 @@ _NUMBERS = frozenset(
 """Settings of operations that may be whole numbers, and are no sizes or places."""
 
 
+Unsettled = Literal["own here", "unclear"]
+"""What one batch shows of a value that may be another's in the next: it is each sample's own, or does not tell."""
+
 _MOST_ELEMENTS = 4096
 """Elements by which weights are found, and that are kept; all of a batch are compared."""
 
@@ -154,7 +157,8 @@ class SharedValue:
     Attributes:
         key: Where it stands in the loss.
         value: It.
-        is_shared: Looks whether samples do share it, which takes time; None if this batch does not show it.
+        is_shared: Looks whether samples do share it, which takes time: whether they do, if that holds for all batches,
+            and else whether it is each sample's own in this one.
         bounds: Where it lies, if it is known but for rounding.
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
@@ -164,7 +168,7 @@ class SharedValue:
 
     key: Hashable
     value: Tensor | float
-    is_shared: Callable[[], bool | None] = lambda: True
+    is_shared: Callable[[], bool | Unsettled] = lambda: True
     bounds: Bounds | None = None
     places: tuple[Hashable, ...] = ()
     seen: Literal["several", "each", "one"] = "several"
@@ -270,7 +274,7 @@ class SharedValues:
                 self._new[one.key] = replace(new.narrowed(one), samples=max(new.samples, batch_size))
             elif not (several or kept.of_several):  # each is its only sample's own, or it changes
                 self._new[one.key] = _kept(math.nan, of_several=False)
-            elif is_shared := one.is_shared():
+            elif (is_shared := one.is_shared()) is True or (is_shared == "unclear" and self.strict):
                 return _words(kept, one)
             elif is_shared is False:
                 self._owned.add(one.key)
@@ -340,7 +344,7 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 # What a graph shows
 
 
-_Look = Callable[[Value, Sequence[int]], Callable[[], bool | None]]
+_Look = Callable[[Value, Sequence[int]], Callable[[], bool | Unsettled]]
 
 
 class LossConstants:
@@ -516,7 +520,7 @@ class LossConstants:
         tensors: defaultdict[tuple[str, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
         several = outputs.batch_size > 1
 
-        def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool | None]:
+        def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool | Unsettled]:
             is_reduced = functools.partial(_is_reduced, value, outputs, depends)
             return functools.partial(_is_shared, outputs, *value, sizes, is_reduced) if several else lambda: True
 
@@ -724,7 +728,7 @@ def _taken(node: Node, number: int) -> tuple[int, Sequence[tuple[str, float, tup
 
 def _is_for_several(outputs: Outputs, value: Value, dim: int, among: Sequence[int]) -> bool:
     """Tell whether a result is of several samples, and what was taken lies along another dimension than these."""
-    if not _is_shared(outputs, *value, [1] * len(shape_of(*value)), lambda: False):
+    if _is_shared(outputs, *value, [1] * len(shape_of(*value)), lambda: False) is not True:
         return False
     whole = parents(value[0])[0]
     try:
@@ -806,23 +810,35 @@ def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:
 
 def _is_shared(
     outputs: Outputs, node: Node, number: int, sizes: Sequence[int], is_reduced: Callable[[], bool]
-) -> bool | None:
+) -> bool | Unsettled:
     """Tell whether an element of a constant of some sizes lies beside values of several samples.
 
-    Returns:
-        None if no value shows it, and none that tells its sample contradicts.
+    Args:
+        outputs: The values that the module returned.
+        node: The node of the values.
+        number: Which of its results they are.
+        sizes: The sizes of the constant, 1 where it is the same along a dimension.
+        is_reduced: Tells whether samples may have been added up in the values: then one batch, in which each column
+            has one sample, says nothing of the next.
     """
-    if is_reduced():  # where each sample has a column of its own in one batch, the next may have several in it
-        return True
     try:
-        samples = outputs.samples_of(node, number)
-    except Silent:
-        places = _places_of_rows((node, number), outputs)
-        return (len(sizes) > places[0] and sizes[places[0]] == 1) if places else None
+        samples, tells_all = outputs.samples_of(node, number), True
+    except Silent as silent:
+        samples, tells_all = silent.samples, False
     except Unreadable:
         return True
+    places, tells = _places_of_rows((node, number), outputs), samples >= 0
+    if not tells_all and places and not is_reduced():
+        return len(sizes) > places[0] and sizes[places[0]] == 1
     alike = [dim for dim in range(samples.dim()) if dim >= len(sizes) or sizes[dim] == 1]
-    return bool(alike) and not torch.equal(samples.amin(alike), samples.amax(alike))
+    if alike and bool((samples.where(tells, outputs.batch_size).amin(alike) < samples.amax(alike)).any()):
+        return True
+    if not is_reduced():
+        return False if tells_all else "own here"
+    rows = torch.arange(outputs.batch_size, device=samples.device)
+    in_order = [dim for dim in places if samples.shape[dim] == len(rows)]
+    along = (rows.view(-1, *[1] * (samples.dim() - dim - 1)) for dim in in_order)
+    return "own here" if any(bool((~tells | (samples == row)).all()) for row in along) else "unclear"
 
 
 # What is bound to a function
