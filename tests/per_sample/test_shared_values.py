@@ -318,6 +318,92 @@ MIXED = {
 """Losses to which several things are added, with a number s or what is made of it."""
 
 
+FREQUENT = {
+    "a class that no sample has": lambda out, labels: F.one_hot(labels % 2, V) * out.log_softmax(-1),
+    "a dead unit": lambda out, labels: F.relu(out - torch.tensor([0.0, 0.0, 1e3]).double()),
+    "a column that is left out": lambda out, labels: out.sin() * torch.tensor([1.0, 0.0, 1.0]).double(),
+    "a class of each sample": lambda out, labels: F.one_hot(torch.arange(len(out)) % V, V) * out.log_softmax(-1),
+}
+"""Values that are added up over samples, of which columns have none, or one."""
+
+
+def frequent(name):
+    return lambda c, out, b: (FREQUENT[name](out, b.labels).mean(0) * b.y.mean(0)).sum()
+
+
+@pytest.mark.parametrize("name", [name for name in FREQUENT if "each" not in name])
+def test_a_column_that_shows_no_samples_proves_no_weights(name):
+    plain, private = clipper_of(), clipper_of()
+    private.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match="all samples share"):
+        step(private, frequent(name), Batch(12, 0))
+    step(plain, frequent(name), Batch(12, 0))
+    for number, size in enumerate((9, 12, 12), 1):
+        with pytest.raises(UnsupportedGradientError, match="all samples share"):
+            step(plain, frequent(name), Batch(size, number))
+        plain.discard()
+
+
+@pytest.mark.parametrize("size", [2, V])
+@pytest.mark.parametrize("name", FREQUENT)
+def test_a_small_batch_with_a_sample_in_each_column_says_nothing_of_the_next(name, size):
+    plain, words = clipper_of(), ""
+    for number, samples in enumerate((size, size, size, 12, 12)):
+        try:
+            step(plain, frequent(name), Batch(samples, number))
+        except UnsupportedGradientError as error:
+            words = str(error)
+            plain.discard()
+    assert "all samples share" in words
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("spread", [1.0, 4.0, 9.0])
+def test_a_prior_of_the_batch_before_log_softmax_is_seen(spread, dtype):
+    """However far apart its numbers are: rounding before `log_softmax` is that of its inputs."""
+    for size in (12, 60, 256):
+        plain, private = (gg.PerSampleGradientClipper(nn.Linear(4, V).to(dtype), gg.FlatNormClipper(1.0)) for _ in "12")
+        private.refuse_ambiguous_losses()
+
+        def loss(c, out, b):
+            prior = spread * torch.tensor([0.0, -1.0, -0.3]) * (1 + b.y.mean())
+            return F.cross_entropy(out + prior.to(out.dtype), b.labels)
+
+        batches = [Batch(size, number) for number in range(3)]
+        for batch in batches:
+            batch.x = batch.x.to(dtype)
+        with pytest.raises(UnsupportedGradientError, match="all samples share"):
+            step_of(private, loss, batches[0])
+        step_of(plain, loss, batches[0])
+        for batch in batches[1:]:
+            with pytest.raises(UnsupportedGradientError, match="all samples share"):
+                step_of(plain, loss, batch)
+            plain.discard()
+
+
+def step_of(clipper, loss, batch):
+    clipper.module.zero_grad()
+    loss(clipper, clipper.module(batch.x), batch).backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+
+
+@pytest.mark.parametrize("is_honest", [True, False], ids=["a number", "a statistic"])
+@pytest.mark.parametrize("name", ["soft Dice", "soft Dice, weighed"])
+def test_masks_of_one_area_have_no_history_of_their_own(name, is_honest):
+    clipper = clipper_of()
+    for number, area in enumerate((None, 0.0, 1.0, None, 1.0)):
+        batch = Batch(12, number)
+        s = 0.7 if is_honest else 0.7 + float(batch.y.mean()) / 10
+        batch.y[:] = batch.y.round() if area is None else area
+        if is_honest or not number or (name != "soft Dice" and area == 0.0):  # where s multiplies nothing
+            step(clipper, lambda c, out, b, s=s: MIXED[name](out, b.y, s), batch)
+            continue
+        with pytest.raises(UnsupportedGradientError, match=r"graph shows|all samples share"):
+            step(clipper, lambda c, out, b, s=s: MIXED[name](out, b.y, s), batch)
+        clipper.discard()
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", ["soft Dice", "soft Dice, weighed", "Tversky", "focal", "focal, inside"])
 def test_a_sum_is_explained_by_constants_that_the_graph_keeps(name, strict):

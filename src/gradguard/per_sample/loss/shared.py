@@ -820,6 +820,9 @@ def _is_shared(
         sizes: The sizes of the constant, 1 where it is the same along a dimension.
         is_reduced: Tells whether samples may have been added up in the values: then one batch, in which each column
             has one sample, says nothing of the next.
+
+    Returns:
+        Whether it does, or what this batch alone shows.
     """
     try:
         samples, tells_all = outputs.samples_of(node, number), True
