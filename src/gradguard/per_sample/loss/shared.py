@@ -142,12 +142,22 @@ class Mixture:
         found = torch.linalg.lstsq(columns, self.total[:, None].cpu(), driver="gelsd")
         return found.solution[:, 0].to(self.total), len(columns.unique(dim=0)) - int(found.rank)
 
+    @functools.cached_property
+    def is_coarse(self) -> bool:
+        """Whether c is rounded so much that weights which explain it would say little."""
+        return bool(len(self.total)) and bool((self.rounding > 1e-4 * self.total.abs().max()).any())
+
+    @property
+    def refusal(self) -> str:
+        """The words, and what to do about values that are too coarse."""
+        coarse = ", or compute the loss of output.float(): 16 bits are too coarse"
+        return self.words + (coarse if self.is_coarse else "")
+
     def is_explained(self, weights: Tensor) -> bool:
         """Tell whether weights give c, which is known well enough."""
-        most = float(self.total.abs().max()) if len(self.total) else 0.0
         scale = 1e-9 * (self._columns.abs() @ weights.abs() + self.total.abs())
         near = (self._columns @ weights - self.total).abs() <= 8 * self.rounding + scale
-        return bool((near & (self.rounding <= 1e-4 * most)).all())
+        return not self.is_coarse and bool(near.all())
 
 
 @dataclass(frozen=True)
@@ -290,7 +300,7 @@ class SharedValues:
         """
         before = self._mixtures.get(key)
         if before is not None and len(before.constants.T) != len(mixture.constants.T):
-            return mixture.words
+            return mixture.refusal
         if before is not None and mixture.is_explained(before.solved[0]):
             return ""
         joined = mixture if before is None else before.joined(mixture)
@@ -298,7 +308,7 @@ class SharedValues:
         weights, spare = thinned.solved
         seen_before = 0 if before is None else before.solved[1]
         is_known = joined.is_explained(weights) and (spare >= seen_before + _SPARE or not self.strict)
-        return "" if is_known or (before is None and are_alike) else mixture.words
+        return "" if is_known or (before is None and are_alike) else mixture.refusal
 
 
 _MANY_SAMPLES = 8
