@@ -97,7 +97,13 @@ def _later_stages(a: SavedGradients, b: SavedGradients, facts: Facts) -> list[St
         if name in b.later:
             outcomes = _outcomes(a.stages[name], b.stages[name], facts)
             if name.startswith(_STATES):
-                filled = _filled(a.stages[name]) | _filled(b.stages[name])
+                runs = a.stages[name], b.stages[name]  # where both have nothing but zeros, there is nothing to compare
+                filled = {
+                    p.name
+                    for run in runs
+                    for p, s in zip(run.parameters, run.sketches["gradient"][0], strict=True)
+                    if any(s)
+                }
                 outcomes = tuple(o for o in outcomes if _key_of(o.name) in shared and o.name in filled)
             found += [Stage(name, outcomes)] if outcomes else []
     return found
@@ -105,11 +111,6 @@ def _later_stages(a: SavedGradients, b: SavedGradients, facts: Facts) -> list[St
 
 def _kept_by(run: SavedGradients) -> set[str]:
     return {_key_of(p.name) for name, one in run.later.items() if name.startswith(_STATES) for p in one.parameters}
-
-
-def _filled(stage: SavedGradients) -> set[str]:
-    """Return the tensors of a state that are not all zeros, without buffers and state that nothing was written to."""
-    return {p.name for p, sketch in zip(stage.parameters, stage.sketches["gradient"][0], strict=True) if any(sketch)}
 
 
 def _key_of(name: str) -> str:
