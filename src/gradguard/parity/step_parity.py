@@ -209,7 +209,7 @@ class StepNotes:
             yield from local_buffers(one, front)
 
     def _copies(self) -> Iterator[LocalParameter]:
-        """What follows from an update: master weights beside those of the model, and averages of the weights."""
+        """Master weights beside those of the model, and averages of the weights, which follow from an update."""
         for model, p in zip(self._local, self.stepped, strict=True):
             if p is not model:
                 yield replace(p, name=f"master weights of {p.name}")

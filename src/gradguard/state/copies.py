@@ -138,8 +138,8 @@ class UndoCopier(Copier):
         except Exception as error:  # of a __deepcopy__, or of what has none
             raise UnsupportedGradientError(
                 f"an object of type {type(value).__name__} in the optimizer's state cannot be copied ({error}), so "
-                "that a step which changes it could not be skipped. Keep numbers, tensors and containers of these in the "
-                "state, or give its class a __deepcopy__."
+                "that a step which changes it could not be skipped. Keep numbers, tensors and containers of these in "
+                "the state, or give its class a __deepcopy__."
             ) from error
 
     def _filled(self, tensor: Tensor) -> Tensor:
