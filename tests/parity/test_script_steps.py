@@ -502,7 +502,7 @@ def test_an_average_of_the_weights_is_compared(folder):
     assert not right.left_out
     assert compare(right, whole(averaging(0.9), folder)).verdict == "PASS"
     report = compare(right, whole(averaging(0.5), folder))
-    assert {f.stage for f in report.findings} == {"state after step 2"}, str(report)
+    assert {f.stage for f in report.findings} == {"copies of the weights after step 2"}, str(report)
     assert all(p.startswith("AveragedModel.module of") for f in report.findings for p in f.parameters)
 
 

@@ -215,7 +215,7 @@ BUGS = {
     "weights set back": ({"changed": half_of_the_norm}, {}, "update of step 1", "different"),
     "moments lost": ({"before": 3, "resumed": lambda m, o: o.state.clear()}, {"before": 3},
                      "state before step 1", "missing"),
-    "counters lost": ({"before": 3, "resumed": counters(0)}, {"before": 3}, "state before step 1", "missing"),
+    "counters lost": ({"before": 3, "resumed": counters(0)}, {"before": 3}, "state before step 1", "dead"),
     "counters one ahead": ({"before": 3, "resumed": counters(4)}, {"before": 3}, "state before step 1", "different"),
     "moments of another weight": ({"before": 3, "resumed": swapped}, {"before": 3}, "state before step 1", "different"),
     "another model": ({"before": 3, "resumed": other_model}, {"before": 3}, "", "weights"),
@@ -230,6 +230,18 @@ def test_bugs_are_named_at_the_stage_where_they_are(name):
     assert {f.stage for f in report.findings} == {stage}, str(report)
     assert kind in {f.kind for f in report.findings}
     assert any("what may follow from it" in note for note in report.notes)
+
+
+def test_state_that_is_there_as_zeros_is_not_called_missing():
+    report = compare(saved(before=3), saved(before=3, resumed=counters(0)))
+    assert {f.message for f in report.findings} == {"all zeros in the new run"}, str(report)
+
+    def zeros(model, optimizer):
+        for p in model.parameters():
+            optimizer.state[p] |= {"step": torch.zeros(()), "exp_avg": p * 0, "exp_avg_sq": p * 0}
+
+    made = saved(resumed=torch.no_grad()(zeros))
+    assert compare(saved(), made).verdict == "PASS", "zeros are what a new optimizer begins with"
 
 
 def test_what_follows_is_folded_and_settings_that_differ_are_named():
@@ -617,9 +629,15 @@ def test_a_scheduler_that_is_not_named_is_put_back():
 def test_an_average_of_the_weights_is_compared():
     assert compare(normed(decay=0.9, steps=2), normed(decay=0.9, steps=2)).verdict == "PASS"
     report = compare(normed(decay=0.9, steps=2), normed(decay=0.5, steps=2))  # the first update copies the weights
-    assert (report.verdict, report.findings[0].stage) == ("FAIL", "state after step 2"), str(report)
+    assert (report.verdict, report.findings[0].stage) == ("FAIL", "copies of the weights after step 2"), str(report)
     assert report.findings[0].parameters[0].startswith("AveragedModel.module of ")
     assert not any("not compared" in note for note in report.notes)
+
+
+def test_an_average_follows_from_the_update_it_averages():
+    report = compare(normed(decay=0.9, steps=2, scheduled=True), normed(decay=0.9, steps=2))
+    assert {(f.stage, f.kind) for f in report.findings} == {("update of step 2", "factor")}, str(report)
+    assert "what may follow from it: 5 of 6 in copies of the weights after step 2" in str(report)
 
 
 def test_what_others_hold_is_named_as_not_compared(tmp_path):

@@ -197,6 +197,82 @@ def test_attributes_of_every_plain_kind_go_back_and_newer_ones_go(tmp_path, step
     assert (optimizer.told(), optimizer.param_groups[0]["lr"]) == (before, rate)
 
 
+ARRAYS = {
+    "structured": numpy.zeros(2, dtype=[("step", "i8"), ("rate", "f8")]),
+    "masked": numpy.ma.array([3.0, 2.0], mask=[False, True]),
+    "objects": numpy.array([None, 1, "a"], dtype=object),
+    "dates": numpy.array(["2024-01-01"], dtype="datetime64[D]"),
+}
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_of_any_kind_go_back_in_memory(kind, skips):
+    class Logging(torch.optim.SGD):
+        def step(self, closure=None):
+            self.log[0] = numpy.ones(1, self.log.dtype)[0]
+            return super().step(closure)
+
+    model = nn.Linear(3, 1)
+    optimizer = Logging(model.parameters(), 0.1)
+    optimizer.log = ARRAYS[kind].copy()
+    snapshot = Snapshot(model, optimizer)
+    snapshot.take()
+    if skips:
+        guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0))
+        (model(torch.ones(1, 3)) * torch.nan).sum().backward()
+        optimizer.step()
+        assert int(guard.skipped_steps) == 1
+    else:
+        step(model, optimizer, 0)
+        assert optimizer.log.tolist() != ARRAYS[kind].tolist()
+        snapshot.restore()
+    assert type(optimizer.log) is type(ARRAYS[kind])
+    assert optimizer.log.dtype == ARRAYS[kind].dtype
+    assert optimizer.log.tolist() == ARRAYS[kind].tolist()
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_that_have_no_form_in_a_file_are_refused_there(kind, tmp_path):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.log = ARRAYS[kind]
+    snapshot = Snapshot(model, optimizer)
+    snapshot.take()
+    with pytest.raises(
+        UnsupportedGradientError,
+        match=r"cannot be written to a file \(a (ndarray|MaskedArray)\): .* arrays of numbers or text",
+    ):
+        snapshot.save(tmp_path / "snapshot")
+
+
+def test_an_array_of_tensors_is_left_alone():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.blocks = numpy.empty(2, dtype=object)
+    for i, p in enumerate(model.parameters()):
+        optimizer.blocks[i] = p
+    snapshot = Snapshot(model, optimizer)
+    snapshot.take()
+    snapshot.restore()
+    assert all(a is b for a, b in zip(optimizer.blocks, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("place", ["attribute", "state", "group"])
+def test_a_list_that_contains_itself_is_refused_in_words(place):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ring = []
+    ring.append(ring)
+    optimizer.ring = ring if place == "attribute" else []
+    optimizer.state[model.weight]["ring"] = ring if place == "state" else []
+    optimizer.param_groups[0]["ring"] = ring if place == "group" else []
+    snapshot = Snapshot(model, optimizer)
+    with pytest.raises(UnsupportedGradientError, match="SGD keeps a list or dict that contains itself"):
+        snapshot.take()
+    assert not snapshot.taken
+
+
 def test_a_module_without_weights_that_was_replaced_is_refused():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -106,7 +106,9 @@ class Guard(OfOneOptimizer):
 
     * Once for each real step: a ``step`` that calls ``super().step()`` counts once.
     * A skipped step leaves weights, optimizer state and step counters bit-identical, from the first step on. (The
-      exception: if the first step of a fused optimizer on an accelerator is skipped, its state exists, as zeros.)
+      exception: if the first step of a fused optimizer on an accelerator is skipped, its state exists, as zeros.) Of an
+      optimizer's own attributes numbers, text, tensors, arrays and containers of these are; its other objects, such
+      as a dataclass, a module or a generator, are not brought back.
     * Where the optimizer is a stock fused Adam, AdamW, SGD or Adagrad and the clip multiplies all gradients by one
       number, its kernel does that too, which saves a pass over the gradients. Nothing is set on the optimizer.
     * `ClipAdaptive` measures and clips in one pass over memory, on one process and unless ``"raise"`` or ``spikes`` has

@@ -10,6 +10,7 @@ from gradguard.parity.judge import BARS, SKETCH_ROUNDING, Facts, Outcome, Outcom
 from gradguard.parity.parity_report import ParityFinding, ParityReport, Stage, Verdict, names
 from gradguard.parity.saved import (
     BUFFER,
+    COPIES,
     FROZEN,
     START,
     STATE,
@@ -35,6 +36,8 @@ _AFTER_CLIP = ParityFinding(
 _MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout masks would look like, too
 _DECISIVE = ("missing", "extra", "shape", "ranks", "rows", "mixture", "factor", "dead", "nonfinite", "different")
 """Kinds, what explains others first."""
+_STATES = (STATE, COPIES)
+"""The beginnings of stages whose tensors both runs need not have."""
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 _UNDECIDED = {"unknown", "noisy"}
 _FOLLOWING = ("different", "ranks")  # how gradients look that come from wrong ones
@@ -93,19 +96,21 @@ def _later_stages(a: SavedGradients, b: SavedGradients, facts: Facts) -> list[St
     for name in a.later:
         if name in b.later:
             outcomes = _outcomes(a.stages[name], b.stages[name], facts)
-            is_state = name.startswith(STATE)
-            kept = tuple(o for o in outcomes if not is_state or (_key_of(o.name) in shared and not _is_zero_buffer(o)))
-            found += [Stage(name, kept)] if kept else []
+            if name.startswith(_STATES):
+                runs = a.stages[name], b.stages[name]  # where both have nothing but zeros, there is nothing to compare
+                filled = {
+                    p.name
+                    for run in runs
+                    for p, s in zip(run.parameters, run.sketches["gradient"][0], strict=True)
+                    if any(s)
+                }
+                outcomes = tuple(o for o in outcomes if _key_of(o.name) in shared and o.name in filled)
+            found += [Stage(name, outcomes)] if outcomes else []
     return found
 
 
 def _kept_by(run: SavedGradients) -> set[str]:
-    return {_key_of(p.name) for name, one in run.later.items() if name.startswith(STATE) for p in one.parameters}
-
-
-def _is_zero_buffer(outcome: Outcome) -> bool:
-    """Whether it is a buffer of zeros in both runs, which is known to be equal, and says nothing."""
-    return outcome.name.startswith(BUFFER) and outcome.kind == "blind" and outcome.bar == math.inf
+    return {_key_of(p.name) for name, one in run.later.items() if name.startswith(_STATES) for p in one.parameters}
 
 
 def _key_of(name: str) -> str:
@@ -126,7 +131,7 @@ def _first_apart(stages: Sequence[Stage], facts: Facts) -> list[ParityFinding]:
 def _unknown_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage]) -> list[ParityFinding]:
     """Return why a stage counts as not compared: one run lacks it, or nothing is known of half of it."""
     found = [replace(one, stage=stage.name) for stage in stages for one in _mostly_blind(stage)][:1]
-    lacking = [n for n in {**a.later, **b.later} if (n in a.later) != (n in b.later) and not n.startswith(STATE)]
+    lacking = [n for n in {**a.later, **b.later} if (n in a.later) != (n in b.later) and not n.startswith(_STATES)]
     if lacking:
         said = f"one run alone has saved {listed(lacking, 2)}: save both with optimizer=, and as many steps"
         found.append(ParityFinding("blind", said))

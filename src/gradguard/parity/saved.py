@@ -30,7 +30,7 @@ from gradguard.parity.judge import MeasuredGradient
 from gradguard.parity.vectors import Vector
 
 FORMAT = 2
-STATE, UPDATE = "state", "update of step"
+STATE, UPDATE, COPIES = "state", "update of step", "copies of the weights"
 START = f"{STATE} before step 1"
 """The stage of the state that a run begins with: of optimizers, and buffers."""
 GRADIENT = "gradient of step"

@@ -21,6 +21,7 @@ from gradguard.parity.backward_replay import add_signs, scale_gradients
 from gradguard.parity.rounding_runs import not_same_twice
 from gradguard.parity.saved import (
     BUFFER,
+    COPIES,
     GRADIENT,
     START,
     STATE,
@@ -145,7 +146,7 @@ class StepNotes:
 
     def start(self) -> Noted:
         """Note the state before the first forward, which changes buffers."""
-        states = [*self._states()]
+        states = [*self._states(), *self._copies()]
         return noted(states, local_weights(states), 1)
 
     def before_update(self) -> None:
@@ -166,7 +167,8 @@ class StepNotes:
 
     def end(self, t: int, calls: int) -> dict[str, Noted]:
         """Return the stages of step ``t`` that follow its gradients, whose update is done."""
-        held, states = [p for p in self.stepped if p.name in self.taken], [*self._states()]
+        held = [p for p in self.stepped if p.name in self.taken]
+        states, copies = [*self._states()], [*self._copies()]
         now = local_weights(self.stepped)
         change = {name: weights - self._before[name] for name, weights in now.items()}
         self._note_settings(t)
@@ -174,6 +176,7 @@ class StepNotes:
             f"gradient that the optimizer takes at step {t}": noted(held, self.taken, calls),
             f"{STATE} after step {t}": noted(states, local_weights(states), calls),
             f"{UPDATE} {t}": noted(self.stepped, change, calls, now),
+            f"{COPIES} after step {t}": noted(copies, local_weights(copies), calls),
         }
 
     def _note_settings(self, t: int) -> None:
@@ -192,8 +195,8 @@ class StepNotes:
                 self.settings[p.name] |= {after_step(key, t): value for key, value in left.items()}
 
     def _states(self) -> Iterator[LocalParameter]:
-        """The tensors and numbers of the optimizers' state, and master weights, each as a tensor of its own."""
-        for model, p in zip(self._local, self.stepped, strict=True):
+        """The tensors and numbers of the optimizers' state, each as a tensor of its own, and buffers."""
+        for p in self.stepped:
             state: Any = next((o.state[p.parameter] for o in self._optimizers if p.parameter in o.state), {})
             for key, value in _leaves(state):
                 tensor = torch.tensor(float(value), device="cpu") if isinstance(value, int | float) else value.detach()
@@ -202,11 +205,15 @@ class StepNotes:
                     self.left_out[f"{key} of {p.name}"] = None
                 else:
                     yield one
+        for front, one in self._models:
+            yield from local_buffers(one, front)
+
+    def _copies(self) -> Iterator[LocalParameter]:
+        """Master weights beside those of the model, and averages of the weights, which follow from an update."""
+        for model, p in zip(self._local, self.stepped, strict=True):
             if p is not model:
                 yield replace(p, name=f"master weights of {p.name}")
                 yield replace(model, name=f"weights of {p.name}")
-        for front, one in self._models:
-            yield from local_buffers(one, front)
         for kind, one in self._others:
             yield from self._averages(kind, one)
 
@@ -254,13 +261,8 @@ class ComparedStages:
         found = {}
         for name, stage in self._stages.items():
             if stage.tensors or name == START:
-                sketches, names = run[name], [*stage.whole.wholes]
-                keep = [i for i, s in enumerate(sketches) if name != START or any(s) or names[i].startswith(BUFFER)]
-                tables = {
-                    "gradient": [[sketches[i] for i in keep]],
-                    "contrasts": [[one[i] for i in keep] for one in stage.contrasts],
-                }
-                tensors = tuple(_with_floor(name, stage, i, sketches[i]) for i in keep)
+                tables = {"gradient": [run[name]], "contrasts": stage.contrasts}
+                tensors = tuple(_with_floor(name, stage, i, sketch) for i, sketch in enumerate(run[name]))
                 found[name] = SavedGradients(tensors, tables, epsilon=epsilon)
         return found
 

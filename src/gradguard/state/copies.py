@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
-from gradguard.state.plain_file import is_array
+from gradguard.state.plain_file import is_numpy
 from gradguard.tensors.host_copy import refuse_capture
 
 PINNED = ("cuda", "xpu")
@@ -137,9 +137,9 @@ class UndoCopier(Copier):
             return super().other(value)
         except Exception as error:  # of a __deepcopy__, or of what has none
             raise UnsupportedGradientError(
-                f"an object of type {type(value).__name__} in the optimizer's state cannot be copied ({error}), so that "
-                "a step which changes it could not be skipped. Keep numbers, tensors and containers of these in the "
-                "state, or give its class a __deepcopy__."
+                f"an object of type {type(value).__name__} in the optimizer's state cannot be copied ({error}), so "
+                "that a step which changes it could not be skipped. Keep numbers, tensors and containers of these in "
+                "the state, or give its class a __deepcopy__."
             ) from error
 
     def _filled(self, tensor: Tensor) -> Tensor:
@@ -339,13 +339,15 @@ class Restorer:
 
 def is_plain(value: Any) -> bool:
     """Tell whether ``value`` is made of numbers, text, tensors, arrays and containers of these only."""
+    if is_numpy(value):
+        return not value.dtype.hasobject or all(isinstance(one, _NEVER_CHANGES) for one in value.ravel().tolist())
     if isinstance(value, set | frozenset):
         return not any(isinstance(entry, Tensor) for entry in value) and all(map(is_plain, value))
     if isinstance(value, Mapping):
         return all(isinstance(key, int | str) and is_plain(entry) for key, entry in value.items())
     if isinstance(value, list | tuple | deque):
         return all(map(is_plain, value))
-    return value is None or isinstance(value, bool | int | float | complex | str | Tensor) or is_array(value)
+    return value is None or isinstance(value, bool | int | float | complex | str | Tensor)
 
 
 def _empty(value: dict[Any, Any]) -> dict[Any, Any]:

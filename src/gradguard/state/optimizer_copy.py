@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from gradguard.errors import UnsupportedGradientError
 from gradguard.state.copies import Copier, Restorer, is_plain
 from gradguard.torch_private import hook_tables
 
@@ -54,15 +55,25 @@ class OptimizerCopy:
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
     def take(self, copier: Copier) -> None:
-        """Copy it."""
+        """Copy it.
+
+        Raises:
+            UnsupportedGradientError: If a container contains itself.
+        """
         self.parameters, self.keys = self.named(), list(self.optimizer.state)
-        content = {
-            "parameters": self.parameters,
-            "groups": self.groups(),
-            "state": list(self.optimizer.state.values()),
-            "attributes": attributes_of(self.optimizer),
-        }
-        self.kept = copier.copy(content)
+        try:
+            content = {
+                "parameters": self.parameters,
+                "groups": self.groups(),
+                "state": list(self.optimizer.state.values()),
+                "attributes": attributes_of(self.optimizer),
+            }
+            self.kept = copier.copy(content)
+        except RecursionError as error:
+            raise UnsupportedGradientError(
+                f"{type(self.optimizer).__name__} keeps a list or dict that contains itself, or very many in one "
+                "another, in its state, groups or attributes, and that cannot be copied: keep flat ones."
+            ) from error
 
     def restore(self, restorer: Restorer, rewind_schedule: bool = True) -> None:
         """Write it back, each number into the tensors, dictionaries and lists that are there.

@@ -333,14 +333,16 @@ class PlainReader:
         self._file.__exit__(None, None, None)
 
 
-def is_array(value: Any) -> bool:
-    """Tell whether ``value`` is an array or a number of NumPy's, of numbers or text of a fixed length."""
+def is_numpy(value: Any) -> bool:
+    """Tell whether ``value`` is an array or a number of NumPy's."""
     numpy = sys.modules.get("numpy")
-    return (
-        numpy is not None
-        and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
-        and value.dtype.kind in "biufcSU"
-    )
+    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+
+
+def is_array(value: Any) -> bool:
+    """Tell whether ``value`` is an array or a number of NumPy's for a file: of numbers or text of a fixed length."""
+    plain = is_numpy(value) and type(value) in (sys.modules["numpy"].ndarray, value.dtype.type)
+    return plain and value.dtype.kind in "biufcSU"
 
 
 def bytes_of(memory: Tensor) -> memoryview:

@@ -190,8 +190,8 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
             except PlainError as error:
                 raise UnsupportedGradientError(
                     f"the state holds something that cannot be written to a file ({error}): expected numbers, text, "
-                    "tensors, arrays, and containers of these. Keep the snapshot in memory, or leave it out of the "
-                    "optimizer's groups and of what state_dict() returns."
+                    "tensors, arrays of numbers or text, and containers of these. Keep the snapshot in memory, or "
+                    "leave it out of the optimizer's groups and attributes, and of what state_dict() returns."
                 ) from error
             if rank == 0:
                 begin_directory(directory, filled)

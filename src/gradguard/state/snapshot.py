@@ -117,7 +117,8 @@ class Snapshot:
 
         Raises:
             InvalidValueError: If a scheduler of the optimizer is not in ``extra_state``.
-            UnsupportedGradientError: If there are weights that cannot be copied, or a CUDA graph is being recorded.
+            UnsupportedGradientError: If there are weights that cannot be copied, a container of an optimizer contains
+                itself, or a CUDA graph is being recorded.
         """
         self._refuse_left_out_schedulers()
         self._prepare()
