@@ -88,7 +88,7 @@ _NUMBERS = frozenset(
 
 
 Unsettled = Literal["own here", "unclear"]
-"""What one batch shows of a value that may be another's in the next: it is each sample's own, or does not tell."""
+"""One batch shows that a value is each sample's own, which says nothing of the next, or does not tell."""
 
 _MOST_ELEMENTS = 4096
 """Elements by which weights are found, and that are kept; all of a batch are compared."""
