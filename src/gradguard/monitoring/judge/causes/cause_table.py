@@ -50,6 +50,7 @@ EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "nonfinite_data": ("rate_too_high", "nonfinite_growth"),
     "nonfinite_range": ("rate_too_high", "nonfinite_growth"),
     "nonfinite_growth": ("nonfinite_data", "nonfinite_range", "bad_batches"),
+    "clip_before_unscale": ("exploding_depth",),
     "accumulation": _RATES,
     "raw_data": (*_RATES, "exploding_depth"),
     "bad_batches": _RATES,
