@@ -165,7 +165,7 @@ CASES = {
     "rate 0": (run(flat(), lr=0.0), "rate_zero", "learning rate is 0.*Set lr above 0"),
     "rate too low": (
         run([2.0 - i / 4000 for i in range(COUNT)], lr=1e-6, meta=FLAT_META, tensors=lines(TENTH, ratio=1e-6)),
-        "rate_too_low", r"1e-06, is too low.*Multiply the learning rate by 1000, to 0.001.*0.04 % at most"),
+        "rate_too_low", r"1e-06, is too low: the loss went from .*Multiply .* by 1000, to 0.001.*0.04 % at most"),
     "rate halved every 10 steps": (
         run([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)], lr=[0.1 / 2 ** (i // 10) for i in range(COUNT)]),
         "rate_decayed", "nearly 0 from step 60 on, while the loss was still falling"),
@@ -873,6 +873,13 @@ def test_a_likely_cause_of_a_run_that_learns_begins_with_its_progress():
     found = diagnose(run(DECAYED[0], lr=DECAYED[1]))
     assert re.match(LEARNS + "The learning rate was nearly 0", found.sentence)
     assert diagnose(run(falling())).progress == diagnose(run(flat(), lr=0.0)).progress == ""
+
+
+def test_a_loss_that_fell_to_a_guess_at_once_is_not_said_to_learn():
+    guess = [1.45, 1.44, 1.43, 1.42, 1.40, *flat(395, 1.386, 0.002)]
+    found = diagnose(run(guess, meta=FLAT_META, tensors=lines(DEPTH)))
+    assert found.cause.key == "vanishing"
+    assert found.progress == ""
 
 
 DETACHED = [{"t": "tensors", "i": i, "norm": [0.1] * 10, "absent": [4] * (i >= 150)} for i in range(0, COUNT, 5)]

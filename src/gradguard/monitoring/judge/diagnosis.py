@@ -140,7 +140,7 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
     curve = signals.curve
     warned = any(one.severity != "info" and Evidence.of(one) not in cause.evidence for one in signals.found)
     none = cause.key in ("healthy", "unknown", "not_started", "drift") or cause.certainty != "likely"
-    if none or warned or not curve.has_fallen:
+    if none or warned or not curve.has_fallen or curve.stands_still:
         return ""
     since = sum(one < cause.evidence[0].steps[0] for one in signals.numbers)
     if cause.may_be_meant and curve.final >= middle(signals.loss.known(since, since + 10)) - curve.error:

@@ -196,8 +196,8 @@ CAUSES = (
     Row(
         "no_gradient", found("gradient_without_optimizer"), "likely",
         "The parameters {params} get gradients and are in no optimizer, so that they never change.",
-        "Give {params} to the optimizer; it was perhaps made before they were. If they are meant to stay as they are, "
-        "call requires_grad_(False) on them.",
+        "Give {params} to the optimizer: it was perhaps made before they were, or they stand in a plain list, where "
+        "nn.ModuleList is missing. If they are meant to stay as they are, call requires_grad_(False) on them.",
         may_be_meant=True,
     ),
     Row(
