@@ -121,6 +121,18 @@ TWO_LAYERS = {
         one for name in ("body", "head") for one in (*params([f"{name}.weight"]), *params([f"{name}.bias"], (16,)))
     ]
 }
+THREE_LAYERS = {
+    "params": [
+        one
+        for name, shape in (("body", (64, 16)), ("middle", (64, 64)), ("head", (1, 64)))
+        for one in (*params([f"{name}.weight"], shape), *params([f"{name}.bias"], shape[:1]))
+    ]
+}
+RISES_FAR = [*falling(60, 1.3, 0.5), *[0.5 * 1.012**i for i in range(340)]]
+LARGE_WEIGHTS = [
+    line | {"weight": [32.0, 1.0, 64.0, 1.0, 9.0, 1.0], "norm": [6e3, 2600.0, 1.1e4, 660.0, 1.3e4, 130.0]}
+    for line in lines([0.0] * 6)
+]
 
 
 def lost(record, at=NAN_AT, **first):
@@ -153,7 +165,7 @@ CASES = {
     "rate 0": (run(flat(), lr=0.0), "rate_zero", "learning rate is 0.*Set lr above 0"),
     "rate too low": (
         run([2.0 - i / 4000 for i in range(COUNT)], lr=1e-6, meta=FLAT_META, tensors=lines(TENTH, ratio=1e-6)),
-        "rate_too_low", r"1e-06, is too low.*Multiply the learning rate by 1000, to 0.001.*0.04 % at most"),
+        "rate_too_low", r"1e-06, is too low: the loss went from .*Multiply .* by 1000, to 0.001.*0.04 % at most"),
     "rate halved every 10 steps": (
         run([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)], lr=[0.1 / 2 ** (i // 10) for i in range(COUNT)]),
         "rate_decayed", "nearly 0 from step 60 on, while the loss was still falling"),
@@ -603,6 +615,24 @@ CASES = {
         lost(run([1e6, *[1e6 * 10.0 ** i for i in range(1, 9)], *flat(391)], [2e3] * COUNT, meta={"params": [
             *params(["a.weight"], (1, 16)), *params(["a.bias"], (1,))]}, tensors=lines([4500.0, 1800.0])), 9),
         "raw_data", r"The targets .* about 1,000.*as in \(x - mean\) / std\. Choose the learning rate"),
+    "outputs that are large by the weights of three layers, whatever the targets are": (
+        run(falling(start=14000.0, end=11000.0), meta=THREE_LAYERS, tensors=LARGE_WEIGHTS),
+        "exploding_depth", "times as large as the weight"),
+    "a start that is too large in each of three layers, under a loss that falls": (
+        run(falling(start=7e3, end=2.5e3), meta=THREE_LAYERS, tensors=LARGE_WEIGHTS),
+        "exploding_depth", "too large from the start"),
+    "a large table before a small head, under a loss that sums over the batch": (
+        run(falling(), meta={"params": [*params(["table.weight"], (100, 64)), *params(["head.weight"], (4, 64))]},
+            tensors=[line | {"weight": [80.0, 1.2], "norm": [500.0, 64.0]} for line in lines([0.0, 0.0])]),
+        "healthy", "well"),
+    "steps to and fro at a rate too high, which carry weights away": (
+        run(RISES_FAR, [x * 1.01**i for i, x in enumerate(calm())], meta=FLAT_META,
+            tensors=moving(lambda i: 4.0 + i / 20, ratio=0.1)),
+        "rate_too_high", "is too high"),
+    "weights that are pulled one way by what rewards large ones": (
+        run(RISES_FAR, [x * 1.01**i for i, x in enumerate(calm())], meta=FLAT_META,
+            tensors=moving(lambda i: 4.0 + i / 20, ratio=0.01)),
+        "drift", "the sign of a penalty"),
 }  # fmt: skip
 
 
@@ -843,6 +873,13 @@ def test_a_likely_cause_of_a_run_that_learns_begins_with_its_progress():
     found = diagnose(run(DECAYED[0], lr=DECAYED[1]))
     assert re.match(LEARNS + "The learning rate was nearly 0", found.sentence)
     assert diagnose(run(falling())).progress == diagnose(run(flat(), lr=0.0)).progress == ""
+
+
+def test_a_loss_that_fell_to_a_guess_at_once_is_not_said_to_learn():
+    guess = [1.45, 1.44, 1.43, 1.42, 1.40, *flat(395, 1.386, 0.002)]
+    found = diagnose(run(guess, meta=FLAT_META, tensors=lines(DEPTH)))
+    assert found.cause.key == "vanishing"
+    assert found.progress == ""
 
 
 DETACHED = [{"t": "tensors", "i": i, "norm": [0.1] * 10, "absent": [4] * (i >= 150)} for i in range(0, COUNT, 5)]

@@ -125,6 +125,11 @@ def forgotten_encoder(watching, encoder=None):
         optimizer.step()
 
 
+def layers_in_a_plain_list(watching):
+    layers = [nn.Linear(6, 6) for _ in range(3)]
+    forgotten_encoder(watching, lambda x: layers[2](layers[1](layers[0](x))))
+
+
 def trained_encoder(watching):
     encoder = nn.Linear(6, 6)
     for _ in range(5):  # as in a training before this one, whose optimizer is gone
@@ -290,6 +295,7 @@ SICK = [
     ("a replaced head", replaced_head, ["watch"], NO_OPTIMIZER, "warning", "4.weight, 4.bias receive gradients"),
     ("a head alone", head_alone, BOTH, NO_OPTIMIZER, "info", "0.weight, 0.bias, 2.weight, 2.bias receive gradients"),
     ("a forgotten encoder", forgotten_encoder, ["watch"], NO_OPTIMIZER, "warning", "Linear.weight, Linear.bias rec"),
+    ("layers in a list", layers_in_a_plain_list, ["watch"], NO_OPTIMIZER, "warning", "of 3) and 1 more receive"),
     ("a trained encoder", trained_encoder, ["watch"], NO_OPTIMIZER, "info", "Linear.weight, Linear.bias receive"),
     ("a loaded encoder", loaded_encoder, ["watch"], NO_OPTIMIZER, "info", "Linear.weight, Linear.bias receive"),
     ("a parameter of no module", parameter_of_no_module, ["watch"], NO_OPTIMIZER, "warning", "of shape () receives"),

@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.findings import Finding, steps, worst_first
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import capital, number
-from gradguard.monitoring.judge.signals import FEWEST_STEPS, RunSignals, middle, signals_of
+from gradguard.monitoring.judge.signals import A_LITTLE, FEWEST_STEPS, RunSignals, middle, signals_of
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.step_rows import by_optimizer
@@ -140,7 +140,7 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
     curve = signals.curve
     warned = any(one.severity != "info" and Evidence.of(one) not in cause.evidence for one in signals.found)
     none = cause.key in ("healthy", "unknown", "not_started", "drift") or cause.certainty != "likely"
-    if none or warned or not curve.has_fallen:
+    if none or warned or not curve.has_fallen or (curve.stands_still and curve.fallen < A_LITTLE):
         return ""
     since = sum(one < cause.evidence[0].steps[0] for one in signals.numbers)
     if cause.may_be_meant and curve.final >= middle(signals.loss.known(since, since + 10)) - curve.error:

@@ -36,6 +36,9 @@ FAR = 20.0
 OF_EPS = 3.0
 """Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
 
+A_LITTLE = 0.15
+"""Of its first level: what the bias of an output can take from a loss."""
+
 REACH = 2.0
 """Times the way from the first weights to the last: what clipped steps must be able to go."""
 
@@ -44,7 +47,6 @@ _CALM, _LAST, _STANDS_OUT = 10, 3, 2.5  # steps of calm; those just before a lea
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
 _NEARLY_ZERO = 3e-3
-_A_LITTLE = 0.15  # of its first level: what the bias of an output can take from a loss
 _HUGE = 30.0  # times the norm of the weights: a first gradient
 _TURNS = 1.0  # of logarithms, between two losses in a row
 _LONGEST_TURN = 8  # losses of so many kinds in a row
@@ -105,7 +107,7 @@ class Curve:
         levels = self.levels[len(self.levels) // 10 :]
         first, last = levels[: len(levels) // 4], levels[len(levels) // 2 :]
         fell = statistics.median(first) - statistics.median(last)
-        fell_at_once = self.levels[0] - self.final > _A_LITTLE * abs(self.levels[0])
+        fell_at_once = self.levels[0] - self.final > A_LITTLE * abs(self.levels[0])
         wide = math.inf if fell_at_once else max(levels) - min(levels)
         return wide <= max(3 * self.error, 0.03 * abs(self.start)) and fell <= max(self.error, 0.02 * abs(self.start))
 

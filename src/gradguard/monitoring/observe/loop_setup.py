@@ -233,7 +233,13 @@ class IdleOptimizers:
 
 
 def _told(found: Sequence[_Candidate], index: int, harmless: bool) -> Iterator[Event]:
-    same = {one.name: one.unchanged for one in found if one.unchanged is not None}
+    names = Counter(one.name for one in found)  # layers of one class in a plain list have one name
+    seen, same = Counter[str](), dict[str, Tensor]()
+    for one in found:
+        seen[one.name] += 1
+        if one.unchanged is not None:
+            alike = f" ({seen[one.name]} of {names[one.name]})" if names[one.name] > 1 else ""
+            same[one.name + alike] = one.unchanged
     if same:
         device = next(iter(same.values())).device
         named = {name: one.to(device, non_blocking=device.type != "cpu") for name, one in same.items()}

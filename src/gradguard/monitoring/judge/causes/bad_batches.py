@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import mul
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
 from gradguard.monitoring.judge.causes.rate import GROWN
@@ -40,6 +41,9 @@ CALMS = 0.7
 
 AS_FAST = 1.7
 """From the middle of the run to its end: a weight that grows as fast in both halves has twice that."""
+
+CARRIES_ON = 4.0
+"""Times the root of the number of steps: a momentum of 0.9 takes steps of chance so far."""
 
 UNLEARNED = 1.5
 """Times the first losses: more than an untrained model has, and less than one that has learned another class only."""
@@ -255,6 +259,8 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
         return None
     grown, rising = _growing_weight(signals), _rising_norms(signals)
     runs_away = _runs_away(signals, curve, grown is not None)
+    if not runs_away and _wander(signals):
+        return None
     since = curve.levels[curve.levels.index(curve.best) :]
     leap = max((max(since[k + 1 : k + 3]) - since[k] for k in range(len(since) - 1)), default=0.0)
     above = max(statistics.median(since), curve.final) - curve.best
@@ -271,6 +277,15 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
         evidence.append(signals.seen(f"The median gradient norm rose {number(rising)} times, step by step."))
     end = "the loss falls without end" if runs_away else "the loss does not settle"
     return Sign(tuple(evidence), {"end": end})
+
+
+def _wander(signals: RunSignals) -> bool:
+    """Whether the usual weight grew by no more than steps to and fro take it: what rewards large ones pulls one way."""
+    layers = [layer for layer in signals.sized_layers if len(layer.weights) > 1]
+    ways = [statistics.fmean(map(mul, layer.ratios, layer.weights)) * signals.count for layer in layers]
+    pairs = zip(layers, ways, strict=True)
+    shares = [(layer.weights[-1] - layer.weights[0]) / way for layer, way in pairs if way]
+    return bool(shares) and statistics.median(shares) < CARRIES_ON / math.sqrt(signals.count)
 
 
 def _growing_weight(signals: RunSignals) -> tuple[str, float] | None:

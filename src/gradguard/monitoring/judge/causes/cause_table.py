@@ -50,6 +50,7 @@ EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "nonfinite_data": ("rate_too_high", "nonfinite_growth"),
     "nonfinite_range": ("rate_too_high", "nonfinite_growth"),
     "nonfinite_growth": ("nonfinite_data", "nonfinite_range", "bad_batches"),
+    "clip_before_unscale": ("exploding_depth",),
     "accumulation": _RATES,
     "raw_data": (*_RATES, "exploding_depth"),
     "bad_batches": _RATES,
@@ -195,8 +196,8 @@ CAUSES = (
     Row(
         "no_gradient", found("gradient_without_optimizer"), "likely",
         "The parameters {params} get gradients and are in no optimizer, so that they never change.",
-        "Give {params} to the optimizer; it was perhaps made before they were. If they are meant to stay as they are, "
-        "call requires_grad_(False) on them.",
+        "Give {params} to the optimizer: it was perhaps made before they were, or they stand in a plain list, where "
+        "nn.ModuleList is missing. If they are meant to stay as they are, call requires_grad_(False) on them.",
         may_be_meant=True,
     ),
     Row(

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Sign
 from gradguard.monitoring.judge.findings import named
-from gradguard.monitoring.judge.numbers import median, number, plain_threshold
+from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.signals import Layer, RunSignals
 
 FEWEST_LAYERS = 4
-"""Fewer weights have no depth to speak of."""
+"""Fewer weights have no depth to speak of, but where each of them multiplies sizes."""
 
 VANISHED = 1e-4
 """A gradient this many times that of the top, element by element, where the optimizer does not cancel a scale."""
@@ -79,7 +79,7 @@ def explodes_along_depth(signals: RunSignals) -> Sign | None:
     if any(layer.uses >= RECURRENT_USES for layer in signals.layers):
         return None
     measured = [layer for layer in signals.layers if layer.weights and not signals.begins_at_zero(layer)]
-    gain = median([signals.gain(layer) or 0.0 for layer in measured]) or 0.0
+    gain = statistics.median_low([signals.gain(layer) or 0.0 for layer in measured] or [0.0])
     for layers in (signals.biases, signals.layers):
         first = [layer.gradients[0] for layer in layers]
         if len(layers) < FEWEST_LAYERS or not all(first):
@@ -97,10 +97,12 @@ def explodes_along_depth(signals: RunSignals) -> Sign | None:
                 f"{number(first[-1])} in {layers[-1].name}: {each:.2g} times more with each layer down.",
                 times,
             )
-    if len(measured) < FEWEST_LAYERS:
-        return None  # values may grow upwards as gradients do downwards: no layer has more than another
-    times = statistics.median(one.gradients[0] * signals.root(one.place) / one.weights[0] for one in measured)
-    if times < (ABOVE if gain > LARGE_GAIN else FAR_ABOVE):
+    # values may grow upwards as gradients do downwards: no layer has more than another
+    fewest, least = (2, ABOVE) if gain > LARGE_GAIN else (FEWEST_LAYERS, FAR_ABOVE)
+    if len(measured) < fewest:
+        return None
+    times = statistics.median_low(one.gradients[0] * signals.root(one.place) / one.weights[0] for one in measured)
+    if times < least:
         return None
     words = f"In the first step the gradient of the usual weight is {number(times)} times as large as the weight."
     return _exploding(signals, measured, words, times)

@@ -119,7 +119,7 @@ def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
     if rise <= enough or curve.fallen > 0.5:
         return None
     at = signals.named(curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels)))
-    words = f"The loss was {number(curve.best)} at its best, near step {at}, and ends at {signals.ends_at}."
+    words = f"The usual loss was {number(curve.best)} at its best, near step {at}, and ends at {signals.ends_at}."
     return signals.seen(words, since=at)
 
 
@@ -136,7 +136,7 @@ def too_short(signals: RunSignals) -> Sign | None:
         return None
     if curve.fallen > 0.3 or travel > (TINY_MOVE if curve.is_known else NO_MOVE) or signals.only_vectors_learn:
         return None
-    end = f"the loss creeps from {number(curve.start)} to {signals.ends_at}"
+    end = f"the loss went from {number(curve.start)} to {signals.ends_at}"
     if not curve.is_known:
         end = f"after {signals.count:,} steps the weights are where they began"
     moved = f"all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most"

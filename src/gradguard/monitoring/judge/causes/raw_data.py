@@ -14,6 +14,9 @@ LARGE, SURE = 20.0, 100.0
 """The size of inputs that are not normalised; and one that leaves no other reading of a run that fails. Targets need
 that one: less may be a sum over a batch."""
 
+OWN = 0.2
+"""Of what the first outputs are off by: outputs of that size are large whatever the targets are."""
+
 FEWEST_UNITS = 8
 """Of one alone the bias's gradient may be nearly 0 by chance."""
 
@@ -38,7 +41,7 @@ def inputs(signals: RunSignals) -> Sign | None:
 def targets(signals: RunSignals) -> Sign | None:
     """Return whether the first outputs are far from their targets by a squared error, in a run that fails.
 
-    Outputs that are large themselves come of a last layer that reads large numbers.
+    Outputs that are large themselves are numbers that the last layer reads, times its weights.
     """
     loss, bias = next(iter(signals.losses), None), next(iter(signals.biases[::-1]), None)
     outputs = 0 if bias is None else signals.elements([bias.place])
@@ -46,7 +49,8 @@ def targets(signals: RunSignals) -> Sign | None:
         return None
     size = math.sqrt(loss / outputs)
     slope = bias.gradients[0] / (2 * size)  # 1 or less for a mean of squares
-    if any(_size_read(layer, its, 1) >= LARGE for layer, its in _with_bias(signals) if its is bias):
+    last = (layer for layer, its in _with_bias(signals) if its is bias and layer.weights)
+    if any(_size_read(layer, bias, 1) * (signals.gain(layer) or 1.0) > OWN * size for layer in last):
         return None
     words = f"The first loss, {number(loss)}, is that of outputs that are off by about {number(size)}."
     return _sign(signals, "targets", size, words, bias) if 0.03 < slope < 1.02 else None

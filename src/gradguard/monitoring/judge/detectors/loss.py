@@ -104,16 +104,11 @@ def came_back(found: Episode, part: OptimizerSteps) -> bool:
 
 def _diverging(found: Episode) -> Words:
     best, largest, start = (found.numbers[key] for key in ("best", "largest", "start"))
+    rose = f"the median loss of {BLOCK} steps rose from {number(best)}, the best it was, to {number(largest)}"
     if found.harmless:
-        message = (
-            f"the loss rose from {number(best)}, the best it was, to {number(largest)} at step {found.first}, and came "
-            "back by the end"
-        )
+        message = f"{rose} at step {found.first}, and came back by the end"
         return "info", message, "nothing, where the data or a target changed there; else a lower learning rate"
-    message = (
-        f"the loss rose from {number(best)}, the best it was, to {number(largest)} from step {found.first} on, and has "
-        f"not come back; it began at {number(start)}"
-    )
+    message = f"{rose} from step {found.first} on, and has not come back; it began at {number(start)}"
     advice = "go back to a checkpoint from before, with a lower learning rate; it is no fault if the data became harder"
     return ("error" if largest - best > NOTHING_LEFT * (start - best) else "warning"), message, advice
 
