@@ -478,6 +478,7 @@ def test_a_clipper_counts_what_is_not_finite_and_learns_nothing_of_it(rule, bad_
 class Average:
     count: int
     mean: torch.Tensor
+    of: torch.Tensor
     handle: object = None
 
 
@@ -490,11 +491,14 @@ class Averaging(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        shared = self.state[self.param_groups[0]["params"][0]].setdefault("all", Average(0, torch.zeros(()), None))
         for p in self.param_groups[0]["params"]:
-            held = self.state[p].setdefault("average", Average(0, torch.zeros_like(p), self.handle))
+            self.state[p]["all"] = shared
+            shared.count += 1
+            held = self.state[p].setdefault("average", Average(0, torch.zeros_like(p), p, self.handle))
             held.count += 1
             held.mean.mul_(0.9).add_(p.grad)
-            p.sub_(0.1 * held.mean / (1 - 0.9**held.count))
+            held.of.sub_(0.1 * held.mean / (1 - 0.9**held.count))
 
 
 def test_a_skipped_step_leaves_objects_in_the_state():
@@ -513,6 +517,9 @@ def test_a_skipped_step_leaves_objects_in_the_state():
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
         assert guarded.state[p]["average"].count == 3
+        assert guarded.state[p]["average"].of is p
+        assert guarded.state[p]["all"] is guarded.state[next(net.parameters())]["all"]
+    assert guarded.state[p]["all"].count == plain.state[q]["all"].count
 
 
 def test_an_object_in_the_state_that_cannot_be_copied_is_refused():

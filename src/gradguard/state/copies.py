@@ -31,12 +31,18 @@ _NEVER_CHANGES = (bool, int, float, complex, str, bytes, type(None), torch.dtype
 
 
 class Copier:
-    """Takes copies into memory that earlier copies no longer need: the second snapshot allocates nothing."""
+    """Takes copies into memory that earlier copies no longer need: the second snapshot allocates nothing.
+
+    Attributes:
+        known: Objects that are copied already, by their ids, or stay themselves, such as parameters that another object
+            points to; None if each is copied by itself.
+    """
 
     def __init__(self) -> None:
         self._free: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         self._used: list[tuple[tuple[Any, ...], Tensor]] = []
         self._seen: dict[int, tuple[Tensor, TensorCopy]] = {}
+        self.known: dict[int, Any] | None = None
 
     def begin(self) -> None:
         """Give all memory free: what was copied before is lost."""
@@ -73,8 +79,8 @@ class Copier:
         return self.other(value)
 
     def other(self, value: Any) -> Any:
-        """Return what to keep of what holds no tensors: a copy, but of functions, modules and optimizers."""
-        return _owned(value)
+        """Return what to keep of an object: a copy, but of functions, modules and optimizers."""
+        return _owned(value, self.known)
 
     def tensor(self, tensor: Tensor) -> "TensorCopy":
         """Return a copy of one tensor.
@@ -291,6 +297,7 @@ class Restorer:
     def __init__(self) -> None:
         self._places: set[int] = set()
         self._given: dict[int, Any] = {}
+        self.known: dict[int, Any] | None = None  # as of `Copier`
 
     def write(self, kept: TensorCopy, live: Tensor) -> None:
         """Write into this tensor and no other, once."""
@@ -308,7 +315,7 @@ class Restorer:
             return self._mapping(kept, live)
         if isinstance(kept, _Sequence):
             return self._sequence(kept, live)
-        return kept.value if isinstance(kept, Same) else _owned(kept)
+        return kept.value if isinstance(kept, Same) else _owned(kept, self.known)
 
     def _tensor(self, kept: TensorCopy, live: Any) -> Tensor:
         if id(kept) in self._given:
@@ -358,8 +365,8 @@ def _empty(value: dict[Any, Any]) -> dict[Any, Any]:
     return empty
 
 
-def _owned(value: Any) -> Any:
-    return value if callable(value) or isinstance(value, _BY_REFERENCE) else copy.deepcopy(value)
+def _owned(value: Any, known: dict[int, Any] | None) -> Any:
+    return value if callable(value) or isinstance(value, _BY_REFERENCE) else copy.deepcopy(value, known)
 
 
 def _place(tensor: Tensor) -> int:

@@ -61,6 +61,7 @@ class OptimizerCopy:
             UnsupportedGradientError: If a container contains itself.
         """
         self.parameters, self.keys = self.named(), list(self.optimizer.state)
+        copier.known = self._by_reference()
         try:
             content = {
                 "parameters": self.parameters,
@@ -74,6 +75,12 @@ class OptimizerCopy:
                 f"{type(self.optimizer).__name__} keeps a list or dict that contains itself, or very many in one "
                 "another, in its state, groups or attributes, and that cannot be copied: keep flat ones."
             ) from error
+        finally:
+            copier.known = None
+
+    def _by_reference(self) -> dict[int, Any]:
+        """Return what objects of the optimizer may point to, by ids: it stays itself in their copies."""
+        return {id(one): one for one in (self.optimizer, *self.parameters.values())}
 
     def restore(self, restorer: Restorer, rewind_schedule: bool = True) -> None:
         """Write it back, each number into the tensors, dictionaries and lists that are there.
@@ -82,6 +89,7 @@ class OptimizerCopy:
             restorer: Writes the copies.
             rewind_schedule: Whether the numbers of groups that schedulers write go back, too.
         """
+        restorer.known = self._by_reference()
         for name, parameter in self.parameters.items():
             restorer.write(self.kept["parameters"][name], parameter)
         state = self.optimizer.state
@@ -100,3 +108,4 @@ class OptimizerCopy:
             delattr(self.optimizer, name)
         for name, value in restorer.restored(self.kept["attributes"], now).items():
             setattr(self.optimizer, name, value)
+        restorer.known = None
