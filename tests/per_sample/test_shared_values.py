@@ -404,14 +404,16 @@ def test_masks_of_one_area_have_no_history_of_their_own(name, is_honest):
         clipper.discard()
 
 
+@pytest.mark.parametrize("are_labels", [False, True], ids=["numbers", "labels"])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", ["soft Dice", "soft Dice, weighed", "Tversky", "focal", "focal, inside"])
-def test_a_sum_is_explained_by_constants_that_the_graph_keeps(name, strict):
+def test_a_sum_is_explained_by_constants_that_the_graph_keeps(name, strict, are_labels):
     clipper, s = clipper_of(), torch.tensor(0.7, dtype=torch.float64)
     if strict:
         clipper.refuse_ambiguous_losses()
     for size, seed in ((12, 0), (5, 1), (2, 2), (1, 3), (7, 4)):
         batch = Batch(size, seed)
+        batch.y = batch.y.round() if are_labels else batch.y
         found = step(clipper, lambda c, out, b: MIXED[name](c.constant(1.0) * out, b.y, s), batch)["weight"]
         out = clipper.module(batch.x).detach().requires_grad_()
         rows = [torch.autograd.grad(MIXED[name](one[None], y[None], s), out)[0][i] for i, (one, y) in

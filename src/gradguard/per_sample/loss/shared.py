@@ -94,7 +94,7 @@ _MOST_ELEMENTS = 4096
 """Elements by which weights are found, and that are kept; all of a batch are compared."""
 
 _SPARE = 8
-"""Different elements beyond those that any weights would explain, by which weights are known."""
+"""Elements beyond those that any weights would explain, by which weights are known."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,14 @@ class Mixture:
 
     @functools.cached_property
     def solved(self) -> tuple[Tensor, int]:
-        """The weights w, and how many different rows there are beyond those that any would explain."""
-        columns = self._columns.cpu()
-        found = torch.linalg.lstsq(columns, self.total[:, None].cpu(), driver="gelsd")
-        return found.solution[:, 0].to(self.total), len(columns.unique(dim=0)) - int(found.rank)
+        """The weights w, and how many elements any weights would explain."""
+        found = torch.linalg.lstsq(self._columns.cpu(), self.total[:, None].cpu(), driver="gelsd")
+        return found.solution[:, 0].to(self.total), int(found.rank)
+
+    @property
+    def different(self) -> int:
+        """The number of elements with different constants."""
+        return len(self._columns.unique(dim=0))
 
     @functools.cached_property
     def is_coarse(self) -> bool:
@@ -305,9 +309,10 @@ class SharedValues:
             return ""
         joined = mixture if before is None else before.joined(mixture)
         self._new_mixtures[key] = thinned = joined.thinned()
-        weights, spare = thinned.solved
-        seen_before = 0 if before is None else before.solved[1]
-        is_known = joined.is_explained(weights) and (spare >= seen_before + _SPARE or not self.strict)
+        weights, rank = thinned.solved
+        is_known = joined.is_explained(weights)
+        if is_known and self.strict:  # constants that no batch had until now must not explain whatever is added
+            is_known = len(thinned.total) >= rank + _SPARE and (before is None or thinned.different > rank)
         return "" if is_known or (before is None and are_alike) else mixture.refusal
 
 
