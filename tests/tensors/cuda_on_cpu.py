@@ -136,8 +136,8 @@ class Unwrapped:
         self.blocks.clamp_(low, high)
 
 
-def coefficient_of(norm, limit):
-    """In place of `cuda_blocks.coefficient_of`."""
+def coefficients_on_device(norm, limit):
+    """In place of `cuda_blocks.coefficients_on_device`."""
     is_there = isinstance(norm, pretend_device.OnDevice) and norm.dtype is torch.float64
     return pretend_device.wrapped(cuda_blocks._coefficient(norm.held, limit)) if is_there else None
 
@@ -186,7 +186,7 @@ def check_clips():
     """What the kernels make of gradients on a pretended device is what gradguard makes of them on the CPU."""
     for module in (norms, scaling, units):
         module.CudaBlocks = Unwrapped
-    scaling.coefficient_of = coefficient_of
+    scaling.coefficients_on_device = coefficients_on_device
     with pretend_device.Makes():
         for dtype, (name, (clip, least)) in itertools.product((torch.float32, torch.float16), CLIPS.items()):
             here, there = parameters(dtype, "cpu"), parameters(dtype, pretend_device.DEVICE)

@@ -248,6 +248,6 @@ def test_the_first_use_finds_what_is_wrong(wrong, monkeypatch):
 def test_coefficients_of_other_norms_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(cuda_blocks, "_coefficient", lambda norm, limit: "in one launch")
     norm = torch.ones((), dtype=torch.float64)
-    assert cuda_blocks.coefficient_of(norm, 1.0) is None  # of the CPU
+    assert cuda_blocks.coefficients_on_device(norm, 1.0) is None  # of the CPU
     there = SimpleNamespace(is_cuda=True, dtype=torch.float64, device=torch.device("cuda", 0))
-    assert cuda_blocks.coefficient_of(there, 1.0) is None  # of a device that has not been tried
+    assert cuda_blocks.coefficients_on_device(there, 1.0) is None  # of a device that has not been tried

@@ -140,7 +140,7 @@ class CudaBlocks:
         _launch(self._device, kernel, self.programs, *self._tables, *arguments, **settings)
 
 
-def coefficient_of(norm: Tensor, limit: float) -> Tensor | None:
+def coefficients_on_device(norm: Tensor, limit: float) -> Tensor | None:
     """Return min(1, limit / (norm + 1e-6)) of each norm, in one launch where torch needs four, or None."""
     if not norm.is_cuda or norm.dtype is not torch.float64 or norm.device not in _serving:
         return None

@@ -7,7 +7,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from gradguard.tensors.cuda_blocks import CudaBlocks, coefficient_of
+from gradguard.tensors.cuda_blocks import CudaBlocks, coefficients_on_device
 from gradguard.tensors.kernels import Blocks, representable
 from gradguard.tensors.layout import (
     HALVES,
@@ -46,7 +46,7 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     if not isinstance(max_norm, Tensor):  # a Python number needs no copy to the device, and can be graph-captured
         if math.isinf(max_norm):
             return torch.ones_like(norm)
-        if (found := coefficient_of(norm, max_norm)) is not None:
+        if (found := coefficients_on_device(norm, max_norm)) is not None:
             return found
         return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     limit = move(max_norm.detach(), norm.device, norm.dtype)
