@@ -251,3 +251,16 @@ def test_coefficients_of_other_norms_are_left_to_torch(monkeypatch):
     assert cuda_blocks.coefficients_on_device(norm, 1.0) is None  # of the CPU
     there = SimpleNamespace(is_cuda=True, dtype=torch.float64, device=torch.device("cuda", 0))
     assert cuda_blocks.coefficients_on_device(there, 1.0) is None  # of a device that has not been tried
+
+
+@pytest.mark.parametrize("said", [0, 1, 2])
+def test_waits_are_allowed_where_they_are_forbidden_and_nothing_is_set_elsewhere(monkeypatch, said):
+    """PyTorch warns of each change, which would be the first thing that a user of a GPU sees."""
+    changes = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: said)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", changes.append)
+    with pytest.raises(ZeroDivisionError), cuda_blocks._waits_unseen():
+        assert len(changes) == bool(said)
+        raise ZeroDivisionError
+    assert changes == (["default", said] if said else [])

@@ -271,10 +271,10 @@ def _serves(device: torch.device, dtype: torch.dtype) -> bool:
 @contextmanager
 def _waits_unseen() -> Iterator[None]:
     """Let the host wait for the device in this block, also where `torch.cuda.set_sync_debug_mode` forbids it."""
-    if not torch.cuda.is_initialized():
+    said = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+    if not said:  # setting it warns, whatever it is set to
         yield
         return
-    said = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("default")
     try:
         yield
