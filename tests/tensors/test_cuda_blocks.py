@@ -260,7 +260,6 @@ def test_waits_are_allowed_where_they_are_forbidden_and_nothing_is_set_elsewhere
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: said)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", changes.append)
-    with pytest.raises(ZeroDivisionError), cuda_blocks._waits_unseen():
+    with cuda_blocks._waits_unseen():
         assert len(changes) == bool(said)
-        raise ZeroDivisionError
     assert changes == (["default", said] if said else [])
