@@ -355,6 +355,36 @@ def test_decisions_of_the_host_and_of_the_device_are_counted_together():
     assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (4, 0), (4, 0), (5, 1)]
 
 
+def test_a_spike_neither_lengthens_nor_ends_a_row_of_skips_once_the_device_counts():
+    counts, seen = Counts(limit=None), []
+    counts.decided_on_device(torch.tensor(True))
+    for skip, spike in ((True, True), (True, False), (False, False), (True, True)):
+        counts.decided(skip, spike)
+        seen.append((counts.skipped, counts.in_a_row))
+    assert seen == [(2, 1), (3, 2), (3, 0), (4, 0)]
+
+
+def test_the_history_ends_where_a_state_is_loaded():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    guard = Guard(optimizer, clipper(), model=net, max_consecutive_skips=2)
+    state = guard.state_dict()
+
+    def bad_step():
+        put_gradients(net, 0)
+        spoil(net)
+        optimizer.step()
+
+    bad_step()
+    bad_step()
+    guard.load_state_dict(state)
+    bad_step()
+    bad_step()
+    with pytest.raises(NonFiniteGradientError, match="3 optimizer steps in a row were skipped") as raised:
+        bad_step()
+    assert [str(raised.value).count(f"step {number}: norm nan") for number in (1, 2, 3)] == [1, 1, 1]
+
+
 def test_without_a_cap_it_never_raises():
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
