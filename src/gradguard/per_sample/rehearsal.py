@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton, changes_of, tensor_leaves, to_float64
@@ -395,7 +396,7 @@ class _RehearsedPair:
                 if g is not None
             ]
             if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                torch.autograd.backward([get_gradient_edge(o) for o, _ in pairs], [g for _, g in pairs])
             device = outputs[0].device if outputs else torch.device("cpu")
             found = {} if collector.mini_batch is None else collector.mini_batch.finish(device)
         return loop, found

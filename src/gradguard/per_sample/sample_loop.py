@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import (
@@ -29,7 +30,7 @@ from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
 from gradguard.per_sample.refusals import own_failure
-from gradguard.per_sample.rerun import Draws, Quietly, substituted, undisturbed
+from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, substituted, undisturbed
 from gradguard.state.frozen import Frozen
 from gradguard.torch_private import parameter_slots
 
@@ -108,7 +109,7 @@ class LoopedCall:
     scales: Sequence[float] = ()
     taken: dict[int, Arguments] = field(default_factory=dict)
     recorded: Versions = field(default_factory=list)
-    _last: bool | None = None
+    _layout: str = ""
     _squares: dict[str, Tensor] = field(default_factory=dict)
     _sums: dict[str, Tensor] = field(default_factory=dict)
 
@@ -195,24 +196,26 @@ class LoopedCall:
     @contextmanager
     def _alone(self, samples: Sequence[int], places: Places) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
         """Run some samples, with leaves in the places of parameters until the block ends; yield outputs and leaves."""
-        orders = (False, True) if self._last is None and self.draws.drawn else (bool(self._last),)
-        for last in orders:
+        failure: UnsupportedGradientError | None = None
+        layouts = LAYOUTS if self.draws.drawn and not self._layout else (self._layout or LAYOUTS[0],)
+        for layout in layouts:
             args, kwargs = self.taken.get(samples[0]) or self.call.samples([self.order[i] for i in samples])
             if self.before is not None:
                 self.before.restore()
             leaves = {name: _value(slots).requires_grad_() for name, slots in places.items()}
             with substituted({slot: leaves[name] for name, slots in places.items() for slot in slots}):
                 try:
-                    with self.draws.of_samples(samples, self.batch_size, last):
+                    with self.draws.of_samples(samples, self.batch_size, layout):
                         outputs = self._outputs(args, kwargs)
                     self.compare(outputs, samples)
-                except UnsupportedGradientError:
-                    if last is orders[-1]:
-                        raise
+                except UnsupportedGradientError as error:
+                    failure = failure or error
                     continue
-                self._last = last  # how samples lie in what is drawn is the same for all of them
+                self._layout = layout  # how samples lie in what is drawn is the same for all of them
                 yield outputs, leaves
                 return
+        assert failure is not None
+        raise failure
 
     def _differs(self, difference: str) -> str:
         return (
@@ -251,7 +254,7 @@ class LoopedCall:
                     numbers[i] += float(output.detach())
                     grad = grad * self.share_of(sample)
                 if grad is not None and output.requires_grad:
-                    roots.append(output)
+                    roots.append(get_gradient_edge(output))
                     grads.append(grad if scale == 1.0 else grad * scale)
             if roots:
                 with self.draws.again():
