@@ -249,7 +249,7 @@ class LoopedCall:
                 grad, axis = self.grads[i], axes[i]
                 if axis is not None:
                     if grad is not None:
-                        grad = rows_of(grad, axis, output.shape[axis.dim], sample)
+                        grad = axis.split(grad, self.batch_size)[sample]
                 elif output.dim() == 0 and output.is_floating_point() and grad is not None:
                     numbers[i] += float(output.detach())
                     grad = grad * self.share_of(sample)
@@ -349,13 +349,6 @@ def sum_together(contributions: Mapping[str, Contribution], weights: Mapping[str
         loop.sum_up(mine, bad)
 
 
-def rows_of(values: Tensor, axis: BatchAxis, size: int, sample: int) -> Tensor:
-    """The part of a tensor that belongs to one sample, which has ``size`` entries in the batch axis."""
-    if axis.last:
-        return values.unflatten(axis.dim, (size, -1)).select(axis.dim + 1, sample)
-    return values.narrow(axis.dim, sample * size, size)
-
-
 def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequence[int], precision: float) -> bool:
     """Tell whether samples gave without the others what they gave in the batch, up to rounding.
 
@@ -372,7 +365,7 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequen
     rows, rest = divmod(output.shape[axis.dim], len(samples))
     if rest or rows == 0 or recorded.shape[axis.dim] % rows:
         return output.shape[axis.dim] == recorded.shape[axis.dim] == 0
-    own, output = (_by_sample(each.detach(), axis, rows) for each in (recorded, output))
+    own, output = (axis.split(each.detach(), each.shape[axis.dim] // rows) for each in (recorded, output))
     first, side_by_side = samples[0], list(samples) == [*range(samples[0], samples[0] + len(samples))]
     own = own[first : first + len(samples)] if side_by_side else own[torch.tensor(samples, device=own.device)]
     if own.shape != output.shape:
@@ -389,12 +382,6 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequen
     bars = own.abs().masked_fill(~own.isfinite(), 0.0).amax(1, keepdim=True) * tolerance  # some are not finite
     same = (own == output) | (own.isnan() & output.isnan()) | ((own - output).abs() <= bars)
     return bool(same.all())
-
-
-def _by_sample(values: Tensor, axis: BatchAxis, rows: int) -> Tensor:
-    """Samples first, then the ``rows`` that each has in the batch axis, then the other dimensions."""
-    values = values.movedim(axis.dim, 0)
-    return values.unflatten(0, (rows, -1)).transpose(0, 1) if axis.last else values.unflatten(0, (-1, rows))
 
 
 def not_the_reduction(found: float, expected: float, reduction: str) -> str:
