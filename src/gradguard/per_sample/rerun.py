@@ -239,7 +239,7 @@ class Draws:
 
         def draw(func: Any, args: Any, kwargs: Any) -> Any:
             given = self._replayed.get(_state_of_generator(args, kwargs)) if is_draw(func, args, kwargs) else None
-            return func(*args, **kwargs) if given is None else _draw_as(given, func, args, kwargs)
+            return func(*args, **kwargs) if given is None else _draw_as(lambda shape: given, func, args, kwargs)
 
         with each_operation(draw) if self._replayed else nullcontext():
             yield
@@ -303,11 +303,11 @@ class _Share:
             raise UntoldDrawsError("a sample by itself draws fewer random numbers than in the batch.")
 
 
-def _draw_as(given: Tensor | Callable[[torch.Size], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+def _draw_as(choose: Callable[[torch.Size], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
     """Do an operation that draws, and let it have drawn what is given."""
     result = func(*args, **kwargs)
     own = _random_part(func, args, result)
-    given = given if isinstance(given, Tensor) else given(own.shape)
+    given = choose(own.shape)
     if given.shape != own.shape:
         raise UntoldDrawsError("a backward draws other random numbers than the forward that it repeats.")
     own.copy_(given)

@@ -255,15 +255,12 @@ class LoopedCall:
                     grad = grad * self.share_of(sample)
                 if grad is not None and output.requires_grad:
                     roots.append(get_gradient_edge(output))
-                    grads.append(grad if scale == 1.0 else grad * scale)
+                    grads.append(grad * scale)
             if roots:
                 with self.draws.again():
                     torch.autograd.backward(roots, grads)
         found = {name: _zeros(leaf) if leaf.grad is None else dense(leaf.grad) for name, leaf in leaves.items()}
-        if scale != 1.0:
-            for gradient in found.values():
-                gradient.div_(scale)
-        return found
+        return {name: gradient.div_(scale) for name, gradient in found.items()}
 
     def _outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Run the module; what it cannot do with one sample is a difference.
@@ -366,8 +363,7 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequen
     if rest or rows == 0 or recorded.shape[axis.dim] % rows:
         return output.shape[axis.dim] == recorded.shape[axis.dim] == 0
     own, output = (axis.split(each.detach(), each.shape[axis.dim] // rows) for each in (recorded, output))
-    first, side_by_side = samples[0], list(samples) == [*range(samples[0], samples[0] + len(samples))]
-    own = own[first : first + len(samples)] if side_by_side else own[torch.tensor(samples, device=own.device)]
+    own = own[torch.tensor(samples, device=own.device)]
     if own.shape != output.shape:
         return False
     if own.is_complex():

@@ -104,8 +104,6 @@ class VmapFallback:
             UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
             OutOfMemoryError: If memory runs out.
         """
-        if not self.batch_size:
-            return {name: value.new_zeros(0, *value.shape) for name, value in self.values.items()}
         axes, grads = self._axes()
         pieces = [t.detach() for t in (*self.saved, *grads)]
         dims = [None if axis is None else 0 for axis in axes]

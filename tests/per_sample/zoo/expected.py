@@ -170,10 +170,4 @@ EXPECTED: dict[str, dict[str, str]] = {
     "clip, loss over pairs": {
         "eval": "refused: samples in which no dimension is that of samples alone",
     },
-    "bart, a classifier, labels": {
-        "eval": "no oracle: Each example must contain at least one <eos> token",
-    },
-    "paligemma, labels": {
-        "eval": "no oracle: module transformers has no attribute",
-    },
 }
