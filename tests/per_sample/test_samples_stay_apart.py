@@ -514,3 +514,102 @@ def test_a_number_in_a_tensor_is_an_argument_of_no_sample():
     clipper.clip_and_accumulate()
     clipper.pre_step()
     assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
+
+
+class EachDraws(nn.Module):
+    """Draws for one sample after the other, as ViLT chooses patches.
+
+    Args:
+        swapped: Each sample gets what was drawn for another.
+    """
+
+    def __init__(self, swapped=False):
+        super().__init__()
+        self.weight, self.swapped = nn.Parameter(torch.randn(2, 3)), swapped
+
+    def forward(self, x):
+        chosen = torch.stack([torch.multinomial(torch.ones(4), 2) for _ in x])
+        return F.dropout(x.gather(1, chosen.flip(0) if self.swapped else chosen) @ self.weight.sin(), 0.2)
+
+
+class Repeating(torch.autograd.Function):
+    """Keeps no activations: its backward runs the layer again, as in Reformer."""
+
+    @staticmethod
+    def forward(ctx, x, layer, seed):
+        ctx.layer, ctx.seed = layer, seed
+        ctx.save_for_backward(x)
+        torch.manual_seed(seed)
+        return F.dropout(layer(x), 0.5)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        if ctx.seed is not None:
+            torch.manual_seed(ctx.seed)
+        with torch.enable_grad():
+            F.dropout(ctx.layer(x), 0.5).backward(grad)
+        return x.grad, None, None
+
+
+class Reversible(nn.Module):
+    """Dropout beside a bare parameter, and in a layer that runs again in backward.
+
+    Args:
+        otherwise: The layer drops other values when it runs again.
+    """
+
+    def __init__(self, otherwise=False):
+        super().__init__()
+        self.shift, self.layer, self.otherwise = nn.Parameter(torch.randn(4)), nn.Linear(4, 4), otherwise
+
+    def forward(self, x):
+        h = x + F.dropout2d(self.shift.expand(len(x), 3, 1, 4).sin(), 0.5)[:, :, 0]
+        seed = int(torch.randint(1 << 40, ()))
+        return Repeating.apply(h, self.layer, seed) if not self.otherwise else Forgetting.apply(h, self.layer, seed)
+
+
+class Forgetting(Repeating):
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seed = None
+        return Repeating.backward(ctx, grad)
+
+
+def in_the_batch(model, x):
+    """The samples' gradients by plain autograd, one backward through the batch for each."""
+    losses = squares(model(x))
+    rows = []
+    for loss in losses:
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        rows.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    model.zero_grad()
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "words"),
+    [
+        (EachDraws, (4,), "a sample by itself draws fewer random numbers"),
+        (Reversible, (3, 4), "a backward draws other random numbers"),
+    ],
+)
+def test_random_numbers_that_own_code_draws_in_a_loop_or_again_in_backward(kind, shape, words):
+    torch.manual_seed(0)
+    model, other, x = kind().double(), kind(True).double(), torch.randn(B, *shape, dtype=torch.float64)
+    torch.manual_seed(1)
+    expected = in_the_batch(model, x)
+    clipper = clipper_of(model, mode="exact")
+    for _ in range(2):
+        torch.manual_seed(1)
+        squares(model(x)).mean().backward()
+        assert_same(clipper.per_sample_gradients(), expected)
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        model.zero_grad()
+    clipper.detach()
+    clipper = clipper_of(other)
+    with pytest.raises(UnsupportedGradientError, match=words):
+        step(other, clipper, x)
+    clipper.detach()

@@ -535,10 +535,11 @@ class CallTracker:
         plan = self.planner.next(module)
         if plan is not None:
             return plan
-        if not self.planner.uses_trained(module):
+        again = current_graph_task() != -1
+        if not self.planner.uses_trained(module) or (again and self.planner.follows_nothing):
             return _NOTHING
         self.planner.unexpected()
-        if current_graph_task() != -1:
+        if again:
             raise UnsupportedGradientError(
                 f"a checkpoint runs {type(module).__name__} again in backward, beside parameters that the checkpointed "
                 "code uses by itself: expected these and the layers in a module of their own. Give checkpoint() that "

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton, changes_of, tensor_leaves, to_float64
@@ -30,7 +31,7 @@ from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, frozen, substituted, undisturbed, without_graph
-from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, rows_of
+from gradguard.per_sample.sample_loop import LoopedCall, OuterCall
 from gradguard.state.generators import seeded_normal
 from gradguard.tensors.matmul_precision import full_float32, outside_autocast
 from gradguard.torch_private import buffer_slots, parameter_slots
@@ -387,15 +388,15 @@ class _RehearsedPair:
             loop.grads = choose(outputs)
             for grad, axis in zip(loop.grads, axes, strict=True) if once_more else ():
                 if grad is not None and axis is not None:
-                    size = grad.shape[axis.dim] // len(order)
-                    rows_of(grad, axis, size, len(order) - 1).copy_(rows_of(grad, axis, size, 0))
+                    rows = axis.split(grad, len(order))
+                    rows[-1].copy_(rows[0])
             pairs = [
                 (o, g * scales[0] if a is None else _scaled(g, a, scales))
                 for o, g, a in zip(outputs, loop.grads, axes, strict=True)
                 if g is not None
             ]
             if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                torch.autograd.backward([get_gradient_edge(o) for o, _ in pairs], [g for _, g in pairs])
             device = outputs[0].device if outputs else torch.device("cpu")
             found = {} if collector.mini_batch is None else collector.mini_batch.finish(device)
         return loop, found
@@ -441,9 +442,9 @@ class _RehearsedPair:
 
 def _scaled(grad: Tensor, axis: BatchAxis, scales: Sequence[float]) -> Tensor:
     """Return an output's gradient with the part at each place of the batch times the scale there."""
-    scaled, size = grad.clone(), grad.shape[axis.dim] // len(scales)
-    for place, scale in enumerate(scales):
-        rows_of(scaled, axis, size, place).mul_(scale)
+    scaled = grad.clone()
+    for rows, scale in zip(axis.split(scaled, len(scales)), scales, strict=True):
+        rows.mul_(scale)
     return scaled
 
 

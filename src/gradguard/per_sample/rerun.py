@@ -4,6 +4,7 @@ It leaves no trace; other tensors stand in the places of its parameters; and eac
 random numbers that it had in its batch, where it would draw others, so that the two can be compared.
 """
 
+import itertools
 import random
 import sys
 import warnings
@@ -152,6 +153,11 @@ _RRELU = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional")
 """Its second argument holds the random numbers."""
 
 
+LAYOUTS = "stretches", "fastest", "one by one"
+"""Where the samples of a batch may lie in what it draws: each has a stretch of a dimension, they vary fastest in it, or
+draws that are alike follow one another, as many for each sample."""
+
+
 class UntoldDrawsError(UnsupportedGradientError):
     """A sample's share of the random numbers that its batch has drawn cannot be told."""
 
@@ -202,13 +208,13 @@ class Draws:
         return result
 
     @contextmanager
-    def of_samples(self, samples: Sequence[int], batch_size: int, last: bool = False) -> Iterator[None]:
+    def of_samples(self, samples: Sequence[int], batch_size: int, layout: str = LAYOUTS[0]) -> Iterator[None]:
         """Draw the shares of some samples in a block.
 
         Args:
             samples: Which, in the order in which the block has them.
             batch_size: Number of samples that drew together.
-            last: Where a dimension holds several entries for each sample, the samples vary fastest in it.
+            layout: Where the samples lie in what is drawn, one of `LAYOUTS`.
 
         Raises:
             UnsupportedGradientError: If the samples by themselves draw other numbers than in the batch.
@@ -217,7 +223,8 @@ class Draws:
             raise self._untold
         now = generator_states([])
         restore_generators(self._generators)
-        replay = _Share(self.drawn, samples, batch_size, last)
+        drawn = _one_by_one(self.drawn, samples, batch_size) if layout == "one by one" else self.drawn
+        replay = _Share(drawn, samples, batch_size, layout == "fastest")
         try:
             with each_operation(replay.draw):
                 yield
@@ -232,10 +239,20 @@ class Draws:
 
         def draw(func: Any, args: Any, kwargs: Any) -> Any:
             given = self._replayed.get(_state_of_generator(args, kwargs)) if is_draw(func, args, kwargs) else None
-            return func(*args, **kwargs) if given is None else _draw_as(given, func, args, kwargs)
+            return func(*args, **kwargs) if given is None else _draw_as(lambda shape: given, func, args, kwargs)
 
         with each_operation(draw) if self._replayed else nullcontext():
             yield
+
+
+def _one_by_one(drawn: list[tuple[str, Tensor]], samples: Sequence[int], batch_size: int) -> list[tuple[str, Tensor]]:
+    """Leave out the draws of other samples, where draws that are alike follow one another, as many for each sample."""
+    found: list[tuple[str, Tensor]] = []
+    for _, alike in itertools.groupby(drawn, lambda draw: (draw[0], draw[1].shape)):
+        run = list(alike)
+        own, rest = divmod(len(run), batch_size)
+        found += run if rest else [run[i * own + k] for i in samples for k in range(own)]
+    return found
 
 
 class _Share:
@@ -286,11 +303,14 @@ class _Share:
             raise UntoldDrawsError("a sample by itself draws fewer random numbers than in the batch.")
 
 
-def _draw_as(given: Tensor | Callable[[torch.Size], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+def _draw_as(choose: Callable[[torch.Size], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
     """Do an operation that draws, and let it have drawn what is given."""
     result = func(*args, **kwargs)
     own = _random_part(func, args, result)
-    own.copy_(given if isinstance(given, Tensor) else given(own.shape))
+    given = choose(own.shape)
+    if given.shape != own.shape:
+        raise UntoldDrawsError("a backward draws other random numbers than the forward that it repeats.")
+    own.copy_(given)
     if func.name().startswith("aten::native_dropout"):  # its values follow from the mask
         result[0].copy_(args[0] * own.to(args[0].dtype) / max(1.0 - args[1], 1e-30))
     elif func.name() in _RRELU:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import (
@@ -29,7 +30,7 @@ from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
 from gradguard.per_sample.refusals import own_failure
-from gradguard.per_sample.rerun import Draws, Quietly, substituted, undisturbed
+from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, substituted, undisturbed
 from gradguard.state.frozen import Frozen
 from gradguard.torch_private import parameter_slots
 
@@ -108,7 +109,7 @@ class LoopedCall:
     scales: Sequence[float] = ()
     taken: dict[int, Arguments] = field(default_factory=dict)
     recorded: Versions = field(default_factory=list)
-    _last: bool | None = None
+    _layout: str = ""
     _squares: dict[str, Tensor] = field(default_factory=dict)
     _sums: dict[str, Tensor] = field(default_factory=dict)
 
@@ -195,24 +196,26 @@ class LoopedCall:
     @contextmanager
     def _alone(self, samples: Sequence[int], places: Places) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
         """Run some samples, with leaves in the places of parameters until the block ends; yield outputs and leaves."""
-        orders = (False, True) if self._last is None and self.draws.drawn else (bool(self._last),)
-        for last in orders:
+        failure: UnsupportedGradientError | None = None
+        layouts = LAYOUTS if self.draws.drawn and not self._layout else (self._layout or LAYOUTS[0],)
+        for layout in layouts:
             args, kwargs = self.taken.get(samples[0]) or self.call.samples([self.order[i] for i in samples])
             if self.before is not None:
                 self.before.restore()
             leaves = {name: _value(slots).requires_grad_() for name, slots in places.items()}
             with substituted({slot: leaves[name] for name, slots in places.items() for slot in slots}):
                 try:
-                    with self.draws.of_samples(samples, self.batch_size, last):
+                    with self.draws.of_samples(samples, self.batch_size, layout):
                         outputs = self._outputs(args, kwargs)
                     self.compare(outputs, samples)
-                except UnsupportedGradientError:
-                    if last is orders[-1]:
-                        raise
+                except UnsupportedGradientError as error:
+                    failure = failure or error
                     continue
-                self._last = last  # how samples lie in what is drawn is the same for all of them
+                self._layout = layout  # how samples lie in what is drawn is the same for all of them
                 yield outputs, leaves
                 return
+        assert failure is not None
+        raise failure
 
     def _differs(self, difference: str) -> str:
         return (
@@ -246,21 +249,18 @@ class LoopedCall:
                 grad, axis = self.grads[i], axes[i]
                 if axis is not None:
                     if grad is not None:
-                        grad = rows_of(grad, axis, output.shape[axis.dim], sample)
+                        grad = axis.split(grad, self.batch_size)[sample]
                 elif output.dim() == 0 and output.is_floating_point() and grad is not None:
                     numbers[i] += float(output.detach())
                     grad = grad * self.share_of(sample)
                 if grad is not None and output.requires_grad:
-                    roots.append(output)
-                    grads.append(grad if scale == 1.0 else grad * scale)
+                    roots.append(get_gradient_edge(output))
+                    grads.append(grad * scale)
             if roots:
                 with self.draws.again():
                     torch.autograd.backward(roots, grads)
         found = {name: _zeros(leaf) if leaf.grad is None else dense(leaf.grad) for name, leaf in leaves.items()}
-        if scale != 1.0:
-            for gradient in found.values():
-                gradient.div_(scale)
-        return found
+        return {name: gradient.div_(scale) for name, gradient in found.items()}
 
     def _outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Run the module; what it cannot do with one sample is a difference.
@@ -346,13 +346,6 @@ def sum_together(contributions: Mapping[str, Contribution], weights: Mapping[str
         loop.sum_up(mine, bad)
 
 
-def rows_of(values: Tensor, axis: BatchAxis, size: int, sample: int) -> Tensor:
-    """The part of a tensor that belongs to one sample, which has ``size`` entries in the batch axis."""
-    if axis.last:
-        return values.unflatten(axis.dim, (size, -1)).select(axis.dim + 1, sample)
-    return values.narrow(axis.dim, sample * size, size)
-
-
 def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequence[int], precision: float) -> bool:
     """Tell whether samples gave without the others what they gave in the batch, up to rounding.
 
@@ -369,9 +362,8 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequen
     rows, rest = divmod(output.shape[axis.dim], len(samples))
     if rest or rows == 0 or recorded.shape[axis.dim] % rows:
         return output.shape[axis.dim] == recorded.shape[axis.dim] == 0
-    own, output = (_by_sample(each.detach(), axis, rows) for each in (recorded, output))
-    first, side_by_side = samples[0], list(samples) == [*range(samples[0], samples[0] + len(samples))]
-    own = own[first : first + len(samples)] if side_by_side else own[torch.tensor(samples, device=own.device)]
+    own, output = (axis.split(each.detach(), each.shape[axis.dim] // rows) for each in (recorded, output))
+    own = own[torch.tensor(samples, device=own.device)]
     if own.shape != output.shape:
         return False
     if own.is_complex():
@@ -386,12 +378,6 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequen
     bars = own.abs().masked_fill(~own.isfinite(), 0.0).amax(1, keepdim=True) * tolerance  # some are not finite
     same = (own == output) | (own.isnan() & output.isnan()) | ((own - output).abs() <= bars)
     return bool(same.all())
-
-
-def _by_sample(values: Tensor, axis: BatchAxis, rows: int) -> Tensor:
-    """Samples first, then the ``rows`` that each has in the batch axis, then the other dimensions."""
-    values = values.movedim(axis.dim, 0)
-    return values.unflatten(0, (rows, -1)).transpose(0, 1) if axis.last else values.unflatten(0, (-1, rows))
 
 
 def not_the_reduction(found: float, expected: float, reduction: str) -> str:

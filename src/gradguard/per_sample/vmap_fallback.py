@@ -104,17 +104,15 @@ class VmapFallback:
             UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
             OutOfMemoryError: If memory runs out.
         """
-        if not self.batch_size:
-            return {name: value.new_zeros(0, *value.shape) for name, value in self.values.items()}
         axes, grads = self._axes()
-        owners = [
-            _owned(t.detach(), axis, self.batch_size) for t, axis in zip([*self.saved, *grads], axes, strict=True)
-        ]
+        pieces = [t.detach() for t in (*self.saved, *grads)]
+        dims = [None if axis is None else 0 for axis in axes]
+        pieces = [t if axis is None else axis.split(t, self.batch_size) for t, axis in zip(pieces, axes, strict=True)]
         autocast = torch.autocast(self.autocast[0], self.autocast[1]) if self.autocast else nullcontext()
         try:
             with self.quietly(), autocast, undisturbed(self.module, drop_rate=None) as reset:
                 values = [self.values[name] for name in self.aliases]
-                rows = self._differentiate(values, *zip(*owners, strict=True), reset=reset)
+                rows = self._differentiate(values, pieces, dims, reset)
         except (UnsupportedGradientError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:  # of a function of torch's that cannot do it for one sample
@@ -155,7 +153,7 @@ class VmapFallback:
         leaves, rows = [value.detach().requires_grad_() for value in values], []
         for i in range(self.batch_size):
             reset()
-            own = [t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)]
+            own = [t if dim is None else t[i] for t, dim in zip(tensors, dims, strict=True)]
             with torch.enable_grad():
                 total = one_sample(leaves, *own)
             rows.append(torch.autograd.grad(total, leaves, materialize_grads=True))
@@ -235,14 +233,6 @@ class VmapFallback:
 
 def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> tuple[Tensor, int | None]:
-    """Return a tensor with a dimension for the samples alone, beside that of what each has, and which it is."""
-    if axis is None:
-        return tensor, None
-    sizes = (-1, batch_size) if axis.last else (batch_size, -1)
-    return tensor.unflatten(axis.dim, sizes), axis.dim + axis.last
 
 
 @contextmanager

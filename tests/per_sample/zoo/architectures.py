@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from per_sample.zoo.case import MODES, B, ZooCase
@@ -166,6 +167,7 @@ def image(size: int = IMAGE) -> Tensor:
 
 INPUTS: dict[str, Any] = {
     "text": lambda: {"input_ids": ids()},
+    "ended": lambda: {"input_ids": F.pad(ids(), (0, 1), value=SIZES["eos_token_id"])},
     "8 tokens": lambda: {"input_ids": ids(8)},
     "padded text": lambda: {
         "input_ids": ids(),
@@ -432,7 +434,7 @@ EXPERTS: dict[str, Architecture] = {
 
 PAIRS: dict[str, Architecture] = {
     "bart": pair("Bart"),
-    "bart, a classifier": Architecture("BartModel", "BartForSequenceClassification", labels="class", inputs="text"),
+    "bart, a classifier": Architecture("BartModel", "BartForSequenceClassification", labels="class", inputs="ended"),
     "bigbird_pegasus": pair("BigBirdPegasus", sizes={"attention_type": "original_full"}),
     "blenderbot": pair("Blenderbot"),
     "blenderbot-small": pair("BlenderbotSmall"),
@@ -603,9 +605,10 @@ MULTIMODAL: dict[str, Architecture] = {
         "text_config": LLAMA, "vision_config": CLIP_VISION, "image_token_index": 3, "vision_feature_layer": -1},
         labels="9 tokens"),
     "owlvit": Architecture("OwlViTModel", inputs="text and image", sizes=CLIP_TOWERS),
-    "paligemma": Architecture("PaliGemmaModel", inputs="text with an image", sizes={
+    "paligemma": Architecture("PaliGemmaModel", "PaliGemmaForConditionalGeneration", labels="9 tokens", sizes={
         "text_config": {**LLAMA, "model_type": "gemma", "head_dim": 8}, "projection_dim": 32, "image_token_index": 3,
-        "vision_config": {"model_type": "siglip_vision_model", **CLIP_TOWERS["vision_config"], "projection_dim": 32}}),
+        "vision_config": {"model_type": "siglip_vision_model", **CLIP_TOWERS["vision_config"], "projection_dim": 32}},
+        inputs="text with an image"),
     "siglip": Architecture("SiglipModel", inputs="text and image", sizes=CLIP_TOWERS),
     "vilt": Architecture("ViltModel", inputs="text and image", sizes={"max_position_embeddings": 16}),
     "visual_bert": Architecture("VisualBertModel", inputs="text and features", sizes={"visual_embedding_dim": 16}),

@@ -137,12 +137,6 @@ EXPECTED: dict[str, dict[str, str]] = {
         "float32": "refused: the module was called with another tensor in the place of its",
         "bfloat16": "refused: the module was called with another tensor in the place of its",
     },
-    "reformer": {
-        "train": "refused: the code of AxialPositionEmbeddings uses parameters by itself and",
-    },
-    "mamba2": {
-        "train": "refused: dt_bias cannot be run again sample by sample",
-    },
     "nllb-moe": {
         "train": "refused: NllbMoeModel gives a sample by itself something else than in the batch",
     },
@@ -173,19 +167,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     "wav2vec2-conformer": {
         "train": "refused: it normalizes each sample by the others",
     },
-    "vilt": {
-        "eval": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
-        "train": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
-        "float32": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
-        "bfloat16": "refused: the code of ViltEmbeddings uses parameters by itself and draws random",
-    },
     "clip, loss over pairs": {
         "eval": "refused: samples in which no dimension is that of samples alone",
-    },
-    "bart, a classifier, labels": {
-        "eval": "no oracle: Each example must contain at least one <eos> token",
-    },
-    "paligemma, labels": {
-        "eval": "no oracle: module transformers has no attribute",
     },
 }

@@ -13,7 +13,7 @@ import torch  # noqa: E402
 
 from per_sample.zoo.case import MODES  # noqa: E402
 from per_sample.zoo.expected import EXPECTED  # noqa: E402
-from per_sample.zoo.table import CASES, as_expected, expectation  # noqa: E402
+from per_sample.zoo.table import CASES, as_expected, expectation, share_of_exact  # noqa: E402
 from per_sample.zoo.trial import Outcome, trial  # noqa: E402
 
 
@@ -39,6 +39,8 @@ def main() -> None:
                 learn(name, mode, found)
     for (mode, kind), count in sorted(counts.items()):
         print(f"{mode:9}{kind:12}{count:5}")
+    for mode in options.mode or MODES:
+        print(f"{mode:9}the table has {share_of_exact(mode):.1%} exact of the losses that are means over samples")
     if options.write:
         write()
 

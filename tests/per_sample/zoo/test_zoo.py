@@ -9,7 +9,7 @@ from per_sample.zoo import trial as trials
 from per_sample.zoo.case import MODES, B, ZooCase
 from per_sample.zoo.expected import EXPECTED
 from per_sample.zoo.plain import rows
-from per_sample.zoo.table import CASES, as_expected, expectation
+from per_sample.zoo.table import CASES, MIXED, as_expected, expectation, share_of_exact
 from per_sample.zoo.trial import trial
 
 SAMPLE = {
@@ -66,6 +66,13 @@ def test_the_tables_speak_of_each_other():
     assert {*EXPECTED} <= {*CASES}
     assert {*SAMPLE} <= {*CASES}
     assert all(mode in CASES[name].modes for name, modes in EXPECTED.items() for mode in modes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_models_whose_loss_is_a_mean_over_samples_95_percent_are_exact(mode):
+    assert share_of_exact(mode) >= 0.95
+    refused = [name for name in MIXED if any(words.startswith("refused") for words in EXPECTED[name].values())]
+    assert refused == [*MIXED]
 
 
 # The harness sees what it is there for

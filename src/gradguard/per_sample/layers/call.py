@@ -25,6 +25,11 @@ class BatchAxis(NamedTuple):
     last: bool = False
     flattened: bool = False
 
+    def split(self, values: Tensor, batch_size: int) -> Tensor:
+        """Return ``[B, ...]``: in the place of the dimension, the entries that each sample has there."""
+        sizes = (-1, batch_size) if self.last else (batch_size, -1)
+        return values.unflatten(self.dim, sizes).movedim(self.dim + self.last, 0)
+
 
 @dataclass
 class LayerCall:
@@ -93,19 +98,11 @@ class LayerCall:
 def samples_first(values: Tensor, axis: BatchAxis, batch_size: int) -> Tensor:
     """Return ``values`` as ``[B, ...]``.
 
-    A dimension that holds k entries for each sample (a flattened ``[B, T]``) becomes two, ``[B, k]``: so the input
+    A dimension that holds k entries for each sample (a flattened ``[B, T]``) becomes two, B and k: so the input
     ``[B * T, d]`` of a linear layer becomes ``[B, T, d]``.
     """
-    size = values.shape[axis.dim]
-    if batch_size and size != batch_size:
-        shape = (size // batch_size, batch_size) if axis.last else (batch_size, size // batch_size)
-        values = values.unflatten(axis.dim, shape)
-        return values.movedim(axis.dim + 1, 0) if axis.last else _first_two(values, axis.dim)
-    return values.movedim(axis.dim, 0)
-
-
-def _first_two(values: Tensor, dim: int) -> Tensor:
-    return values if dim == 0 else values.movedim((dim, dim + 1), (0, 1))
+    whole = not batch_size or values.shape[axis.dim] == batch_size
+    return values.movedim(axis.dim, 0) if whole else axis.split(values, batch_size)
 
 
 def positions(values: Tensor) -> Tensor:
