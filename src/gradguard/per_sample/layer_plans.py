@@ -157,6 +157,7 @@ class CallPattern:
         plans: Plans of the calls of the layers in it; none where samples are run one by one.
         output_axes: Batch axis of each tensor that it returns.
         changes_buffers: It changes its buffers.
+        draws: It draws random numbers, dropout apart: maybe Python's or NumPy's.
         reason: Why samples are run one by one; "" where they are not.
         sizes: Batch sizes that it was verified with.
         precision: Machine epsilon of the coarsest dtype that is computed in.
@@ -169,6 +170,7 @@ class CallPattern:
     plans: list[Plans]
     output_axes: Sequence[BatchAxis | None]
     changes_buffers: bool
+    draws: bool = False
     reason: str = ""
     sizes: set[int] = field(default_factory=set)
     precision: float = 2.0**-23
@@ -317,11 +319,12 @@ class LayerPlanner:
         if any(getattr(m, slot).is_complex() for m, slot in slots if m in missing):
             raise UnsupportedGradientError("the rules of layers are for real parameters, and some here are complex.")
         plans: list[Plans] = []
-        changes, untold = False, dict[int, str]()
+        changes, draws, untold = False, False, dict[int, str]()
         for seed in range(self._seed, self._seed + _SEEDS):
             run = self._dry_run(module, arguments, size, whole, 7919 * seed)
             plan = Plans(run)
             changes |= run.changes_buffers
+            draws |= run.draws
             untold |= run.untold
             if not plans or missing & plan.calls.keys():
                 plans.append(plan)
@@ -329,7 +332,7 @@ class LayerPlanner:
             if not missing or not run.draws or self.sharded:
                 break
         first = plans[0].of(module, 0)
-        return CallPattern(module, whole, plans, first.outputs if first else (), changes, unowned=untold)
+        return CallPattern(module, whole, plans, first.outputs if first else (), changes, draws, unowned=untold)
 
     def _slots(self) -> set[Slot]:
         """Where trained parameters are held."""

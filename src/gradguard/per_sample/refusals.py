@@ -3,7 +3,7 @@
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +125,16 @@ def refuse_unsupported(module: nn.Module) -> None:
     refuse_batch_norm(module)
 
 
-def refuse_new_parameters(module: nn.Module, names: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> None:
+def refuse_new_parameters(module: nn.Module, known: Container[tuple[nn.Module, str]]) -> None:
     """Check that every parameter was there when the clipper was made.
 
     Args:
         module: The outermost module.
-        names: The places that held each parameter then.
+        known: The places that held parameters then.
 
     Raises:
         UnsupportedGradientError: If a layer was added or replaced since: its gradient would not be clipped.
     """
-    known = {place for places in names.values() for place in places}
     for prefix, layer in module.named_modules():
         for slot, parameter in parameter_slots(layer).items():
             if parameter is not None and (layer, slot) not in known:

@@ -40,7 +40,6 @@ from gradguard.per_sample.refusals import (
     follow,
     refuse_gathered,
     refuse_local_thresholds,
-    refuse_new_parameters,
     refuse_stale_gradients,
     refuse_unsupported,
     watch_steps_and_scalers,
@@ -661,8 +660,9 @@ class PerSampleGradientClipper:
                     if (factors := self._loss_check.factors) is not None:
                         for call in (*mini_batch.loops, *mini_batch.witnessed):
                             call.shares = factors / len(factors)
-                with outside_autocast(self._device), full_float32():
-                    mini_batch.finish(self._device)
+                device = self._device
+                with outside_autocast(device), full_float32():
+                    mini_batch.finish(device)
                     self._look_at_witness(mini_batch)
             except UnsupportedGradientError:
                 self._tracker.collector.discard()
@@ -765,7 +765,6 @@ class PerSampleGradientClipper:
 
     def _prepare(self) -> None:
         """See which parameters are trained, before a batch begins."""
-        refuse_new_parameters(self.module, self._tracker.aliases)
         trained = {name: p for name, p in self._tracker.parameters().items() if p.requires_grad}
         if (names := [*trained]) != self._names:
             self.norm_clipper.prepare(names)
