@@ -348,6 +348,7 @@ RESULTS = {
     "sum": lambda self, x, ids: x + self.table(ids),
     "sum, the other way round": lambda self, x, ids: self.table(ids[None]) + x.tanh(),
     "product": lambda self, x, ids: x * self.table(ids),
+    "moved to where it is": lambda self, x, ids: x + self.table(ids).to(x.device),
     "ids that come again": lambda self, x, ids: x + self.table(ids.clamp(max=1)),
     "one for all": lambda self, x, ids: x + self.table(torch.tensor(2)),
     "samples second": lambda self, x, ids: (x.transpose(0, 1) + self.table(ids[:, None])).transpose(0, 1),
@@ -360,6 +361,7 @@ OTHER_RESULTS = {
     "in another layer": lambda self, x, ids: x + self.norm(self.table(ids)),
     "beside the weight": lambda self, x, ids: x + self.table(ids) + self.table.weight[:T],
     "in place": lambda self, x, ids: x.clone().add_(self.table(ids)),
+    "converted": lambda self, x, ids: x + self.table(ids).to(torch.float64),
     "of another layer": lambda self, x, ids: x + nn.functional.embedding(ids, self.table.weight),
 }
 

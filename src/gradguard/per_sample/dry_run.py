@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, Versions, take_samples, tensor_leaves, versions_of, written
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.operations import ObservedOperation, operation_of
+from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import TOO_RARE, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.state.generators import generator_states, have_drawn
@@ -116,6 +116,8 @@ class CallObserver(TorchFunctionMode):
         if (func in _DROPOUTS and _drops(args, kwargs)) or kwargs.get("dropout_p"):
             self._drawn()
         result = without_dropout(func, args, kwargs)
+        if stays(func, args, kwargs, result):
+            return result
         if id(result) in self._slots:  # a dropout of a parameter: what follows uses another tensor than the parameter
             result = result.view_as(result)
         used = [slot for leaf in _leaves(args, kwargs) if (slot := self._slots.get(id(leaf)))]

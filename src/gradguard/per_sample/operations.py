@@ -113,6 +113,11 @@ def operation_of(
     return found if known and not followed(found.operand) else None
 
 
+def stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Tell whether ``func`` moves a tensor to the device where it is, as transformers does with what it looks up."""
+    return func is Tensor.to and result is args[0] and not kwargs and isinstance(args[-1], torch.device)
+
+
 def planned(
     two: Sequence[ObservedOperation | None], three: Sequence[ObservedOperation | None]
 ) -> dict[tuple[nn.Module, str], PlannedOperation] | None:
@@ -216,8 +221,9 @@ class ParameterProxy(Tensor):
                 dims = operation.operand.dim()
                 if all((one.plan.kind, one.plan.dims) == (operation.kind, dims) for one in own):
                     return own[0].tapped(operation, func, args, kwargs)
-        args, kwargs = tree_map(_leaf_of, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        leaves, kwargs = tree_map(_leaf_of, (tuple(args), kwargs))
+        result = func(*leaves, **kwargs)
+        return args[0] if stays(func, leaves, kwargs, result) else result
 
 
 def _is_proxy(value: Any) -> bool:
