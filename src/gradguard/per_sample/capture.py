@@ -512,7 +512,9 @@ class LayerCapture:
     ) -> Any:
         """Return the outputs with tapped ``values`` in some places."""
         tensors: list[Tensor | None] = list(returned.tensors)
-        results = tap(partial(_receive_all, receive, len(tensors), places), saved, self._anchor(values[0]), values)
+        if len(places) < len(tensors):
+            receive = partial(_receive_all, receive, len(tensors), places)
+        results = tap(receive, saved, self._anchor(values[0]), values)
         for place, value in zip(places, results, strict=True):
             tensors[place] = value
         return returned.fill(tensors)

@@ -502,7 +502,8 @@ TENSOR_CORES = {
 
 def choose_method(contribution: Contribution, budget: int, device: torch.device) -> Contribution:
     """Return ``contribution`` kept, if that is fastest and takes at most ``budget`` bytes; else set its other ways."""
-    if isinstance(contribution, Materialized):
+    is_outer = isinstance(contribution, Outer)
+    if isinstance(contribution, Materialized) or (is_outer and contribution.positions == 1):
         return contribution
     on_cpu = device.type == "cpu"
     size = materialized_bytes(contribution)
@@ -512,7 +513,7 @@ def choose_method(contribution: Contribution, budget: int, device: torch.device)
         return contribution.materialize() if size <= budget else contribution
     if isinstance(contribution, Tied):
         choose_method(contribution.multiplied, 0, device)
-    if not isinstance(contribution, Outer) or contribution.positions == 1:
+    if not is_outer:
         return contribution
     speed = CPU if on_cpu else TENSOR_CORES.get(contribution.left.dtype, ACCELERATOR)
     keep, ghost, drop = _seconds(contribution, size, speed)

@@ -290,8 +290,10 @@ class LayerPlanner:
         """Return the plan of the next call of ``module``, None if no dry run has seen it."""
         number = self._calls[module]
         self._calls[module] += 1
-        plans = chain(self._current, self._all_plans())
-        return next((plan for p in plans if (plan := p.of(module, number))), None)
+        for plans in chain(self._current, self._all_plans()):
+            if (plan := plans.of(module, number)) is not None:
+                return plan
+        return None
 
     def _all_plans(self) -> Iterator[Plans]:
         return chain.from_iterable(pattern.plans for pattern in self.patterns.values())
