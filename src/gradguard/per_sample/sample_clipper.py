@@ -164,7 +164,7 @@ class PerSampleGradientClipper:
         self._finite: Tensor | None = None
         self._weights = torch.float64  # the dtype of samples' weights in sums
         self._loss_scale: Tensor | float = 1.0
-        self._assigned: dict[str, Tensor] = {}
+        self._assigned = weakref.WeakValueDictionary[str, Tensor]()  # as long as a parameter holds them
         self._gradients: dict[str, Tensor] | None = None
         self._clipped_by: tuple[dict[str, Tensor], Tensor | None] | None = None
         self.statistics: PerSampleStatistics | None = None
@@ -641,14 +641,8 @@ class PerSampleGradientClipper:
         weight_of = {id(factor): (factor * share).to(self._weights) for factor in factors}
         weights = {name: weight_of[id(own)] for name, own in by_name.items()}
         sum_together(contributions, weights, bad)
-        self._release_assigned()
         for name, own in weights.items():
             self._accumulation.add(name, contributions.pop(name).weighted_sum(own, bad))
-
-    def _release_assigned(self) -> None:
-        """Forget gradients that the optimizer has used, before new sums are made in their memory."""
-        parameters = self._tracker.parameters(self._assigned)
-        self._assigned = {name: grad for name, grad in self._assigned.items() if parameters[name].grad is grad}
 
     def _verify(self, mini_batch: MiniBatch) -> None:
         """Compare with the plain gradients of the same backward, and one sample with what it gives alone."""
