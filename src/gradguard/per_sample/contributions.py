@@ -18,7 +18,7 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress, zip_longest
+from itertools import chain, compress, zip_longest
 from operator import not_
 from typing import NamedTuple
 
@@ -452,7 +452,8 @@ def sample_norms(
     squares = {name: contributions[name].squared_norms() for name, each in measured.items() if not each}
     blocks = [torch.stack([*squares.values()]).sqrt_()] if squares else []
     if sides:
-        norms, *others = [torch.stack(row_norms([one for one in side if one is not None])) for side in sides]
+        present = [[one for one in side if one is not None] for side in sides]
+        norms, *others = torch.stack(row_norms([*chain(*present)])).split([*map(len, present)])
         for other in others:
             norms[: len(other)].mul_(other)
         blocks.insert(0, norms)

@@ -205,19 +205,19 @@ def refuse_local_thresholds(norm_clipper: NormClipper, processes: int) -> None:
         )
 
 
-def refuse_stale_gradients(parameters: Mapping[str, Tensor], assigned: Mapping[str, Tensor]) -> None:
+def refuse_stale_gradients(parameters: Mapping[str, Tensor], assigned: Mapping[str, Callable[[], object]]) -> None:
     """Check that no ``.grad`` would be overwritten.
 
     Args:
         parameters: By name.
-        assigned: The gradients that the clipper itself has filled in last.
+        assigned: References to the gradients that the clipper itself has filled in last.
 
     Raises:
         InvalidValueError: If one holds a gradient of another origin.
     """
     for name, parameter in parameters.items():
         grad = parameter.grad
-        if grad is not None and grad is not assigned.get(name) and bool(grad.any()):
+        if grad is not None and (name not in assigned or grad is not assigned[name]()) and bool(grad.any()):
             raise InvalidValueError(
                 f"{name}.grad holds a gradient that was not clipped, from a backward that the clipper did not "
                 "follow. Call optimizer.zero_grad() first, then pre_step() again; what was accumulated is kept."

@@ -164,7 +164,7 @@ class PerSampleGradientClipper:
         self._finite: Tensor | None = None
         self._weights = torch.float64  # the dtype of samples' weights in sums
         self._loss_scale: Tensor | float = 1.0
-        self._assigned = weakref.WeakValueDictionary[str, Tensor]()  # as long as a parameter holds them
+        self._assigned: dict[str, weakref.ref[Tensor]] = {}  # the gradients that were filled in last
         self._gradients: dict[str, Tensor] | None = None
         self._clipped_by: tuple[dict[str, Tensor], Tensor | None] | None = None
         self.statistics: PerSampleStatistics | None = None
@@ -456,7 +456,7 @@ class PerSampleGradientClipper:
             self._show_overflow(taken)
         for name, parameter in trained.items():
             gradient = shard_like(taken[name].to(parameter.dtype), parameter)
-            parameter.grad = self._assigned[name] = gradient
+            parameter.grad, self._assigned[name] = gradient, weakref.ref(gradient)
         if is_heard():
             self._tell(finite)
         max_norm = torch.full((len(self._names),), self._bound(), dtype=torch.float64, device="cpu")
