@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -482,6 +483,12 @@ parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _read("
 def parameters_at(places: Iterable[tuple[nn.Module, str]]) -> list[nn.Parameter | None]:
     """Return the parameters of modules by attribute name, None where there is none: many in one call."""
     return [module._parameters.get(slot) for module, slot in places]
+
+
+@functools.partial(_needs, row="parameter_slots")
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter | None]:
+    """Return the parameters of many modules themselves, one after the other."""
+    return [*chain.from_iterable([module._parameters.values() for module in modules])]
 
 
 buffer_slots: Callable[[nn.Module], dict[str, Tensor | None]] = _read("buffer_slots")

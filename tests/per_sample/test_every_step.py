@@ -533,7 +533,7 @@ def test_a_value_from_inside_that_the_loss_uses_has_no_witness():
         clipper.pre_step()
         found = {name: p.grad.clone() for name, p in model.named_parameters()}
     assert clipper._tracker.witness.last_good == 0
-    assert len(torch_private._before_backwards) <= listeners
+    assert len(torch_private._before_backwards) <= listeners + 1  # who reads losses; the witness listens no more
     clipper.detach()
     rows = per_sample_gradients(
         model, lambda s: (squares(model(s[0])) + squares(kept[-1])).sum(), [(x[i : i + 1],) for i in range(B)]

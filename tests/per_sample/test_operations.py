@@ -239,6 +239,18 @@ def _told_nothing():
     TOLD["other"] = before
 
 
+class ChangingPlaces(nn.Module):
+    """Does so with what an embedding returned for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(T, D)
+
+    def forward(self, x):
+        places = self.table(torch.arange(T))
+        return x * places + TOLD["other"](x, places)
+
+
 class Doubling(torch.autograd.Function):
     """Functions of autograd are not announced to proxies."""
 
@@ -255,16 +267,17 @@ OTHERS = {
     "a function of autograd": lambda x, weight: x * Doubling.apply(weight),
     "a sum": lambda x, weight: x + weight,
     "a square": lambda x, weight: x * weight.square(),
-    "other dimensions": lambda x, weight: (x[:, 0] * weight).unsqueeze(1),
+    "other dimensions": lambda x, weight: (x[:, :1, None] * weight).sum(2),
 }
 
 
 @pytest.mark.usefixtures("_told_nothing")
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("make", [lambda: Changing(weight=(D,)), ChangingPlaces], ids=["parameter", "result"])
 @pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_a_use_that_was_not_planned_is_exact_or_refused(name, mode):
+def test_a_use_that_was_not_planned_is_exact_or_refused(name, make, mode):
     """It is tried out again on the very step; what cannot be followed layer by layer then runs sample by sample."""
-    model, x = model_of(lambda: Changing(weight=(D,))), data()
+    model, x = model_of(make), data()
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), mode=mode)
     for _ in range(2):
         losses(model, x).mean().backward()
@@ -286,7 +299,7 @@ def test_a_use_that_was_not_planned_is_exact_or_refused(name, mode):
         model.zero_grad()
     model.zero_grad()
     clipper.detach()
-    assert not refusal or "a gradient reached 1.weight in" in refusal
+    assert not refusal or "a gradient reached 1." in refusal
     alone = [per_sample(model, x[i : i + 1]) for i in range(B)]
     rows = {name: torch.cat([own[name] for own in alone]) for name in alone[0]}
     factors = (1 / torch.stack([torch.cat([g.flatten() for g in own.values()]).norm() for own in alone])).clamp(max=1)
@@ -312,3 +325,66 @@ def test_a_use_that_was_not_planned_and_has_no_gradient_does_no_harm():
     clipper.pre_step()
     torch.testing.assert_close(model[1].weight.grad, expected, rtol=1e-12, atol=0)
     clipper.detach()
+
+
+# What an embedding returns that sees no samples, such as that of positions.
+
+
+class Places(nn.Module):
+    """An embedding of places, and code that does something with what it returns."""
+
+    def __init__(self, use, frozen: bool = False, hooked: bool = False) -> None:
+        super().__init__()
+        self.table, self.norm, self.use = nn.Embedding(T + 2, D, padding_idx=1), nn.LayerNorm(D), use
+        self.table.weight.requires_grad_(not frozen)
+        if hooked:
+            self.table.register_forward_hook(lambda module, args, output: None)
+
+    def forward(self, x):
+        return self.norm(self.use(self, x, torch.arange(T)))
+
+
+RESULTS = {
+    "sum": lambda self, x, ids: x + self.table(ids),
+    "sum, the other way round": lambda self, x, ids: self.table(ids[None]) + x.tanh(),
+    "product": lambda self, x, ids: x * self.table(ids),
+    "moved to where it is": lambda self, x, ids: x + self.table(ids).to(x.device),
+    "ids that come again": lambda self, x, ids: x + self.table(ids.clamp(max=1)),
+    "one for all": lambda self, x, ids: x + self.table(torch.tensor(2)),
+    "samples second": lambda self, x, ids: (x.transpose(0, 1) + self.table(ids[:, None])).transpose(0, 1),
+}
+
+OTHER_RESULTS = {
+    "twice": lambda self, x, ids: (lambda places: (x + places) * places)(self.table(ids)),
+    "two calls": lambda self, x, ids: x + self.table(ids) + self.table(ids + 1),
+    "a part": lambda self, x, ids: x + self.table(torch.arange(T + 1))[:T],
+    "in another layer": lambda self, x, ids: x + self.norm(self.table(ids)),
+    "beside the weight": lambda self, x, ids: x + self.table(ids) + self.table.weight[:T],
+    "in place": lambda self, x, ids: x.clone().add_(self.table(ids)),
+    "converted": lambda self, x, ids: x + self.table(ids).to(torch.float64),
+    "of another layer": lambda self, x, ids: x + nn.functional.embedding(ids, self.table.weight),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_what_an_embedding_returns_for_all_samples_is_followed(name, hooked, dtype, bar, without_own_code):
+    assert_exact(model_of(lambda: Places(RESULTS[name], hooked=hooked), dtype), dtype, bar)
+
+
+@pytest.mark.parametrize("name", OTHER_RESULTS)
+def test_any_other_use_of_what_an_embedding_returns_is_exact_too(name):
+    assert_exact(model_of(lambda: Places(OTHER_RESULTS[name])), torch.float64, 1e-12)
+
+
+def test_an_embedding_that_is_frozen_is_left_out(without_own_code):
+    model, x = model_of(lambda: Places(RESULTS["sum"], frozen=True)), data()
+    expected = torch.autograd.grad(losses(model, x).sum(), [p for p in model.parameters() if p.requires_grad])
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), loss_reduction="sum")
+    losses(model, x).sum().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    for parameter, gradient in zip([p for p in model.parameters() if p.requires_grad], expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+    assert model[1].table.weight.grad is None

@@ -66,13 +66,13 @@ def signature(arguments: Arguments, sizes: bool) -> Hashable:
         arguments: The arguments of one call.
         sizes: Tell sizes of 1 from others, too: what is one token now may be several in the next call.
     """
-    leaves, spec = tree_flatten(arguments)
-    return str(spec), tuple(_form(leaf, sizes) for leaf in leaves)
+    leaves, spec = _flat(arguments)
+    return spec if spec is _CALL else str(spec), tuple([_form(leaf, sizes) for leaf in leaves])
 
 
 def _form(leaf: Any, sizes: bool) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.dtype, tuple(sizes and size == 1 for size in leaf.shape)
+        return leaf.dtype, tuple([sizes and size == 1 for size in leaf.shape])
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 
@@ -185,7 +185,11 @@ class Skeleton:
 
     def __init__(self, tree: Any) -> None:
         leaves, self._spec = _flat(tree)
-        self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.tensors: list[Tensor] = leaves
+        if self._spec is _LONE or self._spec is _CALL:
+            self._places: Sequence[int] = (0,)
+            return
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,7 +22,12 @@ from gradguard.per_sample.loss.loss_check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
 from gradguard.per_sample.module_state import StateReader
 from gradguard.per_sample.operation_trace import OperationTrace
-from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since, refuse_stand_ins
+from gradguard.per_sample.refusals import (
+    refuse_batch_norm,
+    refuse_new_parameters,
+    refuse_sharded_since,
+    refuse_stand_ins,
+)
 from gradguard.per_sample.rerun import (
     Draws,
     copied_buffers,
@@ -32,13 +38,20 @@ from gradguard.per_sample.rerun import (
 )
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, same_rows
 from gradguard.per_sample.witness import MANY, SOME, Witness
-from gradguard.state.generators import States, accelerators_of, generator_states, restore_generators
+from gradguard.state.generators import (
+    States,
+    accelerators_of,
+    generator_states,
+    restore_generators,
+    states_of_torch,
+)
 from gradguard.torch_private import (
     current_graph_task,
     hook_order,
     never_compiled,
     parameter_slots,
     parameters_at,
+    parameters_in,
     stop_compiling,
 )
 
@@ -90,6 +103,8 @@ class CallTracker:
         self._given: Versions = []
         self._without_gradient: Collection[str] = ()
         self._seen: Mapping[str, nn.Parameter] = {}
+        self._held: Sequence[nn.Parameter | None] = ()
+        self._by_name: dict[str, nn.Parameter] = {}
         self.aliases: dict[str, list[Slot]] = defaultdict(list)
         for slot, name in names.items():
             self.aliases[name].append(slot)
@@ -122,7 +137,7 @@ class CallTracker:
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
         if self._loss_check is not None:
-            self._loss_check.stop()
+            self._loss_check.end()
         while self._handles:
             self._handles.pop().remove()
         self._capture.collector.closed = True
@@ -152,22 +167,36 @@ class CallTracker:
         """Return the parameters that now stand where ``names`` are held; all without them.
 
         Raises:
-            UnsupportedGradientError: If there is none any more.
+            UnsupportedGradientError: If there is none any more, two were tied, or one was added.
         """
-        places = self._names if names is None else {slot: name for name in names for slot in self.aliases[name]}
+        modules = [*self._module.modules()] if self.planner.sharded else self._state.modules
+        held = parameters_in(modules)
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            self._held, self._by_name = held, self._looked_up()
+        return self._by_name if names is None else {name: self._by_name[name] for name in names}
+
+    def _looked_up(self) -> dict[str, nn.Parameter]:
+        """Look each parameter up in its places, and whether there are others."""
         found: dict[str, nn.Parameter] = {}
-        for name, parameter in zip(places.values(), parameters_at(places), strict=True):
+        for name, parameter in zip(self._names.values(), parameters_at(self._names), strict=True):
             if parameter is None or found.setdefault(name, parameter) is not parameter:
                 raise UnsupportedGradientError(
                     f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
                     "make a new clipper."
                 )
+        if len(set(map(id, found.values()))) < len(found):
+            raise UnsupportedGradientError(
+                "two parameters were tied after the clipper was made, so that each would get a part of one gradient: "
+                "call clipper.detach() and make a new clipper."
+            )
+        refuse_new_parameters(self._module, self._names)
         return found
 
     def verified(self, conclusive: bool) -> None:
         """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
-        if not self.planner.sharded:  # otherwise a layer has others while it is gathered
-            refuse_stand_ins(self._seen, self.parameters())
+        # A sharded layer has others while it is gathered.
+        if not self.planner.sharded and (held := self.parameters()) is not self._seen:
+            refuse_stand_ins(self._seen, held)
         while self._unverified:
             call = self._unverified.pop()
             if conclusive:
@@ -402,9 +431,8 @@ class CallTracker:
         self._witnessed = self._record(call) if self.witness.is_due else None
         self._given = versions_of(Skeleton(arguments).tensors)
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
-        self._state_before = (
-            None if self._witnessed is not None else generator_states(accelerators_of(self._seen.values()))
-        )
+        states = generator_states if pattern.draws else states_of_torch
+        self._state_before = None if self._witnessed is not None else states(accelerators_of(self._seen.values()))
 
     def _look_at_state(self) -> int:
         """Look whether the model may compute something else than in the last call; return the number of its state."""
@@ -503,14 +531,9 @@ class CallTracker:
     def _look_at_trained(self) -> None:
         """See which parameters are trained now."""
         parameters = self.parameters()
-        if self._rehearsed is None:
+        if self._rehearsed is None and parameters is not self._seen:
             refuse_stand_ins(parameters)
             self._seen = parameters
-        if len(set(map(id, parameters.values()))) < len(parameters):
-            raise UnsupportedGradientError(
-                "two parameters were tied after the clipper was made, so that each would get a part of one gradient: "
-                "call clipper.detach() and make a new clipper."
-            )
         trained = frozenset(name for name, parameter in parameters.items() if parameter.requires_grad)
         self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
         if trained != self.trained:

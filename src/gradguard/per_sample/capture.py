@@ -23,12 +23,12 @@ from torch.autograd.graph import Node
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, Versions, changes_of, versions_of, written
-from gradguard.per_sample.dry_run import Slot
+from gradguard.per_sample.call_arguments import Skeleton, Versions, changes_of, tensor_leaves, versions_of, written
+from gradguard.per_sample.dry_run import RESULT, Slot
 from gradguard.per_sample.layer_plans import CallPlan, Treatment
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import GradientCollector, UsedLayer
-from gradguard.per_sample.operations import Operation, ParameterProxy, rule_of
+from gradguard.per_sample.operations import Operation, ParameterProxy, rule_of, rule_of_result
 from gradguard.per_sample.plain_sum import Leaves
 from gradguard.per_sample.rerun import Quietly, substituted
 from gradguard.per_sample.sample_loop import LoopedCall
@@ -241,6 +241,8 @@ class LayerCapture:
             changed = self._tap_outputs(returned, (), self.collector.receive_nothing)
         elif plan.treatment is Treatment.RULE:
             changed = self._tap_layer(running, args, kwargs, output)
+        elif plan.treatment is Treatment.RESULT:
+            changed = self._follow_result(running, caller, args, kwargs, output)
         elif running.fallback is not None:
             changed = self._tap_fallback(running, output)
         if running.as_nested is not None and caller is not None:
@@ -257,7 +259,7 @@ class LayerCapture:
         plan, module = running.plan, running.module
         if self.batch_size == 0:
             self._hide(running, list(self._names))
-        elif plan.treatment is Treatment.RULE:
+        elif plan.treatment in (Treatment.RULE, Treatment.RESULT):
             if "forward" in vars(module):
                 raise UnsupportedGradientError(
                     f"the forward of {type(module).__name__} was replaced after the model was looked at, so what it "
@@ -279,19 +281,50 @@ class LayerCapture:
         """Put something into the places of a call's parameters that taps the operations with them."""
         module, places = running.module, {}
         for slot, plan in running.plan.operations.items():
-            name = self._names[module, slot]
-            if name in self.trained:
-                leaf = self._leaves(module).of({name: self._value(module, slot)})[name]
-                places[module, slot] = ParameterProxy.of(leaf, name, plan, partial(self._tap_operation, module))
+            name = self._names.get(slot)  # None for a result
+            if name in self.trained and name is not None:
+                leaf = self._leaves(module).of({name: self._value(*slot)})[name]
+                places[slot] = ParameterProxy.of(leaf, name, plan, partial(self._tap_operation, module, None))
         running.places.enter_context(substituted(places))
 
+    def _follow_result(
+        self,
+        running: RunningCall,
+        caller: RunningCall | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        """Return what taps the operation that the caller's code does with a layer's result."""
+        module, name = running.module, next(iter(self._wanted(running.module).values()), None)
+        if name is None:
+            return None
+        plan = None if caller is None else caller.plan.operations.get((module, RESULT))
+        ids = tensor_leaves((args, kwargs))
+        if plan is None or len(ids) != 1:
+            raise UnsupportedGradientError(
+                f"{type(module).__name__} was called in another way than when the model was looked at. Repeat this "
+                "step: the model is looked at again."
+            )
+        if running.leaves is None:
+            output = self._leaves(module).of({name: output.detach()})[name]
+        return ParameterProxy.of(output, name, plan, partial(self._tap_operation, module, (running, ids[0])))
+
     def _tap_operation(
-        self, module: nn.Module, operation: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        source: tuple[RunningCall, Tensor] | None,
+        operation: Operation,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> Tensor:
-        """Do an operation with parameters, and tap what it gives."""
+        """Do an operation with parameters, or with what an embedding has made of some ids, and tap what it gives."""
         proxies = [one for one in operation.parameters.values() if isinstance(one, ParameterProxy)]
         values, leaves = {one.full_name: one.leaf.detach() for one in proxies}, None
-        if self.verifying:  # leaves for this operation alone, which get the plain gradient
+        if source is not None and source[0].leaves is not None:
+            values, leaves = {one.full_name: one.leaf for one in proxies}, source[0].leaves
+        elif self.verifying:  # leaves for this operation alone, which get the plain gradient
             leaves = self._leaves(module)
             values = leaves.of(values)
         positional = [values[a.full_name] if isinstance(a, ParameterProxy) else a for a in args]
@@ -301,7 +334,11 @@ class LayerCapture:
         size = self._check_sizes([(result.shape[axis.dim], axis)])
         names = {role: one.full_name for role, one in zip(operation.parameters, proxies, strict=True)}
         operands = [] if operation.kind == "sum" else [operation.operand]
-        plan = CallPlan(Treatment.RULE, True, (axis,) * len(operands), (axis,), rule=rule_of(operation))
+        axes, rule = (axis,) * len(operands), rule_of(operation)
+        if source is not None and source[0].plan.rule is not None:
+            operands, axes = [*operands, source[1]], (*axes, None)
+            rule = rule_of_result(operation, module, source[0].plan.rule)
+        plan = CallPlan(Treatment.RULE, True, axes, (axis,), rule=rule)
         layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves)
         self.collector.activations += sum(t.nbytes for t in (*operands, result))
         saved = layer.arguments.release()
@@ -475,7 +512,9 @@ class LayerCapture:
     ) -> Any:
         """Return the outputs with tapped ``values`` in some places."""
         tensors: list[Tensor | None] = list(returned.tensors)
-        results = tap(partial(_receive_all, receive, len(tensors), places), saved, self._anchor(values[0]), values)
+        if len(places) < len(tensors):
+            receive = partial(_receive_all, receive, len(tensors), places)
+        results = tap(receive, saved, self._anchor(values[0]), values)
         for place, value in zip(places, results, strict=True):
             tensors[place] = value
         return returned.fill(tensors)

@@ -18,7 +18,7 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress, zip_longest
+from itertools import chain, compress, zip_longest
 from operator import not_
 from typing import NamedTuple
 
@@ -452,7 +452,8 @@ def sample_norms(
     squares = {name: contributions[name].squared_norms() for name, each in measured.items() if not each}
     blocks = [torch.stack([*squares.values()]).sqrt_()] if squares else []
     if sides:
-        norms, *others = [torch.stack(row_norms([one for one in side if one is not None])) for side in sides]
+        present = [[one for one in side if one is not None] for side in sides]
+        norms, *others = torch.stack(row_norms([*chain(*present)])).split([*map(len, present)])
         for other in others:
             norms[: len(other)].mul_(other)
         blocks.insert(0, norms)
@@ -502,7 +503,8 @@ TENSOR_CORES = {
 
 def choose_method(contribution: Contribution, budget: int, device: torch.device) -> Contribution:
     """Return ``contribution`` kept, if that is fastest and takes at most ``budget`` bytes; else set its other ways."""
-    if isinstance(contribution, Materialized):
+    is_outer = isinstance(contribution, Outer)
+    if isinstance(contribution, Materialized) or (is_outer and contribution.positions == 1):
         return contribution
     on_cpu = device.type == "cpu"
     size = materialized_bytes(contribution)
@@ -512,7 +514,7 @@ def choose_method(contribution: Contribution, budget: int, device: torch.device)
         return contribution.materialize() if size <= budget else contribution
     if isinstance(contribution, Tied):
         choose_method(contribution.multiplied, 0, device)
-    if not isinstance(contribution, Outer) or contribution.positions == 1:
+    if not is_outer:
         return contribution
     speed = CPU if on_cpu else TENSOR_CORES.get(contribution.left.dtype, ACCELERATOR)
     keep, ghost, drop = _seconds(contribution, size, speed)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, Versions, take_samples, tensor_leaves, versions_of, written
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.operations import ObservedOperation, operation_of
+from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import TOO_RARE, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.state.generators import generator_states, have_drawn
@@ -29,6 +29,9 @@ Slot = tuple[nn.Module, str]
 """A parameter as an attribute of a module."""
 
 SIZES = (2, 3)
+
+RESULT = "()"
+"""In place of a parameter's name: what an embedding returned that saw no samples, such as that of positions."""
 
 _DROPOUTS = {
     F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.dropout,
@@ -68,8 +71,9 @@ class ObservedCall:
 class CallObserver(TorchFunctionMode):
     """Notes the calls of modules, and which of them uses which parameter, while a module runs; drops no values."""
 
-    def __init__(self, slots: Set[Slot], keep_values: bool = False) -> None:
+    def __init__(self, slots: Set[Slot], keep_values: bool = False, without_samples: Set[int] = frozenset()) -> None:
         super().__init__()
+        self._without_samples, self._results = without_samples, list[Tensor]()
         self.calls: list[ObservedCall] = []
         self._trained, self._keep_values = slots, keep_values
         self._slots = {id(parameter_slots(module)[slot]): (module, slot) for module, slot in slots}
@@ -93,8 +97,11 @@ class CallObserver(TorchFunctionMode):
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note that ``module`` ends."""
         del args, kwargs
-        call = self.calls[self._running.pop()]
-        tensors = tensor_leaves(output)
+        number = self._running.pop()
+        call, tensors = self.calls[number], tensor_leaves(output)
+        if number in self._without_samples:
+            self._slots[id(output)] = module, RESULT
+            self._results.append(output)  # so that no other takes its address
         call.outputs = [t.shape for t in tensors]
         call.in_place = bool(written(self._returned.pop()))
         if self._returned:
@@ -109,6 +116,8 @@ class CallObserver(TorchFunctionMode):
         if (func in _DROPOUTS and _drops(args, kwargs)) or kwargs.get("dropout_p"):
             self._drawn()
         result = without_dropout(func, args, kwargs)
+        if stays(func, args, kwargs, result):
+            return result
         if id(result) in self._slots:  # a dropout of a parameter: what follows uses another tensor than the parameter
             result = result.view_as(result)
         used = [slot for leaf in _leaves(args, kwargs) if (slot := self._slots.get(id(leaf)))]
@@ -121,10 +130,10 @@ class CallObserver(TorchFunctionMode):
     def _known(self, module: nn.Module, func: Any, args: Any, kwargs: Any, result: Any) -> ObservedOperation | None:
         """Name what a function did with parameters of ``module``; None if it may have been anything."""
         found = operation_of(func, args, kwargs, lambda value: id(value) in self._slots)
-        slots = [self._slots[id(parameter)] for parameter in found.parameters.values()] if found else []
-        if found is None or any(holder is not module for holder, _ in slots):
+        slots = tuple([self._slots[id(parameter)] for parameter in found.parameters.values()]) if found else ()
+        if found is None or any(holder is not module and name != RESULT for holder, name in slots):
             return None
-        return ObservedOperation(found.kind, tuple(name for _, name in slots), found.operand.shape, result.shape)
+        return ObservedOperation(found.kind, slots, found.operand.shape, result.shape)
 
     def __enter__(self) -> Any:
         self._operations = each_operation(self._look_at)
@@ -222,7 +231,10 @@ class DryRun:
         self.untold: dict[int, str] = {}
         self._module, self._arguments, self._batch_first, self._size = module, arguments, batch_first, size
         self._slots, self._observed_by = slots, observed_by
-        self.runs = [self._run(samples, keep_values=False) for samples in SIZES]
+        self.runs = [self._run(samples) for samples in SIZES]
+        embeddings = [i for i, call in enumerate(self.calls) if isinstance(call.module, nn.Embedding) and call.uses]
+        if structure and (alike := {i for i in embeddings if not self.grows(i)}):
+            self.runs = [self._run(samples, without_samples=alike) for samples in SIZES]
         called = [[id(call.module) for call in run] for run in self.runs]
         if structure and called[0] != called[1]:
             raise UnsupportedGradientError(
@@ -235,6 +247,11 @@ class DryRun:
     def calls(self) -> Sequence[ObservedCall]:
         """The calls of the first run."""
         return self.runs[0]
+
+    def grows(self, call: int) -> bool:
+        """Tell whether call number ``call`` returns anything larger for three samples than for two."""
+        two, three = (run[call] for run in self.runs)
+        return any(a != b for a, b in zip(two.outputs, three.outputs, strict=True))
 
     def axes(self, call: int) -> tuple[list[BatchAxis | None], list[BatchAxis | None]]:
         """Return the batch axis of each tensor that call number ``call`` got, and of each that it returned."""
@@ -290,11 +307,13 @@ class DryRun:
             )
         return strided
 
-    def _run(self, samples: int, keep_values: bool) -> list[ObservedCall]:
+    def _run(
+        self, samples: int, keep_values: bool = False, without_samples: Set[int] = frozenset()
+    ) -> list[ObservedCall]:
         last = min(1, self._size - 1)
         chosen = [0, last, last][:samples]  # in order: lengths that must be sorted stay so
         args, kwargs = take_samples(self._arguments, self._batch_first, self._size, chosen, self._whole)
-        observer = CallObserver(self._slots, keep_values)
+        observer = CallObserver(self._slots, keep_values, without_samples)
         with (
             self._observed_by(observer),
             undisturbed(self._module, TOO_RARE),

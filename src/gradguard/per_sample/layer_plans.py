@@ -14,7 +14,7 @@ from torch import nn
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, of_no_sample, other_candidates, signature
-from gradguard.per_sample.dry_run import DryRun, ObservedBy, Slot
+from gradguard.per_sample.dry_run import RESULT, DryRun, ObservedBy, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.embedding import refuse_coupling
 from gradguard.per_sample.layers.registry import LayerRule, rule_for
@@ -29,6 +29,7 @@ class Treatment(Enum):
     NOTHING = "uses no trained parameter by itself"
     RULE = "a layer with a rule of its own"
     OPERATIONS = "code that does nothing but known operations with trained parameters: these are tapped"
+    RESULT = "an embedding without samples, of positions say, whose result goes into one known operation of its caller"
     VMAP_FALLBACK = (
         "code that uses trained parameters: differentiated with torch.func, without the layers that it calls"
     )
@@ -46,7 +47,7 @@ class CallPlan:
         uses: Trained parameters that its own code uses, those of layers that see no sample included.
         rule: For `Treatment.RULE`.
         in_place: Its own code writes into what the layers that it called have returned.
-        operations: For `Treatment.OPERATIONS`, by the parameter's name in the module.
+        operations: For `Treatment.OPERATIONS`, by the parameter, or the result of an embedding.
     """
 
     treatment: Treatment
@@ -56,7 +57,7 @@ class CallPlan:
     uses: frozenset[Slot] = frozenset()
     rule: LayerRule | None = None
     in_place: bool = False
-    operations: Mapping[str, PlannedOperation] = field(default_factory=dict)
+    operations: Mapping[Slot, PlannedOperation] = field(default_factory=dict)
 
 
 class Plans:
@@ -71,18 +72,19 @@ class Plans:
     """
 
     def __init__(self, run: DryRun) -> None:
-        sees = [_grows(run, i) for i in range(len(run.calls))]
-        uses, draws = [set(call.uses) for call in run.calls], [call.draws for call in run.calls]
+        sees = [run.grows(i) for i in range(len(run.calls))]
+        uses, draws = [set[Slot]() for _ in run.calls], [call.draws for call in run.calls]
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
         self.uses: list[frozenset[Slot]] = []
-        treated: dict[int, tuple[Treatment, LayerRule | None, Mapping[str, PlannedOperation]]] = {}
+        treated: dict[int, tuple[Treatment, LayerRule | None, Mapping[Slot, PlannedOperation]]] = {}
+        within: dict[int, list[int]] = defaultdict(list)  # position embeddings, say: a part of the code that calls them
         for i, call in reversed(list(enumerate(run.calls))):  # a call comes after its caller
             treated[i] = Treatment.NOTHING, None, {}
-            if (
-                not sees[i] and call.caller >= 0
-            ):  # position embeddings, for example: a part of the code that called them
-                uses[call.caller] |= uses[i]
-                draws[call.caller] |= draws[i]
+            parts = [part for part in within[i] if uses[part]]
+            uses[i] = {slot for slot in call.uses if slot[1] != RESULT}.union(*[uses[part] for part in parts])
+            draws[i] |= any(draws[part] for part in within[i])
+            if not sees[i] and call.caller >= 0:
+                within[call.caller].append(i)
             elif not sees[i] and uses[i]:
                 raise UnsupportedGradientError(
                     f"{type(call.module).__name__} was called by itself and returned the same for any number of "
@@ -90,7 +92,10 @@ class Plans:
                     "Call it inside the module's forward, and return tensors, tuples, lists or dicts."
                 )
             elif uses[i]:
-                treated[i] = _treatment(run, i, uses[i], draws[i])
+                known = _known_operations(run, i, [run.calls[part].module for part in parts])
+                treated[i] = _treatment(run, i, uses[i], draws[i], known)
+                if treated[i][0] is Treatment.OPERATIONS:
+                    treated |= {part: (Treatment.RESULT, rule_for(run.calls[part].module), {}) for part in parts}
                 self.uses.append(frozenset(uses[i]))
         for i, call in enumerate(run.calls):
             treatment, rule, operations = treated[i]
@@ -123,14 +128,13 @@ class Plans:
 
 
 def _treatment(
-    run: DryRun, i: int, uses: set[Slot], draws: bool
-) -> tuple[Treatment, LayerRule | None, Mapping[str, PlannedOperation]]:
+    run: DryRun, i: int, uses: set[Slot], draws: bool, known: Mapping[Slot, PlannedOperation] | None
+) -> tuple[Treatment, LayerRule | None, Mapping[Slot, PlannedOperation]]:
     """How a call that uses trained parameters is treated; its rule, or its known operations."""
     call, rule = run.calls[i], rule_for(run.calls[i].module)
     if rule is not None and uses <= {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}:
         return Treatment.RULE, rule, {}
-    known = planned(call.operations, run.runs[1][i].operations)
-    if known is not None and uses == {(call.module, slot) for slot in known}:
+    if known is not None:
         return Treatment.OPERATIONS, None, known
     if draws:
         raise UnsupportedGradientError(
@@ -141,10 +145,25 @@ def _treatment(
     return Treatment.VMAP_FALLBACK, None, {}
 
 
-def _grows(run: DryRun, i: int) -> bool:
-    """Tell whether call ``i`` returns anything larger for three samples than for two."""
-    two, three = run.runs[0][i], run.runs[1][i]
-    return any(a != b for a, b in zip(two.outputs, three.outputs, strict=True))
+def _known_operations(run: DryRun, i: int, parts: Sequence[nn.Module]) -> dict[Slot, PlannedOperation] | None:
+    """Return the operations of a call with parameters and with results of ``parts``; None if it does anything else."""
+    call = run.calls[i]
+    known = planned(call.operations, run.runs[1][i].operations)
+    if known is None or call.uses != known.keys():
+        return None
+    for part in parts:
+        result, uses = (
+            (part, RESULT),
+            [one for each in run.calls for one in each.operations if one and (part, RESULT) in one.slots],
+        )
+        once = (
+            [each.module for each in run.calls].count(part)
+            == 1
+            == [result in each.uses for each in run.calls].count(True)
+        )
+        if not (once and result in known and len(uses) == 1 and known[result].kind in ("sum", "product")):
+            return None
+    return known
 
 
 @dataclass
@@ -157,6 +176,7 @@ class CallPattern:
         plans: Plans of the calls of the layers in it; none where samples are run one by one.
         output_axes: Batch axis of each tensor that it returns.
         changes_buffers: It changes its buffers.
+        draws: It draws random numbers, dropout apart: maybe Python's or NumPy's.
         reason: Why samples are run one by one; "" where they are not.
         sizes: Batch sizes that it was verified with.
         precision: Machine epsilon of the coarsest dtype that is computed in.
@@ -169,6 +189,7 @@ class CallPattern:
     plans: list[Plans]
     output_axes: Sequence[BatchAxis | None]
     changes_buffers: bool
+    draws: bool = False
     reason: str = ""
     sizes: set[int] = field(default_factory=set)
     precision: float = 2.0**-23
@@ -274,8 +295,10 @@ class LayerPlanner:
         """Return the plan of the next call of ``module``, None if no dry run has seen it."""
         number = self._calls[module]
         self._calls[module] += 1
-        plans = chain(self._current, self._all_plans())
-        return next((plan for p in plans if (plan := p.of(module, number))), None)
+        for plans in chain(self._current, self._all_plans()):
+            if (plan := plans.of(module, number)) is not None:
+                return plan
+        return None
 
     def _all_plans(self) -> Iterator[Plans]:
         return chain.from_iterable(pattern.plans for pattern in self.patterns.values())
@@ -322,11 +345,12 @@ class LayerPlanner:
         if any(getattr(m, slot).is_complex() for m, slot in slots if m in missing):
             raise UnsupportedGradientError("the rules of layers are for real parameters, and some here are complex.")
         plans: list[Plans] = []
-        changes, untold = False, dict[int, str]()
+        changes, draws, untold = False, False, dict[int, str]()
         for seed in range(self._seed, self._seed + _SEEDS):
             run = self._dry_run(module, arguments, size, whole, 7919 * seed)
             plan = Plans(run)
             changes |= run.changes_buffers
+            draws |= run.draws
             untold |= run.untold
             if not plans or missing & plan.calls.keys():
                 plans.append(plan)
@@ -334,7 +358,7 @@ class LayerPlanner:
             if not missing or not run.draws or self.sharded:
                 break
         first = plans[0].of(module, 0)
-        return CallPattern(module, whole, plans, first.outputs if first else (), changes, unowned=untold)
+        return CallPattern(module, whole, plans, first.outputs if first else (), changes, draws, unowned=untold)
 
     def _slots(self) -> set[Slot]:
         """Where trained parameters are held."""

@@ -1,5 +1,6 @@
 """Gathers what one backward brings: from each layer's input and its output's gradient to contributions."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -229,17 +230,17 @@ class GradientCollector:
             args,
             kwargs,
             outputs or [None] * len(grads),
-            list(grads),
+            grads,
             layer.batch_size,
-            list(layer.plan.inputs),
-            list(layer.plan.outputs),
+            layer.plan.inputs,
+            layer.plan.outputs,
             frozenset(layer.names),
             layer.generator_state,
             layer.precision,
         )
         assert layer.plan.rule is not None
         device = next(grad.device for grad in grads if grad is not None)
-        kinds = _kinds_of(layer.module)
+        kinds = _kinds_of(type(layer.module))
         is_rounded = layer.leaves is not None and is_tf32_allowed(device, *kinds)
         with outside_autocast(device), full_float32("product", *kinds):
             contributions = layer.plan.rule.contributions(call)
@@ -362,13 +363,13 @@ class GradientCollector:
         return mini_batch
 
 
-def _kinds_of(module: nn.Module) -> list[Kind]:
+@functools.cache
+def _kinds_of(layer: type[nn.Module]) -> list[Kind]:
     """Return what the backward of a layer may compute in TF32: its name tells, or it may be anything."""
-    name = type(module).__name__
-    if "Conv" in name:
+    if "Conv" in layer.__name__:
         return ["convolution"]
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+    if issubclass(layer, nn.RNNBase | nn.RNNCellBase):
         return ["recurrent", "product"]
-    if isinstance(module, nn.Linear | nn.Bilinear | nn.MultiheadAttention | nn.Embedding):
+    if issubclass(layer, nn.Linear | nn.Bilinear | nn.MultiheadAttention | nn.Embedding):
         return ["product"]
     return ["product", "convolution", "recurrent"]

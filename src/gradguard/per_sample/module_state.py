@@ -72,6 +72,7 @@ class StateReader:
         module: The outermost module.
 
     Attributes:
+        modules: All modules in it, as of the last look.
         nearer: By how many calls changes of loose attributes bring the next witness nearer; the caller that brings it
             nearer sets this to 0.
     """
@@ -92,7 +93,7 @@ class StateReader:
     def look(self) -> int:
         """Return the number of the state that the module is in, before a call."""
         self._calls += 1
-        typed = all(map(is_, map(type, self._modules), self._types))
+        typed = all(map(is_, map(type, self.modules), self._types))
         if not (typed and all(map(is_, self._values(), self._known))):
             self._number = self._look_closely(typed)
         return self._number
@@ -142,8 +143,8 @@ class StateReader:
         rebound = _rebound(held, self._items())
         if not typed or any(self._may_hold(place, value) for place, values in rebound.items() for value in values):
             names = {one.name for one in self._containers}
-            self._modules = list(self._module.modules())
-            self._types = [type(m) for m in self._modules]
+            self.modules = list(self._module.modules())
+            self._types = [type(m) for m in self.modules]
             self._containers = [c for c in _containers(self._module, self._loose) if (c.name, "") not in self._loose]
             names.intersection_update([one.name for one in self._containers])
             rebound = {place: values for place, values in _rebound(held, self._items()).items() if place[0] in names}

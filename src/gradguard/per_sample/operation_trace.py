@@ -248,9 +248,10 @@ class KnownOperations:
     def learn(self, trace: OperationTrace, batch_size: int | None = None) -> None:
         """Take note of a forward that passed; of the numbers in it only if its ``batch_size`` is given."""
         way = trace.way
-        self._pairs |= trace.pairs
-        if len(self._ways) < _MOST_WAYS:
-            self._ways.add(way)
+        if way not in self._ways:
+            self._pairs |= trace.pairs
+            if len(self._ways) < _MOST_WAYS:
+                self._ways.add(way)
         if batch_size is not None and way in self._ways:
             self._changes.update([(batch_size, way, i) for i in self._changed(way, trace.numbers, batch_size)])
             self._numbers[batch_size, way] = trace.numbers

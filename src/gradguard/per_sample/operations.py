@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradguard.per_sample.contributions import Contribution, Materialized, wide
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall
@@ -59,13 +59,13 @@ class ObservedOperation(NamedTuple):
 
     Attributes:
         kind: Such as ``"product"``.
-        slots: Names of its parameters in the module.
+        slots: Its parameters, each by its module and its name there.
         operand: Shape of what belongs to samples.
         result: Shape of the result.
     """
 
     kind: str
-    slots: tuple[str, ...]
+    slots: tuple[tuple[nn.Module, str], ...]
     operand: torch.Size
     result: torch.Size
 
@@ -113,16 +113,21 @@ def operation_of(
     return found if known and not followed(found.operand) else None
 
 
+def stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Tell whether ``func`` moves a tensor to the device where it is, as transformers does with what it looks up."""
+    return func is Tensor.to and result is args[0] and not kwargs and isinstance(args[-1], torch.device)
+
+
 def planned(
     two: Sequence[ObservedOperation | None], three: Sequence[ObservedOperation | None]
-) -> dict[str, PlannedOperation] | None:
-    """Return what to do with each parameter, by its name in the module; None if that is not known of all of them.
+) -> dict[tuple[nn.Module, str], PlannedOperation] | None:
+    """Return what to do with each parameter; None if that is not known of all of them.
 
     Args:
         two: The operations of a call for two samples.
         three: The operations of the same call for three.
     """
-    found: dict[str, PlannedOperation] = {}
+    found: dict[tuple[nn.Module, str], PlannedOperation] = {}
     if len(two) != len(three):
         return None
     for a, b in zip(two, three, strict=True):
@@ -151,6 +156,23 @@ def rule_of(operation: Operation) -> LayerRule:
         over = layer_norm_over if operation.kind == "layer_norm" else rms_norm_over
         return LayerRule(partial(over, shape=list(operation.options["shape"]), eps=operation.options["eps"]))
     return LayerRule(partial(_elementwise, operation.kind == "product", operation.parameters["weight"].shape))
+
+
+def rule_of_result(operation: Operation, embedding: nn.Module, rule: LayerRule) -> LayerRule:
+    """Return the rule of an operation with what an embedding returned for ids that are the same for all samples.
+
+    The last tensor of the call is these ids.
+    """
+    of_operation = rule_of(operation).contributions
+
+    def contributions(call: LayerCall) -> dict[str, Contribution]:
+        rows, ids = of_operation(call)["weight"].materialize().gradients, call.args[-1]
+        ids, first = ids.expand(len(rows), *ids.shape), [BatchAxis(0)]
+        return rule.contributions(
+            LayerCall(embedding, (ids,), {}, [None], [rows], len(rows), first, first, call.wanted)  # type: ignore[arg-type]
+        )
+
+    return LayerRule(contributions)
 
 
 def _elementwise(product: bool, shape: torch.Size, call: LayerCall) -> dict[str, Contribution]:
@@ -199,8 +221,9 @@ class ParameterProxy(Tensor):
                 dims = operation.operand.dim()
                 if all((one.plan.kind, one.plan.dims) == (operation.kind, dims) for one in own):
                     return own[0].tapped(operation, func, args, kwargs)
-        args, kwargs = tree_map(_leaf_of, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        leaves, kwargs = tree_map(_leaf_of, (tuple(args), kwargs))
+        result = func(*leaves, **kwargs)
+        return args[0] if stays(func, leaves, kwargs, result) else result
 
 
 def _is_proxy(value: Any) -> bool:

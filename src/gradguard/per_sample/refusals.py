@@ -3,7 +3,7 @@
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +125,16 @@ def refuse_unsupported(module: nn.Module) -> None:
     refuse_batch_norm(module)
 
 
-def refuse_new_parameters(module: nn.Module, names: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> None:
+def refuse_new_parameters(module: nn.Module, known: Container[tuple[nn.Module, str]]) -> None:
     """Check that every parameter was there when the clipper was made.
 
     Args:
         module: The outermost module.
-        names: The places that held each parameter then.
+        known: The places that held parameters then.
 
     Raises:
         UnsupportedGradientError: If a layer was added or replaced since: its gradient would not be clipped.
     """
-    known = {place for places in names.values() for place in places}
     for prefix, layer in module.named_modules():
         for slot, parameter in parameter_slots(layer).items():
             if parameter is not None and (layer, slot) not in known:
@@ -206,19 +205,19 @@ def refuse_local_thresholds(norm_clipper: NormClipper, processes: int) -> None:
         )
 
 
-def refuse_stale_gradients(parameters: Mapping[str, Tensor], assigned: Mapping[str, Tensor]) -> None:
+def refuse_stale_gradients(parameters: Mapping[str, Tensor], assigned: Mapping[str, Callable[[], object]]) -> None:
     """Check that no ``.grad`` would be overwritten.
 
     Args:
         parameters: By name.
-        assigned: The gradients that the clipper itself has filled in last.
+        assigned: References to the gradients that the clipper itself has filled in last.
 
     Raises:
         InvalidValueError: If one holds a gradient of another origin.
     """
     for name, parameter in parameters.items():
         grad = parameter.grad
-        if grad is not None and grad is not assigned.get(name) and bool(grad.any()):
+        if grad is not None and (name not in assigned or grad is not assigned[name]()) and bool(grad.any()):
             raise InvalidValueError(
                 f"{name}.grad holds a gradient that was not clipped, from a backward that the clipper did not "
                 "follow. Call optimizer.zero_grad() first, then pre_step() again; what was accumulated is kept."

@@ -40,7 +40,6 @@ from gradguard.per_sample.refusals import (
     follow,
     refuse_gathered,
     refuse_local_thresholds,
-    refuse_new_parameters,
     refuse_stale_gradients,
     refuse_unsupported,
     watch_steps_and_scalers,
@@ -165,7 +164,7 @@ class PerSampleGradientClipper:
         self._finite: Tensor | None = None
         self._weights = torch.float64  # the dtype of samples' weights in sums
         self._loss_scale: Tensor | float = 1.0
-        self._assigned: dict[str, Tensor] = {}
+        self._assigned: dict[str, weakref.ref[Tensor]] = {}  # the gradients that were filled in last
         self._gradients: dict[str, Tensor] | None = None
         self._clipped_by: tuple[dict[str, Tensor], Tensor | None] | None = None
         self.statistics: PerSampleStatistics | None = None
@@ -457,7 +456,7 @@ class PerSampleGradientClipper:
             self._show_overflow(taken)
         for name, parameter in trained.items():
             gradient = shard_like(taken[name].to(parameter.dtype), parameter)
-            parameter.grad = self._assigned[name] = gradient
+            parameter.grad, self._assigned[name] = gradient, weakref.ref(gradient)
         if is_heard():
             self._tell(finite)
         max_norm = torch.full((len(self._names),), self._bound(), dtype=torch.float64, device="cpu")
@@ -642,14 +641,8 @@ class PerSampleGradientClipper:
         weight_of = {id(factor): (factor * share).to(self._weights) for factor in factors}
         weights = {name: weight_of[id(own)] for name, own in by_name.items()}
         sum_together(contributions, weights, bad)
-        self._release_assigned()
         for name, own in weights.items():
             self._accumulation.add(name, contributions.pop(name).weighted_sum(own, bad))
-
-    def _release_assigned(self) -> None:
-        """Forget gradients that the optimizer has used, before new sums are made in their memory."""
-        parameters = self._tracker.parameters(self._assigned)
-        self._assigned = {name: grad for name, grad in self._assigned.items() if parameters[name].grad is grad}
 
     def _verify(self, mini_batch: MiniBatch) -> None:
         """Compare with the plain gradients of the same backward, and one sample with what it gives alone."""
@@ -661,8 +654,9 @@ class PerSampleGradientClipper:
                     if (factors := self._loss_check.factors) is not None:
                         for call in (*mini_batch.loops, *mini_batch.witnessed):
                             call.shares = factors / len(factors)
-                with outside_autocast(self._device), full_float32():
-                    mini_batch.finish(self._device)
+                device = self._device
+                with outside_autocast(device), full_float32():
+                    mini_batch.finish(device)
                     self._look_at_witness(mini_batch)
             except UnsupportedGradientError:
                 self._tracker.collector.discard()
@@ -765,7 +759,6 @@ class PerSampleGradientClipper:
 
     def _prepare(self) -> None:
         """See which parameters are trained, before a batch begins."""
-        refuse_new_parameters(self.module, self._tracker.aliases)
         trained = {name: p for name, p in self._tracker.parameters().items() if p.requires_grad}
         if (names := [*trained]) != self._names:
             self.norm_clipper.prepare(names)

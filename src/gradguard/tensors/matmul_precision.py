@@ -57,13 +57,15 @@ _NAMES: dict[Kind, tuple[str, str]] = {
 _Said = TypeVar("_Said")
 
 
-@contextmanager
-def full_float32(*kinds: Kind) -> Iterator[None]:
+def full_float32(*kinds: Kind) -> AbstractContextManager[object]:
     """Compute float32 products, convolutions and recurrent layers in float32 in a block, whatever the program allows.
 
     Args:
         kinds: The computations of the block; all kinds if none is given. PyTorch does not round products by default, so
             that a block of products alone writes no switch; cuDNN rounds convolutions.
+
+    Returns:
+        The block; one that costs nothing where nothing is rounded.
 
     PyTorch has an older switch for products and one for cuDNN, and newer ones in a tree: a switch that is not set
     follows the one above it. Where only newer ones were set, reading an older one raises, and so it is left alone;
@@ -74,9 +76,13 @@ def full_float32(*kinds: Kind) -> Iterator[None]:
     Nothing is written where nothing is rounded. Switches of CUDA are read only where there is a GPU.
     """
     has_gpu = torch.cuda.is_available()
-    if all(one.fp32_precision in _FULL for kind in kinds or _NAMES for one in _switches_of(kind, has_gpu)):
-        yield
-        return
+    switches = [one for kind in kinds or _NAMES for one in _switches_of(kind, has_gpu)]
+    return nullcontext() if all([one.fp32_precision in _FULL for one in switches]) else _all_full(has_gpu)
+
+
+@contextmanager
+def _all_full(has_gpu: bool) -> Iterator[None]:
+    """Compute in float32 in a block, and put each switch back."""
     backends: Any = torch.backends
     of_kinds = [_switches_of(kind, has_gpu) for kind in _NAMES]
     switches = [one for each in zip(*of_kinds, strict=True) for one in each]

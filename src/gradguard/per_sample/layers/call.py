@@ -1,6 +1,6 @@
 """One call of a layer and the gradients of its outputs, as its rule gets them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,10 +53,10 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: list[Tensor | None]
-    grads: list[Tensor | None]
+    grads: Sequence[Tensor | None]
     batch_size: int
-    axes: list[BatchAxis | None]
-    grad_axes: list[BatchAxis | None]
+    axes: Sequence[BatchAxis | None]
+    grad_axes: Sequence[BatchAxis | None]
     wanted: frozenset[str] = frozenset()
     generator_state: Tensor | None = field(default=None, repr=False)
     precision: float = 0.0

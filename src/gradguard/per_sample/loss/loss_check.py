@@ -195,9 +195,13 @@ class LossCheck:
         self._calls[-1].add([joined], [BatchAxis(0)])
         return joined
 
-    def stop(self) -> None:
+    def end(self) -> None:
         """Look no more."""
+        self.stop()
         self._roots.stop()
+
+    def stop(self) -> None:
+        """Look at no backward until `start`."""
         self._calls, self._exceeded, self._verifying = [], 0, False  # calls keep their graphs alive
 
     @property

@@ -111,7 +111,8 @@ class BackwardRoots:
         self._end: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Begin; again while it runs does nothing."""
+        """Begin, or go on with this thread."""
+        self._thread = threading.get_ident()
         if self._end is not None:
             return
         found = weakref.ref(self, lambda _: end())  # a clipper that is dropped between forward and backward is freed
@@ -122,7 +123,6 @@ class BackwardRoots:
                 own._begins(backward)
 
         end = self._end = call_before_backwards(begins)
-        self._thread = threading.get_ident()
 
     def stop(self) -> None:
         """End; again does nothing."""

@@ -583,8 +583,9 @@ class LossConstants:
                 counted[name] += 1
                 of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
                 yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
-        yield from self._added(kind, look)
-        yield from self._mixtures(kind)
+        if self._ends:  # else nothing is added unseen, and no value need be computed again to know
+            yield from self._added(kind, look)
+            yield from self._mixtures(kind)
 
 
 def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
