@@ -7,7 +7,18 @@ with its reason; one that has been mended must be taken from it.
 from dataclasses import replace
 
 import pytest
-from generated_losses import NORMALISED, OVER_ALL_ROWS, PLAIN, draw, draw_widely, farthest, glance, moved, trial
+from generated_losses import (
+    NORMALISED,
+    OVER_ALL_ROWS,
+    PLAIN,
+    draw,
+    draw_behind,
+    draw_widely,
+    farthest,
+    glance,
+    moved,
+    trial,
+)
 
 CASES, AT_ONCE = 12_000, 20
 KNOWN: dict[int, str] = {}
@@ -125,6 +136,17 @@ WIDE = {
 def test_what_wide_draws_found_wrong(seed):
     case = replace(draw_widely(seed), statistic="no")  # which is drawn since these were found
     assert glance(case).kind in ("refused", "false refusal")
+
+
+BEHIND = {
+    17730027: "a mask leaves one sample of the batch, which a statistic of all is added to",
+    17750059: "a relu is shut for all samples of each batch but one of a single sample",
+}
+
+
+@pytest.mark.parametrize("seed", BEHIND, ids=BEHIND.get)
+def test_what_draws_behind_a_function_found_wrong(seed):
+    assert glance(draw_behind(seed)).kind in ("refused", "told later")
 
 
 @pytest.mark.parametrize("reductions", [("mean", "sum"), ("token_mean",)], ids=str)

@@ -269,7 +269,7 @@ class SharedValues:
     def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
         """Return why the values of a batch cannot be accepted; "" if they can."""
         for one in found:
-            kept, several = self._kept.get(one.key), batch_size > 1 and one.seen == "several"
+            kept, several = self._kept.get(one.key), batch_size > 1
             is_known = kept is not None and kept.is_same(one, batch_size)
             if one.mixture is not None:
                 if words := self._unexplained(one.key, one.mixture, batch_size == 1 or one.seen == "several"):
