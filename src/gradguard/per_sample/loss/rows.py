@@ -498,15 +498,21 @@ class SampleRows:
 
     def cut(self) -> str:
         """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
+        declared = [one for one in self._outputs.declared if not isinstance(one, Tensor)]
         for node in self._nodes:
-            name = operation(node)
-            if name == "Slice":
-                start, end = (signed(saved(node, each)) for each in ("start", "end"))
-                if 0 < end < _before(node)[signed(saved(node, "dim"))] and end - start != 1:
-                    return node.name()
-            elif name in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node) or _takes_columns(node, name):
+            by_data = operation(node) in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node)
+            if by_data or self._takes_columns(node) or not {*_places_of_cuts(node)} <= {*declared}:
                 return node.name()
         return ""
+
+    def _takes_columns(self, node: Node) -> bool:
+        """Whether the same places are taken of every sample, as many as data say that the user has not declared."""
+        name, columns = operation(node), []
+        if name == "IndexSelect" and saved(node, "dim") != 0:
+            columns = [saved(node, "index")]
+        elif name == "Index" and saved(node, "indices")[0] is None:
+            columns = [index for index in saved(node, "indices") if index is not None]
+        return not all(any(map(SharedValue("", one).is_of, self._outputs.declared)) for one in columns)
 
     @property
     def _adding(self) -> list[str]:
@@ -659,6 +665,7 @@ def _is_one_class_of_each(weighed: Tensor, batch_size: int) -> bool:
     return bool((counts == counts.flatten()[:1]).all())
 
 
+_SPLITTING = operations("Split SplitWithSizes UnsafeSplit")
 _FEW = 64
 _COPIES = "torch::autograd::CopySlices"
 _MOVING = ELEMENTWISE | operations(
@@ -668,11 +675,18 @@ _MOVING = ELEMENTWISE | operations(
 """Operations that come and go with the sizes of a batch."""
 
 
-def _takes_columns(node: Node, name: str) -> bool:
-    """Whether the same places are taken of every sample, as many as data say."""
-    if name == "IndexSelect":
-        return saved(node, "dim") != 0
-    return name == "Index" and len(saved(node, "indices")) > 1 and saved(node, "indices")[0] is None
+def _places_of_cuts(node: Node) -> list[int]:
+    """The places at which an operation cuts values, as it counts them; the first, the last and the middle are none."""
+    name, size = operation(node), _before(node)
+    if name == "Slice":
+        start, end = (signed(saved(node, each)) for each in ("start", "end"))
+        length = size[signed(saved(node, "dim"))]
+        return [abs(place) for place in (start, end) if 1 < abs(place) < length and end - start != 1]
+    if name not in _SPLITTING:
+        return []
+    length = size[signed(saved(node, "dim"))]
+    sizes = list(saved(node, "split_sizes")) if name == "SplitWithSizes" else [saved(node, "split_size")]
+    return [] if sizes[0] == -(-length // 2) and len(sizes) < 3 else sizes[: max(1, len(sizes) - 1)]
 
 
 def _before(node: Node) -> torch.Size:
