@@ -256,7 +256,7 @@ class SampleRows:
             Silent: If a row has none: one whose derivative is 0 contradicts nothing.
             Unreadable: If that cannot be told, or rows are of other samples.
         """
-        if not self._passes(_SELECTING) or _selections(self.path.node, self.shape, self._depends):
+        if not self._passes(_SELECTING) or self._in_order():
             return
         for value in self._values:
             shown = self._measured(*value)

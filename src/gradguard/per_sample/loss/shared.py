@@ -800,7 +800,7 @@ def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
         elif name in _NUMBERS and type(value) is int:
             yield name, float(value)
         elif name == "shifts":
-            yield from ((f"{name} {i}", float(signed(one))) for i, one in enumerate(value))
+            yield from ((f"{name} {i}", float(signed(one))) for i, one in enumerate(cast("Sequence[int]", value)))
 
 
 def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
