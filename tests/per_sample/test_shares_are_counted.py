@@ -1235,3 +1235,20 @@ def test_the_last_token_of_batches_of_other_lengths_is_the_last():
         out[:, length - 1].square().mean().backward()
         clipper.clip_and_accumulate()
     assert clipper.pre_step().batch_size == 12
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", ""])
+def test_rows_without_a_derivative_are_of_no_other_sample(private):
+    """Of two samples of two tokens each, turned, only those that the order of samples would explain, too."""
+    clipper = gg.PerSampleGradientClipper(
+        nn.Linear(1, 1).double(), gg.FlatNormClipper(1.0), loss_reduction="token_mean"
+    )
+    if private:
+        clipper.refuse_ambiguous_losses()
+    with torch.no_grad():
+        clipper.module.weight.fill_(1.0), clipper.module.bias.fill_(0.0)
+    out = clipper.module(torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)[..., None])[..., 0]
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    ((F.relu(out).T.flatten() * mask.T.flatten()).sum() / mask.sum()).backward()
+    with pytest.raises(UnsupportedGradientError, match="Leave samples in their order"):
+        clipper.clip_and_accumulate()

@@ -219,8 +219,7 @@ class SampleRows:
                 only = self._outputs.batch_size == 1 or (len(candidates) == 1 and self._in_order())
                 return Owner(self.name, samples, only)
             if False not in found:
-                if len(self.shape) == 1 or samples.numel() > self._outputs.batch_size:  # a list of rows, not [B, T]
-                    self._refuse_others(samples)
+                self._refuse_others(samples)
                 return Owner(self.name, samples, True)
         if not candidates and all(one is None for one in self._apart(torch.zeros((), device="cpu"))):
             return None
@@ -250,13 +249,14 @@ class SampleRows:
         return [places % size, places // (rows // size)]
 
     def _refuse_others(self, samples: Tensor) -> None:
-        """Check that each row which was chosen shows by its derivative whose it is, where the graph does not say so.
+        """Check that each row of a list shows by its derivative whose it is, unless all are in the order of samples.
 
         Raises:
             Silent: If a row has none: one whose derivative is 0 contradicts nothing.
             Unreadable: If that cannot be told, or rows are of other samples.
         """
-        if not self._passes(_SELECTING) or self._in_order():
+        is_list = samples.numel() > self._outputs.batch_size or (len(self.shape) == 1 and self._passes(_SELECTING))
+        if not is_list or self._in_order():  # of [B, T] the samples are known
             return
         for value in self._values:
             shown = self._measured(*value)
