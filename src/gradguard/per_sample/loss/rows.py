@@ -22,7 +22,6 @@ from gradguard.per_sample.loss.beside import (
     own_sizes,
     places_of,
     recovered_values,
-    varying_sizes,
 )
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.loss_graph import (
@@ -347,7 +346,7 @@ class SampleRows:
                 if any(map(SharedValue("", constant).is_of, outputs.declared)):
                     continue
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
-                varying = varying_sizes(constant) if self._is_doubtful(shape, sizes) else []
+                varying = Bounds(constant.double(), constant.double()).sizes if self._is_doubtful(shape, sizes) else []
                 if varying:
                     self._refuse_transposed(node, value, constant)
                 if varying and max(varying) > 1:
@@ -356,7 +355,7 @@ class SampleRows:
                 if all(sizes[dim] == 1 for dim in places):
                     self._learn(sizes)
         unseen = [node for node in self.behind if adds_unseen(node, depends)]
-        hiding = [node for node in nodes if hides_constant(node, depends, outputs.batch_size)]
+        hiding = [node for node in nodes if hides_constant(node, depends)]
         for node in hiding if is_new else ():
             below = [node.next_functions[place] for place in inputs_of(node, depends)]
             for value in ((node, 0), *below):
@@ -498,21 +497,12 @@ class SampleRows:
 
     def cut(self) -> str:
         """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
-        declared = [one for one in self._outputs.declared if not isinstance(one, Tensor)]
+        declared = {one for one in self._outputs.declared if not isinstance(one, Tensor)}
         for node in self._nodes:
             by_data = operation(node) in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node)
-            if by_data or self._takes_columns(node) or not {*_places_of_cuts(node)} <= {*declared}:
+            if by_data or not declared.issuperset(_places_of_cuts(node)):
                 return node.name()
         return ""
-
-    def _takes_columns(self, node: Node) -> bool:
-        """Whether the same places are taken of every sample, as many as data say that the user has not declared."""
-        name, columns = operation(node), []
-        if name == "IndexSelect" and saved(node, "dim") != 0:
-            columns = [saved(node, "index")]
-        elif name == "Index" and saved(node, "indices")[0] is None:
-            columns = [index for index in saved(node, "indices") if index is not None]
-        return not all(any(map(SharedValue("", one).is_of, self._outputs.declared)) for one in columns)
 
     @property
     def _adding(self) -> list[str]:

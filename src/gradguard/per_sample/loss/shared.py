@@ -217,10 +217,9 @@ class _KeptValue:
     value: Tensor | float
     copied: Tensor | float
     place: Hashable
-    of_several: bool  # samples, and not of a batch of one
+    samples: int  # of the largest batch that had it
     places: tuple[Hashable, ...] = ()
     bounds: Bounds | None = None
-    samples: int = 0
 
     def is_same(self, one: SharedValue, samples: int) -> bool:
         if self.bounds is not None and one.bounds is not None:
@@ -269,7 +268,7 @@ class SharedValues:
     def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
         """Return why the values of a batch cannot be accepted; "" if they can."""
         for one in found:
-            kept, several = self._kept.get(one.key), batch_size > 1
+            kept = self._kept.get(one.key)
             is_known = kept is not None and kept.is_same(one, batch_size)
             if one.mixture is not None:
                 if words := self._unexplained(one.key, one.mixture, batch_size == 1 or one.seen == "several"):
@@ -282,12 +281,12 @@ class SharedValues:
             if is_own or any(map(one.is_of, self.declared)):
                 continue
             if batch_size > 1 and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
-                is_known, kept = False, _kept(math.nan, of_several=True)
+                is_known, kept = False, _kept(math.nan, batch_size)
             if kept is None or is_known:
-                new = kept if kept and kept.of_several else _kept(one.value, several, one.places)
+                new = kept if kept and kept.samples > 1 else _kept(one.value, batch_size, one.places)
                 self._new[one.key] = replace(new.narrowed(one), samples=max(new.samples, batch_size))
-            elif not (several or kept.of_several):  # each is its only sample's own, or it changes
-                self._new[one.key] = _kept(math.nan, of_several=False)
+            elif max(batch_size, kept.samples) == 1:  # each is its only sample's own, or it changes
+                self._new[one.key] = _kept(math.nan, 1)
             elif (is_shared := one.is_shared()) is True or (is_shared == "unclear" and self.strict):
                 return _words(kept, one)
             elif is_shared is False:
@@ -325,9 +324,9 @@ def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
     return one.bounds is not None and one.bounds.are_whole
 
 
-def _kept(value: Tensor | float, of_several: bool, places: tuple[Hashable, ...] = ()) -> _KeptValue:
+def _kept(value: Tensor | float, samples: int, places: tuple[Hashable, ...] = ()) -> _KeptValue:
     copied = value.detach().clone() if isinstance(value, Tensor) else value
-    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, of_several, places)
+    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, samples, places)
 
 
 def _place(value: Tensor) -> Hashable:
@@ -814,7 +813,7 @@ def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
     for dim, index in given:
         if not any(index.stride()):  # of all rows the same
             yield index.flatten()[:1], alike
-        elif len(given) == 1 and index.dim() == 1 and index.dtype != torch.bool:
+        elif (len(given) == 1 or given[0][0]) and index.dim() == 1 and index.dtype != torch.bool:
             dim = signed(saved(node, "dim")) % len(alike) if name == "IndexSelect" else dim
             yield index, [*alike[:dim], len(index), *alike[dim + 1 :]]
 
