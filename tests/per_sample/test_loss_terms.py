@@ -1,5 +1,6 @@
 """Losses of all kinds against the oracle: each sample's gradient in the batch's loss, and in the loss of it alone."""
 
+import contextlib
 import math
 import random
 import threading
@@ -24,6 +25,16 @@ from gradguard.script_events import listening
 pytestmark = pytest.mark.sampled(4)  # rows of each table
 
 B, T, V = 4, 5, 7
+
+
+@contextlib.contextmanager
+def looking(look):
+    roots = BackwardRoots(look)
+    roots.start()
+    try:
+        yield
+    finally:
+        roots.stop()
 
 
 class Data:
@@ -83,7 +94,7 @@ def examine(loss, reduction: str = "mean", size: int = B, scale: float = 1.0, ba
     data = (data or Data(size)).tapped()[0]
     found: list[LossParts] = []
     look = lambda roots: found.append(loss_parts(roots, returned(data.out), reduction, scale=scale))  # noqa: E731
-    with BackwardRoots(look):
+    with looking(look):
         (backward or Tensor.backward)(loss(data))
     [parts] = found
     return parts
@@ -707,7 +718,7 @@ def test_samples_in_the_second_dimension():
     def found(loss, batch_first):
         data, _ = Data().tapped()
         parts = []
-        with BackwardRoots(lambda roots: parts.append(loss_parts(roots, returned(data.out, batch_first), "mean"))):
+        with looking(lambda roots: parts.append(loss_parts(roots, returned(data.out, batch_first), "mean"))):
             loss(data).backward()
         return parts[0]
 
@@ -775,7 +786,7 @@ def test_a_freed_graph_is_not_read():
     found = []
     with (
         pytest.raises(RuntimeError, match="second time"),
-        BackwardRoots(lambda roots: found.append(loss_parts(roots, returned(data.out), "mean"))),
+        looking(lambda roots: found.append(loss_parts(roots, returned(data.out), "mean"))),
     ):
         loss.backward()
     [parts] = found
@@ -785,7 +796,7 @@ def test_a_freed_graph_is_not_read():
 def test_gradients_are_those_without_looking():
     plain, seen = Data().tapped(), Data().tapped()
     RIGHT["distillation"](plain[0]).backward()
-    with BackwardRoots(lambda roots: loss_parts(roots, returned(seen[0].out), "mean")):
+    with looking(lambda roots: loss_parts(roots, returned(seen[0].out), "mean")):
         RIGHT["distillation"](seen[0]).backward()
     assert torch.equal(plain[1].grad, seen[1].grad)
 
@@ -796,7 +807,7 @@ def scalar() -> Tensor:
 
 def test_calls_that_backward_refuses_are_left_to_it():
     seen = []
-    with BackwardRoots(seen.append):
+    with looking(seen.append):
         for call, words in [
             (lambda: torch.ones(2, requires_grad=True).backward(), "scalar outputs"),
             (lambda: torch.zeros(()).backward(), "does not require grad"),
@@ -862,16 +873,16 @@ def test_beside_a_watch():
     seen, losses = [], []
     listener = Listener()
     listener.on_backward = lambda tensors, weights: losses.append(tensors)
-    with BackwardRoots(seen.append), listening(listener):
+    with looking(seen.append), listening(listener):
         scalar().backward()
-    with listening(listener), BackwardRoots(seen.append):
+    with listening(listener), looking(seen.append):
         scalar().backward()
     assert (len(seen), len(losses)) == (2, 2)
 
 
 def test_other_threads_are_not_seen():
     seen = []
-    with BackwardRoots(seen.append):
+    with looking(seen.append):
         thread = threading.Thread(target=lambda: scalar().backward())
         thread.start()
         thread.join()

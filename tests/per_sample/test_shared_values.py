@@ -1,5 +1,6 @@
 """What all samples share in a loss is the same in each batch, or the user has said that it is no statistic of it."""
 
+import contextlib
 import copy
 import functools
 
@@ -130,6 +131,17 @@ OF_THE_BATCH = {
     "a number as bound": lambda c, out, b: F.hardtanh(out, -0.1, float(b.y.mean())).square().mean(),
     "a prior of logits": lambda c, out, b: F.cross_entropy(out - b.y.mean(0).log(), b.labels),
     "columns": lambda c, out, b: (out - b.y)[:, b.y.mean(0).argsort()[:2]].square().mean(),
+    "columns by gather": lambda c, out, b: (
+        out.exp().gather(1, b.y.mean(0).argsort()[:2].expand(len(out), 2)).square().mean()
+    ),
+    "all columns by gather": lambda c, out, b: (
+        out.gather(1, b.y.mean(0).argsort().expand_as(out)) * b.y.sqrt()
+    ).tanh().mean(),
+    "a column by gather and one of each": lambda c, out, b: F.softplus(
+        out.gather(1, b.labels[:, None]) - out.gather(1, b.y.mean(0).argsort()[:1].expand(len(out), 1))
+    ).mean(),
+    "an entry": lambda c, out, b: out[torch.arange(len(out)), b.y.mean(0).argsort()[0].expand(len(out))].exp().mean(),
+    "a number of places to roll": lambda c, out, b: (out.roll(int(b.y.mean(0).argsort()[0]), 1) * b.y).exp().mean(),
     "bound weights": bound(lambda b: functools.partial(F.cross_entropy, weight=b.y.mean(0)), labels=True),
     "a module's weights": bound(lambda b: nn.BCEWithLogitsLoss(pos_weight=b.y.mean(0))),
     "a bound number": bound(lambda b: functools.partial(scaled, float(b.y.mean()))),
@@ -163,6 +175,44 @@ def test_in_private_training_a_shared_tensor_is_declared_or_refused(name):
         step(clipper, OF_THE_BATCH[name], Batch(5, 0))
 
 
+LENGTHS = {
+    "up to the longest": lambda out, n: out[:, :n],
+    "from the longest on": lambda out, n: out[:, n:],
+    "counted from the end": lambda out, n: out[:, n - 8 :],
+    "but for some at the end": lambda out, n: out[:, : n - 8],
+    "a part of two": lambda out, n: out.split([n, 8 - n], 1)[0],
+    "a part of three": lambda out, n: out.split([n, 1, 7 - n], 1)[2],
+    "a part of as many": lambda out, n: out.split(n, 1)[0],
+    "by narrow": lambda out, n: out.narrow(1, 0, n),
+    "by tensor_split": lambda out, n: out.tensor_split([n], 1)[0],
+    "inside": lambda out, n: out[:, 1:n],
+    "a list of columns": lambda out, n: out[:, torch.arange(n)],
+}
+"""Parts of 8 values of each sample, up to a length that the batch decides."""
+
+
+@pytest.mark.parametrize("declared", [(), (3,), (0.5, 5)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "token_mean"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_in_private_training_a_length_has_one_value_or_is_refused(name, reduction, declared):
+    accepted = set()
+    for length in range(2, 8):
+        clipper = gg.PerSampleGradientClipper(
+            nn.Linear(4, 8).double(), gg.FlatNormClipper(1.0), loss_reduction=reduction
+        )
+        clipper.refuse_ambiguous_losses()
+        for number in declared:
+            clipper.constant(number)
+        rows = LENGTHS[name](clipper.module(Batch(3, 0).x), length).square()
+        (
+            rows.sum() if reduction == "sum" else rows.mean() if reduction == "token_mean" else rows.mean(1).mean()
+        ).backward()
+        with contextlib.suppress(UnsupportedGradientError):
+            clipper.clip_and_accumulate()
+            accepted.add(length)
+    assert len(accepted) <= 1 + (3 in declared or 5 in declared)
+
+
 YOURS = torch.tensor([0.5, 1.5, 0.7], dtype=torch.float64)
 CONSTANT = {
     "weights of labels": lambda c, out, b: F.binary_cross_entropy_with_logits(
@@ -175,6 +225,15 @@ CONSTANT = {
     ).mean(),
     "targets alone": lambda c, out, b: F.mse_loss(out, b.y),
     "targets by hand": lambda c, out, b: ((out - b.y) * b.y.sqrt()).abs().mean(),
+    "columns by gather": lambda c, out, b: (
+        out.gather(1, c.constant(torch.tensor([0, 2])).expand(len(out), 2)).square().mean()
+    ),
+    "a column of each": lambda c, out, b: F.smooth_l1_loss(out.gather(1, b.labels[:, None])[:, 0], b.y[:, 0]),
+    "a list of columns": lambda c, out, b: out[:, c.constant(torch.tensor([0, 2]))].square().mean(1).mean(),
+    "columns up to a place": lambda c, out, b: (
+        out[:, : int(c.constant(2))].square().mean(1) + out[:, int(c.constant(2)) :].exp().mean(1)
+    ).mean(),
+    "columns in parts": lambda c, out, b: out.split([int(c.constant(1)), 2], 1)[1].square().mean(1).mean(),
     "a loop": lambda c, out, b: torch.stack(
         [F.mse_loss(o[:1] / float(y[1]), y[:1]) for o, y in zip(out, b.y, strict=True)]
     ).mean(),

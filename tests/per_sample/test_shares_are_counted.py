@@ -1157,6 +1157,10 @@ def test_a_place_that_a_batch_chooses_for_all_is_refused_when_it_is_another(name
     clipper = exact()
     if private:
         clipper.refuse_ambiguous_losses()
+    if private and name == "split":  # by a length, as of the longest sample
+        with pytest.raises(UnsupportedGradientError, match=r"SplitBackward0 cuts or fills.*output\.unbind\(-1\)"):
+            step_on(clipper, FOR_ALL[name], targets(0))
+        return
     step_on(clipper, FOR_ALL[name], targets(0))
     step_on(clipper, FOR_ALL[name], targets(0, 3))
     with pytest.raises(UnsupportedGradientError, match=r"the place 2 .* was 0 in an earlier batch.*int\(clipper.const"):
@@ -1202,7 +1206,7 @@ NEIGHBOURS = {
     "the first": lambda out, t: out[..., 0].square().mean(),
     "the last": lambda out, t: out[:, -1].square().mean(),
     "the last token by its number": lambda out, t: out[:, out.shape[1] - 1].square().mean(),
-    "halves": lambda out, t: torch.mul(*out.chunk(2, 1)[0].split([1, 2], 2)).mean(),
+    "halves": lambda out, t: torch.mul(*out.chunk(2, 1)[0].chunk(2, 2)).mean(),
     "parts": lambda out, t: torch.sub(*out.unbind(2)[:2]).square().mean(),
     "a number as bound": lambda out, t: (out - t).abs().clamp(max=0.5).mean(),
     "an exponent": lambda out, t: ((out - t).abs() + 0.1).pow(1.5).mean(),
@@ -1231,3 +1235,20 @@ def test_the_last_token_of_batches_of_other_lengths_is_the_last():
         out[:, length - 1].square().mean().backward()
         clipper.clip_and_accumulate()
     assert clipper.pre_step().batch_size == 12
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", ""])
+def test_rows_without_a_derivative_are_of_no_other_sample(private):
+    """Of two samples of two tokens each, turned, only those that the order of samples would explain, too."""
+    clipper = gg.PerSampleGradientClipper(
+        nn.Linear(1, 1).double(), gg.FlatNormClipper(1.0), loss_reduction="token_mean"
+    )
+    if private:
+        clipper.refuse_ambiguous_losses()
+    with torch.no_grad():
+        clipper.module.weight.fill_(1.0), clipper.module.bias.fill_(0.0)
+    out = clipper.module(torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)[..., None])[..., 0]
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    ((F.relu(out.T.flatten()) * mask.T.flatten()).sum() / mask.sum()).backward()
+    with pytest.raises(UnsupportedGradientError, match="Leave samples in their order"):
+        clipper.clip_and_accumulate()

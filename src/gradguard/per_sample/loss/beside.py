@@ -46,13 +46,12 @@ TAKES_BESIDE = operations(
 )
 """Operations whose constants are broadcast beside values."""
 
-_PRODUCTS = operations("Cdist Mm Bmm Mv Addmm Baddbmm Addmv")
+_PRODUCTS = operations("Mm Bmm Mv Addmm Baddbmm Addmv")
 _ADDING_UNSEEN = operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
 """Affine operations that do not save what they add."""
 
-_CONVOLUTIONS = operations("Convolution ConvolutionOverrideable")
-_BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices")
-"""Operations that choose or put values, whose constants lie beside none."""
+_BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices Convolution ConvolutionOverrideable")
+"""Operations that choose or put values, whose constants lie beside none, and those that only a module may take."""
 
 _MOVING = operations(
     "Gather Take TakeAlongDim Topk Sort Max Min Amax Amin Median Kthvalue Cumsum Flip Roll Repeat Diagonal Tril Triu"
@@ -96,8 +95,8 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
         elif len(inputs) == 1 and constant.dim() == 1:
             yield value, constant.unsqueeze(0)
         elif len(inputs) == 1:
-            left = name == "Cdist" or inputs[0] == len(node.next_functions) - 2
-            turned = constant if left and name != "Cdist" else constant.mT
+            left = inputs[0] == len(node.next_functions) - 2
+            turned = constant if left else constant.mT
             yield value, turned if len(shape) < constant.dim() else turned.unsqueeze(-3 if left else -2)
 
 
@@ -118,21 +117,16 @@ def adds_unseen(node: Node, depends: Dependence) -> bool:
     return operation(node) in _ADDING_UNSEEN and (len(inputs) < len(places) or len(places) == 1)
 
 
-def hides_constant(node: Node, depends: Dependence, batch_size: int) -> bool:
+def hides_constant(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation takes a constant of any size that it need not save, in a way that is not known."""
-    inputs, name = inputs_of(node, depends), operation(node)
-    if not inputs or len(inputs) == len(node.next_functions):
-        return False
-    if name in _CONVOLUTIONS:  # a bias has as many entries as the kernel has maps
-        weight = saved(node, "weight")
-        return not isinstance(weight, Tensor) or batch_size in weight.shape
-    return name not in TAKES_BESIDE | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
+    known = operation(node) in TAKES_BESIDE | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
+    return not known and 0 < len(inputs_of(node, depends)) < len(node.next_functions)
 
 
 def is_affine(node: Node, depends: Dependence) -> bool:
     """Tell whether a value is a linear function of one value of the samples, or of several, and a constant."""
     inputs, name = inputs_of(node, depends), operation(node)
-    return is_linear(name, inputs) or (name in _ADDING_UNSEEN | _CONVOLUTIONS and len(inputs) == 1)
+    return is_linear(name, inputs) or (name in _ADDING_UNSEEN and len(inputs) == 1)
 
 
 def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
@@ -427,7 +421,7 @@ def is_weighed_and_summed(
             continue
         pending.pop()
         found, name = [reached for one in below if (reached := weighed[one]) is not None], operation(node)
-        if found and (name in _PRODUCTS | _CONVOLUTIONS or (name in _SUMMING and any(found))):
+        if found and (name in _PRODUCTS or (name in _SUMMING and any(found))):
             return True
         weighs = name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
         weighed.setdefault(node, (any(found) or weighs) if found else None)
@@ -511,9 +505,3 @@ def places_of(shape: Sequence[int], batch_size: int) -> list[int]:
 def own_sizes(constant: Tensor) -> list[int]:
     """Return the sizes of a constant, 1 where it is repeated; copies of values count."""
     return [1 if stride == 0 else size for size, stride in zip(constant.shape, constant.stride(), strict=True)]
-
-
-def varying_sizes(constant: Tensor) -> list[int]:
-    """Return the sizes of a constant, 1 where values along a dimension are the same."""
-    constant = constant.double()
-    return Bounds.around(constant, torch.zeros_like(constant)).sizes

@@ -135,13 +135,6 @@ class BackwardRoots:
         if mine and (roots := _roots(backward)):
             self._look(roots)
 
-    def __enter__(self) -> "BackwardRoots":
-        self.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
 
 def _roots(backward: Backward) -> list[Root]:
     """The roots of a backward; none if the engine refuses it, or it does not start from tensors."""

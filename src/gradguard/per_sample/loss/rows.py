@@ -22,7 +22,6 @@ from gradguard.per_sample.loss.beside import (
     own_sizes,
     places_of,
     recovered_values,
-    varying_sizes,
 )
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.loss_graph import (
@@ -219,8 +218,7 @@ class SampleRows:
                 only = self._outputs.batch_size == 1 or (len(candidates) == 1 and self._in_order())
                 return Owner(self.name, samples, only)
             if False not in found:
-                if len(self.shape) == 1 or samples.numel() > self._outputs.batch_size:  # a list of rows, not [B, T]
-                    self._refuse_others(samples)
+                self._refuse_others(samples)
                 return Owner(self.name, samples, True)
         if not candidates and all(one is None for one in self._apart(torch.zeros((), device="cpu"))):
             return None
@@ -250,13 +248,14 @@ class SampleRows:
         return [places % size, places // (rows // size)]
 
     def _refuse_others(self, samples: Tensor) -> None:
-        """Check that each row which was chosen shows by its derivative whose it is, where the graph does not say so.
+        """Check that each row of a list shows by its derivative whose it is, unless all are in the order of samples.
 
         Raises:
             Silent: If a row has none: one whose derivative is 0 contradicts nothing.
             Unreadable: If that cannot be told, or rows are of other samples.
         """
-        if not self._passes(_SELECTING) or _selections(self.path.node, self.shape, self._depends):
+        is_list = samples.numel() > self._outputs.batch_size or (len(self.shape) == 1 and self._passes(_SELECTING))
+        if not is_list or self._in_order():  # of [B, T] the samples are known
             return
         for value in self._values:
             shown = self._measured(*value)
@@ -347,7 +346,7 @@ class SampleRows:
                 if any(map(SharedValue("", constant).is_of, outputs.declared)):
                     continue
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
-                varying = varying_sizes(constant) if self._is_doubtful(shape, sizes) else []
+                varying = Bounds(constant.double(), constant.double()).sizes if self._is_doubtful(shape, sizes) else []
                 if varying:
                     self._refuse_transposed(node, value, constant)
                 if varying and max(varying) > 1:
@@ -356,7 +355,7 @@ class SampleRows:
                 if all(sizes[dim] == 1 for dim in places):
                     self._learn(sizes)
         unseen = [node for node in self.behind if adds_unseen(node, depends)]
-        hiding = [node for node in nodes if hides_constant(node, depends, outputs.batch_size)]
+        hiding = [node for node in nodes if hides_constant(node, depends)]
         for node in hiding if is_new else ():
             below = [node.next_functions[place] for place in inputs_of(node, depends)]
             for value in ((node, 0), *below):
@@ -498,13 +497,10 @@ class SampleRows:
 
     def cut(self) -> str:
         """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
+        declared = {one for one in self._outputs.declared if not isinstance(one, Tensor)}
         for node in self._nodes:
-            name = operation(node)
-            if name == "Slice":
-                start, end = (signed(saved(node, each)) for each in ("start", "end"))
-                if 0 < end < _before(node)[signed(saved(node, "dim"))] and end - start != 1:
-                    return node.name()
-            elif name in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node) or _takes_columns(node, name):
+            by_data = operation(node) in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node)
+            if by_data or not declared.issuperset(_places_of_cuts(node)):
                 return node.name()
         return ""
 
@@ -659,6 +655,7 @@ def _is_one_class_of_each(weighed: Tensor, batch_size: int) -> bool:
     return bool((counts == counts.flatten()[:1]).all())
 
 
+_SPLITTING = operations("Split SplitWithSizes UnsafeSplit")
 _FEW = 64
 _COPIES = "torch::autograd::CopySlices"
 _MOVING = ELEMENTWISE | operations(
@@ -668,11 +665,18 @@ _MOVING = ELEMENTWISE | operations(
 """Operations that come and go with the sizes of a batch."""
 
 
-def _takes_columns(node: Node, name: str) -> bool:
-    """Whether the same places are taken of every sample, as many as data say."""
-    if name == "IndexSelect":
-        return saved(node, "dim") != 0
-    return name == "Index" and len(saved(node, "indices")) > 1 and saved(node, "indices")[0] is None
+def _places_of_cuts(node: Node) -> list[int]:
+    """The places at which an operation cuts values, as it counts them; the first, the last and the middle are none."""
+    name, size = operation(node), _before(node)
+    if name == "Slice":
+        start, end = (signed(saved(node, each)) for each in ("start", "end"))
+        length = size[signed(saved(node, "dim"))]
+        return [abs(place) for place in (start, end) if 1 < abs(place) < length and end - start != 1]
+    if name not in _SPLITTING:
+        return []
+    length = size[signed(saved(node, "dim"))]
+    sizes = list(saved(node, "split_sizes")) if name == "SplitWithSizes" else [saved(node, "split_size")]
+    return [] if sizes[0] == -(-length // 2) and len(sizes) < 3 else sizes[: max(1, len(sizes) - 1)]
 
 
 def _before(node: Node) -> torch.Size:

@@ -217,10 +217,9 @@ class _KeptValue:
     value: Tensor | float
     copied: Tensor | float
     place: Hashable
-    of_several: bool  # samples, and not of a batch of one
+    samples: int  # of the largest batch that had it
     places: tuple[Hashable, ...] = ()
     bounds: Bounds | None = None
-    samples: int = 0
 
     def is_same(self, one: SharedValue, samples: int) -> bool:
         if self.bounds is not None and one.bounds is not None:
@@ -269,7 +268,7 @@ class SharedValues:
     def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
         """Return why the values of a batch cannot be accepted; "" if they can."""
         for one in found:
-            kept, several = self._kept.get(one.key), batch_size > 1 and one.seen == "several"
+            kept = self._kept.get(one.key)
             is_known = kept is not None and kept.is_same(one, batch_size)
             if one.mixture is not None:
                 if words := self._unexplained(one.key, one.mixture, batch_size == 1 or one.seen == "several"):
@@ -282,12 +281,12 @@ class SharedValues:
             if is_own or any(map(one.is_of, self.declared)):
                 continue
             if batch_size > 1 and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
-                is_known, kept = False, _kept(math.nan, of_several=True)
+                is_known, kept = False, _kept(math.nan, batch_size)
             if kept is None or is_known:
-                new = kept if kept and kept.of_several else _kept(one.value, several, one.places)
+                new = kept if kept and kept.samples > 1 else _kept(one.value, batch_size, one.places)
                 self._new[one.key] = replace(new.narrowed(one), samples=max(new.samples, batch_size))
-            elif not (several or kept.of_several):  # each is its only sample's own, or it changes
-                self._new[one.key] = _kept(math.nan, of_several=False)
+            elif max(batch_size, kept.samples) == 1:  # each is its only sample's own, or it changes
+                self._new[one.key] = _kept(math.nan, 1)
             elif (is_shared := one.is_shared()) is True or (is_shared == "unclear" and self.strict):
                 return _words(kept, one)
             elif is_shared is False:
@@ -325,9 +324,9 @@ def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
     return one.bounds is not None and one.bounds.are_whole
 
 
-def _kept(value: Tensor | float, of_several: bool, places: tuple[Hashable, ...] = ()) -> _KeptValue:
+def _kept(value: Tensor | float, samples: int, places: tuple[Hashable, ...] = ()) -> _KeptValue:
     copied = value.detach().clone() if isinstance(value, Tensor) else value
-    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, of_several, places)
+    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, samples, places)
 
 
 def _place(value: Tensor) -> Hashable:
@@ -548,9 +547,7 @@ class LossConstants:
                 yield SharedValue((*place, weight.shape), weight)
             for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
                 places = places_of(shape_of(*value), outputs.batch_size)
-                sizes = own_sizes(constant)
-                for dim in (dim for dim, size in enumerate(sizes) if size == 1):
-                    constant = constant.narrow(dim, 0, 1)
+                sizes, constant = own_sizes(constant), _unrepeated(constant)
                 is_own = (
                     places and all(sizes[dim] > 1 for dim in (0, *places)) and not _is_reduced(value, outputs, depends)
                 )
@@ -562,9 +559,9 @@ class LossConstants:
             for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
                 yield SharedValue((*place, i, "single"), constant, look((node, 0), [1] * len(shape_of(node))))
                 tensors[name, i, _place(constant)].append((node, constant))
-            for dim, columns in _columns_of(node):
-                sizes = [len(columns) if i == dim else 1 for i in range(len(shape_of(node)))]
-                yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
+            for columns, sizes in _columns_of(node):
+                if 1 in [sizes[dim] for dim in (0, *places_of(shape_of(node), outputs.batch_size))]:
+                    yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
             for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
                 whole = look((node, 0), [1] * len(shape_of(node)))
                 yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
@@ -802,16 +799,31 @@ def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
             yield name, value
         elif name in _NUMBERS and type(value) is int:
             yield name, float(value)
+        elif name == "shifts":
+            yield from ((f"{name} {i}", float(signed(one))) for i, one in enumerate(cast("Sequence[int]", value)))
 
 
-def _columns_of(node: Node) -> Iterator[tuple[int, Tensor]]:
-    """Yield the list by which an operation takes the same places along a dimension of all that lies there."""
-    if operation(node) == "IndexSelect":
-        yield signed(saved(node, "dim")) % len(shape_of(node)), saved(node, "index")
-    elif operation(node) == "Index":
-        given = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if isinstance(index, Tensor)]
-        if len(given) == 1 and given[0][1].dim() == 1 and given[0][1].dtype != torch.bool:
-            yield given[0]
+def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
+    """Yield the lists of places that an operation takes, with their sizes along the result, 1 where one is repeated."""
+    name, alike = operation(node), [1] * len(shape_of(node))
+    if name == "Gather":
+        index = saved(node, "index")
+        yield _unrepeated(index), own_sizes(index)
+    indices = [saved(node, "index")] if name == "IndexSelect" else saved(node, "indices") if name == "Index" else ()
+    given = [(dim, index) for dim, index in enumerate(indices) if isinstance(index, Tensor)]
+    for dim, index in given:
+        if not any(index.stride()):  # of all rows the same
+            yield index.flatten()[:1], alike
+        elif (len(given) == 1 or given[0][0]) and index.dim() == 1 and index.dtype != torch.bool:
+            dim = signed(saved(node, "dim")) % len(alike) if name == "IndexSelect" else dim
+            yield index, [*alike[:dim], len(index), *alike[dim + 1 :]]
+
+
+def _unrepeated(constant: Tensor) -> Tensor:
+    """Return a constant with one of the values that it repeats along a dimension."""
+    for dim in (dim for dim, size in enumerate(own_sizes(constant)) if size == 1):
+        constant = constant.narrow(dim, 0, 1)
+    return constant
 
 
 def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:

@@ -303,10 +303,10 @@ def _refuse_cut(found: Sequence[SampleRows]) -> None:
     """
     if name := next(filter(None, (rows.cut() for rows in found)), ""):
         raise Refused(
-            f"{name} cuts or fills values in the loss up to some length, which may be that of the longest sample, or "
-            "puts rows where data say, so that it tells of one sample by all others. Leave the length as it is, and "
-            "mask; or count what is cut from the end, as in output[:, :-1]. Parts of each row, such as a mean and a "
-            "log-variance, are taken by output.chunk(2, -1)"
+            f"{name} cuts or fills values in the loss at a place that may be the length of the longest sample, or puts "
+            "rows where data say, so that it tells of one sample by all others. Halves of each row, such as a mean and "
+            "a log-variance, are taken by output.chunk(2, -1), single columns by output.unbind(-1). Any other place "
+            "that is yours is declared where it stands: output[:, : int(clipper.constant(4))]"
         )
 
 
