@@ -9,8 +9,9 @@ from functools import cache
 import pytest
 from synthetic import changed, log_normal, make_record, steps_of, write_char_rnn, write_gan, write_sick
 
-from gradguard.monitoring.judge.causes import CAUSES, EXPLAINS, KEYS
-from gradguard.monitoring.judge.diagnosis import SYMPTOMS, Cause, diagnose, weighed_findings
+from gradguard.monitoring.judge.cause import CERTAINTIES
+from gradguard.monitoring.judge.causes import CAUSES, KEYS
+from gradguard.monitoring.judge.diagnosis import SYMPTOMS, diagnose, weighed_findings
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.signals import period_of
@@ -802,12 +803,13 @@ def test_no_record_is_contradicted(seed):
     assert recommend(record).headline.endswith(".")
 
 
-def test_a_cause_that_another_explains_stands_behind_it():
-    record, _, _ = CASES["bad batches, every 40"]
-    found = diagnose(record)
-    for cause in found.causes[1:]:
-        assert isinstance(cause, Cause)
-        assert cause.key in EXPLAINS[found.cause.key] or cause.certainty != "certain"
+@pytest.mark.parametrize("record", [case[0] for case in CASES.values()], ids=CASES)
+def test_the_surest_cause_leads_and_of_those_as_sure_the_first_of_the_table(record):
+    places = [(CERTAINTIES.index(cause.certainty), KEYS.index(cause.key)) for cause in diagnose(record).causes]
+    whole = places if diagnose(record).cause.key not in ("healthy", "unknown") else places[1:]
+    several = bool(diagnose(record).parts)
+    assert [sure for sure, _ in whole] == sorted(sure for sure, _ in whole)
+    assert several or whole == sorted(whole)
 
 
 def test_an_error_without_a_known_cause_is_no_healthy_run():
