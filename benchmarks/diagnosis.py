@@ -2,7 +2,7 @@
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
                                [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum
-                                     twelve_fields second_dozen]
+                                     twelve_fields second_dozen third_dozen]
 
 Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
@@ -49,6 +49,7 @@ import diagnosis_new_fields_tasks
 import diagnosis_optimizer_tasks
 import diagnosis_second_dozen_tasks
 import diagnosis_tasks
+import diagnosis_third_dozen_tasks
 import diagnosis_twelve_fields_tasks
 import diagnosis_unseen_tasks
 from gradguard.cli import main as gradguard
@@ -68,6 +69,7 @@ SETS = {
     "forum": diagnosis_forum_tasks,
     "twelve_fields": diagnosis_twelve_fields_tasks,
     "second_dozen": diagnosis_second_dozen_tasks,
+    "third_dozen": diagnosis_third_dozen_tasks,
 }
 
 CLEARLY = 1.15

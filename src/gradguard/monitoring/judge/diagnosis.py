@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradguard.monitoring.judge.cause import CERTAINTIES, Cause, Evidence
-from gradguard.monitoring.judge.causes import EXCLUDES, EXPLAINS, KEYS, causes_of
+from gradguard.monitoring.judge.causes import EXCLUDES, KEYS, causes_of
 from gradguard.monitoring.judge.findings import Finding, steps, worst_first
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
@@ -54,9 +54,8 @@ class Diagnosis:
 def diagnose(record: Record) -> Diagnosis:
     """Find what is the matter with a run.
 
-    Each cause is looked for by itself (`causes.table`). They are ranked by one rule: a cause that another one
-    explains, which is at least as sure, stands behind it; then the surest first; then the order of `KEYS`. Where
-    nothing is at least likely, the run is well, or too short to say.
+    Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: the surest first, and of those as
+    sure the one that stands first in the table. Where nothing is at least likely, the run is well, or too short to say.
 
     **Guarantees**: a run with an error among its findings is never well; a record always gives the same diagnosis.
 
@@ -84,7 +83,7 @@ def diagnose(record: Record) -> Diagnosis:
         return Diagnosis(causes, helped(signals), progress=_progress(signals, causes[0]))
     each = [(part.label, diagnose(part.record)) for part in parts]
     sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
-    sick.sort(key=lambda cause: CERTAINTIES.index(cause.certainty))
+    sick.sort(key=_certainty)
     if sick and sick[0].certainty != "possible":
         learns = all(one.progress or one.is_well for _, one in each)
         progress = next((one.progress for _, one in each if one.progress), "") if learns else ""
@@ -125,9 +124,12 @@ def weighed_findings(record: Record) -> list[Finding]:
     return worst_first(replace(one, severity="info") if one.kind in SYMPTOMS else one for one in found)
 
 
+def _certainty(cause: Cause) -> int:
+    return CERTAINTIES.index(cause.certainty)
+
+
 def _ranked(signals: RunSignals) -> tuple[Cause, ...]:
-    found = causes_of(signals)
-    causes = sorted(found, key=lambda cause: _rank(cause, found))
+    causes = sorted(causes_of(signals), key=_certainty)
     if not causes or causes[0].certainty == "possible":
         causes.insert(0, _without_cause(signals, causes))
     first, *others = causes
@@ -147,16 +149,6 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
         return ""  # nothing was learned any more
     went = f"from {number(curve.start)} to {signals.ends_at}"
     return f"Your run learns: its loss fell {went}. What may stand in its way:"
-
-
-def _rank(cause: Cause, causes: Sequence[Cause]) -> tuple[bool, int, int]:
-    sure = CERTAINTIES.index(cause.certainty)
-    explained = any(
-        cause.key in EXPLAINS[other.key] and CERTAINTIES.index(other.certainty) <= sure and other is not cause
-        and not (other.key in EXPLAINS[cause.key] and KEYS.index(cause.key) < KEYS.index(other.key))
-        for other in causes
-    )  # fmt: skip
-    return explained, sure, KEYS.index(cause.key)
 
 
 def _without_cause(signals: RunSignals, others: Sequence[Cause]) -> Cause:

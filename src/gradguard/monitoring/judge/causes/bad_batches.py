@@ -39,6 +39,10 @@ SETTLES = 0.3
 CALMS = 0.7
 """From the second quarter of the run to the last: norms that fall below that share come of weights that settle."""
 
+SOARS = 5.0
+"""From the second quarter of the run to the last: norms that rise so far under a falling loss come near no bound of it,
+even where the rate decays."""
+
 AS_FAST = 1.7
 """From the middle of the run to its end: a weight that grows as fast in both halves has twice that."""
 
@@ -322,19 +326,20 @@ def _norm_growth(signals: RunSignals) -> float:
 
 
 def _runs_away(signals: RunSignals, curve: Curve, grown: bool) -> str:
-    """Whether the loss falls below 0, faster and faster while a weight grows, or no slower while norms or all do."""
+    """Whether the loss falls below 0 while norms soar, ever faster while a weight grows, or no slower while all do."""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
     quarter = len(levels) // 4
     if curve.best >= 0 or quarter < 3:
         return ""
     second, third, last = (levels[-k * quarter - 1] - levels[(1 - k) * quarter - 1] for k in (3, 2, 1))
-    rose = _norm_growth(signals) > 1.2
+    rise = _norm_growth(signals)
+    rose = rise > 1.2
     weights = [layer.weights for layer in signals.layers if len(layer.weights) > 3]
     grew = bool(weights) and all(one[-1] > AS_FAST * one[len(one) // 2] for one in weights)
     faster = second > curve.error and last > FASTER * third > FASTER**2 * second
     as_fast = third > curve.error and last > 0.9 * third and -curve.best > 3 * abs(curve.start)
-    if not (faster and (rose or grew or grown)) and not (as_fast and (rose or grew)):
+    if rise <= SOARS and not (faster and (rose or grew or grown)) and not (as_fast and (rose or grew)):
         return ""
-    pace = "faster and faster" if faster else "no slower in the end"
+    pace = "faster and faster" if faster else "no slower in the end" if as_fast else "without a floor in sight"
     grows = "norms of gradients rise" if rose else "weights grow"
     return f"The loss falls below 0, {pace}, to {number(curve.best)}, while the {grows}."

@@ -1,7 +1,7 @@
 """The causes that a run can suffer from, one under the other: the evidence, the words, the advice, and who leads.
 
-Of two causes that are as sure, the one that stands first leads, unless the other explains it (`EXPLAINS`). Of the rows
-of one cause the first whose sign shows is taken.
+Of two causes that are as sure, the one that stands first leads. Of the rows of one cause the first whose sign shows is
+taken.
 """
 
 from collections.abc import Mapping
@@ -11,39 +11,6 @@ from gradguard.monitoring.judge.causes import bad_batches, clip_faults, depth, l
 from gradguard.monitoring.judge.causes.loop import found, idle
 from gradguard.monitoring.judge.causes.nonfinite_values import lost
 from gradguard.monitoring.judge.signals import RunSignals
-
-_FALLS_BEHIND = ("rate_too_low", "not_started")
-
-EXPLAINS: Mapping[str, tuple[str, ...]] = {
-    "nonfinite_data": ("nonfinite_range", "vanishing", "rate_too_high"),
-    "nonfinite_range": ("vanishing", "rate_too_high"),
-    "nonfinite_growth": ("vanishing", "rate_too_high", "drift", "bad_batches", "data_shift"),
-    "clip_before_unscale": (*_FALLS_BEHIND, "clip_starves", "clip_twice"),
-    "accumulation": ("vanishing", "rate_too_high", "nonfinite_growth", "drift", "data_shift", "bad_batches"),
-    "no_gradient": ("vanishing", *_FALLS_BEHIND),
-    "rate_zero": ("vanishing", *_FALLS_BEHIND, "rate_decayed"),
-    "clip_starves": _FALLS_BEHIND,
-    "clip_twice": (*_FALLS_BEHIND, "clip_starves"),
-    "raw_data": (
-        "rate_too_high", "nonfinite_growth", "exploding_depth", "exploding_time", "bad_batches", "drift", "vanishing",
-        "data_shift", *_FALLS_BEHIND,
-    ),
-    "bad_batches": (
-        "vanishing", "rate_too_high", "data_shift", "drift", "exploding_time", "exploding_depth", "nonfinite_growth",
-    ),
-    "exploding_time": ("rate_too_high", "bad_batches", "nonfinite_growth", "drift"),
-    "exploding_depth": ("rate_too_high", "nonfinite_growth", "bad_batches", "drift"),
-    "vanishing": (*_FALLS_BEHIND, "rate_too_high"),
-    "not_started": ("vanishing", "no_gradient"),
-    "update_rule": (*_FALLS_BEHIND, "rate_too_high", "rate_decayed", "vanishing"),
-    "rate_decayed": ("rate_too_high", *_FALLS_BEHIND, "data_shift", "bad_batches"),
-    "rate_leapt": ("rate_too_high", *_FALLS_BEHIND, "data_shift", "bad_batches"),
-    "drift": ("nonfinite_growth", "rate_too_high", "data_shift"),
-    "rate_too_high": ("vanishing", "drift", "not_started"),
-    "rate_too_low": ("not_started", "drift"),
-    "data_shift": ("rate_too_high", "drift", "bad_batches", "exploding_time"),
-}  # fmt: skip
-"""The causes that a cause produces by itself, in the order in which they lead."""
 
 _RATES = ("rate_too_high", "rate_too_low", "rate_decayed", "rate_leapt")
 EXCLUDES: Mapping[str, tuple[str, ...]] = {
@@ -63,9 +30,6 @@ EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "rate_too_low": ("vanishing",),
 }
 """The causes that a first cause excludes where it says so (`Cause.rules_out`): none of them is listed behind it."""
-
-KEYS = (*EXPLAINS, "healthy", "unknown")
-"""Every key of a cause."""
 
 _NOT_FINITE = (
     "At step {step} the loss or a gradient became NaN or infinite, and nothing had grown before: it comes from the "
@@ -114,14 +78,26 @@ CAUSES = (
         "Use bfloat16 in place of float16 and no GradScaler; if numbers are not finite then either, "
         "`gradguard explain nan` finds the operation.",
     ),
-    Row(
-        "nonfinite_growth", lost("growth"), "likely", _GREW, "{advice}",
-        "It is no bad sample and no bad operation: numbers grew step by step before.",
-    ),
-    Row("nonfinite_growth", lost("leap"), "likely", _GREW, "{advice}"),
     *(
         Row("clip_before_unscale", look, "certain", _CLIPPED_SCALED, _UNSCALE, _COMPARED_SCALED)
         for look in (found("clip_before_unscale"), loop.norms_follow_scale)
+    ),
+    Row(
+        "clip_twice", clip_faults.clips_twice, "likely",
+        "Gradients are clipped {count} times for each step: the later clip sees what the earlier one has left.",
+        "Keep {clip} or the other, and take away the one that binds on most steps.",
+    ),
+    Row(
+        "clip_starves", clip_faults.starves_below_eps, "certain",
+        "{clip} starves the optimizer: gradients below its eps, {eps}, hardly move a weight.",
+        "{advice}",
+        "An optimizer that divides by the size of the gradients cancels a clip only above its eps.",
+    ),
+    Row(
+        "clip_starves", clip_faults.starves_rate, "likely",
+        "{clip} starves the optimizer: it multiplies the learning rate by {coefficient}.",
+        "{advice}",
+        "The learning rate that the script sets is not the one that acts: the clip sets it.",
     ),
     Row(
         "accumulation", found("missing_zero_grad"), "certain",
@@ -215,21 +191,18 @@ CAUSES = (
         "No gradient and no clip changes a weight at a rate of 0.",
     ),
     Row(
-        "clip_starves", clip_faults.starves_below_eps, "certain",
-        "{clip} starves the optimizer: gradients below its eps, {eps}, hardly move a weight.",
-        "{advice}",
-        "An optimizer that divides by the size of the gradients cancels a clip only above its eps.",
+        "rate_leapt", rate.leapt, "likely",
+        "The loss broke where the learning rate leapt up, at step {step}.",
+        "Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed scheduler.",
+        "The data are not the cause: the loss follows the learning rate.",
     ),
     Row(
-        "clip_starves", clip_faults.starves_rate, "likely",
-        "{clip} starves the optimizer: it multiplies the learning rate by {coefficient}.",
-        "{advice}",
-        "The learning rate that the script sets is not the one that acts: the clip sets it.",
-    ),
-    Row(
-        "clip_twice", clip_faults.clips_twice, "likely",
-        "Gradients are clipped {count} times for each step: the later clip sees what the earlier one has left.",
-        "Keep {clip} or the other, and take away the one that binds on most steps.",
+        "rate_decayed", rate.gone, "likely",
+        "The learning rate was nearly 0 from step {step} on, while the loss was still falling: it stays at {loss}.",
+        "Let the schedule end with the run: make its length {count} steps, so that the rate falls to a tenth at about "
+        "two thirds of them. Check whether scheduler.step() is called once for each step where once for each epoch is "
+        "meant.",
+        "The model and the data are not the cause: the loss fell as long as there was a rate.",
     ),
     *(
         Row(
@@ -261,6 +234,17 @@ CAUSES = (
         "No learning rate fits all layers as long as their gradients differ so.",
     ),
     Row(
+        "nonfinite_growth", lost("growth"), "likely", _GREW, "{advice}",
+        "It is no bad sample and no bad operation: numbers grew step by step before.",
+    ),
+    Row("nonfinite_growth", lost("leap"), "likely", _GREW, "{advice}"),
+    Row(
+        "update_rule", found("update_rule"), "likely",
+        "The optimizer's steps are not what its rule should make of the gradients: {message}.",
+        "{advice}.",
+        "The learning rate and the data need not be the cause: a step is wrong whatever they are.",
+    ),
+    Row(
         "vanishing", depth.vanishes_along_depth, "likely",
         "Nothing is learnt below {edge}: gradients there are {share} of those above.",
         "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in place "
@@ -273,6 +257,33 @@ CAUSES = (
         "Nothing is learnt over time: {params} lets hardly anything through from one step of a sequence to the next.",
         f"{_ORTHOGONAL}, whose gates let gradients through.",
         "A higher learning rate does not help: gradients are lost on their way through the sequence.",
+    ),
+    Row(
+        "drift", bad_batches.grows_without_end, "likely",
+        "Weights and gradients grow all through the run, step by step, and {end}.",
+        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model "
+        "itself, or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
+        "It is no single batch and no single step: nothing leapt before.",
+    ),
+    Row(
+        "data_shift", bad_batches.level_changes, "likely",
+        "The data changed at step {step}: from one step to the next the loss went to another level.",
+        "Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
+        "labelling, or one class only. If that is meant, go on training; shuffle the parts together if both are to "
+        "be learned.",
+        "The learning rate did not change, and the steps before were calm.",
+    ),
+    Row(
+        "rate_too_low", rate.too_short, "likely",
+        "The learning rate, {rate}, is too low: {end}.",
+        "Multiply the learning rate by {factor}, to {better}, and look again.",
+        "Gradients are steady: they do not vanish.",
+    ),
+    Row(
+        "rate_too_high", rate.too_long, "likely",
+        "The learning rate{rate} is too high: {end}.",
+        "{advice}",
+        "It is no bad batch: the loss does not come back by itself to where it was.",
     ),
     Row(
         "not_started", loop.zero_from_start, "likely",
@@ -296,54 +307,12 @@ CAUSES = (
         "right, train longer, with a learning rate three times higher.",
         "The learning rate is an ordinary one.",
     ),
-    Row(
-        "update_rule", found("update_rule"), "likely",
-        "The optimizer's steps are not what its rule should make of the gradients: {message}.",
-        "{advice}.",
-        "The learning rate and the data need not be the cause: a step is wrong whatever they are.",
-    ),
-    Row(
-        "rate_decayed", rate.gone, "likely",
-        "The learning rate was nearly 0 from step {step} on, while the loss was still falling: it stays at {loss}.",
-        "Let the schedule end with the run: make its length {count} steps, so that the rate falls to a tenth at about "
-        "two thirds of them. Check whether scheduler.step() is called once for each step where once for each epoch is "
-        "meant.",
-        "The model and the data are not the cause: the loss fell as long as there was a rate.",
-    ),
-    Row(
-        "rate_leapt", rate.leapt, "likely",
-        "The loss broke where the learning rate leapt up, at step {step}.",
-        "Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed scheduler.",
-        "The data are not the cause: the loss follows the learning rate.",
-    ),
-    Row(
-        "drift", bad_batches.grows_without_end, "likely",
-        "Weights and gradients grow all through the run, step by step, and {end}.",
-        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model "
-        "itself, or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
-        "It is no single batch and no single step: nothing leapt before.",
-    ),
-    Row(
-        "rate_too_high", rate.too_long, "likely",
-        "The learning rate{rate} is too high: {end}.",
-        "{advice}",
-        "It is no bad batch: the loss does not come back by itself to where it was.",
-    ),
-    Row(
-        "rate_too_low", rate.too_short, "likely",
-        "The learning rate, {rate}, is too low: {end}.",
-        "Multiply the learning rate by {factor}, to {better}, and look again.",
-        "Gradients are steady: they do not vanish.",
-    ),
-    Row(
-        "data_shift", bad_batches.level_changes, "likely",
-        "The data changed at step {step}: from one step to the next the loss went to another level.",
-        "Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
-        "labelling, or one class only. If that is meant, go on training; shuffle the parts together if both are to "
-        "be learned.",
-        "The learning rate did not change, and the steps before were calm.",
-    ),
 )  # fmt: skip
+"""First numbers that were lost at once, and what is done to every gradient; then what is not trained, and what the rate
+did; then the data and the weights of the start; and last what any of these can make of a run."""
+
+KEYS = (*dict.fromkeys(row.key for row in CAUSES), "healthy", "unknown")
+"""Every key of a cause."""
 
 
 def causes_of(signals: RunSignals) -> list[Cause]:

@@ -19,6 +19,9 @@ MOVED = 1.0
 GUESS = 0.01
 """Of the loss: so near to the logarithm of the number of outputs, nothing is known of which is right."""
 
+READS = 1.1
+"""Times its first norm: a first weight that grew so far reads something in the data; shuffled labels hold nothing."""
+
 STILL = 0.02
 """Of the first loss: a level of the loss that is not lower by more has not begun to fall."""
 
@@ -150,7 +153,7 @@ def cut_off(signals: RunSignals) -> Sign | None:
         return None
     names = [signals.name(place) for place in missing]
     share = signals.elements(missing) / max(1, signals.elements(range(len(signals.params))))
-    lowest = min(missing) == 0 and len(missing) > 1  # something cuts the model behind them
+    lowest = min(missing) == 0  # something cuts the model behind them
     words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
     gaps = {
         "count": len(names),
@@ -235,8 +238,9 @@ def stands_still(signals: RunSignals) -> Sign | None:
     curve = signals.curve
     if signals.learns or not curve.stands_still or signals.count < 100:
         return None
-    # a run that had little left to learn stays where it was
+    # a run that had little left to learn stays where it was; one whose first weight grows has found something to read
     stays = signals.travel is not None and signals.travel < MOVED and not signals.only_vectors_learn
+    stays = stays or signals.first_growth > READS
     blurred = 3 * curve.error > 0.5 * abs(curve.levels[0])  # a loss that halves would look flat as well
     words = f"The loss was {number(curve.levels[0])} in the first steps and is {signals.ends_at} at the end"
     choices = max([2, *(size for place in signals.own[-1:] for size in signals.shape(place)[:1])])

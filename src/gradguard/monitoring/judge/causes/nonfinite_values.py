@@ -77,7 +77,7 @@ def _growth(signals: RunSignals, place: int) -> tuple[float, tuple[Evidence, ...
             continue
         past = [value for k, value in before if place - _BEFORE - _PAST <= k < place - _BEFORE]
         past = [max(past[k : k + _LAST]) for k in range(len(past) - _LAST + 1)]  # as of the last ones: losses in turns
-        usual = statistics.median(past) if len(past) >= _BEFORE else min(value for _, value in before[:3])
+        usual = statistics.median(past) if len(past) >= _PAST // 2 else min(value for _, value in before[:3])
         times = max(recent) / usual
         if times > best and not (seen and best < 1 and times < FAR_GROWN):
             steps = signals.named(max(0, place - _BEFORE)), signals.named(place - 1)

@@ -63,7 +63,7 @@ def _thrown(signals: RunSignals) -> Evidence | None:
     first = signals.span[0]
     early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
     times = _times_thrown(signals, early[-1]) if early else 0.0
-    learns = signals.curve.fallen > 0.9 and any(signals.norms[-10:]) and times < THROWN_FAR
+    learns = 0.9 < signals.curve.fallen < 1 and any(signals.norms[-10:]) and times < THROWN_FAR
     if not times or learns:
         return None
     step = signals.measured[early[-1]]["i"]
@@ -173,12 +173,12 @@ def gone(signals: RunSignals) -> Sign | None:
 
 def leapt(signals: RunSignals) -> Sign | None:
     """Return whether the loss broke where the learning rate leapt up."""
-    rates = [] if signals.ends_lost else [rate or 0.0 for rate in signals.rates]
+    rates = [rate or 0.0 for rate in signals.rates]
     leaps = [place for place, (a, b) in enumerate(pairwise(rates), start=1) if a and b > 5 * a and place > 20]
     for place in leaps:
         before, chance = middle(signals.loss.known(place - 20, place)), signals.curve_until(place).error
         broke = middle(signals.loss.known(place + 1, place + 40)) > 1.3 * before
-        if broke and signals.curve.final > 1.1 * before + chance:  # else a warm restart
+        if broke and (signals.ends_lost or signals.curve.final > 1.1 * before + chance):  # else a warm restart
             step = signals.named(place)
             words = f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}"
             return Sign((signals.seen(f"{words}, and the loss with it.", since=step),), {"step": step})

@@ -65,8 +65,9 @@ def _sign(signals: RunSignals, which: str, size: float, words: str, layer: Layer
 
 def _fails(signals: RunSignals) -> bool:
     """Whether a run is lost, hardly learns, stands still half-way, or would be blamed for its rate or its weights."""
-    fallen = signals.curve.fallen < 0.3 or signals.is_stuck
-    return signals.first_lost is not None or fallen or any(look(signals) for look in (too_long, explodes_along_depth))
+    curve = signals.curve
+    fails = curve.fallen < 0.3 or signals.is_stuck or curve.final - curve.best > 3 * curve.error
+    return signals.first_lost is not None or fails or any(look(signals) for look in (too_long, explodes_along_depth))
 
 
 def _with_bias(signals: RunSignals) -> Iterator[tuple[Layer, Layer]]:
