@@ -16,7 +16,6 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.state.copies import Copier, Restorer, inner_tensors
 from gradguard.state.optimizer_copy import NOT_ATTRIBUTES, OptimizerCopy, attributes_of
 from gradguard.state.plain_file import PlainError, is_stored
-from gradguard.state.rehearsed import compare_states
 from gradguard.state.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.torch_private import buffer_slots, is_fsdp1
 
@@ -212,9 +211,6 @@ class OptimizerPart(SnapshotPart):
             "attributes": attributes_of(self.optimizer) | _checked_attributes(packed["attributes"], self.optimizer),
         }
         self._copy.kept = unpacker.copy(content)
-        groups = Restorer().restored(self._copy.kept["groups"])
-        copies = dict(zip((key for key, _ in packed["state"]), self._copy.kept["state"], strict=True))
-        compare_states(self.optimizer, live, groups, dict(packed["state"]), copies)
 
     def _names(self) -> dict[str, str]:
         """Return the name in a module of the parameter at each place; empty where none has it."""
