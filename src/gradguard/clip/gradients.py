@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.engines.megatron import refuse_main_gradients
-from gradguard.distributed.norm_plan import NormReduction, called, first_places, plan_for, plan_for_gradients
+from gradguard.distributed.norm_plan import (
+    NormReduction,
+    called,
+    first_places,
+    own_gradients,
+    plan_for,
+    plan_for_gradients,
+)
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group
 from gradguard.distributed.settings import Setting
@@ -110,7 +117,6 @@ def gradients_of(
     """
     planned = plan_for(tensors, names, stages.group, stages.shared, module)
     if planned is not None:
-        _each_once(tensors)
         plan, tensors, names = planned
         held = plan.hold(tensors, names)
         if not any(gradient.numel() for gradient in held.gradients):
@@ -125,7 +131,7 @@ def gradients_of(
 
 def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> Gradients:
     """The gradients as this process has them, each once."""
-    positions, kept = _each_once(tensors)
+    positions, kept = _present(tensors)
     if not kept:
         refuse_main_gradients(tensors)
     if any_sharded(kept):
@@ -136,21 +142,14 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
     return grads
 
 
-def _each_once(tensors: Sequence[Tensor]) -> tuple[Sequence[int], list[Any]]:
-    """Return the places of those that have a gradient, and the gradients; a parameter that is listed twice counts once.
-
-    Where several parameters have one tensor as their gradient, which would be scaled twice, each gets one of its own:
-    ``a.grad, b.grad = torch.autograd.grad((a + b).sum(), [a, b])`` makes such a one.
-    """
-    gradients = [tensor.grad for tensor in tensors]
-    if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
-        return range(len(gradients)), gradients  # the common case, without a loop in Python
-    first: dict[int, int] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.grad is not None and tensors[first.setdefault(id(tensor.grad), i)] is not tensor:
-            tensor.grad = tensor.grad.clone()
-            first[id(tensor.grad)] = i
-    return list(first.values()), [tensors[i].grad for i in first.values()]
+def _present(tensors: Sequence[Tensor]) -> tuple[Sequence[int], list[Any]]:
+    """Return the places of the parameters that have a gradient, each once, and the gradients."""
+    once = first_places(tensors)
+    gradients = own_gradients(tensors if len(once) == len(tensors) else [tensors[i] for i in once])
+    if type(None) not in set(map(type, gradients)):  # the common case, without a loop in Python
+        return once, gradients
+    found = {i: gradient for i, gradient in zip(once, gradients, strict=True) if gradient is not None}
+    return [*found], [*found.values()]
 
 
 def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
@@ -167,7 +166,7 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
         check_wrappers(tensors, None)
     if not any_sharded(tensors):
         return _whole_gradients(names, tensors)
-    first, gradients = _each_once(tensors)
+    first, gradients = _present(tensors)
     for i, gradient in zip(first, gradients, strict=True):
         parameter = tensors[i]
         check_alike(gradient, parameter, called(names, i))

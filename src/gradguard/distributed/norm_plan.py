@@ -168,7 +168,7 @@ class NormPlan:
             tensors: The parameters.
             names: Their names, as they are called now.
         """
-        gradients = _each_gradient_once(grads_of(tensors))
+        gradients = own_gradients(tensors)
         specs = specs_of(gradients)
         if self._moved or not are_known(specs, self._specs):
             if moves := self._new_moves(tensors):
@@ -211,11 +211,8 @@ class NormPlan:
         for i, placements in self._moved.items():
             gradient = gradients[i]
             right = laid_out_as(gradient, tensors[i], placements)
-            if gradient is not None and right is not gradient:
-                for tensor in tensors:  # two may have one gradient
-                    if tensor.grad is gradient:
-                        tensor.grad = right
-                gradients[i] = right
+            if gradient is not None:
+                tensors[i].grad = gradients[i] = right
 
     def _of_present(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """The shares of the gradients that this process has, and their balance."""
@@ -304,11 +301,13 @@ def plan_for(
     if stages is None and shared is None and not flat and not any_sharded(tensors):
         return None
     shared = check_shared(shared, tensors, stages)
-    found = _plan_kept(tensors, names, stages, shared)
-    if found[0] is None:  # no plan has a tensor twice
-        tensors, names = _each_once(tensors, names)
-        found = _plan_kept(tensors, names, stages, shared)
-    plan, plans, key = found
+    once = first_places(tensors)
+    if len(once) < len(tensors):
+        tensors, names = [tensors[i] for i in once], None if names is None else [names[i] for i in once]
+    staged = () if stages is None else (id(stages.group), *(names or ()))  # only stages need to agree on names
+    key = tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in shared.items())
+    plans = _plans_of_one if len(tensors) == 1 and stages is None else _plans
+    plan = _kept(plans, key)
     if plan is None or not plan.is_for(tensors) or not is_alive(plan.reducer.union.group):
         placements = placements_of(tensors)
         if flat:
@@ -326,20 +325,6 @@ def plan_for(
         forget = partial(_forget, plans, key, weakref.ref(plan))
         plan.alive = [weakref.ref(t, forget) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
-
-
-def _plan_kept(
-    tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared
-) -> tuple["NormPlan | None", dict[tuple, "NormPlan"], tuple]:
-    """The plan for these tensors if it is kept, where it is to be kept, and under which key."""
-    key, plans = _key(tensors, names, stages, shared), _plans_of_one if len(tensors) == 1 and stages is None else _plans
-    return _kept(plans, key), plans, key
-
-
-def _key(tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared) -> tuple[Any, ...]:
-    """Return the key of a plan. Only stages need to agree on names."""
-    staged = () if stages is None else (id(stages.group), *(names or ()))
-    return tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in shared.items())
 
 
 def _forget(plans: dict[tuple, NormPlan], key: tuple, plan: weakref.ref, _: object) -> None:
@@ -363,7 +348,8 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
             check_wrappers(parameters_of_ddp(gradients), None)
             refuse_megatron_gradients()
         return None
-    gradients = _each_gradient_once(list(gradients))
+    first = set(first_places(gradients))
+    gradients = [g if i in first else None for i, g in enumerate(gradients)]
     there = [g for g in gradients if g is not None]
     placements = [None if g is None else placement_of(g) for g in gradients]
     union = _union_of_kinds(frozenset(p for p in placements if p is not None))
@@ -408,25 +394,27 @@ def _keep(cache: dict[tuple, Any], key: tuple, value: Any, most: int | None = _K
         del cache[next(iter(cache))]
 
 
-def first_places(values: Sequence[Any]) -> list[int]:
+def first_places(values: Sequence[Any]) -> Sequence[int]:
     """Return where each of some objects comes for the first time, in order."""
+    if len(set(map(id, values))) == len(values):
+        return range(len(values))
     return sorted({id(one): i for i, one in reversed(list(enumerate(values)))}.values())
 
 
-def _each_once(tensors: Sequence[Tensor], names: Names) -> tuple[Sequence[Tensor], Names]:
-    if len(set(map(id, tensors))) == len(tensors):
-        return tensors, names
-    first = first_places(tensors)
-    return [tensors[i] for i in first], None if names is None else [names[i] for i in first]
+def own_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradient of each of ``parameters``, which are different ones.
 
-
-def _each_gradient_once(gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the list without repetitions, such as one gradient that two parameters have."""
-    there = set(map(id, gradients))
-    if len(there) == len(gradients):  # at most one of which is None
-        return gradients
-    first = set(first_places(gradients))
-    return [g if i in first else None for i, g in enumerate(gradients)]
+    Where several have one tensor as their gradient, which would be scaled twice, each gets one of its own:
+    ``a.grad, b.grad = torch.autograd.grad((a + b).sum(), [a, b])`` makes such a one.
+    """
+    gradients = grads_of(parameters)
+    missing = list(map(type, gradients)).count(type(None))
+    if len(set(map(id, gradients))) + missing - bool(missing) < len(gradients):
+        first = set(first_places(gradients))
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and i not in first:
+                parameters[i].grad = gradients[i] = gradient.clone()
+    return gradients
 
 
 def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:
