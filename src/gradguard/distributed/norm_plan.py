@@ -24,7 +24,6 @@ from gradguard.distributed.placements import (
     Placement,
     any_sharded,
     check_alike,
-    is_laid_out_as,
     local_part,
     placement_of,
     placements_of,
@@ -42,7 +41,7 @@ from gradguard.distributed.reduction_group import (
 from gradguard.distributed.replicas import balances, balances_of_moved
 from gradguard.distributed.settings import Settings
 from gradguard.distributed.stages import Names, Shared, StageLists, check_shared, details_of
-from gradguard.distributed.wrappers import check_wrappers, parameters_of_ddp, refuse_flat_gradients
+from gradguard.distributed.wrappers import check_gradients, check_wrappers
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_of
 
@@ -190,15 +189,10 @@ class NormPlan:
 
     def _new_moves(self, tensors: Sequence[Any]) -> dict[int, Any]:
         """Return, by position, the placements of gradients newly found to be laid out unlike their parameters."""
-        own, its = specs_of(tensors), specs_of(grads_of(tensors))
         return {
-            i: tensors[i].grad.placements
-            for i, (spec, gradient, placement) in enumerate(zip(own, its, self._placements, strict=True))
-            if gradient
-            and spec
-            and (placement.is_partial or (gradient is not spec and gradient.placements != spec.placements))
-            and i not in self._moved
-            and not is_laid_out_as(tensors[i].grad, tensors[i])
+            i: spec.placements
+            for i, (spec, placement) in enumerate(zip(specs_of(grads_of(tensors)), self._placements, strict=True))
+            if spec and placement.mesh is not None and spec.placements != placement.kinds and i not in self._moved
         }
 
     def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Names) -> None:
@@ -344,8 +338,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     """
     if not any_sharded(gradients):
         if several_processes():
-            refuse_flat_gradients(gradients)
-            check_wrappers(parameters_of_ddp(gradients), None)
+            check_gradients(gradients)
             refuse_megatron_gradients()
         return None
     first = set(first_places(gradients))
