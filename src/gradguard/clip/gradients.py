@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from gradguard.distributed.engines.megatron import refuse_main_gradients
 from gradguard.distributed.norm_plan import (
-    NormReduction,
     called,
     first_places,
     own_gradients,
@@ -19,6 +18,7 @@ from gradguard.distributed.norm_plan import (
     plan_for_gradients,
 )
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
+from gradguard.distributed.reduction import NormReduction
 from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group
 from gradguard.distributed.settings import Setting
 from gradguard.distributed.stages import Shared

@@ -8,7 +8,7 @@ collective, are the same on every process whatever gradients are present, and th
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from gradguard.distributed.placements import (
     placements_of,
 )
 from gradguard.distributed.redistribute import added_up, laid_out_as
-from gradguard.distributed.reduction import NO_COPIES, Copies, Reducer
+from gradguard.distributed.reduction import NO_COPIES, Copies, NormReduction, Reducer
 from gradguard.distributed.reduction_group import (
     ReductionGroup,
     StageGroup,
@@ -39,7 +39,6 @@ from gradguard.distributed.reduction_group import (
     several_processes,
 )
 from gradguard.distributed.replicas import balances, balances_of_moved
-from gradguard.distributed.settings import Settings
 from gradguard.distributed.stages import Names, Shared, StageLists, check_shared, details_of
 from gradguard.distributed.wrappers import check_gradients, check_wrappers
 from gradguard.tensors.layout import meeting_device, move
@@ -71,7 +70,7 @@ class HeldParts:
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
     names: Names
-    reduction: "NormReduction"
+    reduction: NormReduction
 
 
 class NormPlan:
@@ -224,41 +223,6 @@ def called(names: Names, place: int) -> str:
     return f"`{names[place]}`" if names else f"parameter {place}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NormReduction:
-    """The norms of some gradients, ready to be added up over processes.
-
-    Attributes:
-        reducer: The reducer that adds them up.
-        weights: One over the number of processes that hold the same part of each.
-        shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
-        balance: A number that adds up to 0 over the processes if replicas have the same gradients.
-        settings: The rule and its arguments, which must be the same on all processes.
-        copies: Which gradients must be equal on the processes that hold them.
-    """
-
-    reducer: Reducer
-    weights: Tensor
-    shares: Tensor
-    balance: Tensor
-    settings: Settings = ()
-    copies: Copies = NO_COPIES
-
-    def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
-        """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
-        return self.measure(*measured)[0]
-
-    def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
-        """Return what `add_up` does, and which tensors have a gradient on any process: ``[len]``, bool."""
-        return self.reducer.reduce(measured, self.weights, self.shares, self.balance, self.settings, self.copies)
-
-    def of(self, positions: Sequence[int]) -> "NormReduction":
-        """Return the reduction of some of the gradients; every process must take the same ones."""
-        at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        weights, shares, copies = self.weights[at], self.shares[at], self.copies.taken(positions)
-        return replace(self, weights=weights, shares=shares, copies=copies)
-
-
 def plan_for(
     tensors: Sequence[Tensor],
     names: Names = None,
@@ -341,8 +305,9 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
             check_gradients(gradients)
             refuse_megatron_gradients()
         return None
-    first = set(first_places(gradients))
-    gradients = [g if i in first else None for i, g in enumerate(gradients)]
+    first = first_places(gradients)
+    if len(first) < len(gradients):
+        gradients = [g if i in first else None for i, g in enumerate(gradients)]
     there = [g for g in gradients if g is not None]
     placements = [None if g is None else placement_of(g) for g in gradients]
     union = _union_of_kinds(frozenset(p for p in placements if p is not None))

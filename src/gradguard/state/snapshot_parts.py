@@ -119,7 +119,7 @@ class ModulePart(SnapshotPart):
         }
         self._buffers = self._live_buffers()
 
-    def _live_buffers(self) -> dict[str, Tensor | None]:
+    def _live_buffers(self) -> dict[str, Any]:
         return {place: slots.get(name) for place, (slots, name) in self._slots.items()}
 
     def weights(self) -> dict[str, Tensor]:
