@@ -19,9 +19,8 @@ from gradguard.distributed.norm_plan import (
 )
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.reduction import NormReduction
-from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group
+from gradguard.distributed.reduction_group import ONE_STAGE, Stages, several_processes
 from gradguard.distributed.settings import Setting
-from gradguard.distributed.stages import Shared
 from gradguard.distributed.wrappers import check_wrappers, named_parameters
 from gradguard.errors import DistributedError, InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.tensors.layout import are_readable, move
@@ -75,27 +74,6 @@ class Gradients:
         return tuple(map(str, self.positions)) if names is None else tuple([names[i] for i in self.positions])
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """Pipeline stages: along ``group``, processes hold different parameters, and the weights ``shared`` alike.
-
-    Attributes:
-        group: The group that `stages_group` returned; None where all processes have the same list.
-        shared: Weights that several stages hold.
-    """
-
-    group: StageGroup | None = None
-    shared: Shared | None = None
-
-    @staticmethod
-    def named(process_group: Any, mesh: Any, shared: Any) -> "Stages":
-        """Return the stages that a user's arguments name; the errors are those of `stages_group`."""
-        return Stages(stages_group(process_group, mesh), shared)
-
-
-ONE_STAGE = Stages()
-
-
 def module_of(parameters: Parameters) -> nn.Module | None:
     """Return ``parameters`` if that is a module, else None."""
     return parameters if isinstance(parameters, nn.Module) else None
@@ -115,7 +93,7 @@ def gradients_of(
         stages: The pipeline stages, if there are some.
         module: The module that they come from, if it is known: it tells what wraps it.
     """
-    planned = plan_for(tensors, names, stages.group, stages.shared, module)
+    planned = plan_for(tensors, names, stages, module)
     if planned is not None:
         plan, tensors, names = planned
         held = plan.hold(tensors, names)
@@ -171,7 +149,7 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
         parameter = tensors[i]
         check_alike(gradient, parameter, called(names, i))
         if is_sharded(gradient) and not is_laid_out_as(gradient, parameter):
-            return gradients_of(names, tensors, ONE_STAGE, module)
+            return gradients_of(names, tensors, module=module)
     parts = list(map(local_part, gradients))
     grads = Gradients([tensors[i] for i in first], parts, first, names)
     check_admitted(parts, grads.name, writes=True)

@@ -45,7 +45,7 @@ def group_of_fully_sharded(model: nn.Module) -> Any:
     mesh = next(iter(meshes))
     if mesh.ndim == 1:
         return mesh.get_group()
-    union = reduction_group_of([placement_of(named[0][1])], None)
+    union = reduction_group_of([placement_of(named[0][1])])
     assert union is not None
     return union.group
 

@@ -31,16 +31,18 @@ from gradguard.distributed.placements import (
 from gradguard.distributed.redistribute import added_up, laid_out_as
 from gradguard.distributed.reduction import NO_COPIES, Copies, NormReduction, Reducer
 from gradguard.distributed.reduction_group import (
+    ONE_STAGE,
     ReductionGroup,
-    StageGroup,
+    Stages,
     is_alive,
     reduction_group_of,
     refuse_unnamed_stages,
     several_processes,
 )
 from gradguard.distributed.replicas import balances, balances_of_moved
-from gradguard.distributed.stages import Names, Shared, StageLists, check_shared, details_of
+from gradguard.distributed.stages import Names, StageLists, details_of
 from gradguard.distributed.wrappers import check_gradients, check_wrappers
+from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_of
 
@@ -90,7 +92,7 @@ class NormPlan:
         tensors: Sequence[Tensor],
         placements: Sequence[Placement],
         names: Names,
-        shared: Shared,
+        shared: Mapping[str, Tensor],
     ) -> None:
         self._placements = placements
         self._moved: dict[int, Any] = {}
@@ -226,8 +228,7 @@ def called(names: Names, place: int) -> str:
 def plan_for(
     tensors: Sequence[Tensor],
     names: Names = None,
-    stages: StageGroup | None = None,
-    shared: Shared | None = None,
+    stages: Stages = ONE_STAGE,
     module: nn.Module | None = None,
     *,
     measures_stage: bool = False,
@@ -239,8 +240,7 @@ def plan_for(
     Args:
         tensors: Parameters; one that comes twice counts once.
         names: Their names.
-        stages: Along what parameters differ, from `stages_group`.
-        shared: Weights among ``tensors`` that other stages hold too.
+        stages: The pipeline stages.
         module: The module that they come from, if it is known: it tells what wraps it.
         measures_stage: Whether the norms of one pipeline stage by itself are wanted.
 
@@ -248,24 +248,26 @@ def plan_for(
         UnsupportedGradientError: If FSDP1 or DistributedDataParallel keeps the gradients such that their norm cannot
             be told.
         DistributedError: If another process does not come, or comes with another list.
-        InvalidValueError: If no process group holds all tensors, or one is destroyed, or ``shared`` names another; if
-            ``stages`` contradicts how the tensors are spread, or is missing where their mesh shows pipeline stages.
+        InvalidValueError: If no process group holds all tensors, or one is destroyed; if ``stages`` shares a weight
+            that is not listed, contradicts how the tensors are spread, or is missing where their mesh shows stages.
     """
     flat: Mapping[int, Placement] = {}
     if several_processes():
-        check_wrappers(tensors, None if stages is None else stages.group)
-        refuse_unnamed_megatron_stages(tensors, stages, shared)
+        check_wrappers(tensors, stages.group)
+        refuse_unnamed_megatron_stages(tensors, stages)
         flat = placements_by(tensors, module, lambda engine: engine.has_parts)
-    if stages is None and shared is None and not flat and not any_sharded(tensors):
+    if stages.group is None and not flat and not any_sharded(tensors):
         return None
-    shared = check_shared(shared, tensors, stages)
     once = first_places(tensors)
     if len(once) < len(tensors):
         tensors, names = [tensors[i] for i in once], None if names is None else [names[i] for i in once]
-    staged = () if stages is None else (id(stages.group), *(names or ()))  # only stages need to agree on names
-    key = tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in shared.items())
-    plans = _plans_of_one if len(tensors) == 1 and stages is None else _plans
+    staged = () if stages.group is None else (id(stages.group), *(names or ()))  # only stages need to agree on names
+    key = tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in stages.shared.items())
+    plans = _plans_of_one if len(tensors) == 1 and stages.group is None else _plans
     plan = _kept(plans, key)
+    for name, tensor in stages.shared.items():
+        if id(tensor) not in key[0]:
+            raise InvalidValueError(f"shared[{name!r}] is not among the parameters of this call.")
     if plan is None or not plan.is_for(tensors) or not is_alive(plan.reducer.union.group):
         placements = placements_of(tensors)
         if flat:
@@ -275,7 +277,7 @@ def plan_for(
             return None
         if not measures_stage:
             refuse_unnamed_stages(placements, union)
-        plan = NormPlan(union, tensors, placements, names, shared)
+        plan = NormPlan(union, tensors, placements, names, stages.shared)
         if not plan.lasts:
             return plan, tensors, names
         _keep(plans, key, plan, _KEPT if plans is _plans else None)
@@ -332,7 +334,7 @@ def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:
     """The union of gradients laid out in these ways, whose process groups live."""
     union = _kept(_unions, (placements,))
     if union is None or not is_alive(union.group):
-        union = reduction_group_of(placements, None)
+        union = reduction_group_of(placements)
         if union is not None:
             _keep(_unions, (placements,), union)
     return union
