@@ -104,17 +104,20 @@ def gradients_of(
         )
         check_admitted(grads.gradients, grads.name, writes=True)
         return grads
-    return _whole_gradients(names, tensors)
+    return _own_parts(names, tensors, module)
 
 
-def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> Gradients:
-    """The gradients as this process has them, each once."""
+def _own_parts(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
+    """Return this process' part of each gradient; of all where one is laid out unlike its parameter."""
     positions, kept = _present(tensors)
     if not kept:
         refuse_main_gradients(tensors)
-    if any_sharded(kept):
+    if any_sharded([*tensors, *kept]):
         for i, gradient in zip(positions, kept, strict=True):
             check_alike(gradient, tensors[i], called(names, i))
+            if is_sharded(gradient) and not is_laid_out_as(gradient, tensors[i]):
+                return gradients_of(names, tensors, module=module)
+        kept = list(map(local_part, kept))
     grads = Gradients([tensors[i] for i in positions], kept, positions, names)
     check_admitted(kept, grads.name, writes=True)
     return grads
@@ -142,18 +145,7 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
     """
     if several_processes():
         check_wrappers(tensors, None)
-    if not any_sharded(tensors):
-        return _whole_gradients(names, tensors)
-    first, gradients = _present(tensors)
-    for i, gradient in zip(first, gradients, strict=True):
-        parameter = tensors[i]
-        check_alike(gradient, parameter, called(names, i))
-        if is_sharded(gradient) and not is_laid_out_as(gradient, parameter):
-            return gradients_of(names, tensors, module=module)
-    parts = list(map(local_part, gradients))
-    grads = Gradients([tensors[i] for i in first], parts, first, names)
-    check_admitted(parts, grads.name, writes=True)
-    return grads
+    return _own_parts(names, tensors, module)
 
 
 def gradients_among(tensors: Parameters) -> Gradients:
