@@ -13,9 +13,9 @@ from gradguard.distributed.engines.megatron import refuse_main_gradients
 from gradguard.distributed.norm_plan import (
     called,
     first_places,
-    own_gradients,
     plan_for,
     plan_for_gradients,
+    present_gradients,
 )
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.reduction import NormReduction
@@ -109,28 +109,19 @@ def gradients_of(
 
 def _own_parts(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
     """Return this process' part of each gradient; of all where one is laid out unlike its parameter."""
-    positions, kept = _present(tensors)
+    positions, kept = present_gradients(tensors, [tensor.grad for tensor in tensors])
     if not kept:
         refuse_main_gradients(tensors)
-    if any_sharded([*tensors, *kept]):
+    if any_sharded(tensors) or any_sharded(kept):
         for i, gradient in zip(positions, kept, strict=True):
             check_alike(gradient, tensors[i], called(names, i))
             if is_sharded(gradient) and not is_laid_out_as(gradient, tensors[i]):
                 return gradients_of(names, tensors, module=module)
         kept = list(map(local_part, kept))
-    grads = Gradients([tensors[i] for i in positions], kept, positions, names)
+    with_grad = tensors if len(kept) == len(tensors) else [tensors[i] for i in positions]
+    grads = Gradients(with_grad, kept, positions, names)
     check_admitted(kept, grads.name, writes=True)
     return grads
-
-
-def _present(tensors: Sequence[Tensor]) -> tuple[Sequence[int], list[Any]]:
-    """Return the places of the parameters that have a gradient, each once, and the gradients."""
-    once = first_places(tensors)
-    gradients = own_gradients(tensors if len(once) == len(tensors) else [tensors[i] for i in once])
-    if type(None) not in set(map(type, gradients)):  # the common case, without a loop in Python
-        return once, gradients
-    found = {i: gradient for i, gradient in zip(once, gradients, strict=True) if gradient is not None}
-    return [*found], [*found.values()]
 
 
 def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:

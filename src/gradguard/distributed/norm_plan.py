@@ -168,7 +168,9 @@ class NormPlan:
             tensors: The parameters.
             names: Their names, as they are called now.
         """
-        gradients = own_gradients(tensors)
+        present, gradients = present_gradients(tensors, grads_of(tensors))
+        if len(present) < len(tensors):
+            gradients = list(map(dict(zip(present, gradients, strict=True)).get, range(len(tensors))))
         specs = specs_of(gradients)
         if self._moved or not are_known(specs, self._specs):
             if moves := self._new_moves(tensors):
@@ -361,20 +363,22 @@ def first_places(values: Sequence[Any]) -> Sequence[int]:
     return sorted({id(one): i for i, one in reversed(list(enumerate(values)))}.values())
 
 
-def own_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradient of each of ``parameters``, which are different ones.
+def present_gradients(tensors: Sequence[Tensor], gradients: list[Any]) -> tuple[Sequence[int], list[Any]]:
+    """Return the places of the parameters that have a gradient, each once, and the gradients.
 
-    Where several have one tensor as their gradient, which would be scaled twice, each gets one of its own:
+    ``gradients`` are those of ``tensors``, with None where there is none.
+
+    Where several parameters have one tensor as their gradient, which would be scaled twice, each gets one of its own:
     ``a.grad, b.grad = torch.autograd.grad((a + b).sum(), [a, b])`` makes such a one.
     """
-    gradients = grads_of(parameters)
-    missing = list(map(type, gradients)).count(type(None))
-    if len(set(map(id, gradients))) + missing - bool(missing) < len(gradients):
-        first = set(first_places(gradients))
-        for i, gradient in enumerate(gradients):
-            if gradient is not None and i not in first:
-                parameters[i].grad = gradients[i] = gradient.clone()
-    return gradients
+    if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
+        return range(len(gradients)), gradients  # the common case, without a loop in Python
+    first: dict[int, int] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.grad is not None and tensors[first.setdefault(id(tensor.grad), i)] is not tensor:
+            tensor.grad = tensor.grad.clone()
+            first[id(tensor.grad)] = i
+    return list(first.values()), [tensors[i].grad for i in first.values()]
 
 
 def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:
