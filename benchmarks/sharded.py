@@ -168,7 +168,7 @@ def simulate(world: int, count: int) -> None:
     import torch.distributed.fsdp  # as in a run that shards
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from gradguard.distributed.reduction import Reducer
+    from gradguard.distributed.reduction import NormReduction
 
     def gather(rows: list[torch.Tensor], mine: torch.Tensor, **_: object) -> None:
         table = rows[0]._base
@@ -184,7 +184,7 @@ def simulate(world: int, count: int) -> None:
         return reduce(numbers, *args, **options)
 
     dist.all_reduce = noted
-    Reducer._checked = lambda _, norms, *__: norms  # sums of nothing are not what all others would have sent
+    NormReduction._checked = lambda _, norms, *__: norms  # sums of nothing are not what all others would have sent
     mesh = init_device_mesh("cpu", (world // 8, 8), mesh_dim_names=("dp", "tp"))
     layouts = [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Shard(0), Shard(0)]]
 

@@ -720,6 +720,20 @@ class Views(nn.Module):
         return self.layer(x @ self.first).sum() + self.last.sum()
 
 
+@pytest.mark.parametrize("order", [("other", "one"), ("one", "one"), ("other", "other")])
+def test_buffers_that_have_changed_places_come_back_each_with_its_own_numbers(order):
+    model = nn.Module()
+    model.register_buffer("one", torch.tensor([1.0, 2.0]))
+    model.register_buffer("other", torch.tensor([3.0, 4.0]))
+    model.weight = nn.Parameter(torch.zeros(1))
+    snapshot = Snapshot(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    snapshot.take()
+    model.one, model.other = (getattr(model, name) for name in order)
+    snapshot.restore()
+    assert (model.one.tolist(), model.other.tolist()) == ([1.0, 2.0], [3.0, 4.0])
+    assert model.one.data_ptr() != model.other.data_ptr()
+
+
 def test_buffers_that_share_memory_go_on_sharing_it():
     model = Views()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

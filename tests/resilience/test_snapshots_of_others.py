@@ -127,61 +127,16 @@ def test_a_forged_document_is_refused_before_anything_is_changed(tmp_path, name)
     same(content(model, optimizer), before)
 
 
-def change_state(change):
-    """Return what changes the saved state of the first weight."""
-
-    def forged(told):
-        parts = dict(told["content"]["mapping"])["parts"]
-        state = dict(parts[1]["mapping"])["state"]
-        change(told, state[0]["tuple"][1]["mapping"])
-
-    return forged
-
-
-def entry(state, name):
-    return next(one for one in state if one[0] == name)
-
-
-FORGED_STATES = {
-    "a number": (
-        lambda told, state: entry(state, "exp_avg").__setitem__(1, 0.5),
-        r"exp_avg: none, here float32 \[4, 3\]",
-    ),
-    "none": (lambda told, state: state.remove(entry(state, "exp_avg_sq")), r"exp_avg_sq: none, here float32 \[4, 3\]"),
-    "another entry": (
-        lambda told, state: entry(state, "exp_avg").__setitem__(1, entry(state, "step")[1]),
-        r"exp_avg: float32 \[\] on cpu, here float32 \[4, 3\] on cpu",
-    ),
-    "a step like a weight": (
-        lambda told, state: entry(state, "step").__setitem__(1, entry(state, "exp_avg")[1]),
-        r"step: float32 \[4, 3\] on cpu, here float32 \[\] on cpu",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FORGED_STATES)
-def test_a_state_that_the_optimizer_would_not_make_is_refused(tmp_path, name):
-    change, words = FORGED_STATES[name]
-    saved(tmp_path / "a")
-    rewritten(tmp_path / "a" / FILE, change_state(change))
-    model, optimizer = small()
-    before = content(model, optimizer)
-    with pytest.raises(InvalidValueError, match=f"the state of AdamW for group 0, parameter 0 differ .*{words}"):
-        gg.Snapshot.load(tmp_path / "a", model, optimizer)
-    same(content(model, optimizer), before)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_state_of_another_dtype_is_refused(tmp_path, dtype):
+def test_a_state_of_a_dtype_of_its_own_comes_back(tmp_path, dtype):
     model, optimizer = small()
     step(model, optimizer)
     state = optimizer.state[model[0].weight]
-    state["exp_avg"] = state["exp_avg"].to(dtype)
-    snapshot = gg.Snapshot(model, optimizer)
-    snapshot.take()
-    snapshot.save(tmp_path / "a")
-    with pytest.raises(InvalidValueError, match=rf"exp_avg: {str(dtype)[6:]} \[4, 3\] on cpu, here float32 \[4, 3\]"):
-        gg.Snapshot.load(tmp_path / "a", *small())
+    kept = state["exp_avg"] = state["exp_avg"].to(dtype)
+    save(tmp_path / "a", model, optimizer)
+    other, others = small()
+    gg.Snapshot.load(tmp_path / "a", other, others).restore()
+    same(others.state[other[0].weight]["exp_avg"], kept)
 
 
 def trained(kind, sparse=False, **settings):
@@ -198,37 +153,6 @@ def save(folder, model, optimizer):
     snapshot.save(folder)
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "forged"),
-    [
-        (torch.optim.Muon, "momentum_buffer", torch.ones(4, 3)),
-        (torch.optim.Muon, "momentum_buffer", "x"),
-        (torch.optim.Adafactor, "row_var", torch.ones(1, 3)),
-        (torch.optim.SparseAdam, "exp_avg", torch.ones(7, 3, dtype=torch.float64)),
-    ],
-)
-def test_no_optimizer_of_torchs_is_left_out(tmp_path, kind, key, forged):
-    model, optimizer = trained(kind, sparse=kind is torch.optim.SparseAdam)
-    optimizer.state[model.weight][key] = forged
-    save(tmp_path / "forged", model, optimizer)
-    with pytest.raises(InvalidValueError, match=f"the state of {kind.__name__} for .* differ"):
-        gg.Snapshot.load(tmp_path / "forged", *trained(kind, sparse=kind is torch.optim.SparseAdam))
-
-
-@pytest.mark.parametrize("steps", [-1, "x", float("nan"), 2**60, True, torch.tensor(-1.0)])
-@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.AdamW])
-def test_a_count_of_steps_that_is_none_is_refused(tmp_path, kind, steps):
-    run = trained(kind, sparse=kind is torch.optim.SparseAdam)
-    before = run[1].state[run[0].weight]["step"]
-    if kind is torch.optim.AdamW and not isinstance(steps, str | torch.Tensor):
-        steps = torch.full_like(before, float(steps)) if steps is not True else torch.tensor(-0.5)
-    run[1].state[run[0].weight]["step"] = steps
-    save(tmp_path / "forged", *run)
-    words = "has counted .* steps" if kind is torch.optim.SparseAdam or steps != "x" else "step: none, here"
-    with pytest.raises(InvalidValueError, match=f"the state of {kind.__name__} for group 0, parameter 0 .*{words}"):
-        gg.Snapshot.load(tmp_path / "forged", *trained(kind, sparse=kind is torch.optim.SparseAdam))
-
-
 def test_a_sparse_momentum_is_taken(tmp_path):
     model, optimizer = trained(torch.optim.SGD, sparse=True, lr=0.1, momentum=0.9)
     assert optimizer.state[model.weight]["momentum_buffer"].is_sparse
@@ -236,18 +160,6 @@ def test_a_sparse_momentum_is_taken(tmp_path):
     other = trained(torch.optim.SGD, sparse=True, lr=0.1, momentum=0.9)
     gg.Snapshot.load(tmp_path / "sparse", *other).restore()
     assert torch.equal(other[0].weight, model.weight)
-
-
-@pytest.mark.parametrize(("number", "value"), [("betas", "text"), ("lr", None), ("eps", []), ("weight_decay", "0")])
-def test_numbers_with_which_no_step_is_possible_are_refused(tmp_path, number, value):
-    model, optimizer = small()
-    step(model, optimizer)
-    optimizer.param_groups[0][number] = value
-    snapshot = gg.Snapshot(model, optimizer)
-    snapshot.take()
-    snapshot.save(tmp_path / "a")
-    with pytest.raises(InvalidValueError, match="AdamW cannot step with the numbers of a group"):
-        gg.Snapshot.load(tmp_path / "a", *small())
 
 
 @pytest.mark.parametrize("value", [[], "running_mean", {"bytes": "00"}])

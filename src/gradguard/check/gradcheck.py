@@ -22,7 +22,7 @@ from gradguard.check.other_sizes import with_other_sizes
 from gradguard.check.precision import Conditioning, coarseness_of, compare_backends
 from gradguard.check.search import Search
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.state.generators import generator_states, numpy_bits, restore_generators
+from gradguard.state.generators import generator_states, restore_generators
 from gradguard.tensors.matmul_precision import full_float32
 from gradguard.torch_private import tree_map
 
@@ -139,7 +139,7 @@ def gradcheck(
         fn = fn.apply
     if len(inputs) == 1 and type(inputs[0]) is tuple:
         inputs = inputs[0]
-    randomness, bits = generator_states(), numpy_bits()
+    randomness = generator_states()
     options = (inputs_to_check, rtol, seed)
     with full_float32():
         check = _Check(fn, inputs, dict(kwargs or {}), *options)
@@ -151,8 +151,6 @@ def gradcheck(
                     check.include(_Check(fn, *other, *options), said, reference, exhaustive, order)
         finally:
             check.put_back()
-            if bits is not None and numpy_bits() == bits:  # a function that draws, draws bits at its second call
-                randomness["numpy"] = None
             restore_generators(randomness)
     return check.report(time.perf_counter() - started)
 

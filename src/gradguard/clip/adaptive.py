@@ -33,10 +33,9 @@ from gradguard.clip.gradients import (
 )
 from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.distributed.engines import shard_of
-from gradguard.distributed.norm_plan import NormReduction
 from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.distributed.processes import largest_over
-from gradguard.distributed.reduction import Reducer
+from gradguard.distributed.reduction import NormReduction, Reducer
 from gradguard.distributed.settings import Settings
 from gradguard.errors import UnsupportedGradientError
 from gradguard.policies import NonFinitePolicy
@@ -534,7 +533,7 @@ def _added_up(
     assert part is not None
     slots = plan.place(units.norms, home), plan.place(units.weights, home)
     vector, (weights, shares) = torch.cat([*here, *slots]), plan.weights_and_shares(part)
-    (added,), there = part.reducer.reduce([(vector, 2.0)], weights, shares, part.balance, part.settings, part.copies)
+    (added,), there = replace(part, weights=weights, shares=shares).measure((vector, 2.0))
     before, after, binds, gradients, bounds = added.split([*map(len, here), *map(len, slots)])
     factors = unit_factors(gradients, bounds, *rule)
     left = norm_of_norms(torch.cat([after, gradients * factors]))
@@ -639,7 +638,7 @@ class UnitPlan:
         self._places: dict[tuple[int, torch.device], Tensor] = {}
 
     def weights_and_shares(self, part: NormReduction) -> tuple[Tensor, Tensor]:
-        """Return those of the whole vector, which `Reducer.reduce` wants."""
+        """Return those of the whole vector, for its `NormReduction`."""
         one, none = part.weights.new_ones(1), part.weights.new_zeros(1 + self.offsets[-1])
         weights = torch.cat([part.weights, part.weights, one, self._weights, self._weights])
         # A weight is there whether the gradient is or not.

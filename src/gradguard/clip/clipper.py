@@ -15,7 +15,6 @@ from gradguard.clip.gradients import (
     Gradients,
     MeasuredGradients,
     Parameters,
-    Stages,
     current_gradients,
     gradients_of,
     measured,
@@ -26,6 +25,7 @@ from gradguard.clip.gradients import (
     to_clip_by,
     total_of,
 )
+from gradguard.distributed.reduction_group import Stages
 from gradguard.distributed.settings import Settings, as_setting
 from gradguard.listeners import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
 from gradguard.policies import NonFinitePolicy, check_policy

@@ -12,7 +12,6 @@ from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByValue
 from gradguard.clip.clipper import ClipResult
 from gradguard.clip.gradients import (
     Parameters,
-    Stages,
     gradients_among,
     gradients_of,
     local_gradients,
@@ -25,6 +24,7 @@ from gradguard.clip.gradients import (
     to_clip_by,
 )
 from gradguard.clip.selection import Selection
+from gradguard.distributed.reduction_group import Stages
 from gradguard.errors import InvalidValueError
 from gradguard.listeners import ClipEvent, announce, is_heard, tell
 from gradguard.policies import NonFinitePolicy, check_policy

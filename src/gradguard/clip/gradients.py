@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.engines.megatron import refuse_main_gradients
-from gradguard.distributed.norm_plan import NormReduction, called, first_places, plan_for, plan_for_gradients
+from gradguard.distributed.norm_plan import (
+    called,
+    first_places,
+    plan_for,
+    plan_for_gradients,
+    present_gradients,
+)
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
-from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group
+from gradguard.distributed.reduction import NormReduction
+from gradguard.distributed.reduction_group import ONE_STAGE, Stages, several_processes
 from gradguard.distributed.settings import Setting
-from gradguard.distributed.stages import Shared
 from gradguard.distributed.wrappers import check_wrappers, named_parameters
 from gradguard.errors import DistributedError, InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.tensors.layout import are_readable, move
@@ -68,27 +74,6 @@ class Gradients:
         return tuple(map(str, self.positions)) if names is None else tuple([names[i] for i in self.positions])
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """Pipeline stages: along ``group``, processes hold different parameters, and the weights ``shared`` alike.
-
-    Attributes:
-        group: The group that `stages_group` returned; None where all processes have the same list.
-        shared: Weights that several stages hold.
-    """
-
-    group: StageGroup | None = None
-    shared: Shared | None = None
-
-    @staticmethod
-    def named(process_group: Any, mesh: Any, shared: Any) -> "Stages":
-        """Return the stages that a user's arguments name; the errors are those of `stages_group`."""
-        return Stages(stages_group(process_group, mesh), shared)
-
-
-ONE_STAGE = Stages()
-
-
 def module_of(parameters: Parameters) -> nn.Module | None:
     """Return ``parameters`` if that is a module, else None."""
     return parameters if isinstance(parameters, nn.Module) else None
@@ -108,9 +93,8 @@ def gradients_of(
         stages: The pipeline stages, if there are some.
         module: The module that they come from, if it is known: it tells what wraps it.
     """
-    planned = plan_for(tensors, names, stages.group, stages.shared, module)
+    planned = plan_for(tensors, names, stages, module)
     if planned is not None:
-        _each_once(tensors)
         plan, tensors, names = planned
         held = plan.hold(tensors, names)
         if not any(gradient.numel() for gradient in held.gradients):
@@ -120,37 +104,24 @@ def gradients_of(
         )
         check_admitted(grads.gradients, grads.name, writes=True)
         return grads
-    return _whole_gradients(names, tensors)
+    return _own_parts(names, tensors, module)
 
 
-def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> Gradients:
-    """The gradients as this process has them, each once."""
-    positions, kept = _each_once(tensors)
+def _own_parts(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
+    """Return this process' part of each gradient; of all where one is laid out unlike its parameter."""
+    positions, kept = present_gradients(tensors, [tensor.grad for tensor in tensors])
     if not kept:
         refuse_main_gradients(tensors)
-    if any_sharded(kept):
+    if any_sharded(tensors) or any_sharded(kept):
         for i, gradient in zip(positions, kept, strict=True):
             check_alike(gradient, tensors[i], called(names, i))
-    grads = Gradients([tensors[i] for i in positions], kept, positions, names)
+            if is_sharded(gradient) and not is_laid_out_as(gradient, tensors[i]):
+                return gradients_of(names, tensors, module=module)
+        kept = list(map(local_part, kept))
+    with_grad = tensors if len(kept) == len(tensors) else [tensors[i] for i in positions]
+    grads = Gradients(with_grad, kept, positions, names)
     check_admitted(kept, grads.name, writes=True)
     return grads
-
-
-def _each_once(tensors: Sequence[Tensor]) -> tuple[Sequence[int], list[Any]]:
-    """Return the places of those that have a gradient, and the gradients; a parameter that is listed twice counts once.
-
-    Where several parameters have one tensor as their gradient, which would be scaled twice, each gets one of its own:
-    ``a.grad, b.grad = torch.autograd.grad((a + b).sum(), [a, b])`` makes such a one.
-    """
-    gradients = [tensor.grad for tensor in tensors]
-    if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
-        return range(len(gradients)), gradients  # the common case, without a loop in Python
-    first: dict[int, int] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.grad is not None and tensors[first.setdefault(id(tensor.grad), i)] is not tensor:
-            tensor.grad = tensor.grad.clone()
-            first[id(tensor.grad)] = i
-    return list(first.values()), [tensors[i].grad for i in first.values()]
 
 
 def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
@@ -165,18 +136,7 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
     """
     if several_processes():
         check_wrappers(tensors, None)
-    if not any_sharded(tensors):
-        return _whole_gradients(names, tensors)
-    first, gradients = _each_once(tensors)
-    for i, gradient in zip(first, gradients, strict=True):
-        parameter = tensors[i]
-        check_alike(gradient, parameter, called(names, i))
-        if is_sharded(gradient) and not is_laid_out_as(gradient, parameter):
-            return gradients_of(names, tensors, ONE_STAGE, module)
-    parts = list(map(local_part, gradients))
-    grads = Gradients([tensors[i] for i in first], parts, first, names)
-    check_admitted(parts, grads.name, writes=True)
-    return grads
+    return _own_parts(names, tensors, module)
 
 
 def gradients_among(tensors: Parameters) -> Gradients:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gradguard.clip.clipper import Clipper, ClipResult, Decision, load_all
-from gradguard.clip.gradients import Stages, refuse_nonfinite_in, refused_by_name
+from gradguard.clip.gradients import refuse_nonfinite_in, refused_by_name
 from gradguard.clip.guard_counts import Counts
 from gradguard.clip.guard_parameters import GuardedParameters
 from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_shared
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.optimizer_proxy import OptimizerProxy, OptimizerSnapshot
 from gradguard.clip.update_size import UpdateSize, rehearsed_update
+from gradguard.distributed.reduction_group import Stages
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScalerStep, listen_to_steps

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gradguard.clip.clipper import Clipper, ListedParameters
-from gradguard.clip.gradients import Gradients, Stages, gradients_of
+from gradguard.clip.gradients import Gradients, gradients_of
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy
 from gradguard.clip.reach import with_reach
+from gradguard.distributed.reduction_group import Stages
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.policies import GuardPolicy
 

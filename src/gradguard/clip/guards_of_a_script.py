@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.clip.clipper import Clipper
-from gradguard.clip.gradients import ONE_STAGE, gradients_of
+from gradguard.clip.gradients import gradients_of
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
 from gradguard.clip.optimizer_names import names_of
 from gradguard.clip.reach import with_reach
 from gradguard.clip.selection import Selector
+from gradguard.distributed.reduction_group import ONE_STAGE
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.listeners import ClipEvent
 from gradguard.optimizer_hooks import parameters_of

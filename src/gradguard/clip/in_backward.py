@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradguard.clip.clipper import Clipper
-from gradguard.clip.gradients import Stages
+from gradguard.distributed.reduction_group import Stages
 from gradguard.distributed.wrappers import refuse_wrapped_in_backward
 from gradguard.errors import NonFiniteGradientError, UnsupportedGradientError
 from gradguard.torch_private import current_graph_task

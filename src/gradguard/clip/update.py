@@ -11,12 +11,13 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue
 from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters
-from gradguard.clip.gradients import Stages, gradients_of, refused_by_name
+from gradguard.clip.gradients import gradients_of, refused_by_name
 from gradguard.clip.guard import OfOneOptimizer, check_attachable, give_back, take
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.reach import Reach
 from gradguard.distributed.placements import local_part
+from gradguard.distributed.reduction_group import Stages
 from gradguard.errors import InvalidValueError
 from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.tensors.layout import are_readable, wide_dtype

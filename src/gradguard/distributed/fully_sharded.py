@@ -42,10 +42,7 @@ def group_of_fully_sharded(model: nn.Module) -> Any:
     meshes = {p.device_mesh for _, p in named}  # type: ignore[attr-defined]
     if len(meshes) > 1:
         raise UnsupportedGradientError(f"the parameters lie on {len(meshes)} device meshes: {_EXPECTED}")
-    mesh = next(iter(meshes))
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    union = reduction_group_of([placement_of(named[0][1])], None)
+    union = reduction_group_of([placement_of(named[0][1])])
     assert union is not None
     return union.group
 

@@ -1,11 +1,9 @@
 """Process groups: who is in one, what a model is spread over, and sums over it."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,14 +59,12 @@ def rank_and_size(group: Any) -> tuple[int, int]:
     return (0, 1) if group is None else processes.rank_and_size(group)
 
 
-def from_first_rank(value: bytes, group: Any, device: torch.device) -> bytes:
+def from_first_rank(value: bytes, group: Any) -> bytes:
     """Return the first process' ``value``, such as the key of the noise, on all of them. All are of one length."""
     if group is None:
         return value
-    shared = torch.tensor(list(value), dtype=torch.uint8, device=device)
-    send = partial(dist.broadcast, shared, src=dist.get_global_rank(group, 0), group=group)
-    processes.run(send, group, "set private training up", on_host=shared.is_cpu)
-    return bytes(shared.tolist())
+    told = value if processes.rank_and_size(group)[0] == 0 else bytes(len(value))
+    return bytes(processes.sum_over(torch.tensor(list(told), device="cpu"), group, "set private training up").tolist())
 
 
 def all_reduce_sum(tensors: Sequence[Tensor], group: Any) -> None:
@@ -76,7 +72,6 @@ def all_reduce_sum(tensors: Sequence[Tensor], group: Any) -> None:
     if group is None or not tensors:
         return
     together = torch.cat([tensor.reshape(-1) for tensor in tensors])  # float64 if any of them is
-    add = partial(dist.all_reduce, together, group=group)
-    processes.run(add, group, "add up the clipped gradients", on_host=together.is_cpu)
-    for tensor, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+    added = processes.sum_over(together, group, "add up the clipped gradients")
+    for tensor, part in zip(tensors, added.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -8,7 +8,7 @@ collective, are the same on every process whatever gradients are present, and th
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,25 +24,25 @@ from gradguard.distributed.placements import (
     Placement,
     any_sharded,
     check_alike,
-    is_laid_out_as,
     local_part,
     placement_of,
     placements_of,
 )
 from gradguard.distributed.redistribute import added_up, laid_out_as
-from gradguard.distributed.reduction import NO_COPIES, Copies, Reducer
+from gradguard.distributed.reduction import NO_COPIES, Copies, NormReduction, Reducer
 from gradguard.distributed.reduction_group import (
+    ONE_STAGE,
     ReductionGroup,
-    StageGroup,
+    Stages,
     is_alive,
     reduction_group_of,
     refuse_unnamed_stages,
     several_processes,
 )
 from gradguard.distributed.replicas import balances, balances_of_moved
-from gradguard.distributed.settings import Settings
-from gradguard.distributed.stages import Names, Shared, StageLists, check_shared, details_of
-from gradguard.distributed.wrappers import check_wrappers, parameters_of_ddp, refuse_flat_gradients
+from gradguard.distributed.stages import Names, StageLists, details_of
+from gradguard.distributed.wrappers import check_gradients, check_wrappers
+from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_of
 
@@ -72,7 +72,7 @@ class HeldParts:
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
     names: Names
-    reduction: "NormReduction"
+    reduction: NormReduction
 
 
 class NormPlan:
@@ -92,7 +92,7 @@ class NormPlan:
         tensors: Sequence[Tensor],
         placements: Sequence[Placement],
         names: Names,
-        shared: Shared,
+        shared: Mapping[str, Tensor],
     ) -> None:
         self._placements = placements
         self._moved: dict[int, Any] = {}
@@ -168,7 +168,9 @@ class NormPlan:
             tensors: The parameters.
             names: Their names, as they are called now.
         """
-        gradients = _each_gradient_once(grads_of(tensors))
+        present, gradients = present_gradients(tensors, grads_of(tensors))
+        if len(present) < len(tensors):
+            gradients = list(map(dict(zip(present, gradients, strict=True)).get, range(len(tensors))))
         specs = specs_of(gradients)
         if self._moved or not are_known(specs, self._specs):
             if moves := self._new_moves(tensors):
@@ -190,15 +192,10 @@ class NormPlan:
 
     def _new_moves(self, tensors: Sequence[Any]) -> dict[int, Any]:
         """Return, by position, the placements of gradients newly found to be laid out unlike their parameters."""
-        own, its = specs_of(tensors), specs_of(grads_of(tensors))
         return {
-            i: tensors[i].grad.placements
-            for i, (spec, gradient, placement) in enumerate(zip(own, its, self._placements, strict=True))
-            if gradient
-            and spec
-            and (placement.is_partial or (gradient is not spec and gradient.placements != spec.placements))
-            and i not in self._moved
-            and not is_laid_out_as(tensors[i].grad, tensors[i])
+            i: spec.placements
+            for i, (spec, placement) in enumerate(zip(specs_of(grads_of(tensors)), self._placements, strict=True))
+            if spec and placement.mesh is not None and spec.placements != placement.kinds and i not in self._moved
         }
 
     def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Names) -> None:
@@ -211,11 +208,8 @@ class NormPlan:
         for i, placements in self._moved.items():
             gradient = gradients[i]
             right = laid_out_as(gradient, tensors[i], placements)
-            if gradient is not None and right is not gradient:
-                for tensor in tensors:  # two may have one gradient
-                    if tensor.grad is gradient:
-                        tensor.grad = right
-                gradients[i] = right
+            if gradient is not None:
+                tensors[i].grad = gradients[i] = right
 
     def _of_present(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """The shares of the gradients that this process has, and their balance."""
@@ -233,46 +227,10 @@ def called(names: Names, place: int) -> str:
     return f"`{names[place]}`" if names else f"parameter {place}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NormReduction:
-    """The norms of some gradients, ready to be added up over processes.
-
-    Attributes:
-        reducer: The reducer that adds them up.
-        weights: One over the number of processes that hold the same part of each.
-        shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
-        balance: A number that adds up to 0 over the processes if replicas have the same gradients.
-        settings: The rule and its arguments, which must be the same on all processes.
-        copies: Which gradients must be equal on the processes that hold them.
-    """
-
-    reducer: Reducer
-    weights: Tensor
-    shares: Tensor
-    balance: Tensor
-    settings: Settings = ()
-    copies: Copies = NO_COPIES
-
-    def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
-        """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
-        return self.measure(*measured)[0]
-
-    def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
-        """Return what `add_up` does, and which tensors have a gradient on any process: ``[len]``, bool."""
-        return self.reducer.reduce(measured, self.weights, self.shares, self.balance, self.settings, self.copies)
-
-    def of(self, positions: Sequence[int]) -> "NormReduction":
-        """Return the reduction of some of the gradients; every process must take the same ones."""
-        at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        weights, shares, copies = self.weights[at], self.shares[at], self.copies.taken(positions)
-        return replace(self, weights=weights, shares=shares, copies=copies)
-
-
 def plan_for(
     tensors: Sequence[Tensor],
     names: Names = None,
-    stages: StageGroup | None = None,
-    shared: Shared | None = None,
+    stages: Stages = ONE_STAGE,
     module: nn.Module | None = None,
     *,
     measures_stage: bool = False,
@@ -284,8 +242,7 @@ def plan_for(
     Args:
         tensors: Parameters; one that comes twice counts once.
         names: Their names.
-        stages: Along what parameters differ, from `stages_group`.
-        shared: Weights among ``tensors`` that other stages hold too.
+        stages: The pipeline stages.
         module: The module that they come from, if it is known: it tells what wraps it.
         measures_stage: Whether the norms of one pipeline stage by itself are wanted.
 
@@ -293,22 +250,26 @@ def plan_for(
         UnsupportedGradientError: If FSDP1 or DistributedDataParallel keeps the gradients such that their norm cannot
             be told.
         DistributedError: If another process does not come, or comes with another list.
-        InvalidValueError: If no process group holds all tensors, or one is destroyed, or ``shared`` names another; if
-            ``stages`` contradicts how the tensors are spread, or is missing where their mesh shows pipeline stages.
+        InvalidValueError: If no process group holds all tensors, or one is destroyed; if ``stages`` shares a weight
+            that is not listed, contradicts how the tensors are spread, or is missing where their mesh shows stages.
     """
     flat: Mapping[int, Placement] = {}
     if several_processes():
-        check_wrappers(tensors, None if stages is None else stages.group)
-        refuse_unnamed_megatron_stages(tensors, stages, shared)
+        check_wrappers(tensors, stages.group)
+        refuse_unnamed_megatron_stages(tensors, stages)
         flat = placements_by(tensors, module, lambda engine: engine.has_parts)
-    if stages is None and shared is None and not flat and not any_sharded(tensors):
+    if stages.group is None and not flat and not any_sharded(tensors):
         return None
-    shared = check_shared(shared, tensors, stages)
-    found = _plan_kept(tensors, names, stages, shared)
-    if found[0] is None:  # no plan has a tensor twice
-        tensors, names = _each_once(tensors, names)
-        found = _plan_kept(tensors, names, stages, shared)
-    plan, plans, key = found
+    once = first_places(tensors)
+    if len(once) < len(tensors):
+        tensors, names = [tensors[i] for i in once], None if names is None else [names[i] for i in once]
+    staged = () if stages.group is None else (id(stages.group), *(names or ()))  # only stages need to agree on names
+    key = tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in stages.shared.items())
+    plans = _plans_of_one if len(tensors) == 1 and stages.group is None else _plans
+    plan = _kept(plans, key)
+    for name, tensor in stages.shared.items():
+        if id(tensor) not in key[0]:
+            raise InvalidValueError(f"shared[{name!r}] is not among the parameters of this call.")
     if plan is None or not plan.is_for(tensors) or not is_alive(plan.reducer.union.group):
         placements = placements_of(tensors)
         if flat:
@@ -318,7 +279,7 @@ def plan_for(
             return None
         if not measures_stage:
             refuse_unnamed_stages(placements, union)
-        plan = NormPlan(union, tensors, placements, names, shared)
+        plan = NormPlan(union, tensors, placements, names, stages.shared)
         if not plan.lasts:
             return plan, tensors, names
         _keep(plans, key, plan, _KEPT if plans is _plans else None)
@@ -326,20 +287,6 @@ def plan_for(
         forget = partial(_forget, plans, key, weakref.ref(plan))
         plan.alive = [weakref.ref(t, forget) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
-
-
-def _plan_kept(
-    tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared
-) -> tuple["NormPlan | None", dict[tuple, "NormPlan"], tuple]:
-    """The plan for these tensors if it is kept, where it is to be kept, and under which key."""
-    key, plans = _key(tensors, names, stages, shared), _plans_of_one if len(tensors) == 1 and stages is None else _plans
-    return _kept(plans, key), plans, key
-
-
-def _key(tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared) -> tuple[Any, ...]:
-    """Return the key of a plan. Only stages need to agree on names."""
-    staged = () if stages is None else (id(stages.group), *(names or ()))
-    return tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in shared.items())
 
 
 def _forget(plans: dict[tuple, NormPlan], key: tuple, plan: weakref.ref, _: object) -> None:
@@ -359,11 +306,12 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     """
     if not any_sharded(gradients):
         if several_processes():
-            refuse_flat_gradients(gradients)
-            check_wrappers(parameters_of_ddp(gradients), None)
+            check_gradients(gradients)
             refuse_megatron_gradients()
         return None
-    gradients = _each_gradient_once(list(gradients))
+    first = first_places(gradients)
+    if len(first) < len(gradients):
+        gradients = [g if i in first else None for i, g in enumerate(gradients)]
     there = [g for g in gradients if g is not None]
     placements = [None if g is None else placement_of(g) for g in gradients]
     union = _union_of_kinds(frozenset(p for p in placements if p is not None))
@@ -388,7 +336,7 @@ def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:
     """The union of gradients laid out in these ways, whose process groups live."""
     union = _kept(_unions, (placements,))
     if union is None or not is_alive(union.group):
-        union = reduction_group_of(placements, None)
+        union = reduction_group_of(placements)
         if union is not None:
             _keep(_unions, (placements,), union)
     return union
@@ -408,25 +356,29 @@ def _keep(cache: dict[tuple, Any], key: tuple, value: Any, most: int | None = _K
         del cache[next(iter(cache))]
 
 
-def first_places(values: Sequence[Any]) -> list[int]:
+def first_places(values: Sequence[Any]) -> Sequence[int]:
     """Return where each of some objects comes for the first time, in order."""
+    if len(set(map(id, values))) == len(values):
+        return range(len(values))
     return sorted({id(one): i for i, one in reversed(list(enumerate(values)))}.values())
 
 
-def _each_once(tensors: Sequence[Tensor], names: Names) -> tuple[Sequence[Tensor], Names]:
-    if len(set(map(id, tensors))) == len(tensors):
-        return tensors, names
-    first = first_places(tensors)
-    return [tensors[i] for i in first], None if names is None else [names[i] for i in first]
+def present_gradients(tensors: Sequence[Tensor], gradients: list[Any]) -> tuple[Sequence[int], list[Any]]:
+    """Return the places of the parameters that have a gradient, each once, and the gradients.
 
+    ``gradients`` are those of ``tensors``, with None where there is none.
 
-def _each_gradient_once(gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the list without repetitions, such as one gradient that two parameters have."""
-    there = set(map(id, gradients))
-    if len(there) == len(gradients):  # at most one of which is None
-        return gradients
-    first = set(first_places(gradients))
-    return [g if i in first else None for i, g in enumerate(gradients)]
+    Where several parameters have one tensor as their gradient, which would be scaled twice, each gets one of its own:
+    ``a.grad, b.grad = torch.autograd.grad((a + b).sum(), [a, b])`` makes such a one.
+    """
+    if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
+        return range(len(gradients)), gradients  # the common case, without a loop in Python
+    first: dict[int, int] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.grad is not None and tensors[first.setdefault(id(tensor.grad), i)] is not tensor:
+            tensor.grad = tensor.grad.clone()
+            first[id(tensor.grad)] = i
+    return list(first.values()), [tensors[i].grad for i in first.values()]
 
 
 def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:

@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,9 +23,8 @@ class Placement:
         ranks: The processes that the tensor is spread over; empty for an ordinary tensor, which everybody holds.
         replicas: How many of them hold the same part.
         layout: The layout, the same on all processes, in words.
-        kinds: The placement along each dimension of the mesh.
+        kinds: The placement along each dimension of the mesh, once sums over processes are added up.
         is_whole: Whether each process holds all elements.
-        is_partial: Whether it is a sum (or average, maximum ...) of what its processes hold.
     """
 
     mesh: Any
@@ -35,12 +33,10 @@ class Placement:
     layout: str
     kinds: Sequence[Any] = ()
     is_whole: bool = field(init=False)
-    is_partial: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Work out once what is asked of each of thousands of tensors."""
         object.__setattr__(self, "is_whole", self.replicas == max(1, len(self.ranks)))
-        object.__setattr__(self, "is_partial", any(kind.is_partial() for kind in self.kinds))
 
     @property
     def place(self) -> tuple[int, int]:
@@ -49,7 +45,7 @@ class Placement:
             return 0 if self.is_whole else dist.get_rank(), 0
         part = copy = 0
         for size, at, kind in zip(self.mesh.shape, self.mesh.get_coordinate(), self.kinds, strict=True):
-            if kind.is_replicate() or kind.is_partial():
+            if kind.is_replicate():
                 copy = copy * size + at
             else:
                 part = part * size + at
@@ -105,13 +101,15 @@ def _placement_by(spec: Any) -> Placement:
 
 
 def _placement(mesh: Any, placements: Sequence[Any]) -> Placement:
-    replicas = math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate() or p.is_partial())
+    from torch.distributed.tensor import Replicate
+
+    kinds = tuple(Replicate() if p.is_partial() else p for p in placements)
     names = mesh.mesh_dim_names or range(mesh.ndim)
     words = ", ".join(
-        f"{'Replicate()' if p.is_partial() else repr(p)} over mesh dimension {name} of {mesh.size(i)}"
-        for i, (p, name) in enumerate(zip(placements, names, strict=True))
+        f"{p!r} over mesh dimension {name} of {size}" for p, name, size in zip(kinds, names, mesh.shape, strict=True)
     )
-    return Placement(mesh, frozenset(mesh.mesh.flatten().tolist()), replicas, words, placements)
+    replicas = math.prod(size for p, size in zip(kinds, mesh.shape, strict=True) if p.is_replicate())
+    return Placement(mesh, frozenset(mesh.mesh.flatten().tolist()), replicas, words, kinds)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -148,16 +146,6 @@ def is_partial(tensor: Any) -> bool:
     return any([p.is_partial() for p in spec_of(tensor).placements])
 
 
-@cache
-def reduced(placements: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``placements`` as they are when everything Partial is added up."""
-    if not any([p.is_partial() for p in placements]):
-        return placements
-    from torch.distributed.tensor import Replicate
-
-    return tuple(Replicate() if p.is_partial() else p for p in placements)
-
-
 def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:
     """Raise if the layout of ``gradient`` cannot be brought in line with that of ``parameter``.
 
@@ -176,10 +164,10 @@ def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:
         raise UnsupportedGradientError(f"the gradient of {name} lies on another device mesh than the parameter.")
 
 
-def is_laid_out_as(gradient: Tensor, parameter: Tensor) -> bool:
+def is_laid_out_as(gradient: Any, parameter: Tensor) -> bool:
     """Tell whether each process holds the same part of two DTensors on one mesh; of a Partial one, none."""
     # A Partial parameter counts as Replicate: whatever it is laid out as, its gradient must have been added up.
-    return spec_of(gradient).placements == reduced(spec_of(parameter).placements)
+    return gradient.placements == placement_of(parameter).kinds
 
 
 def usual_placements() -> dict[str, Any]:

@@ -46,16 +46,6 @@ def meet_under(name: str) -> None:
     Replacement("torch.distributed.rendezvous", "rendezvous", apart, everywhere=True).use()
 
 
-def number_of_processes(group: Any = None) -> int:
-    """Return how many processes ``group`` has; None is as in `rank_and_size`."""
-    return rank_and_size(group)[1]
-
-
-def ranks_of(group: Any) -> tuple[int, ...]:
-    """Return the global ranks of the processes of a group, in its order."""
-    return tuple(dist.get_process_group_ranks(group))
-
-
 def gather(value: Any, group: Any = None, task: str = "") -> list[Any]:
     """Return the ``value`` of every process of ``group``, by its rank there. A collective; values are pickled.
 
@@ -68,7 +58,7 @@ def gather(value: Any, group: Any = None, task: str = "") -> list[Any]:
         DistributedError: If a process does not come.
         InvalidValueError: If the group was destroyed.
     """
-    if number_of_processes(group) == 1:
+    if rank_and_size(group)[1] == 1:
         return [value]
     return gather_objects(_union_of(group), value, _signature(task), task)
 
@@ -94,7 +84,7 @@ def largest_over(values: Tensor, group: Any = None, task: str = "") -> Tensor:
 
 
 def _reduced(values: Tensor, operation: str, group: Any, task: str) -> Tensor:
-    if number_of_processes(group) == 1:
+    if rank_and_size(group)[1] == 1:
         return values
     chosen = _union_of(group).group
     reduced = move(values, device_of(chosen, values.device)).clone()
@@ -147,4 +137,4 @@ def _signature(task: str) -> list[str]:
 def _union_of(group: Any) -> ReductionGroup:
     chosen = dist.group.WORLD if group is None else group
     check_alive(chosen)
-    return ReductionGroup(chosen, frozenset(ranks_of(chosen)))
+    return ReductionGroup(chosen, frozenset(dist.get_process_group_ranks(chosen)))

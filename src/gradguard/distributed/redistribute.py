@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradguard.distributed.placements import is_laid_out_as, is_partial, is_sharded, reduced
+from gradguard.distributed.placements import is_laid_out_as, is_partial, is_sharded, placement_of
 from gradguard.distributed.processes import run
 from gradguard.distributed.reduction_group import group_of
 
@@ -27,7 +27,7 @@ def added_up(tensor: Tensor, task: str = "") -> Tensor:
     """Return ``tensor`` with its Partial sums added up, which is a collective if it has some."""
     if not is_sharded(tensor) or not is_partial(tensor):
         return tensor
-    return redistributed(tensor, reduced(tensor.placements), task)  # type: ignore[attr-defined]
+    return redistributed(tensor, placement_of(tensor).kinds, task)
 
 
 def redistributed(tensor: Any, placements: Sequence[Any], task: str = "") -> Tensor:
@@ -37,7 +37,7 @@ def redistributed(tensor: Any, placements: Sequence[Any], task: str = "") -> Ten
     def send() -> Tensor:
         one = tensor
         if any(p.is_partial() and getattr(p, "reduce_op", None) not in ("sum", "avg") for p in tensor.placements):
-            one = one.redistribute(mesh, reduced(tensor.placements))
+            one = one.redistribute(mesh, placement_of(tensor).kinds)
         return one.redistribute(mesh, placements)
 
     return _sent(tensor, send, task)
@@ -60,7 +60,7 @@ def laid_out_as(gradient: Tensor | None, parameter: Any, placements: Sequence[An
         gradient = zeros(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
     if not is_sharded(gradient) or is_laid_out_as(gradient, parameter):
         return gradient
-    return redistributed(gradient, reduced(parameter.placements))
+    return redistributed(gradient, placement_of(parameter).kinds)
 
 
 def _sent(tensor: Any, send: Callable[[], Tensor], task: str) -> Tensor:

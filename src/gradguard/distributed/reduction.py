@@ -10,7 +10,7 @@ each b: still one all-reduce.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -101,7 +101,7 @@ NO_COPIES = Copies(torch.empty(0, dtype=torch.int64, device="cpu"), ())
 
 
 class Reducer:
-    """Adds up the norms of one agreed list of tensors, each process with its own part of each.
+    """One list of tensors that all processes have agreed on, and the all-reduce of what they measure of it.
 
     Args:
         union: Who takes part; all of them make a reducer at the same time.
@@ -116,6 +116,8 @@ class Reducer:
         moves: Whether any process has such gradients.
         agreement: The result of `agree`.
         is_alone: Whether no other process takes part.
+        number: The number of the agreement, and its square.
+        world: How many processes take part.
     """
 
     def __init__(
@@ -128,114 +130,118 @@ class Reducer:
         details: Any = None,
     ) -> None:
         self.union, self._signature = union, signature
-        self.is_alone = dist.get_world_size(union.group) == 1
+        self.world = dist.get_world_size(union.group)
+        self.is_alone = self.world == 1
         self.device = device if self.is_alone else device_of(union.group, device)
         self.agreement = agree(union, signature, (wide, moves), self.device, details)
         self.wide, self.moves = self.agreement.wishes
         number = self.agreement.number
-        self._world = world = dist.get_world_size(union.group)
-        self._settings: Settings = ()
-        self._zero = torch.zeros(1, dtype=torch.float64, device=self.device)
-        self._number = torch.tensor([number, number**2], dtype=torch.float64, device=self.device)
-        self._numbers = world * self._number
+        self.number = torch.tensor([number, number**2], dtype=torch.float64, device=self.device)
+
+    def run(self, vector: Tensor, operation: Any) -> None:
+        """All-reduce ``vector``.
+
+        Raises:
+            DistributedError: If another process does not come.
+        """
+        reduce = partial(dist.all_reduce, vector, operation, self.union.group)
+        together(reduce, self.union, self._signature, known=True, on_host=vector.is_cpu)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormReduction:
+    """The norms of some gradients, each process with its own part of each, ready to be added up over processes.
+
+    Attributes:
+        reducer: The reducer that adds them up.
+        weights: One over the number of processes that hold the same part of each.
+        shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
+        balance: A number that adds up to 0 over the processes if replicas have the same gradients: 0-dim.
+        settings: The rule and its arguments, which must be the same on all processes.
+        copies: The gradients that must be equal on all that hold them, by the norms that were measured first.
+    """
+
+    reducer: Reducer
+    weights: Tensor
+    shares: Tensor
+    balance: Tensor
+    settings: Settings = ()
+    copies: Copies = NO_COPIES
+
+    def of(self, positions: Sequence[int]) -> "NormReduction":
+        """Return the reduction of some of the gradients; every process must take the same ones."""
+        at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
+        weights, shares, copies = self.weights[at], self.shares[at], self.copies.taken(positions)
+        return replace(self, weights=weights, shares=shares, copies=copies)
+
+    def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
+        """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
+        return self.measure(*measured)[0]
 
     @torch.no_grad()
-    def reduce(
-        self,
-        measured: Sequence[tuple[Tensor, float]],
-        weights: Tensor,
-        shares: Tensor,
-        balance: Tensor | None = None,
-        settings: Settings = (),
-        copies: Copies = NO_COPIES,
-    ) -> tuple[list[Tensor], Tensor]:
-        """Return the norms of the whole tensors: one all-reduce, and a second if some orders are infinite, some not.
+    def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
+        """Return what `add_up` does, and which tensors have a gradient on any process: ``[len]``, bool.
 
-        With them comes which of the tensors any process has.
-
-        Args:
-            measured: Norms of the parts that this process holds, each vector with the order of its norms.
-            weights: One over the number of processes that hold the same part.
-            shares: ``weights`` where this process has the tensor, negative unless every process holds all of it;
-                0 where it has none.
-            balance: A number that adds up to 0 if those that hold the same part all have it or all do not: 0-dim.
-            settings: The rule and its arguments, which must be the same on all processes.
-            copies: The tensors that must be equal on all that hold them, by the norms that were measured first.
+        It is one all-reduce, and a second if some orders are infinite and some are not.
 
         Raises:
             DistributedError: If another process does not come, reduces something else, for something else, or lacks a
                 gradient that it must have. On an accelerator the last three give NaN instead, so that nothing waits.
             UnsupportedGradientError: If copies differ by some percent; NaN on an accelerator, too.
         """
-        if self.is_alone or not measured:
-            return [norms for norms, _ in measured], shares != 0
-        check_alive(self.union.group)
+        if self.reducer.is_alone or not measured:
+            return [norms for norms, _ in measured], self.shares != 0
+        check_alive(self.reducer.union.group)
         home = measured[0][0].device
-        moved = [(move(norms.double(), self.device), order) for norms, order in measured]
+        moved = [(move(norms.double(), self.reducer.device), order) for norms, order in measured]
         finite = [(norms, order) for norms, order in moved if not math.isinf(order)]
-        self._settings = settings
         infinite = [norms for norms, order in moved if math.isinf(order)]
-        added, there = [], torch.ones_like(shares) > 0
-        if finite:
-            added, there = self._added(finite, weights, shares, balance, copies)
-        asked = NO_COPIES if finite else copies
-        sums, largest = iter(added), iter(self._largest(infinite, shares, asked) if infinite else ())
+        added, there = self._added(finite) if finite else ([], torch.ones_like(self.shares) > 0)
+        rest = replace(self, copies=NO_COPIES) if finite else self
+        sums, largest = iter(added), iter(rest._largest(infinite) if infinite else ())
         norms = [move(next(largest if math.isinf(order) else sums), home) for _, order in moved]
         return norms, move(there, home)
 
-    def _added(
-        self,
-        measured: Sequence[tuple[Tensor, float]],
-        weights: Tensor,
-        shares: Tensor,
-        balance: Tensor | None,
-        copies: Copies,
-    ) -> tuple[list[Tensor], Tensor]:
-        parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
-        (first, order), at = measured[0], copies.at.to(self.device)
+    def _added(self, measured: Sequence[tuple[Tensor, float]]) -> tuple[list[Tensor], Tensor]:
+        reducer, weights, at = self.reducer, self.weights, self.copies.at.to(self.reducer.device)
+        parts = [encode(norms, weights, order, reducer.wide) for norms, order in measured]
+        first, order = measured[0]
         # The mean of the squares of powers is the square of their mean if, and only if, all copies are equal.
-        squares = encode(first[at], weights[at], 2 * order, self.wide) if len(at) else self._zero[:0]
-        sums_to_zero = self._zero if balance is None else balance.view(1)
-        mine = digest(self._settings, self.device)
-        vector = torch.cat([*parts, squares, shares, sums_to_zero, self._number, mine])
-        self._run(vector, dist.ReduceOp.SUM)
-        lengths = [*map(len, parts), len(squares), len(shares), 1, 2, 2]
+        squares = encode(first[at], weights[at], 2 * order, reducer.wide) if len(at) else first[:0]
+        mine = digest(self.settings, reducer.device)
+        vector = torch.cat([*parts, squares, self.shares, self.balance.view(1), reducer.number, mine])
+        reducer.run(vector, dist.ReduceOp.SUM)
+        lengths = [*map(len, parts), len(squares), len(self.shares), 1, 2, 2]
         *added, squares, share, remainder, numbers, alike = vector.split(lengths)
-        norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
+        norms = [decode(x, share, order, reducer.wide) for x, (_, order) in zip(added, measured, strict=True)]
         apart = at > 0
         if len(at):
-            spread = decode(squares, share[at], 2 * order, self.wide) / norms[0][at]
+            spread = decode(squares, share[at], 2 * order, reducer.wide) / norms[0][at]
             apart = (spread > (1 + (order * APART) ** 2) ** (0.5 / order)) & (share[at] > 0)
-        is_told = numbers == self._numbers, alike == self._world * mine, remainder == 0
-        return self._checked(norms, is_told, apart, copies), share != 0
+        is_told = numbers == reducer.world * reducer.number, alike == reducer.world * mine, remainder == 0
+        return self._checked(norms, is_told, apart), share != 0
 
-    def _largest(self, measured: Sequence[Tensor], shares: Tensor, copies: Copies) -> list[Tensor]:
+    def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
         # NaN is told beside: backends differ on the maximum of it.
         parts = [torch.cat([x.nan_to_num(0.0, math.inf, 0.0), x.isnan().to(x.dtype)]) for x in measured]
-        told, at = torch.cat([self._number[:1], digest(self._settings, self.device)[:1]]), copies.at.to(self.device)
-        least = torch.where(shares[at] > 0, -parts[0][at], -math.inf)  # of copies; one that is missing is none
+        device, at = self.reducer.device, self.copies.at.to(self.reducer.device)
+        told = torch.cat([self.reducer.number[:1], digest(self.settings, device)[:1]])
+        least = torch.where(self.shares[at] > 0, -parts[0][at], -math.inf)  # of copies; one that is missing is none
         vector = torch.cat([*parts, least, told, -told])
-        self._run(vector, dist.ReduceOp.MAX)
+        self.reducer.run(vector, dist.ReduceOp.MAX)
         *largest, least, most_told, least_told = vector.split([*map(len, parts), len(least), 2, 2])
         number, agreed = (most_told == told) & (least_told == -told)
         most = largest[0][at]
         norms = [torch.where(nan > 0, math.nan, x) for x, nan in (part.chunk(2) for part in largest)]
-        return self._checked(norms, (number, agreed, agreed), most + least > 2 * APART * most, copies)
+        return self._checked(norms, (number, agreed, agreed), most + least > 2 * APART * most)
 
-    def _run(self, vector: Tensor, operation: Any) -> None:
-        reduce = partial(dist.all_reduce, vector, operation, self.union.group)
-        together(reduce, self.union, self._signature, known=True, on_host=vector.is_cpu)
-
-    def _checked(
-        self, norms: list[Tensor], is_told: tuple[Tensor, Tensor, Tensor], apart: Tensor, copies: Copies
-    ) -> list[Tensor]:
+    def _checked(self, norms: list[Tensor], is_told: tuple[Tensor, Tensor, Tensor], apart: Tensor) -> list[Tensor]:
         """Return the norms; NaN where something is wrong and the host must not wait.
 
         Args:
             norms: The norms.
             is_told: Whether all processes reduced the same list, by the same rule, and replicas have it alike.
             apart: Whether the processes' gradients differ, for each of the copies.
-            copies: The names of the copies.
 
         Raises:
             DistributedError: If one of ``is_told`` is false.
@@ -254,7 +260,7 @@ class Reducer:
             )
         if not agreed:
             raise DistributedError(
-                f"{difference(self.union, self._settings)}: every rank must clip by the same rule with the same "
+                f"{difference(self.reducer.union, self.settings)}: every rank must clip by the same rule with the same "
                 "arguments. Nothing was changed."
             )
         if not balanced:
@@ -262,7 +268,7 @@ class Reducer:
                 "a gradient is None on some of the ranks that hold the same part of it, and not on the others: their "
                 "norm cannot be told. Replicas must have a gradient or not have it alike; fill missing ones with zeros."
             )
-        wrong = [name for name, is_apart in zip(copies.names, apart.tolist(), strict=True) if is_apart]
+        wrong = [name for name, is_apart in zip(self.copies.names, apart.tolist(), strict=True) if is_apart]
         raise UnsupportedGradientError(
             f"the gradient of {listed(wrong, MOST_RANKS)} differs between the processes that hold all of it: "
             "nothing has added it up, as where FSDP ignores a parameter, FSDP1's HYBRID_SHARD shards over one "

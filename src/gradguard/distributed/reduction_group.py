@@ -1,8 +1,8 @@
 """The one process group in which every part of a list of gradients lies, so that one all-reduce is enough."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,16 +35,44 @@ class ReductionGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class StageGroup:
-    """The pipeline stages, along which parameters differ.
+class Stages:
+    """Pipeline stages: processes that hold different parameters, and may share some weights.
 
     Attributes:
-        group: The process group of the stages.
+        group: The process group along which parameters differ; None where all processes have the same list.
         root: The device mesh that it is one dimension of, if it was given as a mesh.
+        shared: Weights that several stages hold, by a name that is the same on all of them.
     """
 
-    group: Any
+    group: Any = None
     root: Any = None
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def named(process_group: Any, mesh: Any, shared: Any) -> "Stages":
+        """Return the stages that a user names by these arguments.
+
+        Raises:
+            InvalidValueError: If there are two groups, or shared weights and none; if this process is not in the group,
+                or the mesh has several dimensions.
+            InvalidTypeError: If an argument is of another type.
+        """
+        shared = {} if shared is None else shared
+        if not isinstance(shared, Mapping) or not all(isinstance(t, Tensor) for t in shared.values()):
+            raise InvalidTypeError(
+                f"shared is {type(shared).__name__}: expected a mapping from a name, the same on every stage, to a "
+                "parameter, such as shared={'embedding': model.embedding.weight}."
+            )
+        group = _stages_group(process_group, mesh)
+        if shared and group is None:
+            raise InvalidValueError(
+                "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. "
+                "On one process, tied weights count once by themselves."
+            )
+        return Stages(group, None if mesh is None else root_mesh_of(mesh), shared)
+
+
+ONE_STAGE = Stages()
 
 
 def several_processes() -> bool:
@@ -52,13 +80,7 @@ def several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def stages_group(process_group: Any, mesh: Any) -> StageGroup | None:
-    """Return the pipeline stages that a user names by ``process_group=`` or ``mesh=``.
-
-    Raises:
-        InvalidValueError: If both are given, this process is not in the group, or the mesh has several dimensions.
-        InvalidTypeError: If an argument is of another type.
-    """
+def _stages_group(process_group: Any, mesh: Any) -> Any:
     if process_group is None and mesh is None:
         return None
     if process_group is not None and mesh is not None:
@@ -86,7 +108,7 @@ def stages_group(process_group: Any, mesh: Any) -> StageGroup | None:
             f"process_group is {type(process_group).__name__}: expected what dist.new_group or mesh.get_group returned."
         )
     check_alive(process_group)
-    return StageGroup(process_group, None if mesh is None else root_mesh_of(mesh))
+    return process_group
 
 
 def is_alive(group: Any) -> bool:
@@ -107,19 +129,19 @@ def check_alive(group: Any) -> None:
         )
 
 
-def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | None) -> ReductionGroup | None:
+def reduction_group_of(placements: Iterable[Placement], stages: Stages = ONE_STAGE) -> ReductionGroup | None:
     """Return the processes that must add up gradients placed like this; None if this one holds all of them.
 
     Args:
         placements: The placements of all listed tensors.
-        stages: The result of `stages_group`.
+        stages: The pipeline stages.
 
     Raises:
         InvalidValueError: If no process group holds all of them, or one is destroyed, or ``stages`` says that
             parameters differ between processes over which they are spread.
     """
     spread = list({id(p): p for p in placements if p.ranks}.values())  # sets of thousands of ranks: each once
-    if not spread and stages is None:
+    if not spread and stages.group is None:
         return None
     meshes = _meshes_of(spread)
     for mesh in meshes:
@@ -127,7 +149,7 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
     me = frozenset([dist.get_rank()])
     parts = {p.ranks for p in spread}
     stage = _spanned([me, *parts], meshes)
-    if stages is None:
+    if stages.group is None:
         return ReductionGroup(_group_of(stage), stage)
     along = frozenset(dist.get_process_group_ranks(stages.group))
     for p in spread:
@@ -142,8 +164,8 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
         own = _slice_at(grid, dist.get_rank(), [not is_stages for is_stages in varies_along(grid, along)])
         everybody = frozenset(grid.flatten().tolist())
         if stage <= own and group_of(everybody) is not None:
-            return ReductionGroup(_group_of(everybody), own, stages)
-    return ReductionGroup(_group_of(_spanned([stage, along], meshes)), stage, stages)
+            return ReductionGroup(_group_of(everybody), own, stages.group)
+    return ReductionGroup(_group_of(_spanned([stage, along], meshes)), stage, stages.group)
 
 
 _PIPELINE = {"pp", "pipe", "pipeline", "stage", "stages"}

@@ -2,51 +2,21 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from gradguard.distributed.agreement import details_of_stages
 from gradguard.distributed.reduction import Reducer
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidValueError
 
 Names = Sequence[str] | None
 """The names of parameters; None if they have none."""
-
-Shared = Mapping[str, Tensor]
-"""Weights that several pipeline stages hold, by a name that is the same on all of them."""
-
-
-def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
-    """Return ``shared`` as a mapping.
-
-    Raises:
-        InvalidValueError: If it is given without stages, or names a tensor that is not in the list.
-        InvalidTypeError: If it is no mapping to tensors.
-    """
-    if shared is None:
-        return {}
-    if not isinstance(shared, Mapping) or not all(isinstance(t, Tensor) for t in shared.values()):
-        raise InvalidTypeError(
-            f"shared is {type(shared).__name__}: expected a mapping from a name, the same on every stage, to a "
-            "parameter, such as shared={'embedding': model.embedding.weight}."
-        )
-    if shared and stages is None:
-        raise InvalidValueError(
-            "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. On "
-            "one process, tied weights count once by themselves."
-        )
-    listed = set(map(id, tensors)) if shared else set()
-    for name, tensor in shared.items():
-        if id(tensor) not in listed:
-            raise InvalidValueError(f"shared[{name!r}] is not among the parameters of this call.")
-    return shared
 
 
 def details_of(
     tensors: Sequence[Tensor],
     names: Names,
-    shared: Shared,
+    shared: Mapping[str, Tensor],
     holders: Sequence[int],
     whole: Sequence[bool],
 ) -> list[tuple]:

@@ -213,26 +213,21 @@ def _wait_for_all(group: Any) -> None:
     store.add(key, 1)  # the last has come while this process gave up
 
 
-def refuse_flat_gradients(gradients: Sequence[Tensor | None]) -> None:
-    """Raise if one of ``gradients`` is FSDP1's, or its parameter: its norm would be that of this process' part.
+def check_gradients(gradients: Sequence[Tensor | None]) -> None:
+    """Refuse what `check_wrappers` refuses, where gradients are given instead of parameters.
 
     Raises:
-        UnsupportedGradientError: If so.
+        UnsupportedGradientError: If one is FSDP1's, or its parameter, or DistributedDataParallel has not averaged it.
     """
     wanted = {id(g) for g in gradients if g is not None}
-    flat = (p for w in _wrappers() if not isinstance(w, DistributedDataParallel) for p in w.parameters())
-    if any(flattened_by_fsdp1(gradients)) or any(id(p.grad) in wanted for p in flat):
+    held = [(w, p) for w in _wrappers() for p in w.parameters() if id(p.grad) in wanted]
+    is_ddp = [isinstance(w, DistributedDataParallel) for w, _ in held]
+    if not all(is_ddp) or any(flattened_by_fsdp1(gradients)):
         raise UnsupportedGradientError(
             "a tensor belongs to FullyShardedDataParallel (FSDP1): its norm would be that of this process' part. "
             'clip_grad_norm_(model, float("inf")) with the root module measures all gradients and writes nothing.'
         )
-
-
-def parameters_of_ddp(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the parameters of DistributedDataParallel that these are the gradients of."""
-    wanted = {id(g) for g in gradients if g is not None}
-    wrapped = (p for w in _wrappers() if isinstance(w, DistributedDataParallel) for p in w.parameters())
-    return [p for p in dict.fromkeys(wrapped) if id(p.grad) in wanted]
+    check_wrappers(list(dict.fromkeys(p for _, p in held)), None)
 
 
 def refuse_flat_parameters(parameters: Sequence[Tensor], what: str) -> None:

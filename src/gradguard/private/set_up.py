@@ -126,7 +126,7 @@ def make_private(
         _warn_of_delta(privacy.delta, size)
 
         batch_size = min(loader.batch_size * world_size * (parts or 1), size)  # type: ignore[operator]
-        key = from_first_rank(key_from(seed, "sampling"), group, parameters[0].device)
+        key = from_first_rank(key_from(seed, "sampling"), group)
         noise = GaussianNoise(seed, secure=secure)
         batches = None
         if poisson_sampling:

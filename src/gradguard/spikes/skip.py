@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.distributed.processes import number_of_processes, sum_over
+from gradguard.distributed.processes import rank_and_size, sum_over
 from gradguard.distributed.redistribute import whole_of
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.spikes.detector import SpikeDetector
@@ -240,7 +240,7 @@ class SkipSpikes:
 
     def is_alone(self) -> bool:
         """Whether no other process trains this model."""
-        return number_of_processes(self._group) == 1
+        return rank_and_size(self._group)[1] == 1
 
     def _values(self, norms: Tensor, bad: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
         """The signals of the step, what it weighs, and the number of its scale: 0 where processes tell other kinds."""
@@ -254,7 +254,7 @@ class SkipSpikes:
         if self.is_alone():
             self.nonfinite, self.changed = None, flags[1] > 0
             return torch.cat([own[:1] / own[1:2], own[2:]]), own[1], place
-        count = number_of_processes(self._group)
+        count = rank_and_size(self._group)[1]
         numbers = torch.tensor([number, number**2], dtype=own.dtype, device=own.device)
         added = sum_over(torch.cat([own, flags, numbers]), self._group)
         self.nonfinite, self.changed = added[-4] > 0, added[-3] > 0

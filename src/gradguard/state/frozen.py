@@ -64,7 +64,6 @@ class Frozen:
         self._gathered = [GatheredLayers(module) for module in modules] if attributes else []
         self._contents: dict[int, tuple[Any, list[Any]]] = {}
         self._empty: list[Any] = []
-        others = {str, bool}  # kinds of what is no container
         waiting: list[Any] = [vars(one) for one in owners] if attributes else []
         while waiting and len(self._contents) < _MOST:
             container = waiting.pop()
@@ -73,9 +72,7 @@ class Frozen:
             elif id(container) not in self._contents:
                 held = _content_of(container)
                 self._contents[id(container)] = container, held
-                if not others.issuperset(map(type, held)):
-                    waiting += [one for one in held if isinstance(one, _BASES)]
-                    others.update(kind for kind in set(map(type, held)) if not issubclass(kind, _BASES))
+                waiting += [one for one in held if isinstance(one, _BASES)]
 
     def lend(self) -> None:
         """Lend the modules copies of their buffers, which a graph may keep, and start from the kept generators."""

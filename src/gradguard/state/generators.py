@@ -12,7 +12,6 @@ a ``torch.Generator`` by name     not: the object that holds it has a state of i
 ================================  ============================================================================
 """
 
-import ctypes
 import importlib
 import random
 import sys
@@ -21,9 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-_NUMPY_BYTES = 4 * (624 + 1)
-"""Of a Mersenne twister: its table and the position in it."""
 
 States = dict[str, Any]
 """``python``, ``numpy`` (None where NumPy is not imported), ``torch``, and ``devices``: pairs of a name and a state."""
@@ -59,20 +55,6 @@ def restore_generators(states: States) -> None:
     torch.set_rng_state(states["torch"])
     for device, state in states["devices"]:
         set_device_state(torch.device(device), state)
-
-
-def numpy_bits() -> bytes | None:
-    """Return the memory of NumPy's generator, a hundred times quicker than its state: while it is equal none drew bits.
-
-    A normal number that NumPy has left over from a pair is not in it. None where the generator is another one.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None or not hasattr(numpy.random, "get_bit_generator"):
-        return None
-    of_all = numpy.random.get_bit_generator()
-    if type(of_all) is not numpy.random.MT19937:
-        return None
-    return ctypes.string_at(of_all.ctypes.state_address, _NUMPY_BYTES)
 
 
 def have_drawn(before: States) -> bool:

@@ -212,9 +212,7 @@ class Snapshot:
 
         Raises:
             InvalidValueError: On all processes, if there is no such snapshot, a file is damaged or of another save, or
-                it is of another model, optimizer or number of processes; also if a tensor of the optimizer's state has
-                another shape or dtype than its step would give it, or no step is possible with the saved numbers. Of
-                optimizers outside of `torch.optim`, of LBFGS and of sharded weights the state is taken as it is.
+                it is of another model, optimizer or number of processes. The optimizer's state is taken as it is.
 
         Example:
             >>> import gradguard as gg, tempfile, torch

@@ -3,7 +3,6 @@
 Each part keeps one value of plain containers, which `Copier.copy` has made of it, and which a file holds as it is.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.state.copies import Copier, Restorer, inner_tensors
+from gradguard.state.copies import Copier, Restorer
 from gradguard.state.optimizer_copy import NOT_ATTRIBUTES, OptimizerCopy, attributes_of
 from gradguard.state.plain_file import PlainError, is_stored
-from gradguard.state.rehearsed import compare_states
 from gradguard.state.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.torch_private import buffer_slots, is_fsdp1
 
@@ -68,7 +66,7 @@ class ModulePart(SnapshotPart):
         self._parameters: dict[str, Tensor] = {}
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]] = {}  # of each buffer: its module's, and its name
         self._modules: dict[str, nn.Module] = {}
-        self._views: dict[str, Tensor] = {}  # buffers that share memory with a weight, or with one another
+        self._buffers: dict[str, Tensor | None] = {}
         self._with_extra: dict[str, nn.Module] = {}
 
     def tensors(self) -> Iterator[Tensor]:
@@ -92,11 +90,10 @@ class ModulePart(SnapshotPart):
         self._look()
         content = {
             "parameters": self._parameters,
-            "buffers": self._buffers(),
+            "buffers": self._buffers,
             "extra": {name: module.get_extra_state() for name, module in self._with_extra.items()},
         }
         self._kept = copier.copy(content)
-        self._look_for_views()
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:
         """Keep those of a file, if they are of such a module."""
@@ -108,7 +105,6 @@ class ModulePart(SnapshotPart):
         compare_names("modules with extra state", packed["extra"], self._with_extra)
         places = {"parameters": self._parameters, "buffers": self._slots, "extra": self._with_extra}
         super().unpack({part: {name: packed[part][name] for name in live} for part, live in places.items()}, unpacker)
-        self._look_for_views()
 
     def _look(self) -> None:
         self._modules = dict(self._module.named_modules())
@@ -121,19 +117,15 @@ class ModulePart(SnapshotPart):
             for slots in [buffer_slots(module)]
             for name in slots
         }
+        self._buffers = self._live_buffers()
 
-    def _look_for_views(self) -> None:
-        buffers = {name: one for name, one in self._buffers().items() if one is not None}
-        memory = Counter(filter(None, map(_memory, [*self._parameters.values(), *buffers.values()])))
-        self._views = {name: one for name, one in buffers.items() if memory[_memory(one)] > 1}
-
-    def _buffers(self) -> dict[str, Tensor | None]:
+    def _live_buffers(self) -> dict[str, Any]:
         return {place: slots.get(name) for place, (slots, name) in self._slots.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Return new tensors with the weights and buffers that were kept."""
         kept = self._kept
-        places = [(self._parameters, kept["parameters"]), (self._buffers(), kept["buffers"])]
+        places = [(self._parameters, kept["parameters"]), (self._live_buffers(), kept["buffers"])]
         copies = {id(one): copied[name] for live, copied in places for name, one in live.items()}
         live = {name: one for name, one in self._module.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
         if missing := [name for name, one in live.items() if copies.get(id(one)) is None]:
@@ -161,13 +153,15 @@ class ModulePart(SnapshotPart):
         for name, parameter in self._parameters.items():
             restorer.write(kept["parameters"][name], parameter)
         _zero_gradients(self._parameters.values())
+        now, others = self._live_buffers(), {}
         for place, copied in kept["buffers"].items():
-            slots, name = self._slots[place]
-            view = self._views.get(place)
-            if copied is not None and view is not None and slots.get(name) is view and copied.fits(view):
-                restorer.write(copied, view)
+            if copied is not None and now[place] is self._buffers[place] and copied.fits(now[place]):
+                restorer.write(copied, now[place])  # also one that shares memory with a weight, or with another buffer
             else:
-                slots[name] = restorer.restored(copied, slots.get(name))
+                others[place] = copied
+        for place, copied in others.items():
+            slots, name = self._slots[place]
+            slots[name] = restorer.restored(copied, now[place])
         for name, state in kept["extra"].items():
             self._with_extra[name].set_extra_state(restorer.restored(state))
 
@@ -212,9 +206,6 @@ class OptimizerPart(SnapshotPart):
             "attributes": attributes_of(self.optimizer) | _checked_attributes(packed["attributes"], self.optimizer),
         }
         self._copy.kept = unpacker.copy(content)
-        groups = Restorer().restored(self._copy.kept["groups"])
-        copies = dict(zip((key for key, _ in packed["state"]), self._copy.kept["state"], strict=True))
-        compare_states(self.optimizer, live, groups, dict(packed["state"]), copies)
 
     def _names(self) -> dict[str, str]:
         """Return the name in a module of the parameter at each place; empty where none has it."""
@@ -302,12 +293,6 @@ def _zero_gradients(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.zero_()
-
-
-def _memory(tensor: Tensor) -> int:
-    """The address of the memory of a plain tensor; 0 of others, and of those without memory."""
-    plain = tensor.layout is torch.strided and not inner_tensors(tensor)
-    return tensor.untyped_storage().data_ptr() if plain else 0
 
 
 def _key(key: Any, places: dict[int, str]) -> Any:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.distributed.engines.engine import Engine, Held
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import Placement
-from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.errors import UnsupportedGradientError
 
 
@@ -96,7 +96,7 @@ def _parts_of(engine: Any) -> list[Held]:
 def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int, str]) -> list[Held]:
     third = hasattr(zero, "_get_norm_groups")
     params = zero.fp16_groups[group] if third else zero.params_in_partition[group]
-    ranks = ranks_of(zero.dp_process_group if third else zero.real_dp_process_group[group])
+    ranks = dist.get_process_group_ranks(zero.dp_process_group if third else zero.real_dp_process_group[group])
     real = [t for t in tensors if not getattr(t, "_zero_padding", False)]
     if len(real) != len(params):
         raise UnsupportedGradientError(
@@ -105,7 +105,7 @@ def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int,
     placement, found = Placement(None, frozenset(ranks), 1, "ZeRO"), []
     for p, tensor in zip(params, real, strict=True):
         whole = int(p.ds_numel if third else p.numel())
-        before = ranks.index(rank_and_size()[0]) * tensor.numel() if third else 0  # equal parts, the last ones padded
+        before = ranks.index(dist.get_rank()) * tensor.numel() if third else 0  # equal parts, the last ones padded
         padding = tensor.numel() - max(0, min(tensor.numel(), whole - before))
         shard = LocalShard((whole,), (tensor.numel(),), padding=padding, placement=placement, is_known=False)
         found.append(Held(names.get(id(p), f"group {group}"), GradientHolder(tensor), shard))

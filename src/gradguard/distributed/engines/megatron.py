@@ -79,7 +79,7 @@ class Megatron(Engine):
         return cut_along(shape, along, self.placements([tensor]).get(id(tensor), WHOLE), tensor.shape)
 
 
-def refuse_unnamed_megatron_stages(tensors: Sequence[Tensor], stages: Any, shared: Any) -> None:
+def refuse_unnamed_megatron_stages(tensors: Sequence[Tensor], stages: Any) -> None:
     """Raise if Megatron has pipeline stages of which the call does not know, or weights that two of them hold.
 
     Raises:
@@ -88,12 +88,12 @@ def refuse_unnamed_megatron_stages(tensors: Sequence[Tensor], stages: Any, share
     state = megatron_state()
     if state is None or state.get_pipeline_model_parallel_world_size() == 1:
         return
-    if stages is None:
+    if stages.group is None:
         raise InvalidValueError(
             "Megatron has pipeline stages, and the norm would be that of this stage alone: pass "
             "process_group=parallel_state.get_pipeline_model_parallel_group()."
         )
-    known = set(map(id, (shared or {}).values()))
+    known = set(map(id, stages.shared.values()))
     if any(getattr(t, "shared_embedding", False) and id(t) not in known for t in tensors):
         raise InvalidValueError(
             "the embedding is held by the first and by the last pipeline stage, and would count twice: pass "

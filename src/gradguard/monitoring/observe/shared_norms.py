@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from gradguard.distributed.engines.fsdp1 import FlatParameters
 from gradguard.distributed.engines.megatron import Megatron
-from gradguard.distributed.norm_plan import NormPlan, NormReduction, plan_for
+from gradguard.distributed.norm_plan import NormPlan, plan_for
 from gradguard.distributed.placements import any_sharded
-from gradguard.distributed.reduction import NO_COPIES
+from gradguard.distributed.reduction import NO_COPIES, NormReduction
 from gradguard.distributed.reduction_group import several_processes
 from gradguard.errors import DistributedError, UnsupportedGradientError
 from gradguard.monitoring.observe.measure import Norms
