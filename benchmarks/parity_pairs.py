@@ -17,6 +17,7 @@ Slices are independent of each other. 2,000 pairs on 14 cores:
 """
 
 import argparse
+import math
 import os
 import random
 import sys
@@ -404,9 +405,9 @@ def class_of(report: ParityReport, pair: Pair, culprit: str) -> str:
     if report.verdict == "INCONCLUSIVE":
         return "unclear"
     if report.verdict == "PASS":
-        shown = next((o.shows for o in report.parameters if o.name == culprit), None)
+        shown = next((o.shows for o in report.parameters if o.name == culprit), math.nan)
         small = {"a factor of 1.01": 0.01, "an element dropped": 0.5}.get(pair.fault, 0.0)
-        return "hidden" if shown is None or shown > small > 0 else "missed"
+        return "hidden" if small and not shown <= small else "missed"
     of_all = pair.fault == "not averaged" and pair.way != "two processes" and "batch norms" not in pair.model
     blamed = {name.rpartition(" of ")[2] for f in report.findings for name in f.parameters}
     said = culprit in blamed or of_all or any(culprit in note for note in report.notes)

@@ -19,6 +19,7 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import listen_to_scale
 from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.parity.backward_replay import add_signs, scale_gradients
+from gradguard.parity.kept_tensors import KeptTensors, averages_in, kept_by
 from gradguard.parity.rounding_runs import not_same_twice
 from gradguard.parity.saved import (
     BUFFER,
@@ -120,7 +121,7 @@ class StepNotes:
         local: This process' parts of the model's parameters.
         optimizers: Those that step.
         models: For their buffers: each with what stands in front of their names.
-        others: Objects with a ``state_dict``, such as averages of the weights, each with words for it.
+        others: Further objects that are compared, such as averages of the weights.
 
     Attributes:
         stepped: The tensors that optimizers step: master weights, where a parameter names some.
@@ -135,13 +136,12 @@ class StepNotes:
         local: Sequence[LocalParameter],
         optimizers: Sequence[Optimizer],
         models: Sequence[tuple[str, nn.Module]],
-        others: Sequence[tuple[str, Any]] = (),
+        others: Sequence[KeptTensors] = (),
     ) -> None:
-        self._local, self._optimizers, self._models = local, optimizers, models
-        self._others = [(f"{type(one).__name__}{i or ''}", one) for i, (_, one) in enumerate(others)]
+        self._local, self._optimizers, self._models, self._others = local, optimizers, models, others
         self.stepped = [_master(p) for p in local]
         self.settings: dict[str, dict[str, float]] = {}
-        self.left_out = {words: None for words, one in others if not [*self._averages("", one)]}
+        self.left_out = {one.words: None for one in others if not [*self._averages(0, one)]}
         self._before: dict[str, Tensor] = {}
         self.taken: dict[str, Tensor] = {}
 
@@ -220,13 +220,14 @@ class StepNotes:
             if p is not model:
                 yield replace(p, name=f"master weights of {p.name}")
                 yield replace(model, name=f"weights of {p.name}")
-        for kind, one in self._others:
-            yield from self._averages(kind, one)
+        for i, one in enumerate(self._others):
+            yield from self._averages(sum(one.kind == other.kind for other in self._others[:i]), one)
 
-    def _averages(self, kind: str, other: Any) -> Iterator[LocalParameter]:
+    def _averages(self, number: int, other: KeptTensors) -> Iterator[LocalParameter]:
         """The tensors of ``other`` that have the name and the shape of a parameter, as averages of the weights have."""
         known = {p.name: p for p in self._local}
-        for key, value in _leaves(other.state_dict()):
+        kind = f"{other.kind}{number or ''}"  # there may be two of one class
+        for key, value in _leaves(other.state()):
             words = key.split(".")
             fronts = (i for i in range(len(words)) if ".".join(words[i:]) in known)
             if isinstance(value, Tensor) and (at := next(fronts, None)) is not None:
@@ -323,7 +324,7 @@ class TrainingSteps:
         model: nn.Module | None,
     ) -> None:
         self._local, self._optimizers, self._update, self._steps = local, optimizers, update, steps
-        of_others = [(f"the state of {type(one).__name__}", one) for one in others]
+        of_others = [kept_by(one, "the state of {}") for one in others]
         self._notes = StepNotes(local, optimizers, [] if model is None else [("", model)], of_others)
         self._stages = ComparedStages()
         for one in optimizers:
@@ -332,6 +333,7 @@ class TrainingSteps:
         self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
         self._scale, self._unscaled = 1.0, set[int]()
+        self._notes.left_out |= {one.words: None for one in averages_in(local, others)}
         if model is None:
             self._notes.left_out["buffers, because of shard_of="] = None
         self._start: Sketches = []
