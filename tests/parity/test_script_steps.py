@@ -506,6 +506,99 @@ def test_an_average_of_the_weights_is_compared(folder):
     assert all(p.startswith("AveragedModel.module of") for f in report.findings for p in f.parameters)
 
 
+class Shadow:
+    """An average in an object of no known class, in a dict by name or in a list."""
+
+    def __init__(self, model, decay, kind):
+        kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.decay, self.kind, self.shadow = decay, kind, kept if kind is dict else [*kept.values()]
+
+    def update(self, model):
+        kept = self.shadow.values() if self.kind is dict else self.shadow
+        for average, p in zip(kept, model.parameters(), strict=True):
+            average.lerp_(p.detach(), 1 - self.decay)
+
+
+def shadowed(decay, kind=dict, lost=False):
+    def script(world):
+        net = network()
+        optimizer, average = adamw(net), Shadow(net, decay, kind)
+        best = {name: p.detach().clone() for name, p in net.named_parameters()}  # is no object's
+        world.modules, world.optimizers = [net], [optimizer]
+        if not lost:
+            for kept in average.shadow.values() if kind is dict else average.shadow:
+                kept.mul_(0.5)
+        for i in range(len(X)):
+            plain(net, X[i], Y[i], i)
+            clipped(net, optimizer, i)
+            average.update(net)
+        assert best
+
+    return script
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_an_average_in_a_plain_object_is_compared(kind, folder):
+    right = whole(shadowed(0.9, kind), folder)
+    assert not right.left_out
+    assert compare(right, whole(shadowed(0.9, kind), folder)).verdict == "PASS"
+    for wrong, stage in (
+        (shadowed(0.5, kind), "copies of the weights after step 1"),
+        (shadowed(0.9, kind, lost=True), "state before step 1"),
+    ):
+        report = compare(right, whole(wrong, folder))
+        assert {f.stage for f in report.findings} == {stage}, str(report)
+        assert all(p.startswith("Shadow.shadow of") for f in report.findings for p in f.parameters)
+    assert whole(shadowed(0.9, kind), folder, steps=0).left_out == ("Shadow.shadow",)
+
+
+class SAM(torch.optim.Optimizer):
+    """Moves weights up along the gradient of a first pass, and steps by that of a second one, from where they began."""
+
+    def __init__(self, model, restores=True):
+        self.base = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        super().__init__(self.base.param_groups, {})
+        self.base.param_groups, self.restores = self.param_groups, restores
+
+    @torch.no_grad()
+    def step(self, closure):
+        weights = [p for group in self.param_groups for p in group["params"]]
+        before, size = [p.clone() for p in weights], torch.stack([p.grad.norm() for p in weights]).norm()
+        for p in weights:
+            p.add_(0.05 * p.grad / size)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, kept in zip(weights, before if self.restores else weights, strict=True):
+            p.copy_(kept)
+        self.base.step()
+        self.zero_grad()
+
+
+def sharpness_aware(restores=True, chunks=1):
+    def script(world):
+        net = network()
+        optimizer = SAM(net, restores)
+        world.modules, world.optimizers = [net], [optimizer]
+        for x, y in zip(X, Y, strict=True):
+
+            def closure(x=x, y=y, net=net):
+                for a, b in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+                    (F.mse_loss(net(a), b) / chunks).backward()
+
+            closure()
+            optimizer.step(closure)
+
+    return script
+
+
+def test_weights_that_an_optimizer_moves_before_its_step_are_those_the_step_begins_with(folder):
+    right = whole(sharpness_aware(), folder)
+    assert compare(right, whole(sharpness_aware(chunks=2), folder)).verdict == "PASS"
+    report = compare(right, whole(sharpness_aware(restores=False), folder))
+    assert report.verdict == "FAIL", str(report)
+
+
 class Critic(nn.Linear):
     pass
 

@@ -262,7 +262,7 @@ def _sorted_findings(wrong: Outcomes, total: int, facts: Facts) -> list[ParityFi
 def _told_together(outcomes: Outcomes) -> list[list[Outcome]]:
     """Return outcomes by finding; of factors the sharpest comes first, and all that agree with it, by their bars."""
     groups: list[list[Outcome]] = []
-    for one in sorted(outcomes, key=lambda o: (o.factor_bar or 0.0) if o.kind == "factor" else 0.0):
+    for one in sorted(outcomes, key=lambda o: o.factor_bar if o.kind == "factor" else 0.0):
         group = next((group for group in groups if _is_alike(one, group[0])), None)
         if group is None:
             groups.append([one])
@@ -293,14 +293,12 @@ def _with_others(outcomes: Outcomes) -> list[Outcome]:
 
 
 def _agree(one: Outcome, other: Outcome) -> bool:
-    if one.factor is None or other.factor is None:
-        return False
-    return abs(one.factor - other.factor) <= (one.factor_bar or 0.0) + (other.factor_bar or 0.0)
+    return abs(one.factor - other.factor) <= one.factor_bar + other.factor_bar  # False of NaN
 
 
 def _factor_finding(group: Outcomes, total: int, facts: Facts) -> ParityFinding:
     """One finding for one factor; its name is that of the parameter that knows it best."""
-    factor, width = group[0].factor or 0.0, group[0].factor_bar or 0.0
+    factor, width = group[0].factor, group[0].factor_bar
     name = name_of_factor(factor, width, facts)
     how_many = f"{len(group):,} of {total:,} parameters" if len(group) > 1 else "one parameter"
     found = _finding("factor", f"{how_many} {_times(factor, width, name)}", group)
@@ -314,10 +312,10 @@ def _times(factor: float, width: float, name: str) -> str:
 
 def _about_others(group: Outcomes) -> str:
     """Return the words for a kind; for parameters of few elements, also the factor that all of them may have."""
-    first = min(group, key=lambda o: o.factor_bar or 0.0)
-    if first.factor is None or not all(_agree(o, first) for o in group):
+    first = min(group, key=lambda o: o.factor_bar)
+    if not all(_agree(o, first) for o in group):
         return first.message or "different, and no factor"
-    times = _times(first.factor, first.factor_bar or 0.0, first.factor_name)
+    times = _times(first.factor, first.factor_bar, first.factor_name)
     return f"different; {times} if it is a factor, which so few numbers may have by chance"
 
 
@@ -369,7 +367,7 @@ def _mostly_blind(stage: Stage) -> list[ParityFinding]:
 
 def _about_blind(blind: Outcomes, total: int) -> str:
     """Return the words for parameters of which nothing is known, with the reasons and a remedy."""
-    zeros = sum(o.bar is not None and math.isinf(o.bar) for o in blind)
+    zeros = sum(math.isinf(o.bar) for o in blind)
     reasons = [f"{zeros:,} are zero in both runs: save after some steps of training"] if zeros else []
     if noise := len(blind) - zeros:
         reasons.append(f"rounding makes more than a sixth of {noise:,}: compare in a higher precision")

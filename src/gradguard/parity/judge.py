@@ -127,10 +127,10 @@ class Outcome:
         name: The parameter.
         kind: Verdict; ``"blind"`` where the two are no further apart than rounding, and a wrong one would not be.
         distance: How far apart the two are, in bars; None where that is no number.
-        bar: Error by rounding, as a part of the gradient's norm: infinite where it is zero in both runs. None
-            where it was not measured.
-        factor: Factor on the reference's gradient; of a ``"different"`` one, if it is multiplied: few
-            numbers may be a multiple of others by chance.
+        bar: Error by rounding, as a part of the gradient's norm: infinite where it is zero in both runs, NaN where it
+            was not measured.
+        factor: Factor on the reference's gradient, NaN if there is none; of a ``"different"`` one, if it is
+            multiplied: few numbers may be a multiple of others by chance.
         factor_bar: How well that is known.
         factor_name: Name of a number of that size, such as ``"world size"``.
         rows: The wrong rows.
@@ -142,9 +142,9 @@ class Outcome:
     name: str
     kind: Kind
     distance: float | None = None
-    bar: float | None = None
-    factor: float | None = None
-    factor_bar: float | None = None
+    bar: float = math.nan
+    factor: float = math.nan
+    factor_bar: float = 0.0
     factor_name: str = ""
     rows: tuple[int, ...] = ()
     weights: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -157,9 +157,9 @@ class Outcome:
         return self.kind not in ("equal", "blind")
 
     @property
-    def shows(self) -> float | None:
-        """The size from which on an error would have shown, as a part of the gradient; None if not measured."""
-        return None if self.bar is None else BARS * self.bar
+    def shows(self) -> float:
+        """The size from which on an error would have shown, as a part of the gradient; NaN if not measured."""
+        return BARS * self.bar
 
 
 Outcomes = Sequence[Outcome]
@@ -217,7 +217,7 @@ def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
     bars = difference / bar if bar else (math.inf if difference else 0.0)
     is_measured = bool(reference.repeated or new.repeated)
     why = "" if bars <= BARS and is_measured else _not_measured(runs)
-    shown = Outcome(name, "equal", bars, math.inf if not size else None if why else bar / size)
+    shown = Outcome(name, "equal", bars, math.inf if not size else math.nan if why else bar / size)
     pair = _Pair(reference, new, bar, facts, shown)
     apart = [who for who, run in runs.items() if any(not norm(one) <= BARS * bar for one in run.contrasts)]
     dead = [who for who, run in runs.items() if not any(run.gradient)]
@@ -253,7 +253,7 @@ def _noisy(pair: "_Pair", runs: Runs, difference: float) -> Outcome | None:
     """Gradients that are equal only because one run is not even equal to itself, and the other is."""
     moves = {who: run.amplified for who, run in runs.items()}
     quiet, loud = sorted(moves, key=lambda who: moves[who])
-    if pair.shown.bar is None or not 0 < UNEVEN * moves[quiet] < moves[loud]:
+    if math.isnan(pair.shown.bar) or not 0 < UNEVEN * moves[quiet] < moves[loud]:
         return None
     epsilon = max(run.epsilon for run in runs.values())
     if difference <= BARS * UNEVEN * moves[quiet] * epsilon * runs[quiet].size:
@@ -285,7 +285,7 @@ class _Pair:
 
     def blind(self) -> Outcome | None:
         shows = self.shown.shows
-        if shows is None or shows < BLIND:
+        if not shows >= BLIND:
             return None
         said = "zero in both runs" if math.isinf(shows) else f"rounding makes {self.shown.bar:.1%} of it"
         return self.is_("blind", said)

@@ -40,7 +40,7 @@ class ParityFinding:
 
 def _power(outcomes: Sequence[Outcome]) -> float:
     known = [o for o in outcomes if o.distance is not None and o.kind != "blind"]
-    sizes = sorted(math.inf if o.shows is None else o.shows for o in known)
+    sizes = sorted(math.inf if math.isnan(o.bar) else o.shows for o in known)
     return sizes[len(sizes) // 2] if sizes else math.inf
 
 

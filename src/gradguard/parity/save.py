@@ -92,7 +92,8 @@ def save_gradients(
         steps: How many updates, each after another call of ``step``.
         others: Objects that ``update`` changes, with ``state_dict`` and ``load_state_dict``: an average of weights, a
             scheduler that is not PyTorch's. It is put back; its tensors of the name and the shape of a parameter are
-            compared. An object that is not named here stays changed, and is refused only if updates then differ.
+            compared. An object that is not named here stays changed: a note names it if it keeps an average of all
+            weights, and the call is refused if updates then differ.
 
     Returns:
         The saved sketches, equal on all processes.

@@ -18,6 +18,7 @@ from gradguard.listeners import ClipCall, ClipEvent, Listener
 from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.parity.backward_replay import add_signs, flip_weights, precision_of, scale_gradients
 from gradguard.parity.forked_runs import ForkedRuns
+from gradguard.parity.kept_tensors import KeptTensors, averages_in, kept_by
 from gradguard.parity.saved import GRADIENT, START, SavedParameter
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
@@ -142,7 +143,7 @@ class ScriptGradients(Listener):
         copies = self._copies_of([root for _, root, _ in named])
         models = [(front, root) for front, root, _ in named]
         self._notes = StepNotes(self._local, self._stepping, models, copies if self._run.steps else ())
-        self._notes.left_out |= {} if self._run.steps else dict.fromkeys(words for words, _ in copies)
+        self._notes.left_out |= {} if self._run.steps else {one.words: None for one in copies}
         for one in self._known:
             self._watch(one)
         self._start_step()
@@ -179,6 +180,7 @@ class ScriptGradients(Listener):
         if self._step.is_over:  # a forward pass of no module
             self._refused(self._end_step)
         step = self._step
+        self._look_at_weights([p for p in self._local if p.offset is None])  # before SAM moves them; FSDP1's are whole
         if step.before_clip is not None:
             step.is_doubtful = step.is_doubtful or not step.is_taken
             step.before_clip = None
@@ -299,7 +301,8 @@ class ScriptGradients(Listener):
 
     def _look_at_weights(self, own: Sequence[LocalParameter]) -> None:
         """Take the weights that the first step begins with, without this run's change."""
-        if new := [p for p in own if p.name not in self._weights]:
+        # Through `data`: autograd would take a change between forward and backward for one that is still there.
+        if new := [replace(p, parameter=p.parameter.data) for p in own if p.name not in self._weights]:
             self._flip(new, back=True)
             self._weights |= local_weights(new)
             self._flip(new)
@@ -381,12 +384,13 @@ class ScriptGradients(Listener):
         left = [p.name for p in self._local if p.name not in step.about and p.parameter.requires_grad]
         return {f"{name}, which is in no optimizer": None for name in left}
 
-    def _copies_of(self, trained: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-        """Return the other models with as many weights of the same shapes, such as averages, each with words for it."""
+    def _copies_of(self, trained: Sequence[nn.Module]) -> list[KeptTensors]:
+        """Return other models with as many weights of the same shapes, and averages that are no models."""
         shapes = [_shapes_of(root) for root in trained]
         others = [one for one in self._modules() if one not in trained]
         copies = [one for one in others if (own := _shapes_of(one)) and own in shapes]
-        return [(f"the weights of a second model, {type(one).__name__} (an average, a target?)", one) for one in copies]
+        words = "the weights of a second model, {} (an average, a target?)"
+        return [*(kept_by(one, words) for one in copies), *averages_in(self._local)]
 
     def _refused(self, act: Callable[[], None]) -> None:
         """Run ``act``; what it refuses ends the script."""

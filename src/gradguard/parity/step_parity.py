@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import listen_to_scale
 from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.parity.backward_replay import add_signs, scale_gradients
+from gradguard.parity.kept_tensors import KeptTensors, averages_in, kept_by
 from gradguard.parity.rounding_runs import not_same_twice
 from gradguard.parity.saved import (
     BUFFER,
@@ -119,7 +121,7 @@ class StepNotes:
         local: This process' parts of the model's parameters.
         optimizers: Those that step.
         models: For their buffers: each with what stands in front of their names.
-        others: Objects with a ``state_dict``, such as averages of the weights, each with words for it.
+        others: Further objects that are compared, such as averages of the weights.
 
     Attributes:
         stepped: The tensors that optimizers step: master weights, where a parameter names some.
@@ -134,13 +136,12 @@ class StepNotes:
         local: Sequence[LocalParameter],
         optimizers: Sequence[Optimizer],
         models: Sequence[tuple[str, nn.Module]],
-        others: Sequence[tuple[str, Any]] = (),
+        others: Sequence[KeptTensors] = (),
     ) -> None:
-        self._local, self._optimizers, self._models = local, optimizers, models
-        self._others = [(f"{type(one).__name__}{i or ''}", one) for i, (_, one) in enumerate(others)]
+        self._local, self._optimizers, self._models, self._others = local, optimizers, models, others
         self.stepped = [_master(p) for p in local]
         self.settings: dict[str, dict[str, float]] = {}
-        self.left_out = {words: None for words, one in others if not [*self._averages("", one)]}
+        self.left_out = {one.words: None for one in others if not [*self._averages(0, one)]}
         self._before: dict[str, Tensor] = {}
         self.taken: dict[str, Tensor] = {}
 
@@ -184,7 +185,7 @@ class StepNotes:
         groups = _groups(self._optimizers)
         of_schedulers = {
             id(p): _numbers(one.state_dict(), f"{type(one).__name__}.")
-            for one in schedulers_of(self._optimizers)
+            for one in self.schedulers
             for p in parameters_of(one.optimizer)
         }
         for model, p in zip(self._local, self.stepped, strict=True):
@@ -193,6 +194,11 @@ class StepNotes:
                 left = _numbers(groups.get(of, {})) | of_schedulers.get(of, {})
                 left[TRAINED] = float(model.parameter.requires_grad)
                 self.settings[p.name] |= {after_step(key, t): value for key, value in left.items()}
+
+    @cached_property
+    def schedulers(self) -> list[Any]:
+        """Schedulers of PyTorch that belong to the optimizers: found once, since that looks through all objects."""
+        return schedulers_of(self._optimizers)
 
     def _states(self) -> Iterator[LocalParameter]:
         """The tensors and numbers of the optimizers' state, each as a tensor of its own, and buffers."""
@@ -214,13 +220,14 @@ class StepNotes:
             if p is not model:
                 yield replace(p, name=f"master weights of {p.name}")
                 yield replace(model, name=f"weights of {p.name}")
-        for kind, one in self._others:
-            yield from self._averages(kind, one)
+        for i, one in enumerate(self._others):
+            yield from self._averages(sum(one.kind == other.kind for other in self._others[:i]), one)
 
-    def _averages(self, kind: str, other: Any) -> Iterator[LocalParameter]:
+    def _averages(self, number: int, other: KeptTensors) -> Iterator[LocalParameter]:
         """The tensors of ``other`` that have the name and the shape of a parameter, as averages of the weights have."""
         known = {p.name: p for p in self._local}
-        for key, value in _leaves(other.state_dict()):
+        kind = f"{other.kind}{number or ''}"  # there may be two of one class
+        for key, value in _leaves(other.state()):
             words = key.split(".")
             fronts = (i for i in range(len(words)) if ".".join(words[i:]) in known)
             if isinstance(value, Tensor) and (at := next(fronts, None)) is not None:
@@ -317,15 +324,16 @@ class TrainingSteps:
         model: nn.Module | None,
     ) -> None:
         self._local, self._optimizers, self._update, self._steps = local, optimizers, update, steps
-        of_others = [(f"the state of {type(one).__name__}", one) for one in others]
+        of_others = [kept_by(one, "the state of {}") for one in others]
         self._notes = StepNotes(local, optimizers, [] if model is None else [("", model)], of_others)
         self._stages = ComparedStages()
         for one in optimizers:
             trained_by(one, self._notes.stepped)
-        found = [one for one in (*schedulers_of(optimizers), *_alive(torch.amp.GradScaler)) if one not in others]
+        found = [one for one in (*self._notes.schedulers, *_alive(torch.amp.GradScaler)) if one not in others]
         self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
         self._scale, self._unscaled = 1.0, set[int]()
+        self._notes.left_out |= {one.words: None for one in averages_in(local, others)}
         if model is None:
             self._notes.left_out["buffers, because of shard_of="] = None
         self._start: Sketches = []
@@ -465,7 +473,9 @@ def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
 
 def _alive(kind: type) -> list[Any]:
     """Return the objects of a class that exist."""
-    return [one for one in all_objects() if issubclass(type(one), kind)]
+    every = all_objects()
+    kinds = {one for one in set(map(type, every)) if issubclass(one, kind)}
+    return [one for one in every if type(one) in kinds]
 
 
 def enabled_scalers(others: Sequence[Any]) -> list[torch.amp.GradScaler]:
