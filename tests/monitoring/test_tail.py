@@ -387,9 +387,6 @@ def test_the_optimizers_of_a_gan_are_kept_apart():
     assert re.search(r"optimizer 1 \(SGD\) norm 10\.0 .*coefficient 0\.500 clipped 100 % of 20 \(normalising\)", text)
     assert text.count("norm before any clip") == 2
     assert "optimizer 1 (SGD)  norm 10.0" in tail_view.line(run)
-    many = run_of(META, *(step(i, optimizer=i) for i in range(40)))
-    assert len(many.states) <= 17
-    assert len(shown(many, height=24).splitlines()) <= 200
 
 
 @pytest.mark.parametrize("events", [0, 1, 3])

@@ -39,7 +39,7 @@ def check_command(
     Args:
         target: ``package.module:name``; the name of a function, a module or a `torch.autograd.Function`. A class of
             modules is instantiated without arguments.
-        specifications: The inputs, each as ``name=shape:dtype``; a number for a name counts positions.
+        specifications: The inputs, each as ``name=shape:dtype``.
         reference: A float64 version of the function, named as ``target`` is.
         seed: The seed of the inputs, the weights and the check.
         exhaustive: Check every element.
@@ -56,7 +56,11 @@ def check_command(
     with torch.random.fork_rng(devices=[]):
         fn = load_callable(target, seed)
         other = load_callable(reference, seed) if reference is not None else None
-    args, kwargs = _arguments(fn, target, make_inputs(specifications, seed))
+    inputs = make_inputs(specifications, seed)
+    try:
+        args, kwargs = bind_by_name(fn, inputs)
+    except GradguardError as error:
+        raise CommandError(f"{target}: {error}") from error
     options: dict[str, Any] = {"reference": other, "exhaustive": exhaustive, "order": order, "rtol": rtol, "seed": seed}
     try:
         return gradcheck(fn, *args, kwargs=kwargs, **options)
@@ -145,19 +149,3 @@ def _shape(text: str, specification: str) -> tuple[int, ...]:
     if min(shape, default=0) < 0:
         raise CommandError(f"--input {specification}: {text!r} is no shape; expected sizes >= 0, {_EXAMPLE}.")
     return shape
-
-
-def _arguments(
-    fn: Callable[..., Any], target: str, inputs: dict[str, Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the call: by position for numbers, else by name where the callable has names."""
-    numbered = {int(name): value for name, value in inputs.items() if name.isdecimal()}
-    named = {name: value for name, value in inputs.items() if not name.isdecimal()}
-    if sorted(numbered) != list(range(len(numbered))):
-        raise CommandError(f"the inputs {sorted(numbered)} leave a gap: expected positions from 0.")
-    if numbered:
-        return tuple(numbered[i] for i in sorted(numbered)), named
-    try:
-        return bind_by_name(fn, named)
-    except GradguardError as error:
-        raise CommandError(f"{target}: {error}") from error

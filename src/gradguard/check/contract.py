@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from gradguard.check.flat_vectors import are_the_same, drawn, joined, largest
 from gradguard.check.function import Function
-from gradguard.check.gradient_report import Finding
+from gradguard.check.gradient_report import GradientFinding
 from gradguard.check.layouts import FLAGGED, LAYOUTS, InputLayout, layouts_of, orders_of
 from gradguard.torch_private import each_operation
 
@@ -30,7 +29,6 @@ _TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch
 """How many machine epsilons two backward runs that should agree may differ by."""
 
 _ONES = "a grad_output of stride 0, as sum() makes"
-_STRIDED = "only when grad_output is strided"
 _POWERS = {torch.float64: (-20, 10), torch.float32: (-20, 4), torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
 """Powers of two by which cotangents are multiplied, exactly; small ones for float16, which may overflow inside."""
 
@@ -93,8 +91,8 @@ class Contract:
         self.relative = max(rtol, _TOLERANCE[dtype] * torch.finfo(dtype).eps)
         self.least = 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         """A few steps of the smallest numbers, below which a dtype has no digits."""
-        self.findings: list[Finding] = []
-        self.notes: list[Finding] = []
+        self.findings: list[GradientFinding] = []
+        self.notes: list[GradientFinding] = []
         self.shaped = function.shaped(cotangent)
         self._varies = False
         """Whether two backward runs of one graph differed by a bit."""
@@ -125,8 +123,7 @@ class Contract:
         try:
             again = self._backward()
         except Exception as error:
-            wrong = _raised("state", "after another forward", error)
-            self.findings.append(replace(wrong, guess=self._stale()))
+            self.findings.append(_raised("state", "after another forward", error))
             return
         self._varies |= not are_the_same(again, self.first)
         self.findings += overwritten
@@ -138,8 +135,8 @@ class Contract:
             return
         self._hold("linearity", self._scaled())
         if self.function.has_own_code:
-            self._hold("layout", self._laid_out(), _STRIDED)
-            self._hold("layout", self._stride_0(), _STRIDED)
+            self._hold("layout", self._laid_out())
+            self._hold("layout", self._stride_0())
         self._hold("outputs", self._single_outputs())
         if self.findings and (wrong := self._lasting(calls)):
             self.findings = [wrong]
@@ -162,7 +159,7 @@ class Contract:
         leaves, outputs = self._graph
         return self.function.backward(outputs, leaves, self.shaped if cotangents is None else cotangents, keep=True)
 
-    def _take_gradient(self) -> list[Finding]:
+    def _take_gradient(self) -> list[GradientFinding]:
         """Take the gradient, and that of -1 times the cotangent: nothing that was given may change.
 
         Returns:
@@ -179,10 +176,10 @@ class Contract:
         self._varies = not (self.findings or are_the_same(-self._backward([-v for v in self.shaped]), self.first))
         message = "a backward overwrites the gradient of {} that the one before has returned"
         changed = _changed(names, joined(returned).split(function.sizes), self.first.split(function.sizes))
-        return [Finding("mutation", message.format(name), str(name)) for name in changed]
+        return [GradientFinding("mutation", message.format(name), str(name)) for name in changed]
 
     def _unchanged(self, words: str, names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-        self.findings += [Finding("mutation", f"{words} {name}") for name in _changed(names, now, before)]
+        self.findings += [GradientFinding("mutation", f"{words} {name}") for name in _changed(names, now, before)]
 
     def _repeat(self) -> None:
         """Say by how much backward runs of one graph differ: in place of what else was found, if by much."""
@@ -193,12 +190,13 @@ class Contract:
         if (wrong := next(filter(None, found), None)) is not None:
             self.findings = [wrong]
         elif not (self.findings or all(are_the_same(run, first) for run in others)):
-            self.notes = [Finding("non-determinism", "equal backward runs differ in the last bits")]
+            self.notes = [GradientFinding("non-determinism", "equal backward runs differ in the last bits")]
 
     def _other_calls(self) -> str:
         """Call the function elsewhere, and with each length shorter by one; say which calls were possible."""
         given, shorter = self.function.inputs, []
-        elsewhere = "another forward in between" if self._call(self._flipped()) else ""
+        flipped = [one.value.flatten().flip(0).reshape(one.value.shape) for one in given]
+        elsewhere = "another forward in between" if self._call(flipped) else ""
         arguments = [one.value for one in given if one.is_argument]
         lengths = dict.fromkeys(n for v in arguments for n in v.shape if n > 1)
         tried = {tuple(one.value.shape for one in given)}
@@ -223,36 +221,21 @@ class Contract:
             return False
         return True
 
-    def _flipped(self) -> list[Tensor]:
-        return [one.value.flatten().flip(0).reshape(one.value.shape) for one in self.function.inputs]
-
     def _after(self, calls: str, again: Tensor) -> None:
         """Compare the outputs of the forward after ``calls``, and the gradient of that before, with the usual ones."""
         found = joined(self._graph[1])
         wrong = self._values_differ("state", f"the same inputs after {calls}", found, self.usual_values)
         if wrong is None:
             wrong = self._difference("state", "another forward in between changes the backward", again, self.first)
-            wrong = wrong and (self._lasting(calls) or replace(wrong, guess=self._stale()))
+            wrong = wrong and (self._lasting(calls) or wrong)
         self.findings += filter(None, [wrong])
 
-    def _lasting(self, calls: str) -> Finding | None:
+    def _lasting(self, calls: str) -> GradientFinding | None:
         """Return what is wrong with the gradient of the forward after ``calls``, if any were possible."""
         words = f"{calls} changes the next backward"
         return self._difference("state", words, self._backward(), self.first) if calls else None
 
-    def _stale(self) -> str:
-        """Return a guess if the backward is that of the last forward."""
-        self._record()
-        try:
-            others = [one.clone().requires_grad_() for one in self._flipped()]
-            between = self.function.record(others)
-            found = self._backward()
-            is_last = are_the_same(found, self.function.backward(between, others, self.shaped, keep=True))
-        except Exception:
-            return ""
-        return "stale saved tensor: that of the last forward" if is_last else ""
-
-    def _hold(self, kind: str, claims: Iterator[OwedGradient], guess: str = "") -> None:
+    def _hold(self, kind: str, claims: Iterator[OwedGradient]) -> None:
         """Run the backward for each of ``claims``, up to the first gradient that is not the one owed."""
         for claim in claims:
             try:
@@ -260,7 +243,7 @@ class Contract:
             except Exception as error:
                 wrong = None if claim.may_refuse else _raised(kind, claim.words, error)
             else:
-                wrong = self._difference(kind, claim.words, found, claim.owed, claim.size, guess)
+                wrong = self._difference(kind, claim.words, found, claim.owed, claim.size)
             if wrong is not None:
                 self.findings.append(wrong)
                 return
@@ -457,24 +440,25 @@ class Contract:
         telling = int((self.first.bfloat16().double() != self.first).sum())  # of few bits is a constant, or rounding
         if self.dtype is torch.float64 and telling >= 4 and torch.equal(self.first.float().double(), self.first):
             message = "all gradients are float32 numbers although inputs and outputs are float64"
-            self.findings.append(Finding("precision", message, guess="float32 inside the backward"))
+            self.findings.append(GradientFinding("precision", message))
 
-    def _run_differs(self, kind: str, words: str, found: BackwardRun, expected: BackwardRun) -> Finding | None:
+    def _run_differs(self, kind: str, words: str, found: BackwardRun, expected: BackwardRun) -> GradientFinding | None:
         """Compare the outputs, then the gradients, of two runs that should agree."""
-        guess = f"only for {words}" if kind == "layout" else ""
         wrong = self._values_differ(kind, words, found.values, expected.values)
-        return wrong or self._difference(kind, words, found.gradient, expected.gradient, guess=guess)
+        return wrong or self._difference(kind, words, found.gradient, expected.gradient)
 
-    def _values_differ(self, kind: str, words: str, found: Tensor, expected: Tensor) -> Finding | None:
+    def _values_differ(self, kind: str, words: str, found: Tensor, expected: Tensor) -> GradientFinding | None:
         """Compare the outputs of two forwards that should agree."""
         if found.shape != expected.shape:
-            return Finding(kind, f"the forward gives {len(found)} numbers in place of {len(expected)} for {words}")
+            return GradientFinding(
+                kind, f"the forward gives {len(found)} numbers in place of {len(expected)} for {words}"
+            )
         wrong = self._worst(found, expected, largest(self.usual_values))
-        return None if wrong is None else Finding(kind, f"the forward gives {wrong[1]} for {words}")
+        return None if wrong is None else GradientFinding(kind, f"the forward gives {wrong[1]} for {words}")
 
     def _difference(
-        self, kind: str, message: str, found: Tensor, expected: Tensor, size: float = 1, guess: str = ""
-    ) -> Finding | None:
+        self, kind: str, message: str, found: Tensor, expected: Tensor, size: float = 1
+    ) -> GradientFinding | None:
         """Compare two gradients that should agree, for cotangents of a ``size`` relative to the usual one.
 
         Under a cotangent of ones the sums of a normalization cancel: in half precision what remains is measured by the
@@ -488,7 +472,7 @@ class Contract:
         wrong = self._worst(found, expected, small * most)
         if wrong is None:
             return None
-        return Finding(kind, f"{message}: {wrong[1]}", *self.function.name_of(wrong[0]), guess=guess)
+        return GradientFinding(kind, f"{message}: {wrong[1]}", *self.function.name_of(wrong[0]))
 
     def _worst(self, found: Tensor, expected: Tensor, size: float) -> tuple[int, str] | None:
         """Return the place of the element that differs most, and words for it; None if all agree.
@@ -507,8 +491,8 @@ class Contract:
         return at, f"{float(found[at]):.6g} in place of {float(expected[at]):.6g}, {differ}"
 
 
-def _raised(kind: str, words: str, error: Exception) -> Finding:
-    return Finding(kind, f"{words}: the backward raises {type(error).__name__}: {error}")
+def _raised(kind: str, words: str, error: Exception) -> GradientFinding:
+    return GradientFinding(kind, f"{words}: the backward raises {type(error).__name__}: {error}")
 
 
 def _changed(names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> list[object]:

@@ -15,7 +15,7 @@ _MOST_NOTES = 12
 
 
 @dataclass(frozen=True)
-class Finding:
+class GradientFinding:
     """One thing that is wrong, or worth knowing, about a gradient.
 
     ``kind`` is ``"mismatch"``, ``"kink"``, ``"jump"``, ``"singular"``, ``"nan"`` or ``"undecided"`` for an element, or
@@ -84,9 +84,9 @@ class GradientReport:
     """
 
     verdict: Verdict
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[GradientFinding, ...] = ()
     """Why the verdict is not PASS."""
-    notes: tuple[Finding, ...] = ()
+    notes: tuple[GradientFinding, ...] = ()
     """Notes, which are no fault: kinks, ties, jumps, poles, outputs without a graph."""
     power: float = math.inf
     """A wrong element of typical size shows from this relative error on."""

@@ -14,7 +14,7 @@ from gradguard.check.differences import Differences, Disagreement, directions
 from gradguard.check.direction_verdict import LITTLE_OF_TYPICAL, ElementVerdict, examine, typical_size
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.flat_vectors import are_finite, finite, mean_size, norm
-from gradguard.check.gradient_report import Finding
+from gradguard.check.gradient_report import GradientFinding
 from gradguard.check.meeting_pieces import Pieces, pieces_around
 
 _DIRECTIONS = 2
@@ -49,11 +49,11 @@ class Search:
 
     differences: Differences
     generator: torch.Generator
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[Finding] = field(default_factory=list)
-    undecided: list[Finding] = field(default_factory=list)
+    findings: list[GradientFinding] = field(default_factory=list)
+    notes: list[GradientFinding] = field(default_factory=list)
+    undecided: list[GradientFinding] = field(default_factory=list)
     agreed: list[Disagreement] = field(default_factory=list)
-    unclear: list[Finding] = field(default_factory=list)
+    unclear: list[GradientFinding] = field(default_factory=list)
     singly: list[float] = field(default_factory=list)
     """Relative error that was allowed to each element that was examined by itself and agreed."""
     kinks: list[int] = field(default_factory=list)
@@ -94,7 +94,9 @@ class Search:
         self._propose_a_tolerance()
         self._rate()
         if len(self.findings) >= _MOST_FINDINGS:
-            self.notes.insert(0, Finding("stopped", f"after {_MOST_FINDINGS} wrong elements, and there may be more"))
+            self.notes.insert(
+                0, GradientFinding("stopped", f"after {_MOST_FINDINGS} wrong elements, and there may be more")
+            )
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
         """Return the first direction that disagrees or says nothing, None if enough of them agree.
@@ -182,7 +184,7 @@ class Search:
         jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
         for position in jumping:
             self.open[position] = self.continuous[position] = False
-            self.notes.append(Finding("jump", _NOTES["jump"], *self._place(position)))
+            self.notes.append(GradientFinding("jump", _NOTES["jump"], *self._place(position)))
         return bool(jumping)
 
     def _examine_broken_gradients(self) -> None:
@@ -196,7 +198,7 @@ class Search:
                 self.examine_element(position)
         if len(broken) > _MOST_BROKEN and not self.findings:
             message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
-            self.undecided.append(Finding("singular", message))
+            self.undecided.append(GradientFinding("singular", message))
         self.open[broken] = self.continuous[broken] = False
         self.differences.gradient = finite(gradient)
 
@@ -219,13 +221,13 @@ class Search:
         mean = float(mean_size(differences.point[own.start : own.stop]))
         shown = examine(differences, direction, [abs(float(differences.point[position])), mean, 1.0])
         if shown.kind == "nan" and differences.reaches_a_pole(direction):
-            self.notes.append(Finding("singular", _NOTES["singular"], *place))
+            self.notes.append(GradientFinding("singular", _NOTES["singular"], *place))
         elif shown.kind == "nan" and self._jumps_where_it_is_nan:
-            self.undecided += [] if self.undecided else [Finding("singular", _NAN_AT_A_JUMP, *place)]
+            self.undecided += [] if self.undecided else [GradientFinding("singular", _NAN_AT_A_JUMP, *place)]
         elif shown.kind != "nan" and shown.is_wrong and (pieces := self._pieces(direction)):
             self.kinks.append(position)
             message = f"between the derivatives of pieces that meet here, {pieces.low:.6g} and {pieces.high:.6g}"
-            self.notes.append(Finding("tie", message, *place, analytical=shown.analytical))
+            self.notes.append(GradientFinding("tie", message, *place, analytical=shown.analytical))
         else:
             self._note(self._unless_in_doubt(shown, direction * mean), position)
 
@@ -312,14 +314,16 @@ class Search:
         seen = [power for one in self.agreed if (power := self._power(one)) is not None]
         compared = self.agreed or self.singly or self.kinks or self.has_every_element
         if not compared and len(self.differences.point):
-            self.undecided.append(Finding("undecided", "jumps and poles everywhere: there is nothing to compare with"))
+            self.undecided.append(
+                GradientFinding("undecided", "jumps and poles everywhere: there is nothing to compare with")
+            )
         if not (self.agreed or self.undecided or self.has_every_element) and bool(self.open.any()):
-            self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
+            self.undecided.append(GradientFinding("undecided", "no direction was accurate enough to say anything"))
         self.power = min(seen, default=5 * max(self.singly, default=0.0) or float("inf"))
         if self.power > _TOO_WEAK and (seen or any(self.singly)) and not self.findings:
             message = f"a wrong element would show only from {self.power:.1g} relative"
-            self.undecided.append(Finding("undecided", message))
+            self.undecided.append(GradientFinding("undecided", message))
 
 
-def _finding(shown: ElementVerdict, name: str, index: tuple[int, ...] | None, message: str) -> Finding:
-    return Finding(shown.kind, message, name, index, shown.analytical, *shown.numerical[:3])
+def _finding(shown: ElementVerdict, name: str, index: tuple[int, ...] | None, message: str) -> GradientFinding:
+    return GradientFinding(shown.kind, message, name, index, shown.analytical, *shown.numerical[:3])

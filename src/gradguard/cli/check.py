@@ -6,7 +6,7 @@ from gradguard.cli.verdict import add_json, print_report
 
 _INPUT_HELP = (
     "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, x= for a "
-    "single number, 0=2,3 for the first by position"
+    "single number"
 )
 
 

@@ -216,16 +216,13 @@ def _points(among: int) -> int:
 
 
 def _drawn(chart: Chart, prefix: str, steps: str) -> dict[str, Any]:
-    heat = chart.figure.get("heat")
-    has_ratio = bool(heat and heat["ratio"])
-    modes = [("deviation", "against its own median", True), ("absolute", "norm", True)]
-    modes.append(("ratio", "update / weight", has_ratio))
+    modes = [("deviation", "against its own median"), ("absolute", "norm")]
     return {
         "id": prefix + chart.name,
         "chart": chart,
         "json": _json(chart.figure),
         "height": chart.figure["layout"]["height"],
-        "modes": modes if heat else [],
+        "modes": modes if "heat" in chart.figure else [],
         "steps": steps if chart.over_steps else "",
     }
 
