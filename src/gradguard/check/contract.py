@@ -12,7 +12,7 @@ PyTorch's tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -167,19 +167,16 @@ class Contract:
         """
         function, fresh, (leaves, outputs) = self.function, [v.clone() for v in self.shaped], self._graph
         given, names = [one.value for one in function.inputs], [one.name for one in function.inputs]
-        self._unchanged("the forward overwrites input", names, leaves, given)  # of which the leaves are copies
+        self.findings += _changed("the forward overwrites input", names, leaves, given)  # which are not the leaves
         returned = function.gradients(outputs, leaves, fresh, keep=True)
         self.first = joined(returned)
         self.usual = largest(self.first)
-        self._unchanged("the backward overwrites input", names, leaves, given)
-        self._unchanged("the backward overwrites grad_output of output", range(len(fresh)), fresh, self.shaped)
+        self.findings += _changed("the backward overwrites input", names, leaves, given)
+        numbers = map(str, range(len(fresh)))
+        self.findings += _changed("the backward overwrites grad_output of output", numbers, fresh, self.shaped)
         self._varies = not (self.findings or are_the_same(-self._backward([-v for v in self.shaped]), self.first))
-        message = "a backward overwrites the gradient of {} that the one before has returned"
-        changed = _changed(names, joined(returned).split(function.sizes), self.first.split(function.sizes))
-        return [GradientFinding("mutation", message.format(name), str(name)) for name in changed]
-
-    def _unchanged(self, words: str, names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-        self.findings += [GradientFinding("mutation", f"{words} {name}") for name in _changed(names, now, before)]
+        words, sizes = "a backward overwrites what the one before has returned for", function.sizes
+        return _changed(words, names, joined(returned).split(sizes), self.first.split(sizes))
 
     def _repeat(self) -> None:
         """Say by how much backward runs of one graph differ: in place of what else was found, if by much."""
@@ -495,9 +492,14 @@ def _raised(kind: str, words: str, error: Exception) -> GradientFinding:
     return GradientFinding(kind, f"{words}: the backward raises {type(error).__name__}: {error}")
 
 
-def _changed(names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> list[object]:
-    """Return the names of tensors that are no longer what they were."""
-    return [name for name, one, other in zip(names, now, before, strict=True) if not are_the_same(one, other)]
+def _changed(
+    words: str, names: Iterable[str], now: Sequence[Tensor], before: Sequence[Tensor]
+) -> list[GradientFinding]:
+    """Return a finding for each tensor that is no longer what it was: ``words`` and its name."""
+    triples = zip(names, now, before, strict=True)
+    return [
+        GradientFinding("mutation", f"{words} {name}") for name, one, other in triples if not are_the_same(one, other)
+    ]
 
 
 def _apart(found: BackwardRun, other: BackwardRun) -> list[Tensor] | None:

@@ -83,18 +83,12 @@ class Differences:
         self.noise, self.has_noise = self.rounding, False
         self.usable = self.base.isfinite()
         self.is_finite = bool(self.usable.all())
-        self.has_finite_point = are_finite(self.point)
         self.are_few = len(self.point) + len(self.base) <= _FEW
 
     @property
     def rounding(self) -> Tensor:
         """How far off each output is by rounding to its dtype."""
         return self.function.rounding_of(self.base)
-
-    @property
-    def mean(self) -> float:
-        """The mean of the finite |x|."""
-        return float(mean_size(self.point))
 
     def measure_noise(self, direction: Tensor, concerned: Tensor) -> None:
         """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.
@@ -178,8 +172,7 @@ class Differences:
     ) -> Tensor:
         """Add the disagreement at each of ``steps`` where all is finite; return which outputs these move."""
         gone, change = self.central(numbers(steps)[:, None] * direction)
-        if not self.has_finite_point:
-            gone = torch.where(direction != 0, gone, 0.0)
+        gone = torch.where(direction != 0, gone, 0.0)  # of points that are infinite
         found = (change @ self.cotangent - gone @ self.gradient).tolist()
         usable = [i for i, one in enumerate(found) if math.isfinite(one)]
         taken += [steps[i] for i in usable]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradguard.check.differences import STEPS, Differences, directions
 from gradguard.check.direction_verdict import typical_size
-from gradguard.check.flat_vectors import numbers, zeros
+from gradguard.check.flat_vectors import mean_size, numbers, zeros
 from gradguard.check.gradient_report import GradientFinding
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _suspects(differences: Differences, group: Group) -> list[int]:
     """Return the elements of a group that disagree, all of them if an output moved that belongs to none of them."""
     point, elements = differences.point, group.elements
     offsets = zeros(len(_LADDER), len(point))
-    offsets[:, elements] = numbers(_LADDER)[:, None] * point[elements].abs().clamp(min=differences.mean)
+    offsets[:, elements] = numbers(_LADDER)[:, None] * point[elements].abs().clamp(min=float(mean_size(point)))
     moved, changes = differences.central(offsets)
     noise = differences.cotangent.abs() * torch.where((changes != 0).any(dim=0), differences.noise, 0.0)
     rows = torch.cat([differences.cotangent * changes, noise[None]])
@@ -116,7 +116,7 @@ def _coloured(differences: Differences, places: Tensor, dim: int) -> list[_Colou
 def _reach(differences: Differences, positions: Tensor, seed: int) -> Tensor:
     """Return which outputs change when a slice does: by random amounts, of two sizes."""
     generator = torch.Generator().manual_seed(seed)
-    own = differences.point[positions].abs().clamp(min=differences.mean)
+    own = differences.point[positions].abs().clamp(min=float(mean_size(differences.point)))
     own *= 0.5 + torch.rand(len(positions), generator=generator, dtype=torch.float64, device="cpu")
     changed = torch.zeros_like(differences.usable)
     for probe in _PROBES:

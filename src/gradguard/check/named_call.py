@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from gradguard.check.function import Function, is_autograd_function, is_differen
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.frozen import Frozen, modules_of_call
 from gradguard.state.generators import generator_states
+
+_MISSING: Any = object()
 
 
 class NamedCall:
@@ -172,18 +173,15 @@ def select_output(result: Any, output_name: str | int, op_name: str) -> Tensor:
         InvalidTypeError: If it is no floating or complex tensor.
         InvalidValueError: If there is no output of this name.
     """
-    if isinstance(result, Tensor):
-        chosen = result
-    else:
-        outputs = _outputs(result)
-        if not any(isinstance(value, Tensor) for value in outputs.values()):
-            raise InvalidTypeError(
-                f"{op_name} returned {type(result).__name__} without a tensor: expected a tensor, or tensors in a "
-                f"dict, a tuple, a list or an object with attributes."
-            )
-        if output_name not in outputs and str(output_name) not in outputs:
-            raise InvalidValueError(f"{op_name} has no output {output_name!r}: expected one of {list(outputs)}.")
-        chosen = outputs[output_name] if output_name in outputs else outputs[str(output_name)]
+    outputs = {output_name: result} if isinstance(result, Tensor) else _outputs(result, output_name)
+    if not any(isinstance(value, Tensor) for value in outputs.values()):
+        raise InvalidTypeError(
+            f"{op_name} returned {type(result).__name__} without a tensor: expected a tensor, or tensors in a dict, a "
+            f"tuple, a list or an object with attributes."
+        )
+    chosen: Any = outputs.get(output_name, outputs.get(str(output_name), _MISSING))
+    if chosen is _MISSING:
+        raise InvalidValueError(f"{op_name} has no output {output_name!r}: expected one of {list(outputs)}.")
     if not is_differentiable(chosen):
         kind = chosen.dtype if isinstance(chosen, Tensor) else type(chosen).__name__
         raise InvalidTypeError(
@@ -194,24 +192,13 @@ def select_output(result: Any, output_name: str | int, op_name: str) -> Tensor:
     return chosen
 
 
-def _outputs(result: Any) -> dict[Any, Any]:
-    """Return what can be chosen, by name: positions are strings of digits."""
+def _outputs(result: Any, asked: str | int) -> dict[Any, Any]:
+    """Return the values of a result by key, by position in digits or by attribute, that which is ``asked`` for too."""
     if isinstance(result, Mapping):
         return dict(result)
-    if isinstance(result, tuple | list):
-        positions = {str(i): value for i, value in enumerate(result)}
-        return {**{n: getattr(result, n) for n in _field_names(result)}, **positions}
-    names = [field.name for field in fields(result)] if is_dataclass(result) else list(getattr(result, "__dict__", ()))
-    return {name: getattr(result, name) for name in names}
-
-
-def _field_names(result: tuple[Any, ...] | list[Any]) -> Iterable[str]:
-    """Return the names in a namedtuple, or in one of PyTorch's own: ``values`` and ``indices`` of `torch.max`."""
-    if hasattr(result, "_fields"):
-        return result._fields  # type: ignore[union-attr]
-    if not type(result).__module__.startswith("torch.return_types"):
-        return ()
-    return [n for n in dir(result) if not n.startswith("_") and isinstance(getattr(result, n), Tensor)]
+    found = {str(i): value for i, value in enumerate(result)} if isinstance(result, tuple | list) else {}
+    found |= getattr(result, "__dict__", {})
+    return found | {asked: getattr(result, str(asked))} if hasattr(result, str(asked)) else found
 
 
 def _tensor_values(argument: str, values: Mapping[str, Any]) -> dict[str, Any]:

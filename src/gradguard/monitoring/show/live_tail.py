@@ -12,7 +12,7 @@ from gradguard.monitoring.record.file import SCHEMA, file_of, read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.record.text import drop_output, encodable, printable
 from gradguard.monitoring.show.run_state import RunState
-from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, line, view
+from gradguard.monitoring.show.tail_view import clock, ending, event_line, line, view
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -116,7 +116,6 @@ class Watched:
         self.path = path
         self._follower = JsonlReader(path)
         self.run = RunState()
-        self._runs = 0
         self._judge_at, self._judged_whole = float("-inf"), False
 
     def look(self) -> list[dict[str, Any]]:
@@ -132,7 +131,6 @@ class Watched:
         for entry in lines:
             if entry["t"] == "meta":
                 self.run = RunState()
-                self._runs += 1
             self.run.add(entry)
         return lines
 
@@ -166,14 +164,6 @@ class Watched:
         words, style = self._status(now)
         return "; ".join([words, *self._remarks()]), style
 
-    def status_with_age(self, now: float) -> tuple[str, str]:
-        """Return `status`, and how old the last line of a run that goes on is: for a view that is drawn anew."""
-        words, style = self.status(now)
-        changed = self._follower.changed
-        if changed is None or not self.there or self.run.end is not None:
-            return words, style
-        return f"{words}; written {duration(now - changed)} ago", style
-
     def _status(self, now: float) -> tuple[str, str]:
         if self.run.end is not None:
             return ending(self.run.end)
@@ -195,16 +185,12 @@ class Watched:
         return changed if changed is not None and self.run.end is None and now - changed > usual else None
 
     def _remarks(self) -> Iterator[str]:
-        schema, world = self.run.meta.get("schema", SCHEMA), self.run.meta.get("world", 1)
-        seen = self._follower
-        skipped = f"{seen.skipped / 2**20:,.0f} MiB of its start were passed over"
+        schema, seen = self.run.meta.get("schema", SCHEMA), self._follower
         remarks = [
             (schema > SCHEMA, f"written by a newer gradguard (schema {schema}): parts may be missing here"),
-            (world > 1, f"rank {self.run.meta.get('rank', 0)} of {world}"),
-            (seen.skipped, f"a long record: {skipped}"),
+            (seen.skipped, f"{seen.skipped / 2**20:,.0f} MiB of the start of a long record were passed over"),
             (seen.unreadable, f"{seen.unreadable} unreadable lines"),
             (seen.dropped, f"{seen.dropped} fields that cannot be meant"),
-            (self._runs > 1, "a new run took the place of the one before"),
         ]
         return (words for holds, words in remarks if holds)
 
@@ -227,7 +213,7 @@ def _show_once(watched: Watched, events: int, console: "Console") -> None:
 
 
 def _drawn(watched: Watched, events: int, console: "Console") -> "RenderableType":
-    return view(watched.run, watched.status_with_age(time.time()), watched.title(), events, console)
+    return view(watched.run, watched.status(time.time()), watched.title(), events, console)
 
 
 def _show_live(watched: Watched, events: int, console: "Console") -> None:
