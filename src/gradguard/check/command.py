@@ -1,4 +1,4 @@
-"""From the command line of `gradguard check` to a callable and its inputs."""
+"""Carry out `gradguard check`: find the callable, draw its inputs, run `gradcheck`."""
 
 from __future__ import annotations
 

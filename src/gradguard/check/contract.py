@@ -26,7 +26,7 @@ from gradguard.torch_private import each_operation
 
 _REPEATS = 6
 _TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch.float16: 8.0}
-"""How many machine epsilons two backward runs that should agree may differ by."""
+"""Two backward runs that should agree may differ by so many machine epsilons."""
 
 _ONES = "a grad_output of stride 0, as sum() makes"
 _POWERS = {torch.float64: (-20, 10), torch.float32: (-20, 4), torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
@@ -34,18 +34,18 @@ _POWERS = {torch.float64: (-20, 10), torch.float32: (-20, 4), torch.bfloat16: (-
 
 _ROUNDED_TIMES = 3
 _ROUNDING = 32
-"""Sums in another order may change a result by this many times the change that rounding of the inputs makes."""
+"""A sum in another order may change a result by this multiple of the change that rounding the inputs makes."""
 
 _MOST_SUBSETS = 4
-"""Up to so many inputs, every subset is tried as those which need a gradient; of more, halves by the digits of their
-numbers, so that each two inputs are apart once."""
+"""With up to this many inputs, every subset of them is tried as the inputs that need a gradient. With more, half of the
+inputs need one at a time, chosen by the binary digits of their positions: any two inputs then differ at least once."""
 
 _MOST_LENGTHS = 4
 _NEARBY = {torch.float64: (1e-7, 1e-4), torch.float32: (1e-4, 1e-2)}
-"""A point is regular if such a relative move of the inputs changes values and gradient by no more than that."""
+"""A point is regular if moving the inputs by the first share changes values and gradient by at most the second."""
 
 _OF_RUNS = ("layout", "linearity", "outputs", "state", "needs_input_grad")
-"""Kinds of findings that a backward with varying results may cause by itself."""
+"""Kinds of findings that a backward with varying results also causes."""
 
 _LARGE = 1e250
 """Above this a product with a cotangent may overflow."""
@@ -246,7 +246,7 @@ class Contract:
                 return
 
     def _scaled(self) -> Iterator[OwedGradient]:
-        """Give grad_outputs with other signs and sizes, and zeros."""
+        """Yield grad_outputs that are scaled, with the other sign, or zero."""
         factors = [2.0**power for power in _POWERS[self.dtype]]
         for times in [-1.0, *factors] if self._varies else factors:
             scaled = [v * times for v in self.shaped]
@@ -256,13 +256,13 @@ class Contract:
             yield OwedGradient("a grad_output of zeros", zeros, self.first * 0.0, 0.0)
 
     def _laid_out(self) -> Iterator[OwedGradient]:
-        """Give grad_outputs in all layouts."""
+        """Yield the grad_output in each layout."""
         for layout in layouts_of(self.shaped, LAYOUTS):
             placed = [layout.place(v) for v in self.shaped]
             yield OwedGradient(layout.words.format("grad_output"), placed, self.first, may_refuse=layout is FLAGGED)
 
     def _stride_0(self) -> Iterator[OwedGradient]:
-        """Give a grad_output of stride 0, in all dimensions or along one, as sums make it."""
+        """Yield grad_outputs of stride 0, in all dimensions or along one, as sums make them."""
         shaped = self.shaped
         others = {_ONES: [v.new_ones(()).expand(v.shape) for v in shaped]}
         for dim in range(max((v.dim() for v in shaped if v.dim() > 1), default=0)):
@@ -274,7 +274,7 @@ class Contract:
             )
 
     def _single_outputs(self) -> Iterator[OwedGradient]:
-        """Use some of several outputs: the gradients of one each, the others zero or unused, add up to that of all."""
+        """Yield cotangents for some outputs alone: gradients for single outputs add up to that for all of them."""
         used = [i for i, o in enumerate(self._graph[1]) if o.requires_grad]
         if len(used) < 2:
             return
@@ -292,7 +292,7 @@ class Contract:
             yield OwedGradient(f"zeros for output {i}", only(others, zeros=True), rest, size)
 
     def _other_inputs(self) -> None:
-        """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
+        """Place the inputs elsewhere in memory, then let only some of them need a gradient."""
         function = self.function
         arguments = [one.value for one in function.inputs if one.is_argument]
         for layout in layouts_of(arguments, LAYOUTS) if function.has_own_code else orders_of(arguments):
@@ -309,7 +309,7 @@ class Contract:
             self.findings = [one for one in self.findings if one.kind != "layout"]
 
     def _some_needed(self) -> None:
-        """Let only some inputs need a gradient."""
+        """Compare the gradients of runs in which only some inputs need one."""
         names, count = [one.name for one in self.function.inputs], len(self.function.inputs)
         if count <= _MOST_SUBSETS:
             subsets = [[i for i in range(count) if mask >> i & 1] for mask in range(1, 2**count - 1)]
@@ -347,7 +347,7 @@ class Contract:
         return wrong is None
 
     def _shared_memory(self) -> None:
-        """Give one tensor for several inputs, and inputs of stride 0: as if they were copies of it.
+        """Compare inputs that share memory with copies of them: one tensor for several inputs, inputs of stride 0.
 
         Input i is slice ``sources[i]``, repeated to fill its shape.
         """
@@ -374,8 +374,8 @@ class Contract:
     def _of_slices(self, slices: list[Tensor], sources: list[int], moved: float | None = None) -> BackwardRun:
         """Return outputs and gradient where inputs share memory.
 
-        With ``moved`` inputs are copies instead, moved by so much relative to their size, or to its mean if that is
-        more.
+        With ``moved`` the inputs are copies, each moved at random by this share of its size, or of the mean size if
+        that is larger.
         """
         shapes = [one.value.shape for one in self.function.inputs]
         leaves = [one.clone().requires_grad_() for one in slices]
@@ -393,7 +393,7 @@ class Contract:
     def _changes(
         self, slices: list[Tensor], sources: list[int], usual: BackwardRun, moved: float
     ) -> list[Tensor] | None:
-        """Return how far gradient and values go from the ``usual`` ones where inputs move; None where they cannot."""
+        """Return how far moved inputs take gradient and values from ``usual``; None where the function fails there."""
         most = [torch.zeros_like(one) for one in usual]
         for _ in range(_ROUNDED_TIMES):
             try:
@@ -406,13 +406,13 @@ class Contract:
         return most
 
     def _is_regular(self, slices: list[Tensor], sources: list[int], expected: BackwardRun, which: int) -> bool:
-        """Tell whether gradient (0) or values (1) are finite where inputs are alike, and nearly the same nearby."""
+        """Tell whether gradient (``which`` = 0) or values (1) hardly change where the shared inputs move a little."""
         moved, share = _NEARBY[self.dtype]
         changes = self._changes(slices, sources, expected, moved)
         return changes is not None and bool((changes[which] <= share * expected[which].abs().max()).all())
 
     def _is_rounding(self, found: BackwardRun) -> bool:
-        """Whether a run is off by what inputs rounded otherwise change: sums in another order."""
+        """Tell whether a run differs by no more than rounding the inputs does, as sums in another order do."""
         values, usual = [one.value for one in self.function.inputs], BackwardRun(self.first, self.usual_values)
         changes = self._changes(values, list(range(len(values))), usual, torch.finfo(self.dtype).eps)
         off = _apart(found, usual)
@@ -433,8 +433,8 @@ class Contract:
         return any(found)
 
     def _hidden_float32(self) -> None:
-        """In float64 some bits of a gradient are beyond float32, unless it was computed in that."""
-        telling = int((self.first.bfloat16().double() != self.first).sum())  # of few bits is a constant, or rounding
+        """Report a float64 gradient whose elements are all float32 numbers: it was computed in float32."""
+        telling = int((self.first.bfloat16().double() != self.first).sum())  # elements of few bits prove nothing
         if self.dtype is torch.float64 and telling >= 4 and torch.equal(self.first.float().double(), self.first):
             message = "all gradients are float32 numbers although inputs and outputs are float64"
             self.findings.append(GradientFinding("precision", message))
@@ -503,7 +503,7 @@ def _changed(
 
 
 def _apart(found: BackwardRun, other: BackwardRun) -> list[Tensor] | None:
-    """Return how far two runs are apart; None where they have other numbers of outputs."""
+    """Return the absolute differences of two runs; None where their numbers of outputs differ."""
     if found.values.shape != other.values.shape:
         return None
     return [(one - two).abs() for one, two in zip(found, other, strict=True)]

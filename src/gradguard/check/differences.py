@@ -26,14 +26,14 @@ For float32, where rounding is what limits, they begin further out."""
 
 _AT_ONCE = 3
 _FEW = 10_000
-"""Of numbers at a point, and at most so many, several points are computed with at a time."""
+"""Up to this many inputs and outputs, several points are computed at a time."""
 
 _AMPLIFIED = 1.5
-"""So many times the rounding at a step is in what is extrapolated from it and from twice that step."""
+"""Extrapolation from a step and its double multiplies the rounding at the smaller step by this."""
 
 MULTIPLE = 4.0
 RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
-"""The error of a gradient that is no finding, in addition to the bar, relative to its norm along the direction."""
+"""The tolerated error of a gradient beside the bar, relative to the norm of gradient · direction."""
 
 
 class Disagreement(NamedTuple):
@@ -45,7 +45,7 @@ class Disagreement(NamedTuple):
     scale: float
     """The 2-norm of gradient · direction, element by element."""
     size: float
-    """The 2-norm, or what the derivative is at large steps, where that is more."""
+    """The larger of the 2-norm and the derivative at large steps."""
 
     def allowed(self, relative: float) -> float:
         """Return the disagreement that is no finding."""

@@ -26,7 +26,7 @@ _DECISIVE = 0.3
 _ROUNDED = 1e-9
 _FEW_ROUNDINGS = 5.0
 LITTLE_OF_TYPICAL = 1e-3
-"""A bar of no more than this share of a usual derivative is no lack of power."""
+"""A bar below this share of a typical derivative is narrow enough."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class _StepSize:
     low: float
     high: float
     rounding: float
-    """Of the derivatives at this step, from all outputs that any of the steps moves, as measured."""
+    """The measured rounding error of the derivatives at this step, summed over all outputs that any step moves."""
     floor: float = 0.0
-    """The rounding that the dtype of the outputs implies: the least that ``rounding`` can be."""
+    """The rounding error that the dtype of the outputs implies, the smallest possible ``rounding``."""
 
     @property
     def central(self) -> Limit:
@@ -134,7 +134,7 @@ def _usable_side(
 
 
 def _is_level(step: _StepSize, relative: float) -> bool:
-    """Whether a function rises by as much on both sides, but for rounding: at a minimum, such as that of a loss."""
+    """Tell whether the function rises equally on both sides, up to rounding, as a loss does at its minimum."""
     slope = max(abs(step.above), abs(step.below))
     return abs(step.central.value) <= max(_FEW_ROUNDINGS * step.rounding, relative * slope)
 

@@ -128,7 +128,7 @@ class Conditioning:
         return True
 
     def _sway(self, off: Tensor, own: Tensor) -> float:
-        """How far rounding moves the size of a gradient, of which ``off`` are the errors, one in each row."""
+        """Return how far rounding moves the size of gradient ``own``; the rows of ``off`` are its errors."""
         moved = float((off @ own / (own @ own)).square().mean().sqrt()) if own.any() else 1.0
         return self.eps / 2 + _DEVIATIONS * moved
 

@@ -18,7 +18,7 @@ from gradguard.check.gradient_report import GradientFinding
 from gradguard.check.meeting_pieces import Pieces, pieces_around
 
 _DIRECTIONS = 2
-"""Random directions that have to agree; in float64, where bars are narrow, the first does if it is clear."""
+"""This many random directions have to agree; in float64, where bars are narrow, one clear direction is enough."""
 _ROUNDS = 12
 _MOST_FINDINGS = 5
 _SETS_PER_LEVEL = 8
@@ -27,7 +27,7 @@ _TOO_WEAK = 0.1
 _FEW_ENOUGH = 5000
 _MOST_BROKEN = 200
 _LITTLE = 1e-4
-"""An error below this, of several elements, may be that of a solver which stops at a tolerance."""
+"""A relative error of several elements below this may come from a solver that stops at a tolerance."""
 _SEVERAL = 3
 _MESSAGES = {
     "mismatch": "",
@@ -55,7 +55,7 @@ class Search:
     agreed: list[Disagreement] = field(default_factory=list)
     unclear: list[GradientFinding] = field(default_factory=list)
     singly: list[float] = field(default_factory=list)
-    """Relative error that was allowed to each element that was examined by itself and agreed."""
+    """The relative error that was allowed to each element that was examined alone and agreed."""
     kinks: list[int] = field(default_factory=list)
     """Elements at a kink or a tie, where a subgradient was accepted."""
     has_every_element: bool = False
@@ -128,7 +128,7 @@ class Search:
         return powerless
 
     def _is_clear(self, found: Disagreement) -> bool:
-        """Tell whether all that is known agrees, and says something."""
+        """Tell whether a direction agrees within a bar narrow enough to mean something."""
         if self.is_wrong(found):
             return False
         is_nothing = found.scale <= self.negligible and found.bar <= 1e3 * self.negligible
@@ -166,7 +166,7 @@ class Search:
         return list(map(int, singles))[: 2 * _SETS_PER_LEVEL]
 
     def _disagrees(self, direction: Tensor) -> Callable[[Tensor], bool]:
-        """Return what tells whether the gradient disagrees along a part of ``direction``, or nothing can be said."""
+        """Return a test of parts of ``direction``: the gradient disagrees there, or the bar is too wide to tell."""
         floor = _POWERLESS * norm(self.differences.gradient * direction) / len(direction) ** 0.5
 
         def disagrees(part: Tensor) -> bool:
@@ -204,7 +204,7 @@ class Search:
 
     @cached_property
     def _jumps_where_it_is_nan(self) -> bool:
-        """Whether it jumps when elements whose gradient is NaN move, as eigenvectors do where eigenvalues are equal."""
+        """Whether the outputs jump when elements with a NaN gradient move, as eigenvectors of equal eigenvalues do."""
         direction = next(directions(self.differences.function, self.generator))
         return self.differences.jumps(direction * self.differences.gradient.isnan())
 
@@ -232,7 +232,7 @@ class Search:
             self._note(self._unless_in_doubt(shown, direction * mean), position)
 
     def _unless_in_doubt(self, shown: ElementVerdict, direction: Tensor) -> ElementVerdict:
-        """Return "undecided" for what agrees within a bar so wide that the disagreement at larger steps fits in."""
+        """Return "undecided" for an agreement whose bar is so wide that it hides a disagreement at larger steps."""
         if shown.kind != "ok" or shown.is_wrong or not self.differences.is_low:
             return shown
         found, moved = self.differences.along(direction), float(direction.abs().max())
@@ -242,7 +242,7 @@ class Search:
         return replace(shown, kind="undecided") if in_doubt else shown
 
     def _examine_jointly(self, direction: Tensor, found: Disagreement) -> None:
-        """Examine a direction like an element: kinks, ties and noise of many elements show along it as well."""
+        """Examine a whole direction as if it were an element, where too many elements are at kinks or ties."""
         shown = examine(self.differences, direction, [1.0])
         pieces = self._pieces(direction) if shown.is_wrong else None
         if pieces is not None or (not shown.is_wrong and shown.kind in ("ok", "kink")):
@@ -255,7 +255,7 @@ class Search:
             self.unclear.append(_finding(shown, "", None, "nothing settles along a random direction"))
 
     def _examine_kinks_together(self) -> None:
-        """Move everything, or what is tied, by the same amount: each element may be right, and their sum too large.
+        """Move all elements, or the tied ones, by one amount: each may be right by itself while their sum is too large.
 
         Tied values stay tied, so that every right choice among them gives the same.
         """

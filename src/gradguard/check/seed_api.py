@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DELTA = 0.005
 _FLOOR = 1e-3
-"""Below this size of the numerical gradient the error counts as it is, not relative to it."""
+"""Errors of elements whose numerical gradient is smaller than this are absolute, those of others relative."""
 
 
 def get_numerical_gradient(

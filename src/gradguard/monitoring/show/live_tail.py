@@ -25,7 +25,7 @@ BROKEN_PIPE = 141
 
 POLL_SECONDS = 0.5
 JUDGED_SECONDS, JUDGED_SHARE = 10.0, 0.02
-"""How often a run is judged while it goes on, and the most of the time that this takes."""
+"""Seconds between two judgements of a run in progress, and the largest share of the time that they may take."""
 
 LONGEST_JUDGED = 16 * 2**20
 """Bytes of a record that is judged while it is followed: `gradguard report` judges all of a longer one."""
@@ -179,7 +179,7 @@ class Watched:
         return f"no new line since {clock(since, now)}: killed, or busy without steps", "yellow"
 
     def quiet_since(self, now: float) -> float | None:
-        """When the record was last written, if that is long ago for a run with steps as long as these; else None."""
+        """Return the time of the last write if the run has been silent for unusually long, else None."""
         changed = self._follower.changed
         usual = max(QUIET_SECONDS, _QUIET_STEPS * (self.run.seconds_per_step or 0.0))
         return changed if changed is not None and self.run.end is None and now - changed > usual else None
@@ -217,7 +217,7 @@ def _drawn(watched: Watched, events: int, console: "Console") -> "RenderableType
 
 
 def _show_live(watched: Watched, events: int, console: "Console") -> None:
-    """On the terminal's other screen, so that a change of its size leaves nothing behind; the last view is kept."""
+    """Redraw the view on the terminal's alternate screen, which a resize leaves clean; print the last one after it."""
     from rich.live import Live
 
     watched.look()

@@ -12,7 +12,7 @@ from gradguard.monitoring.judge.numbers import buckets
 from gradguard.monitoring.record.step_rows import binds, is_nonfinite
 
 WINDOW = 100
-"""How many of the last steps the rate and the share of clipped steps are taken over."""
+"""The number of last steps over which the rate and the share of clipped steps are computed."""
 
 MOST_BUCKETS = 1024
 MOST_EVENTS = 50

@@ -63,7 +63,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How one rule did.
+    """The result of one rule over its seeds.
 
     Attributes:
         rule: The rule.

@@ -58,7 +58,7 @@ class _Plot(NamedTuple):
 
 
 _SHARES = (0.6, 0.4)
-"""Of the height, for two rows."""
+"""The shares of the height of two rows."""
 _NORM = _Plot("gradient norm", True, (_Series("norm", "gradient norm", BLUE),))
 _CLIPPED_NORM = _Plot(
     "gradient norm", True,

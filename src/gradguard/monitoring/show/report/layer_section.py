@@ -236,7 +236,7 @@ def _above(low: float, cells: Sequence[Number]) -> list[float]:
 
 
 def _movement(cells: Sequence[Number]) -> float:
-    """By how much the largest cell of a row is above the smallest: infinitely where one is not above 0."""
+    """Return the ratio of the largest to the smallest cell of a row, infinity where one is not above 0."""
     known = _above(0.0, cells)
     return max(known) / min(known) if len(known) == len(cells) else math.inf
 

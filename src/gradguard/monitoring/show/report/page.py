@@ -49,7 +49,7 @@ _COLUMNS = (
     ("clip", False), ("final loss", True), ("best loss", True), ("median norm", True), ("largest norm", True),
     ("clipping bound", True), ("regime", False), ("spikes", True), ("non-finite steps", True),
 )  # fmt: skip
-"""Of the table of several runs: heading, and whether its cells are numbers."""
+"""Columns of the table that compares runs: the heading, and whether the cells are numbers."""
 
 
 def write_report(records: list[Record], path: str | Path) -> Path:
