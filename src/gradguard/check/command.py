@@ -30,9 +30,7 @@ def check_command(
     specifications: Sequence[str],
     reference: str | None = None,
     seed: int = 0,
-    exhaustive: bool = False,
-    order: int = 1,
-    rtol: float = 0.0,
+    **options: Any,
 ) -> GradientReport:
     """Check the gradient of the callable that ``target`` names, at a random point.
 
@@ -42,9 +40,7 @@ def check_command(
         specifications: The inputs, each as ``name=shape:dtype``.
         reference: A float64 version of the function, named as ``target`` is.
         seed: The seed of the inputs, the weights and the check.
-        exhaustive: Check every element.
-        order: 2 to check the second derivative too.
-        rtol: The relative error of a solver.
+        **options: Further options of `gradcheck`.
 
     Returns:
         The report.
@@ -61,9 +57,8 @@ def check_command(
         args, kwargs = bind_by_name(fn, inputs)
     except GradguardError as error:
         raise CommandError(f"{target}: {error}") from error
-    options: dict[str, Any] = {"reference": other, "exhaustive": exhaustive, "order": order, "rtol": rtol, "seed": seed}
     try:
-        return gradcheck(fn, *args, kwargs=kwargs, **options)
+        return gradcheck(fn, *args, kwargs=kwargs, reference=other, seed=seed, **options)
     except GradguardError:
         raise
     except Exception as error:

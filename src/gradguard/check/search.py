@@ -116,7 +116,8 @@ class Search:
             if self._is_clear(found):
                 self.agreed.append(found)
                 self.smooth = direction, found
-                needed = 1 if not attempt and not differences.is_low and self._is_telling(found) else needed
+                is_telling = (self._power(found) or 0.0) <= _TOO_WEAK  # or no element has a size
+                needed = 1 if not attempt and not differences.is_low and is_telling else needed
             elif jointly:
                 self._examine_jointly(direction, found)
             elif self.is_wrong(found):
@@ -133,11 +134,6 @@ class Search:
             return False
         is_nothing = found.scale <= self.negligible and found.bar <= 1e3 * self.negligible
         return is_nothing or not found.bar > _POWERLESS * found.size
-
-    def _is_telling(self, found: Disagreement) -> bool:
-        """Tell whether a wrong element of typical size would show, or no element has a size."""
-        power = self._power(found)
-        return power is None or power <= _TOO_WEAK
 
     def _power(self, found: Disagreement) -> float | None:
         """Return from which relative error on one element of typical size would show; None if no element has a size."""

@@ -30,7 +30,6 @@ def add_to(commands) -> None:
 def _check(parsed: argparse.Namespace) -> int:
     from gradguard.check.command import check_command
 
-    report = check_command(
-        parsed.target, parsed.input, parsed.reference, parsed.seed, parsed.exhaustive, parsed.order, parsed.rtol
-    )
+    options = {name: getattr(parsed, name) for name in ("reference", "seed", "exhaustive", "order", "rtol")}
+    report = check_command(parsed.target, parsed.input, **options)
     return print_report(report, parsed.json)
