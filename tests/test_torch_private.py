@@ -884,7 +884,6 @@ def test_importing_needs_no_private_name():
 
 OTHERS = {
     "distributed/engines/deepspeed.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
-    "check/named_call.py": {"_fields"},  # of namedtuples, documented
     "integrations/keras.py": {
         "_accumulated_gradients", "_backend_apply_gradients", "_clip_gradients", "_iterations",
     },  # Keras' optimizer

@@ -2,7 +2,7 @@
 
 from gradguard.audit.audit_report import NormAudit, NormClass, NormFinding
 from gradguard.backward_clip.statistics import FirstNonfinite, OpStatistics
-from gradguard.check.gradient_report import Finding, GradientReport
+from gradguard.check.gradient_report import GradientFinding, GradientReport
 from gradguard.clip.clipper import ClipResult
 from gradguard.parity.parity_report import ParityFinding, ParityReport
 from gradguard.parity.saved import SavedGradients
@@ -12,8 +12,8 @@ from gradguard.spikes.spike_policy import SpikeVerdict
 __all__ = [
     "ClipResult",
     "ClippedSums",
-    "Finding",
     "FirstNonfinite",
+    "GradientFinding",
     "GradientReport",
     "NormAudit",
     "NormClass",

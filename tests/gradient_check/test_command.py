@@ -113,8 +113,6 @@ def check(tmp_path, monkeypatch, capsys):
 
 CODES = {
     "by name": ("checked.ops:scaled --input x=2,3:float64 --input y=3:float64", 0, "PASS"),
-    "by position": ("checked.ops:scaled --input 1=3 --input 0=2,3", 0, "PASS"),
-    "one by position": ("checked.ops:scaled --input 0=2,3 --input y=3", 0, "PASS"),
     "positions only": ("checked.ops:only --input b=2 --input a=2", 0, "PASS"),
     "no signature": ("torch:mul --input u=2 --input v=2", 0, "PASS"),
     "a class": ("checked.ops:Net --input x=4,3", 0, "PASS"),
@@ -172,7 +170,6 @@ COMPLAINTS = {
     "an unknown dtype": ("checked.ops:net --input x=2:float23", "unknown dtype 'float23'; expected one of ['float16'"),
     "no dtype of tensors": ("checked.ops:net --input x=2:nn", "unknown dtype 'nn'"),
     "twice": ("checked.ops:net --input x=2 --input x=3", "there is an input 'x' already"),
-    "a gap": ("torch:mul --input 0=2 --input 2=2", "the inputs [0, 2] leave a gap"),
     "another name": ("checked.ops:scaled --input z=2", "scaled cannot be called with ['z']: missing a required"),
     "shapes that do not fit": (
         "checked.ops:matmul --input x=2,3 --input y=2,3",

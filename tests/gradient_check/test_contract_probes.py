@@ -203,7 +203,6 @@ def test_the_element_that_differs_most_is_named():
     (found,) = probed(fn, normal(5, 6)).findings
     assert found.place == f"{found.input}[3, 1]"
     assert "1 of 30 elements differ" in found.message
-    assert found.guess == "only when grad_output is strided"
 
 
 def test_the_point_is_not_changed_by_probing():
@@ -231,7 +230,7 @@ def softmax_backward(v, y, x):
 
 def test_a_grad_output_that_is_expanded_along_one_dimension():
     (found,) = probed(wrong(lambda x: x.softmax(-1), softmax_backward), normal(4, 5)).findings
-    assert (found.kind, found.guess) == ("layout", "only when grad_output is strided")
+    assert found.kind == "layout"
     assert "of stride 0 along dimension 0, as sum(0) makes" in found.message
 
 
@@ -269,7 +268,6 @@ def test_a_backward_that_takes_its_inputs_to_lie_otherwise(name):
     fn, x, words = INPUTS[name]
     (found,) = probed(fn, x).findings
     assert (found.kind, words in found.message) == ("layout", True)
-    assert found.guess.startswith("only for inputs") or found.guess == f"only for {words}"
 
 
 def test_a_forward_that_takes_its_inputs_to_lie_otherwise():

@@ -134,13 +134,15 @@ def test_parameters_and_buffers_of_a_module():
 def test_tied_weights_move_together():
     model = Tied()
     expected = torch.autograd.grad(model(torch.from_numpy(X))["loss"].sum(), model.encoder.weight)[0]
-    for name in ("encoder.weight", "decoder.weight"):
-        np.testing.assert_allclose(gg.get_numerical_gradient(model, {"x": X}, "loss", name), expected, rtol=1e-3)
-    gg.check_grad(model, {"x": X, **model.state_dict()}, ["decoder.weight"], "loss", only_cpu=True)
-    with pytest.raises(InvalidValueError, match="different values, but they are one tensor"):
-        gg.get_numerical_gradient(
-            model, {"x": X, "encoder.weight": noise(3, 3), "decoder.weight": noise(3, 3, seed=2)}, "loss", "x"
-        )
+    found = gg.get_numerical_gradient(model, {"x": X}, "loss", "encoder.weight")
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+    gg.check_grad(model, {"x": X}, ["encoder.weight"], "loss", only_cpu=True)
+    with pytest.raises(
+        InvalidValueError, match=r"has 'decoder.weight', which is not among the inputs: \['x', 'encoder"
+    ):
+        gg.get_numerical_gradient(model, {"x": X}, "loss", "decoder.weight")
+    with pytest.raises(InvalidValueError, match=r"unexpected keyword argument 'decoder\.weight'"):
+        gg.get_numerical_gradient(model, {"x": X, **model.state_dict()}, "loss", "x")
 
 
 def test_a_frozen_parameter_can_be_checked():
@@ -183,7 +185,7 @@ BAD_CALLS = {
     "a value of the scope": (
         {"input_values": {"x": X}, "local_scope": {"y": Y}, "input_to_check": "y"},
         InvalidValueError,
-        "give it in input_values",
+        r"input_to_check has 'y', which is not among the inputs: \['x'\]",
     ),
     "in both": ({"local_scope": {"y": Y}}, InvalidValueError, r"\['y'\] are in input_values and in local_scope"),
     "an unknown output": ({"op": two, "output_name": "c"}, InvalidValueError, r"no output 'c'.*\['a', 'b'\]"),

@@ -1,7 +1,6 @@
 """The numbers behind the charts, by hand."""
 
 import base64
-import math
 from array import array
 
 import pytest
@@ -88,7 +87,7 @@ def test_what_had_no_gradient_is_a_gap_and_no_zero():
     late = make_record(meta=record.meta, tensors=lines)
     chart = layers.heat_map(late, None)
     assert [row[3:] for row in chart.table.rows] == [("0", "0"), ("0", "0"), ("3", "0")]
-    assert chart.figure["heat"]["norm"]["labels"] == ["gone", "alive", "dead"]
+    assert chart.figure["heat"]["labels"] == ["gone", "alive", "dead"]
 
 
 def test_layer_norms_keep_spikes_when_thinned():
@@ -110,25 +109,13 @@ def test_a_model_too_wide_for_a_page_keeps_what_moved():
     assert len(matrix.names) * len(matrix.steps) <= layers.MOST_CELLS
 
 
-def test_update_ratios_only_where_they_were_recorded():
-    lines = tensors([[1.0, 1.0, 1.0]] * 4)
-    lines[2] |= {"weight": [2.0, 0.0, 1.0], "update": [1.0, 0.5, None]}
-    matrix = layers.update_ratios(make_record(meta=params("a", "b", "c"), tensors=lines), [0, 1, 2])
-    assert matrix.steps == [2]
-    assert matrix.cells[0] == [0.5]
-    assert math.isnan(matrix.cells[1][0])
-    assert matrix.cells[2] == [None]
-    assert list(array("h", base64.b64decode(matrix.packed()))) == [-30, layers.GAP, layers.NONFINITE]
-    assert layers.update_ratios(make_record(meta=params("a"), tensors=tensors([[1.0]])), [0]) is None
-
-
 def test_rows_belong_to_the_optimizer_that_steps_them():
     meta = {"t": "meta", "params": [{"name": name, "optimizer": int(name > "b")} for name in "abc"]}
     record = make_record(meta=meta, tensors=tensors([[1.0, 2.0, 3.0]] * 8))
     assert [layers.rows_of(record, optimizer) for optimizer in (None, 0, 1)] == [[0, 1, 2], [0, 1], [2]]
     assert layers.rows_of(make_record(meta=params("a", "b")), 1) == [0, 1]
     for optimizer, names in ((0, ["a", "b"]), (1, ["c"])):
-        assert layers.heat_map(record, optimizer).figure["heat"]["norm"]["rows"] == names
+        assert layers.heat_map(record, optimizer).figure["heat"]["rows"] == names
         assert sorted(row[0] for row in layers.dominance(record, optimizer, ()).table.rows) == names
 
 

@@ -229,7 +229,6 @@ def test_another_run_in_the_same_file_begins_anew(path):
     watched = Watched(path)
     watched.look()
     assert (watched.run.last, len(watched.run.events)) == (step(0), 0)
-    assert "a new run took the place of the one before" in watched.status(time.time())[0]
 
 
 # --- what is known ----------------------------------------------------------------------------------------------------
@@ -305,7 +304,6 @@ STATES = {
     "failed": (text_of(META, END | {"exit": 2}), 90, r"^failed with exit code 2 after 3 steps"),
     "interrupted": (text_of(META, END | {"exit": 130, "interrupted": True}), 0, r"^interrupted after 3 steps"),
     "a newer schema": (text_of(META | {"schema": 2}, step(0)), 0, r"^running; written by a newer gradguard \(schema 2"),
-    "several processes": (text_of(META | {"world": 8, "rank": 0}, step(0)), 0, r"^running; rank 0 of 8$"),
 }
 
 
@@ -317,8 +315,6 @@ def test_the_state_of_a_run(path, content, silence, words):
     watched.look()
     said = watched.status(NOW + silence)[0]
     assert re.search(words, said)
-    age = f"; written {silence // 60} min {silence % 60} s ago" if silence > 60 else f"; written {silence} s ago"
-    assert watched.status_with_age(NOW + silence)[0] == said + (age if said.startswith(("running", "no new")) else "")
 
 
 # --- the view ---------------------------------------------------------------------------------------------------------
@@ -387,9 +383,6 @@ def test_the_optimizers_of_a_gan_are_kept_apart():
     assert re.search(r"optimizer 1 \(SGD\) norm 10\.0 .*coefficient 0\.500 clipped 100 % of 20 \(normalising\)", text)
     assert text.count("norm before any clip") == 2
     assert "optimizer 1 (SGD)  norm 10.0" in tail_view.line(run)
-    many = run_of(META, *(step(i, optimizer=i) for i in range(40)))
-    assert len(many.states) <= 17
-    assert len(shown(many, height=24).splitlines()) <= 200
 
 
 @pytest.mark.parametrize("events", [0, 1, 3])

@@ -17,16 +17,16 @@ from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.tune import trials
 from gradguard.monitoring.tune.candidates import candidates
-from gradguard.monitoring.tune.score import Run, diverged_at, last_loss, mean_of, scores, student_t
+from gradguard.monitoring.tune.score import TrialRun, diverged_at, last_loss, mean_of, scores, student_t
 from gradguard.monitoring.tune.show import sentence
 
 
-def run(rule: str, seed: int, last: float | None, *, steps: int = 40, **more) -> Run:
+def run(rule: str, seed: int, last: float | None, *, steps: int = 40, **more) -> TrialRun:
     losses = [1.0] * (steps - steps // 10) + [last] * (steps // 10)
-    return Run(rule, seed, losses, **more)
+    return TrialRun(rule, seed, losses, **more)
 
 
-def runs_of(**last: list[float | None]) -> list[Run]:
+def runs_of(**last: list[float | None]) -> list[TrialRun]:
     """Runs of rules by the last loss of each seed."""
     return [run(rule, seed, loss) for rule, losses in last.items() for seed, loss in enumerate(losses, start=1)]
 
@@ -124,7 +124,7 @@ def test_a_run_that_ended_with_an_error_counts_as_lost():
 @pytest.mark.parametrize("exploding", [("none",), ("none", "norm=9"), ("median", "none", "norm=9")])
 def test_runs_that_explode_with_finite_losses_have_diverged_however_many_they_are(exploding):
     rules = [*exploding, "norm=1"]
-    ranked = scores([Run(rule, 1, RISING if rule in exploding else FLAT) for rule in rules])
+    ranked = scores([TrialRun(rule, 1, RISING if rule in exploding else FLAT) for rule in rules])
     assert {score.rule: score.diverged for score in ranked} == {rule: int(rule in exploding) for rule in rules}
     assert ranked[0].rule == "norm=1"
 

@@ -1,5 +1,11 @@
 """The gradient check: is a backward the derivative of its forward?
 
+`gradcheck` makes a `function.Function` of the callable: flat float64 vectors in, flat vectors out. `contract` compares
+backward runs with one another. `search` compares the gradient with `differences` along random directions, halves a
+direction that disagrees until single elements are left, and has `direction_verdict` look at each: wrong, a kink, a
+jump, a pole, a tie (`meeting_pieces`). `precision` and `rounding` compare lower dtypes with float64. All of them add to
+one `gradient_report`. `seed_api` (with `named_call`) is the older interface with a fixed step.
+
 **Guarantees.**
 
 - Neither a step nor a tolerance is chosen: each numerical derivative has an error bar of its own, from the change from

@@ -1,4 +1,4 @@
-"""From the command line of `gradguard check` to a callable and its inputs."""
+"""Carry out `gradguard check`: find the callable, draw its inputs, run `gradcheck`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,17 @@ def check_command(
     specifications: Sequence[str],
     reference: str | None = None,
     seed: int = 0,
-    exhaustive: bool = False,
-    order: int = 1,
-    rtol: float = 0.0,
+    **options: Any,
 ) -> GradientReport:
     """Check the gradient of the callable that ``target`` names, at a random point.
 
     Args:
         target: ``package.module:name``; the name of a function, a module or a `torch.autograd.Function`. A class of
             modules is instantiated without arguments.
-        specifications: The inputs, each as ``name=shape:dtype``; a number for a name counts positions.
+        specifications: The inputs, each as ``name=shape:dtype``.
         reference: A float64 version of the function, named as ``target`` is.
         seed: The seed of the inputs, the weights and the check.
-        exhaustive: Check every element.
-        order: 2 to check the second derivative too.
-        rtol: The relative error of a solver.
+        **options: Further options of `gradcheck`.
 
     Returns:
         The report.
@@ -56,10 +52,13 @@ def check_command(
     with torch.random.fork_rng(devices=[]):
         fn = load_callable(target, seed)
         other = load_callable(reference, seed) if reference is not None else None
-    args, kwargs = _arguments(fn, target, make_inputs(specifications, seed))
-    options: dict[str, Any] = {"reference": other, "exhaustive": exhaustive, "order": order, "rtol": rtol, "seed": seed}
+    inputs = make_inputs(specifications, seed)
     try:
-        return gradcheck(fn, *args, kwargs=kwargs, **options)
+        args, kwargs = bind_by_name(fn, inputs)
+    except GradguardError as error:
+        raise CommandError(f"{target}: {error}") from error
+    try:
+        return gradcheck(fn, *args, kwargs=kwargs, reference=other, seed=seed, **options)
     except GradguardError:
         raise
     except Exception as error:
@@ -145,19 +144,3 @@ def _shape(text: str, specification: str) -> tuple[int, ...]:
     if min(shape, default=0) < 0:
         raise CommandError(f"--input {specification}: {text!r} is no shape; expected sizes >= 0, {_EXAMPLE}.")
     return shape
-
-
-def _arguments(
-    fn: Callable[..., Any], target: str, inputs: dict[str, Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the call: by position for numbers, else by name where the callable has names."""
-    numbered = {int(name): value for name, value in inputs.items() if name.isdecimal()}
-    named = {name: value for name, value in inputs.items() if not name.isdecimal()}
-    if sorted(numbered) != list(range(len(numbered))):
-        raise CommandError(f"the inputs {sorted(numbered)} leave a gap: expected positions from 0.")
-    if numbered:
-        return tuple(numbered[i] for i in sorted(numbered)), named
-    try:
-        return bind_by_name(fn, named)
-    except GradguardError as error:
-        raise CommandError(f"{target}: {error}") from error

@@ -12,8 +12,7 @@ PyTorch's tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,33 +20,32 @@ from torch import Tensor
 
 from gradguard.check.flat_vectors import are_the_same, drawn, joined, largest
 from gradguard.check.function import Function
-from gradguard.check.gradient_report import Finding
+from gradguard.check.gradient_report import GradientFinding
 from gradguard.check.layouts import FLAGGED, LAYOUTS, InputLayout, layouts_of, orders_of
 from gradguard.torch_private import each_operation
 
 _REPEATS = 6
 _TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch.float16: 8.0}
-"""How many machine epsilons two backward runs that should agree may differ by."""
+"""Two backward runs that should agree may differ by so many machine epsilons."""
 
 _ONES = "a grad_output of stride 0, as sum() makes"
-_STRIDED = "only when grad_output is strided"
 _POWERS = {torch.float64: (-20, 10), torch.float32: (-20, 4), torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
 """Powers of two by which cotangents are multiplied, exactly; small ones for float16, which may overflow inside."""
 
 _ROUNDED_TIMES = 3
 _ROUNDING = 32
-"""Sums in another order may change a result by this many times the change that rounding of the inputs makes."""
+"""A sum in another order may change a result by this multiple of the change that rounding the inputs makes."""
 
 _MOST_SUBSETS = 4
-"""Up to so many inputs, every subset is tried as those which need a gradient; of more, halves by the digits of their
-numbers, so that each two inputs are apart once."""
+"""With up to this many inputs, every subset of them is tried as the inputs that need a gradient. With more, half of the
+inputs need one at a time, chosen by the binary digits of their positions: any two inputs then differ at least once."""
 
 _MOST_LENGTHS = 4
 _NEARBY = {torch.float64: (1e-7, 1e-4), torch.float32: (1e-4, 1e-2)}
-"""A point is regular if such a relative move of the inputs changes values and gradient by no more than that."""
+"""A point is regular if moving the inputs by the first share changes values and gradient by at most the second."""
 
 _OF_RUNS = ("layout", "linearity", "outputs", "state", "needs_input_grad")
-"""Kinds of findings that a backward with varying results may cause by itself."""
+"""Kinds of findings that a backward with varying results also causes."""
 
 _LARGE = 1e250
 """Above this a product with a cotangent may overflow."""
@@ -93,8 +91,8 @@ class Contract:
         self.relative = max(rtol, _TOLERANCE[dtype] * torch.finfo(dtype).eps)
         self.least = 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         """A few steps of the smallest numbers, below which a dtype has no digits."""
-        self.findings: list[Finding] = []
-        self.notes: list[Finding] = []
+        self.findings: list[GradientFinding] = []
+        self.notes: list[GradientFinding] = []
         self.shaped = function.shaped(cotangent)
         self._varies = False
         """Whether two backward runs of one graph differed by a bit."""
@@ -125,8 +123,7 @@ class Contract:
         try:
             again = self._backward()
         except Exception as error:
-            wrong = _raised("state", "after another forward", error)
-            self.findings.append(replace(wrong, guess=self._stale()))
+            self.findings.append(_raised("state", "after another forward", error))
             return
         self._varies |= not are_the_same(again, self.first)
         self.findings += overwritten
@@ -138,8 +135,8 @@ class Contract:
             return
         self._hold("linearity", self._scaled())
         if self.function.has_own_code:
-            self._hold("layout", self._laid_out(), _STRIDED)
-            self._hold("layout", self._stride_0(), _STRIDED)
+            self._hold("layout", self._laid_out())
+            self._hold("layout", self._stride_0())
         self._hold("outputs", self._single_outputs())
         if self.findings and (wrong := self._lasting(calls)):
             self.findings = [wrong]
@@ -162,7 +159,7 @@ class Contract:
         leaves, outputs = self._graph
         return self.function.backward(outputs, leaves, self.shaped if cotangents is None else cotangents, keep=True)
 
-    def _take_gradient(self) -> list[Finding]:
+    def _take_gradient(self) -> list[GradientFinding]:
         """Take the gradient, and that of -1 times the cotangent: nothing that was given may change.
 
         Returns:
@@ -170,19 +167,16 @@ class Contract:
         """
         function, fresh, (leaves, outputs) = self.function, [v.clone() for v in self.shaped], self._graph
         given, names = [one.value for one in function.inputs], [one.name for one in function.inputs]
-        self._unchanged("the forward overwrites input", names, leaves, given)  # of which the leaves are copies
+        self.findings += _changed("the forward overwrites input", names, leaves, given)  # which are not the leaves
         returned = function.gradients(outputs, leaves, fresh, keep=True)
         self.first = joined(returned)
         self.usual = largest(self.first)
-        self._unchanged("the backward overwrites input", names, leaves, given)
-        self._unchanged("the backward overwrites grad_output of output", range(len(fresh)), fresh, self.shaped)
+        self.findings += _changed("the backward overwrites input", names, leaves, given)
+        numbers = map(str, range(len(fresh)))
+        self.findings += _changed("the backward overwrites grad_output of output", numbers, fresh, self.shaped)
         self._varies = not (self.findings or are_the_same(-self._backward([-v for v in self.shaped]), self.first))
-        message = "a backward overwrites the gradient of {} that the one before has returned"
-        changed = _changed(names, joined(returned).split(function.sizes), self.first.split(function.sizes))
-        return [Finding("mutation", message.format(name), str(name)) for name in changed]
-
-    def _unchanged(self, words: str, names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-        self.findings += [Finding("mutation", f"{words} {name}") for name in _changed(names, now, before)]
+        words, sizes = "a backward overwrites what the one before has returned for", function.sizes
+        return _changed(words, names, joined(returned).split(sizes), self.first.split(sizes))
 
     def _repeat(self) -> None:
         """Say by how much backward runs of one graph differ: in place of what else was found, if by much."""
@@ -193,12 +187,13 @@ class Contract:
         if (wrong := next(filter(None, found), None)) is not None:
             self.findings = [wrong]
         elif not (self.findings or all(are_the_same(run, first) for run in others)):
-            self.notes = [Finding("non-determinism", "equal backward runs differ in the last bits")]
+            self.notes = [GradientFinding("non-determinism", "equal backward runs differ in the last bits")]
 
     def _other_calls(self) -> str:
         """Call the function elsewhere, and with each length shorter by one; say which calls were possible."""
         given, shorter = self.function.inputs, []
-        elsewhere = "another forward in between" if self._call(self._flipped()) else ""
+        flipped = [one.value.flatten().flip(0).reshape(one.value.shape) for one in given]
+        elsewhere = "another forward in between" if self._call(flipped) else ""
         arguments = [one.value for one in given if one.is_argument]
         lengths = dict.fromkeys(n for v in arguments for n in v.shape if n > 1)
         tried = {tuple(one.value.shape for one in given)}
@@ -223,36 +218,21 @@ class Contract:
             return False
         return True
 
-    def _flipped(self) -> list[Tensor]:
-        return [one.value.flatten().flip(0).reshape(one.value.shape) for one in self.function.inputs]
-
     def _after(self, calls: str, again: Tensor) -> None:
         """Compare the outputs of the forward after ``calls``, and the gradient of that before, with the usual ones."""
         found = joined(self._graph[1])
         wrong = self._values_differ("state", f"the same inputs after {calls}", found, self.usual_values)
         if wrong is None:
             wrong = self._difference("state", "another forward in between changes the backward", again, self.first)
-            wrong = wrong and (self._lasting(calls) or replace(wrong, guess=self._stale()))
+            wrong = wrong and (self._lasting(calls) or wrong)
         self.findings += filter(None, [wrong])
 
-    def _lasting(self, calls: str) -> Finding | None:
+    def _lasting(self, calls: str) -> GradientFinding | None:
         """Return what is wrong with the gradient of the forward after ``calls``, if any were possible."""
         words = f"{calls} changes the next backward"
         return self._difference("state", words, self._backward(), self.first) if calls else None
 
-    def _stale(self) -> str:
-        """Return a guess if the backward is that of the last forward."""
-        self._record()
-        try:
-            others = [one.clone().requires_grad_() for one in self._flipped()]
-            between = self.function.record(others)
-            found = self._backward()
-            is_last = are_the_same(found, self.function.backward(between, others, self.shaped, keep=True))
-        except Exception:
-            return ""
-        return "stale saved tensor: that of the last forward" if is_last else ""
-
-    def _hold(self, kind: str, claims: Iterator[OwedGradient], guess: str = "") -> None:
+    def _hold(self, kind: str, claims: Iterator[OwedGradient]) -> None:
         """Run the backward for each of ``claims``, up to the first gradient that is not the one owed."""
         for claim in claims:
             try:
@@ -260,13 +240,13 @@ class Contract:
             except Exception as error:
                 wrong = None if claim.may_refuse else _raised(kind, claim.words, error)
             else:
-                wrong = self._difference(kind, claim.words, found, claim.owed, claim.size, guess)
+                wrong = self._difference(kind, claim.words, found, claim.owed, claim.size)
             if wrong is not None:
                 self.findings.append(wrong)
                 return
 
     def _scaled(self) -> Iterator[OwedGradient]:
-        """Give grad_outputs with other signs and sizes, and zeros."""
+        """Yield grad_outputs that are scaled, with the other sign, or zero."""
         factors = [2.0**power for power in _POWERS[self.dtype]]
         for times in [-1.0, *factors] if self._varies else factors:
             scaled = [v * times for v in self.shaped]
@@ -276,13 +256,13 @@ class Contract:
             yield OwedGradient("a grad_output of zeros", zeros, self.first * 0.0, 0.0)
 
     def _laid_out(self) -> Iterator[OwedGradient]:
-        """Give grad_outputs in all layouts."""
+        """Yield the grad_output in each layout."""
         for layout in layouts_of(self.shaped, LAYOUTS):
             placed = [layout.place(v) for v in self.shaped]
             yield OwedGradient(layout.words.format("grad_output"), placed, self.first, may_refuse=layout is FLAGGED)
 
     def _stride_0(self) -> Iterator[OwedGradient]:
-        """Give a grad_output of stride 0, in all dimensions or along one, as sums make it."""
+        """Yield grad_outputs of stride 0, in all dimensions or along one, as sums make them."""
         shaped = self.shaped
         others = {_ONES: [v.new_ones(()).expand(v.shape) for v in shaped]}
         for dim in range(max((v.dim() for v in shaped if v.dim() > 1), default=0)):
@@ -294,7 +274,7 @@ class Contract:
             )
 
     def _single_outputs(self) -> Iterator[OwedGradient]:
-        """Use some of several outputs: the gradients of one each, the others zero or unused, add up to that of all."""
+        """Yield cotangents for some outputs alone: gradients for single outputs add up to that for all of them."""
         used = [i for i, o in enumerate(self._graph[1]) if o.requires_grad]
         if len(used) < 2:
             return
@@ -312,7 +292,7 @@ class Contract:
             yield OwedGradient(f"zeros for output {i}", only(others, zeros=True), rest, size)
 
     def _other_inputs(self) -> None:
-        """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
+        """Place the inputs elsewhere in memory, then let only some of them need a gradient."""
         function = self.function
         arguments = [one.value for one in function.inputs if one.is_argument]
         for layout in layouts_of(arguments, LAYOUTS) if function.has_own_code else orders_of(arguments):
@@ -329,7 +309,7 @@ class Contract:
             self.findings = [one for one in self.findings if one.kind != "layout"]
 
     def _some_needed(self) -> None:
-        """Let only some inputs need a gradient."""
+        """Compare the gradients of runs in which only some inputs need one."""
         names, count = [one.name for one in self.function.inputs], len(self.function.inputs)
         if count <= _MOST_SUBSETS:
             subsets = [[i for i in range(count) if mask >> i & 1] for mask in range(1, 2**count - 1)]
@@ -367,7 +347,7 @@ class Contract:
         return wrong is None
 
     def _shared_memory(self) -> None:
-        """Give one tensor for several inputs, and inputs of stride 0: as if they were copies of it.
+        """Compare inputs that share memory with copies of them: one tensor for several inputs, inputs of stride 0.
 
         Input i is slice ``sources[i]``, repeated to fill its shape.
         """
@@ -394,8 +374,8 @@ class Contract:
     def _of_slices(self, slices: list[Tensor], sources: list[int], moved: float | None = None) -> BackwardRun:
         """Return outputs and gradient where inputs share memory.
 
-        With ``moved`` inputs are copies instead, moved by so much relative to their size, or to its mean if that is
-        more.
+        With ``moved`` the inputs are copies, each moved at random by this share of its size, or of the mean size if
+        that is larger.
         """
         shapes = [one.value.shape for one in self.function.inputs]
         leaves = [one.clone().requires_grad_() for one in slices]
@@ -413,7 +393,7 @@ class Contract:
     def _changes(
         self, slices: list[Tensor], sources: list[int], usual: BackwardRun, moved: float
     ) -> list[Tensor] | None:
-        """Return how far gradient and values go from the ``usual`` ones where inputs move; None where they cannot."""
+        """Return how far moved inputs take gradient and values from ``usual``; None where the function fails there."""
         most = [torch.zeros_like(one) for one in usual]
         for _ in range(_ROUNDED_TIMES):
             try:
@@ -426,13 +406,13 @@ class Contract:
         return most
 
     def _is_regular(self, slices: list[Tensor], sources: list[int], expected: BackwardRun, which: int) -> bool:
-        """Tell whether gradient (0) or values (1) are finite where inputs are alike, and nearly the same nearby."""
+        """Tell whether gradient (``which`` = 0) or values (1) hardly change where the shared inputs move a little."""
         moved, share = _NEARBY[self.dtype]
         changes = self._changes(slices, sources, expected, moved)
         return changes is not None and bool((changes[which] <= share * expected[which].abs().max()).all())
 
     def _is_rounding(self, found: BackwardRun) -> bool:
-        """Whether a run is off by what inputs rounded otherwise change: sums in another order."""
+        """Tell whether a run differs by no more than rounding the inputs does, as sums in another order do."""
         values, usual = [one.value for one in self.function.inputs], BackwardRun(self.first, self.usual_values)
         changes = self._changes(values, list(range(len(values))), usual, torch.finfo(self.dtype).eps)
         off = _apart(found, usual)
@@ -453,28 +433,29 @@ class Contract:
         return any(found)
 
     def _hidden_float32(self) -> None:
-        """In float64 some bits of a gradient are beyond float32, unless it was computed in that."""
-        telling = int((self.first.bfloat16().double() != self.first).sum())  # of few bits is a constant, or rounding
+        """Report a float64 gradient whose elements are all float32 numbers: it was computed in float32."""
+        telling = int((self.first.bfloat16().double() != self.first).sum())  # elements of few bits prove nothing
         if self.dtype is torch.float64 and telling >= 4 and torch.equal(self.first.float().double(), self.first):
             message = "all gradients are float32 numbers although inputs and outputs are float64"
-            self.findings.append(Finding("precision", message, guess="float32 inside the backward"))
+            self.findings.append(GradientFinding("precision", message))
 
-    def _run_differs(self, kind: str, words: str, found: BackwardRun, expected: BackwardRun) -> Finding | None:
+    def _run_differs(self, kind: str, words: str, found: BackwardRun, expected: BackwardRun) -> GradientFinding | None:
         """Compare the outputs, then the gradients, of two runs that should agree."""
-        guess = f"only for {words}" if kind == "layout" else ""
         wrong = self._values_differ(kind, words, found.values, expected.values)
-        return wrong or self._difference(kind, words, found.gradient, expected.gradient, guess=guess)
+        return wrong or self._difference(kind, words, found.gradient, expected.gradient)
 
-    def _values_differ(self, kind: str, words: str, found: Tensor, expected: Tensor) -> Finding | None:
+    def _values_differ(self, kind: str, words: str, found: Tensor, expected: Tensor) -> GradientFinding | None:
         """Compare the outputs of two forwards that should agree."""
         if found.shape != expected.shape:
-            return Finding(kind, f"the forward gives {len(found)} numbers in place of {len(expected)} for {words}")
+            return GradientFinding(
+                kind, f"the forward gives {len(found)} numbers in place of {len(expected)} for {words}"
+            )
         wrong = self._worst(found, expected, largest(self.usual_values))
-        return None if wrong is None else Finding(kind, f"the forward gives {wrong[1]} for {words}")
+        return None if wrong is None else GradientFinding(kind, f"the forward gives {wrong[1]} for {words}")
 
     def _difference(
-        self, kind: str, message: str, found: Tensor, expected: Tensor, size: float = 1, guess: str = ""
-    ) -> Finding | None:
+        self, kind: str, message: str, found: Tensor, expected: Tensor, size: float = 1
+    ) -> GradientFinding | None:
         """Compare two gradients that should agree, for cotangents of a ``size`` relative to the usual one.
 
         Under a cotangent of ones the sums of a normalization cancel: in half precision what remains is measured by the
@@ -488,7 +469,7 @@ class Contract:
         wrong = self._worst(found, expected, small * most)
         if wrong is None:
             return None
-        return Finding(kind, f"{message}: {wrong[1]}", *self.function.name_of(wrong[0]), guess=guess)
+        return GradientFinding(kind, f"{message}: {wrong[1]}", *self.function.name_of(wrong[0]))
 
     def _worst(self, found: Tensor, expected: Tensor, size: float) -> tuple[int, str] | None:
         """Return the place of the element that differs most, and words for it; None if all agree.
@@ -507,17 +488,22 @@ class Contract:
         return at, f"{float(found[at]):.6g} in place of {float(expected[at]):.6g}, {differ}"
 
 
-def _raised(kind: str, words: str, error: Exception) -> Finding:
-    return Finding(kind, f"{words}: the backward raises {type(error).__name__}: {error}")
+def _raised(kind: str, words: str, error: Exception) -> GradientFinding:
+    return GradientFinding(kind, f"{words}: the backward raises {type(error).__name__}: {error}")
 
 
-def _changed(names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> list[object]:
-    """Return the names of tensors that are no longer what they were."""
-    return [name for name, one, other in zip(names, now, before, strict=True) if not are_the_same(one, other)]
+def _changed(
+    words: str, names: Iterable[str], now: Sequence[Tensor], before: Sequence[Tensor]
+) -> list[GradientFinding]:
+    """Return a finding for each tensor that is no longer what it was: ``words`` and its name."""
+    triples = zip(names, now, before, strict=True)
+    return [
+        GradientFinding("mutation", f"{words} {name}") for name, one, other in triples if not are_the_same(one, other)
+    ]
 
 
 def _apart(found: BackwardRun, other: BackwardRun) -> list[Tensor] | None:
-    """Return how far two runs are apart; None where they have other numbers of outputs."""
+    """Return the absolute differences of two runs; None where their numbers of outputs differ."""
     if found.values.shape != other.values.shape:
         return None
     return [(one - two).abs() for one, two in zip(found, other, strict=True)]

@@ -26,14 +26,14 @@ For float32, where rounding is what limits, they begin further out."""
 
 _AT_ONCE = 3
 _FEW = 10_000
-"""Of numbers at a point, and at most so many, several points are computed with at a time."""
+"""Up to this many inputs and outputs, several points are computed at a time."""
 
 _AMPLIFIED = 1.5
-"""So many times the rounding at a step is in what is extrapolated from it and from twice that step."""
+"""Extrapolation from a step and its double multiplies the rounding at the smaller step by this."""
 
 MULTIPLE = 4.0
 RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
-"""The error of a gradient that is no finding, in addition to the bar, relative to its norm along the direction."""
+"""The tolerated error of a gradient beside the bar, relative to the norm of gradient · direction."""
 
 
 class Disagreement(NamedTuple):
@@ -45,7 +45,7 @@ class Disagreement(NamedTuple):
     scale: float
     """The 2-norm of gradient · direction, element by element."""
     size: float
-    """The 2-norm, or what the derivative is at large steps, where that is more."""
+    """The larger of the 2-norm and the derivative at large steps."""
 
     def allowed(self, relative: float) -> float:
         """Return the disagreement that is no finding."""
@@ -83,18 +83,12 @@ class Differences:
         self.noise, self.has_noise = self.rounding, False
         self.usable = self.base.isfinite()
         self.is_finite = bool(self.usable.all())
-        self.has_finite_point = are_finite(self.point)
         self.are_few = len(self.point) + len(self.base) <= _FEW
 
     @property
     def rounding(self) -> Tensor:
         """How far off each output is by rounding to its dtype."""
         return self.function.rounding_of(self.base)
-
-    @property
-    def mean(self) -> float:
-        """The mean of the finite |x|."""
-        return float(mean_size(self.point))
 
     def measure_noise(self, direction: Tensor, concerned: Tensor) -> None:
         """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.
@@ -178,8 +172,7 @@ class Differences:
     ) -> Tensor:
         """Add the disagreement at each of ``steps`` where all is finite; return which outputs these move."""
         gone, change = self.central(numbers(steps)[:, None] * direction)
-        if not self.has_finite_point:
-            gone = torch.where(direction != 0, gone, 0.0)
+        gone = torch.where(direction != 0, gone, 0.0)  # of points that are infinite
         found = (change @ self.cotangent - gone @ self.gradient).tolist()
         usable = [i for i, one in enumerate(found) if math.isfinite(one)]
         taken += [steps[i] for i in usable]

@@ -24,10 +24,9 @@ _APART = 0.7
 _CLEAR = 20.0
 _DECISIVE = 0.3
 _ROUNDED = 1e-9
-_SMALL = 1e-6
 _FEW_ROUNDINGS = 5.0
 LITTLE_OF_TYPICAL = 1e-3
-"""A bar of no more than this share of a usual derivative is no lack of power."""
+"""A bar below this share of a typical derivative is narrow enough."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class _StepSize:
     low: float
     high: float
     rounding: float
-    """Of the derivatives at this step, from all outputs that any of the steps moves, as measured."""
+    """The measured rounding error of the derivatives at this step, summed over all outputs that any step moves."""
     floor: float = 0.0
-    """The rounding that the dtype of the outputs implies: the least that ``rounding`` can be."""
+    """The rounding error that the dtype of the outputs implies, the smallest possible ``rounding``."""
 
     @property
     def central(self) -> Limit:
@@ -112,7 +111,7 @@ def _diagnosis(
         return "jump", False, chosen._replace(value=0.0)
     if between is not None:
         return "kink", True, between.central, between.low, between.high
-    if decisive and abs(chosen.value - analytical) > 5 * chosen.bar and not _wavers(limits, chosen, analytical):
+    if decisive and abs(chosen.value - analytical) > 5 * chosen.bar:
         return "mismatch", True, chosen
     return "undecided", False, chosen
 
@@ -135,7 +134,7 @@ def _usable_side(
 
 
 def _is_level(step: _StepSize, relative: float) -> bool:
-    """Whether a function rises by as much on both sides, but for rounding: at a minimum, such as that of a loss."""
+    """Tell whether the function rises equally on both sides, up to rounding, as a loss does at its minimum."""
     slope = max(abs(step.above), abs(step.below))
     return abs(step.central.value) <= max(_FEW_ROUNDINGS * step.rounding, relative * slope)
 
@@ -241,13 +240,6 @@ def _candidates(limits: list[Limit]) -> list[Limit]:
     smaller = [one for one in limits if one.step < best.step and abs(one.value - best.value) > 5 * (one.bar + best.bar)]
     settled = [one for one in smaller if one.bar < 1e-3 * max(abs(one.value), abs(best.value))]
     return [best, min(settled, key=lambda limit: limit.bar)] if settled else [best]
-
-
-def _wavers(limits: list[Limit], chosen: Limit, analytical: float) -> bool:
-    """Tell whether a small deviation is no more than that of smaller steps: as with a solver that stops early."""
-    off = abs(chosen.value - analytical)
-    below = [one for one in limits if chosen.step / 30 < one.step < chosen.step]
-    return off < _SMALL * abs(chosen.value) and any(abs(o.value - chosen.value) > off + o.rounding for o in below)
 
 
 def _kink(steps: list[_StepSize]) -> list[_StepSize]:

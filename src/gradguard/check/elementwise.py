@@ -8,7 +8,6 @@ one element that reaches it.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gradguard.check.differences import STEPS, Differences, directions
-from gradguard.check.flat_vectors import norm, numbers, zeros
-from gradguard.check.function import Function
-from gradguard.check.gradient_report import Finding
+from gradguard.check.direction_verdict import typical_size
+from gradguard.check.flat_vectors import mean_size, numbers, zeros
+from gradguard.check.gradient_report import GradientFinding
 
 if TYPE_CHECKING:
     from gradguard.check.search import Search
@@ -38,134 +37,89 @@ class Group:
     """For each output which of ``elements`` reaches it, their number for none."""
 
 
+@dataclass(frozen=True)
+class _Colour:
+    """Slices along one dimension whose outputs do not overlap."""
+
+    slices: list[int]
+    owner: Tensor
+    """For each output which slice reaches it, -1 for none."""
+
+
 def check_every_element(search: Search) -> None:
     """Compare every element with its own numerical derivative; look closely at those that disagree."""
     differences = search.differences
     if not differences.has_noise:
         direction = next(directions(differences.function, search.generator))
         differences.measure_noise(direction, torch.ones_like(differences.usable))
-    for examined, position in enumerate(_suspects(search)):
+    suspects = itertools.chain.from_iterable(_suspects(differences, one) for one in _groups(differences))
+    for examined, position in enumerate(one for one in suspects if bool(search.open[one])):
         if len(search.findings) >= 5 or len(search.undecided) >= 5:
             return
         if examined >= _MOST_EXAMINED:
             message = f"more than {_MOST_EXAMINED:,} elements need a close look, which is where the check stops"
-            search.undecided.append(Finding("undecided", message))
+            search.undecided.append(GradientFinding("undecided", message))
             return
         search.examine_element(position)
     search.has_every_element = True
 
 
-def _suspects(search: Search) -> Iterator[int]:
-    typical = norm(search.differences.gradient) / max(1, len(search.differences.point)) ** 0.5
-    for group in _all_groups(search.differences):
-        alone = (Group(element, torch.zeros_like(group.owner)) for element in group.elements.split(1))
-        found = _compare(search.differences, group)
-        # where an output moved that nobody owns, the colours are wrong
-        for one in [group] if found is not None else alone:
-            result = found or _compare(search.differences, one)
-            assert result is not None
-            error, bar = result
-            gradient = search.differences.gradient[one.elements].abs()
-            allowed = 4 * bar + search.differences.relative * gradient.clamp(min=1e-6 * typical)
-            bad = (error.abs() > allowed) | (bar > 1e-3 * gradient.clamp(min=typical))
-            yield from one.elements[bad & search.open[one.elements]].tolist()
+def _suspects(differences: Differences, group: Group) -> list[int]:
+    """Return the elements of a group that disagree, all of them if an output moved that belongs to none of them."""
+    point, elements = differences.point, group.elements
+    offsets = zeros(len(_LADDER), len(point))
+    offsets[:, elements] = numbers(_LADDER)[:, None] * point[elements].abs().clamp(min=float(mean_size(point)))
+    moved, changes = differences.central(offsets)
+    noise = differences.cotangent.abs() * torch.where((changes != 0).any(dim=0), differences.noise, 0.0)
+    rows = torch.cat([differences.cotangent * changes, noise[None]])
+    credited = zeros(len(rows), len(elements) + 1).index_add_(1, group.owner, rows)
+    if bool((rows[:, group.owner == len(elements)] != 0).any()):  # the colours are wrong
+        return elements.tolist()
+    taken, gradient = moved[:, elements], differences.gradient[elements]
+    central = credited[:-1, :-1] / taken - gradient
+    first, error = central[1:] + central.diff(dim=0) / 3
+    bar = (error - first).abs() + 4 * credited[-1, :-1] / taken[-1].abs()
+    size, typical = gradient.abs(), typical_size(differences)
+    agrees = error.abs() <= 4 * bar + differences.relative * size.clamp(min=1e-6 * typical)
+    return elements[~(agrees & (bar <= 1e-3 * size.clamp(min=typical)))].tolist()
 
 
-def _all_groups(differences: Differences) -> Iterator[Group]:
+def _groups(differences: Differences) -> Iterator[Group]:
+    """Yield the elements of each input that have the same colour in all dimensions."""
     start = 0
     for one, size in zip(differences.function.inputs, differences.function.sizes, strict=True):
         shape = (*one.value.shape, 2) if one.value.is_complex() else tuple(one.value.shape)
-        colourings = [_colours(differences, start, shape, dim) for dim in range(len(shape))]
-        yield from _combined(start, shape, colourings, differences.function)
+        places = torch.arange(start, start + size, device="cpu").reshape(shape)
+        for colours in itertools.product(*(_coloured(differences, places, dim) for dim in range(places.dim()))):
+            elements, owner = places, torch.full([differences.function.size], start, device="cpu")
+            for dim, colour in enumerate(colours):
+                elements = elements.index_select(dim, torch.tensor(colour.slices, device="cpu"))
+                owner += colour.owner * places.stride(dim)
+            elements = elements.reshape(-1)
+            owned = torch.stack([colour.owner >= 0 for colour in colours]).all(dim=0) if colours else owner == start
+            yield Group(elements, torch.where(owned, torch.searchsorted(elements, owner), len(elements)))
         start += size
 
 
-def _compare(differences: Differences, group: Group) -> tuple[Tensor, Tensor] | None:
-    """Return disagreement and bar for the elements of a group, None if an output moved that belongs to none of them."""
-    point = differences.point
-    offsets = zeros(len(_LADDER), len(point))
-    sizes = point[group.elements].abs().clamp(min=differences.mean)
-    offsets[:, group.elements] = numbers(_LADDER)[:, None] * sizes
-    moved, changes = differences.central(offsets)
-    taken = moved[:, group.elements]
-    noise = differences.cotangent.abs() * torch.where((changes != 0).any(dim=0), differences.noise, 0.0)
-    rows = [_credited(row, group) for row in (*(differences.cotangent * changes).unbind(), noise)]
-    credits = [row for row in rows if row is not None]
-    if len(credits) < len(rows):
-        return None
-    noise = credits.pop()
-    central = torch.stack(credits) / taken - differences.gradient[group.elements]
-    first, second = central[1:] + (central[1:] - central[:-1]) / 3
-    bars = (second - first).abs() + 4 * noise / taken[-1].abs()
-    return second.nan_to_num(), torch.where(first.isfinite() & second.isfinite(), bars, torch.inf)
+def _coloured(differences: Differences, places: Tensor, dim: int) -> list[_Colour]:
+    colours: list[_Colour] = []
+    for index in range(places.shape[dim]):
+        reached = _reach(differences, places.select(dim, index).reshape(-1), index)
+        free = next((one for one in colours if not bool((reached & (one.owner >= 0)).any())), None)
+        if free is None:
+            colours.append(free := _Colour([], torch.full([len(reached)], -1, device="cpu")))
+        free.slices.append(index)
+        free.owner[reached] = index
+    return colours
 
 
-def _credited(values: Tensor, group: Group) -> Tensor | None:
-    """Return the sum over the outputs of each element, None if a changed output belongs to nobody."""
-    count = len(group.elements)
-    is_nobodys = bool((values[group.owner == count] != 0).any())
-    return None if is_nobodys else torch.bincount(group.owner, values, count + 1)[:count]
-
-
-def _combined(
-    start: int, shape: tuple[int, ...], colourings: list[tuple[Tensor, Tensor] | None], function: Function
-) -> Iterator[Group]:
-    """Yield a group for each tuple of colours."""
-    counts = [length if c is None else int(c[0].max()) + 1 for length, c in zip(shape, colourings, strict=True)]
-    for chosen in itertools.product(*map(range, counts)):
-        members, stride = torch.zeros(1, dtype=torch.long, device="cpu"), 1
-        owner = torch.zeros(function.size, dtype=torch.long, device="cpu")
-        nobody = torch.zeros(function.size, dtype=torch.bool, device="cpu")
-        for dim in reversed(range(len(shape))):
-            colouring = colourings[dim]
-            if colouring is None:
-                within = torch.tensor([chosen[dim]], device="cpu")
-                owner += chosen[dim] * stride
-            else:
-                within = (colouring[0] == chosen[dim]).nonzero().reshape(-1)
-                owners = colouring[1][chosen[dim]]
-                nobody |= owners < 0
-                owner += owners.clamp(min=0) * stride
-            members = (within[:, None] * stride + members[None, :]).reshape(-1)
-            stride *= shape[dim]
-        members = members.sort().values
-        place = torch.searchsorted(members, owner).clamp(max=len(members) - 1)
-        nobody |= members[place] != owner
-        yield Group(start + members, torch.where(nobody, len(members), place))
-
-
-def _colours(differences: Differences, start: int, shape: tuple[int, ...], dim: int) -> tuple[Tensor, Tensor] | None:
-    """Return a colour for each slice along ``dim`` and, for each colour and output, the slice that reaches it."""
-    length = shape[dim]
-    if length < 4:
-        return None
-    apart = {index: _reach(differences, start, shape, dim, index) for index in (0, length // 2, length - 1)}
-    if bool(torch.stack(list(apart.values())).all(dim=0).any()):  # slices far apart reach one output: it is dense
-        return None
-    reach = [apart[i] if i in apart else _reach(differences, start, shape, dim, i) for i in range(length)]
-    colours, taken, owners = torch.zeros(length, dtype=torch.long, device="cpu"), [], []
-    for index, reached in enumerate(reach):
-        colour = next((c for c, used in enumerate(taken) if not bool((used & reached).any())), len(taken))
-        if colour == len(taken):
-            taken.append(torch.zeros_like(reached))
-            owners.append(torch.full(reached.shape, -1, device="cpu"))
-        taken[colour] |= reached
-        owners[colour][reached] = index
-        colours[index] = colour
-    return None if len(taken) == length else (colours, torch.stack(owners))
-
-
-def _reach(differences: Differences, start: int, shape: tuple[int, ...], dim: int, index: int) -> Tensor:
+def _reach(differences: Differences, positions: Tensor, seed: int) -> Tensor:
     """Return which outputs change when a slice does: by random amounts, of two sizes."""
-    positions = (
-        torch.arange(start, start + math.prod(shape), device="cpu").reshape(shape).select(dim, index).reshape(-1)
-    )
-    own = differences.point[positions].abs().clamp(min=differences.mean)
-    own *= 0.5 + torch.rand(
-        len(positions), generator=torch.Generator().manual_seed(index), dtype=torch.float64, device="cpu"
-    )
-    changed = torch.zeros(differences.function.size, dtype=torch.bool, device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    own = differences.point[positions].abs().clamp(min=float(mean_size(differences.point)))
+    own *= 0.5 + torch.rand(len(positions), generator=generator, dtype=torch.float64, device="cpu")
+    changed = torch.zeros_like(differences.usable)
     for probe in _PROBES:
         values = differences.function.values(differences.point.index_add(0, positions, own, alpha=probe))
         changed |= values != differences.base
-    return changed if differences.is_finite else changed & ~differences.base.isnan()
+    return changed & ~differences.base.isnan()

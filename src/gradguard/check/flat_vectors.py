@@ -33,7 +33,7 @@ class Slot:
 
     @property
     def size(self) -> int:
-        """How many real numbers it is."""
+        """The number of real numbers in the tensor."""
         return self.value.numel() * (2 if self.value.is_complex() else 1)
 
     @property

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from gradguard.check.differences import Differences, Disagreement
 from gradguard.check.flat_vectors import element_of, joined
-from gradguard.check.gradient_report import Finding
+from gradguard.check.gradient_report import GradientFinding
 
 ForwardMode = Literal["agrees", "wrong", "not defined", "not checked"]
 
@@ -21,7 +21,7 @@ _FEW_LETTERS = 160
 
 def check_forward_mode(
     differences: Differences, direction: Tensor, known: Disagreement
-) -> tuple[ForwardMode, Finding | None]:
+) -> tuple[ForwardMode, GradientFinding | None]:
     r"""Compare :math:`v \cdot (J u)`, in forward mode, with the numerical derivative along the same direction.
 
     Args:
@@ -49,17 +49,17 @@ def check_forward_mode(
         return "not defined", None
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:_FEW_LETTERS]
-        return "not checked", Finding("forward mode", f"not checked, it raises {said}")
+        return "not checked", GradientFinding("forward mode", f"not checked, it raises {said}")
     moves = torch.where(differences.usable & found.isfinite(), found, 0.0)
     off = float(differences.cotangent @ moves - differences.gradient @ direction) - known.error
     if abs(off) <= 2 * known.allowed(differences.relative):
         return "agrees", None
     if not bool(found.isfinite().all()):
-        return "not checked", Finding("forward mode", "not checked, it is not finite here")
+        return "not checked", GradientFinding("forward mode", "not checked, it is not finite here")
     return "wrong", _worst(differences, direction, moves)
 
 
-def _worst(differences: Differences, direction: Tensor, found: Tensor) -> Finding:
+def _worst(differences: Differences, direction: Tensor, found: Tensor) -> GradientFinding:
     """Return the output whose derivative is furthest from the numerical one."""
     function, step = differences.function, _LOW_STEP if differences.is_low else _STEP
     _, change = differences.central(step * direction[None])
@@ -68,4 +68,4 @@ def _worst(differences: Differences, direction: Tensor, found: Tensor) -> Findin
     values = float(found[position]), float(numerical[position])
     message = "the derivative along a random direction in forward mode (jvp) is another one"
     place = element_of(function.outputs, position)
-    return Finding("forward mode", message, *place, *values)
+    return GradientFinding("forward mode", message, *place, *values)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import WIDE, refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.flat_vectors import Slot, element_of, joined, numbers, parts_of, zeros
+from gradguard.check.flat_vectors import Slot, element_of, joined, parts_of, zeros
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.frozen import Frozen, modules_of_call
 from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
@@ -63,17 +63,17 @@ class Function:
         self.sizes = [one.size for one in self.inputs]
         ends = accumulate(self.sizes)
         self.ranges = {one.name: range(end - one.size, end) for one, end in zip(self.inputs, ends, strict=True)}
-        """Where each input lies in the vector."""
+        """The positions of each input in the vector, by name."""
         self._copied = [i for i, value in enumerate(self._values) if isinstance(value, Tensor) and i not in checked]
         self.is_wide = all(one.dtype is torch.float64 for one in self.inputs)
-        """Whether the inputs hold every float64 number."""
+        """Whether all inputs are float64, so that no step is rounded."""
         self.point = joined(values)
         """The inputs as one vector, not to be changed."""
         self.outputs: list[Slot] = []
         self.has_own_code = True
-        """Whether a node of its graph was written by somebody else than PyTorch."""
+        """Whether the graph has a node that is not PyTorch's own."""
         self.base = zeros(0)
-        """The outputs at the point, once they are learnt."""
+        """The outputs at the point; empty before `learn_outputs`."""
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
@@ -195,7 +195,7 @@ class Function:
         self.outputs = [Slot(n, o.detach().new_empty(()).expand(o.shape), has_graph=o.requires_grad) for n, o in named]
         self.base = joined(outputs)
         self.size = len(self.base)
-        """How many real numbers the outputs are."""
+        """The number of real numbers in all outputs."""
 
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
         """Return a vector as tensors like the outputs."""
@@ -211,7 +211,7 @@ class Function:
 
     def _of_outputs(self, each: Sequence[float]) -> Tensor:
         """Return a vector of one value for all elements of each output."""
-        return numbers(each).repeat_interleave(torch.tensor([one.size for one in self.outputs], device="cpu"))
+        return torch.cat([zeros(one.size).add_(value) for one, value in zip(self.outputs, each, strict=True)])
 
     def _converted(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

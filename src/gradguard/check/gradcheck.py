@@ -16,7 +16,7 @@ from gradguard.check.differences import Differences
 from gradguard.check.flat_vectors import clear_of_zero, joined, largest
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
 from gradguard.check.function import Function, is_autograd_function, name_of, nodes_of
-from gradguard.check.gradient_report import Finding, GradientReport, Power, Verdict
+from gradguard.check.gradient_report import GradientFinding, GradientReport, Power, Verdict
 from gradguard.check.mistake_guesses import with_guesses
 from gradguard.check.other_sizes import with_other_sizes
 from gradguard.check.precision import Conditioning, coarseness_of, compare_backends
@@ -182,9 +182,9 @@ class _Check:
         self.fn, self.args, self.kwargs, self.rtol = fn, inputs, kwargs, rtol
         self.chosen = [chosen] if isinstance(chosen, str) else None if chosen is None else list(chosen)
         self.generator = torch.Generator().manual_seed(_UNLIKE_THE_CALLERS + seed)
-        self.findings: list[Finding] = []
-        self.notes: list[Finding] = []
-        self.undecided: list[Finding] = []
+        self.findings: list[GradientFinding] = []
+        self.notes: list[GradientFinding] = []
+        self.undecided: list[GradientFinding] = []
         self.functions: list[Function] = []
         self.exact: Function | None = None
         self.power, self.directions, self.dtype = float("inf"), 0, "float64"
@@ -203,7 +203,7 @@ class _Check:
             message = (
                 f"a function of {dtype} alone cannot be told right from wrong: give reference=, the same in float64"
             )
-            self.undecided.append(Finding("precision", message))
+            self.undecided.append(GradientFinding("precision", message))
             return
         self.dtype = str(exact.inputs[0].value.dtype).removeprefix("torch.")
         self.exact = exact
@@ -223,7 +223,7 @@ class _Check:
         try:
             other.run(reference, {}, exhaustive, order)
         except Exception as error:
-            self.findings.append(Finding("error", f"{said} it raises {type(error).__name__}: {error}"))
+            self.findings.append(GradientFinding("error", f"{said} it raises {type(error).__name__}: {error}"))
         finally:
             other.put_back()
         self.functions += other.functions
@@ -325,7 +325,9 @@ class _Check:
         if largest(found - expected) <= 100 * eps**0.5 * largest(expected):
             return True
         if exact.state.generators is not None:
-            self.notes.append(Finding("random", f"{name} draws other random numbers in float64, and was not compared"))
+            self.notes.append(
+                GradientFinding("random", f"{name} draws other random numbers in float64, and was not compared")
+            )
             return False
         raise InvalidValueError(f"{name} and the float64 function have different values: expected the same function.")
 
@@ -342,7 +344,7 @@ class _Check:
             return None
         for layout in function.outputs:
             if not layout.has_graph:
-                note = Finding("outputs", f"{layout.name} has no graph and is not checked")
+                note = GradientFinding("outputs", f"{layout.name} has no graph and is not checked")
                 self.notes += [] if note in self.notes else [note]
         cotangent = self._cotangent(function)
         contract = Contract(function, cotangent, self.generator, self.rtol)
@@ -354,7 +356,7 @@ class _Check:
                     f"{name_of(function.fn)} has a reentrant checkpoint, which torch.autograd.grad cannot go through: "
                     f"expected torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
                 ) from error
-            self.findings.append(Finding("error", f"the backward raises {type(error).__name__}: {error}"))
+            self.findings.append(GradientFinding("error", f"the backward raises {type(error).__name__}: {error}"))
             return None
         self.findings += [replace(one, message=who + one.message) for one in contract.findings]
         self.notes += [one for one in contract.notes if one not in self.notes]
@@ -372,7 +374,7 @@ class _Check:
         is_random = bool(((again - function.base).abs().nan_to_num() > 2e3 * size + 1e-300).any())
         if is_random:
             message = "two forwards at one point differ: seed what makes them random inside the function"
-            self.undecided.append(Finding("random", message))
+            self.undecided.append(GradientFinding("random", message))
         return not is_random
 
     def _cotangent(self, function: Function) -> Tensor:
@@ -413,7 +415,7 @@ class _Check:
         for name, fn in backends.items():
             device = _device_called(name)
             if device is not None and not _is_here(device):
-                self.notes.append(Finding("backends", f"{name} is not here and was skipped"))
+                self.notes.append(GradientFinding("backends", f"{name} is not here and was skipped"))
                 continue
             functions[name] = self._function(fn, wide=False, device=device)
             self._learn(functions[name])
@@ -438,7 +440,7 @@ class _Check:
             self._search(second, (cotangent, needs.first), exhaustive, "second order")
             self.findings += [replace(one, message=f"second order: {one.message}") for one in needs.findings]
         except (InvalidValueError, RuntimeError) as error:
-            self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
+            self.findings.append(GradientFinding("error", f"the backward cannot be differentiated: {error}"))
 
 
 def _device_called(name: str) -> torch.device | None:

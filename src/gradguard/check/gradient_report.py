@@ -15,7 +15,7 @@ _MOST_NOTES = 12
 
 
 @dataclass(frozen=True)
-class Finding:
+class GradientFinding:
     """One thing that is wrong, or worth knowing, about a gradient.
 
     ``kind`` is ``"mismatch"``, ``"kink"``, ``"jump"``, ``"singular"``, ``"nan"`` or ``"undecided"`` for an element, or
@@ -56,12 +56,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Power:
-    """From which relative errors on a comparison in a low dtype sees a wrong gradient.
+    """The smallest relative errors of a gradient that the comparison in a low dtype finds.
 
     Attributes:
         dtype: The low dtype.
-        one: An error of one element, the median one.
-        all: An error of all elements of an input alike.
+        one: The error of one wrong element, the median over elements.
+        all: The error by which all elements of an input are too large or too small together.
     """
 
     dtype: str
@@ -84,14 +84,14 @@ class GradientReport:
     """
 
     verdict: Verdict
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[GradientFinding, ...] = ()
     """Why the verdict is not PASS."""
-    notes: tuple[Finding, ...] = ()
+    notes: tuple[GradientFinding, ...] = ()
     """Notes, which are no fault: kinks, ties, jumps, poles, outputs without a graph."""
     power: float = math.inf
-    """A wrong element of typical size shows from this relative error on."""
+    """The smallest relative error of one element of typical size that the check would have found."""
     low_power: Power | None = None
-    """From which relative errors on the comparison of the low dtype with float64 would have seen a wrong gradient."""
+    """The errors that the comparison of the low dtype with float64 would have found; None where there was none."""
     dtype: str = "float64"
     forward_mode: str = "not checked"
     """Whether the ``jvp`` was compared too: "agrees", "wrong", "not defined" or "not checked"."""

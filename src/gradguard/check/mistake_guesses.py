@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from gradguard.check.flat_vectors import signs
-from gradguard.check.gradient_report import Finding, digits_apart
+from gradguard.check.gradient_report import GradientFinding, digits_apart
 
 if TYPE_CHECKING:
     from gradguard.check.search import Search
 
 _LONGEST = 512
 _MOST_SLICES = 64
-_TILES = (1024, 512, 256, 128, 64, 32, 16, 8)
 
 
-def with_guesses(search: Search, what: str) -> list[Finding]:
+def with_guesses(search: Search, what: str) -> list[GradientFinding]:
     """Return the findings of ``search``, each with a guess where one fits."""
     named = [one.input for one in search.findings]
     wrong = dict.fromkeys(one.input for one in search.findings if one.kind == "mismatch" and one.input)
@@ -29,7 +28,7 @@ def with_guesses(search: Search, what: str) -> list[Finding]:
     return [replace(one, guess=guess) for one, guess in zip(search.findings, guesses, strict=True)]
 
 
-def _ratio(one: Finding) -> str:
+def _ratio(one: GradientFinding) -> str:
     if one.kind != "mismatch" or one.analytical is None or not one.numerical or one.bar is None:
         return ""
     ratio, blur = one.analytical / one.numerical, 10 * one.bar / abs(one.numerical)
@@ -43,7 +42,7 @@ def _ratio(one: Finding) -> str:
 
 
 def _where(search: Search, name: str, is_alone: bool) -> str:
-    """Return which elements, rows, columns or signs of an input are wrong, if not all are."""
+    """Return which elements, rows or columns of an input are wrong, if not all are."""
     differences = search.differences
     own = differences.function.ranges[name]
     value = next(i.value for i in differences.function.inputs if i.name == name)
@@ -59,10 +58,6 @@ def _where(search: Search, name: str, is_alone: bool) -> str:
         direction[own.start : own.stop] = torch.where(mask.reshape(-1), sizes, 0.0)
         return search.is_wrong(differences.along(direction))
 
-    flat = point.reshape(value.shape)
-    for words, mask in (("x < 0", flat < 0), ("x > 0", flat > 0)):
-        if bool(mask.any()) and bool((~mask).any()) and not is_wrong(~mask):
-            return f"only where {words}"
     names = {1: ["elements"], 2: ["rows", "columns"]}.get(value.dim())
     for dim, length in enumerate(value.shape):
         bad = _bad_slices(value.shape, dim, is_wrong) if 1 < length <= _LONGEST else []
@@ -89,9 +84,7 @@ def _bad_slices(shape: torch.Size, dim: int, is_wrong: Callable[[Tensor], bool])
 def _described(bad: list[int], length: int, name: str) -> str:
     count = len(bad)
     if bad == list(range(length - count, length)):
-        tile = next((tile for tile in _TILES if count < tile < length and length % tile == count), 0)
-        left = f", what tiles of {tile} leave over" if tile else ""
-        return f"only the last {count} of {length} {name}{left}"
+        return f"only the last {count} of {length} {name}"
     if bad == list(range(count)):
         return f"only the first {count} of {length} {name}"
     return f"only {count} of {length} {name}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from gradguard.check.function import Function, is_autograd_function, is_differen
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.frozen import Frozen, modules_of_call
 from gradguard.state.generators import generator_states
+
+_MISSING: Any = object()
 
 
 class NamedCall:
@@ -36,18 +37,15 @@ class NamedCall:
         if not callable(op):
             raise InvalidTypeError(f"the operator is {type(op).__name__}: expected a function or a module.")
         self.op, self.output_name = op, output_name
-        self._aliases = _tensor_names(op)
-        inputs = _tensor_values("input_values", values, self._aliases)
-        self._scope = _tensor_values("local_scope", scope or {}, self._aliases)
-        if common := [name for name in inputs if name in self._scope]:
+        inputs, further = _tensor_values("input_values", values), _tensor_values("local_scope", scope or {})
+        if common := [name for name in inputs if name in further]:
             raise InvalidValueError(f"{common} are in input_values and in local_scope: give each in one of them.")
         parameters = dict(op.named_parameters()) if isinstance(op, nn.Module) else {}
         own = {**parameters, **dict(op.named_buffers())} if isinstance(op, nn.Module) else {}
         refuse_empty(own)
         self.names = list(dict.fromkeys([*inputs, *parameters]))
-        self.values = {**{name: one.detach() for name, one in own.items()}, **inputs, **self._scope}
-        signature = _signature(op)
-        self._owned = {*own} - set(signature.parameters if signature is not None else ())
+        self.values = {**{name: one.detach() for name, one in own.items()}, **inputs, **further}
+        self._owned = own.keys() - {one.name for one in _parameters(op) or ()}
 
     def name_of(self, name: str, argument: str) -> str:
         """Return the name under which an input is kept.
@@ -55,13 +53,9 @@ class NamedCall:
         Raises:
             InvalidValueError: If there is no such input.
         """
-        found = self._aliases.get(name, name)
-        if found not in self.names:
-            hint = (
-                " The values of local_scope are not checked: give it in input_values." if found in self._scope else ""
-            )
-            raise InvalidValueError(f"{argument} has {name!r}, which is not among the inputs: {self.names}.{hint}")
-        return found
+        if name not in self.names:
+            raise InvalidValueError(f"{argument} has {name!r}, which is not among the inputs: {self.names}.")
+        return name
 
     @contextmanager
     def function(self, names: list[str], *, wide: bool = False, device: str | None = None) -> Iterator[Function]:
@@ -152,17 +146,18 @@ def bind_by_name(
     Raises:
         InvalidValueError: If a name is not in the signature, or a required argument is absent.
     """
-    signature = _signature(fn)
-    if signature is None or _goes_by_position(signature, values):
+    parameters = _parameters(fn)
+    if parameters is None:
         return tuple(values.values()), {}
-    parameters = [
-        p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
-        for p in signature.parameters.values()
-    ]
+    named = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in parameters]
+    # Positional-only names that the caller does not use are no part of the interface, as in f(a, b, /).
+    is_numbered = all(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
+    if parameters and is_numbered and values.keys().isdisjoint(p.name for p in parameters):
+        return tuple(values.values()), {}
     try:
-        bound = signature.replace(parameters=parameters).bind(**values)
+        bound = inspect.Signature(named).bind(**values)
     except TypeError as error:
-        known = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        known = [p.name for p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         own = f", its parameters and buffers {list(others)}" if others else ""
         raise InvalidValueError(
             f"{name_of(fn)} cannot be called with {list(values)}: {error}. Its arguments are {known}{own}."
@@ -178,18 +173,15 @@ def select_output(result: Any, output_name: str | int, op_name: str) -> Tensor:
         InvalidTypeError: If it is no floating or complex tensor.
         InvalidValueError: If there is no output of this name.
     """
-    if isinstance(result, Tensor):
-        chosen = result
-    else:
-        outputs = _outputs(result)
-        if not any(isinstance(value, Tensor) for value in outputs.values()):
-            raise InvalidTypeError(
-                f"{op_name} returned {type(result).__name__} without a tensor: expected a tensor, or tensors in a "
-                f"dict, a tuple, a list or an object with attributes."
-            )
-        if output_name not in outputs and str(output_name) not in outputs:
-            raise InvalidValueError(f"{op_name} has no output {output_name!r}: expected one of {list(outputs)}.")
-        chosen = outputs[output_name] if output_name in outputs else outputs[str(output_name)]
+    outputs = {output_name: result} if isinstance(result, Tensor) else _outputs(result, output_name)
+    if not any(isinstance(value, Tensor) for value in outputs.values()):
+        raise InvalidTypeError(
+            f"{op_name} returned {type(result).__name__} without a tensor: expected a tensor, or tensors in a dict, a "
+            f"tuple, a list or an object with attributes."
+        )
+    chosen: Any = outputs.get(output_name, outputs.get(str(output_name), _MISSING))
+    if chosen is _MISSING:
+        raise InvalidValueError(f"{op_name} has no output {output_name!r}: expected one of {list(outputs)}.")
     if not is_differentiable(chosen):
         kind = chosen.dtype if isinstance(chosen, Tensor) else type(chosen).__name__
         raise InvalidTypeError(
@@ -200,44 +192,24 @@ def select_output(result: Any, output_name: str | int, op_name: str) -> Tensor:
     return chosen
 
 
-def _outputs(result: Any) -> dict[Any, Any]:
-    """Return what can be chosen, by name: positions are strings of digits."""
+def _outputs(result: Any, asked: str | int) -> dict[Any, Any]:
+    """Return the values of a result by key, by position in digits or by attribute, that which is ``asked`` for too."""
     if isinstance(result, Mapping):
         return dict(result)
-    if isinstance(result, tuple | list):
-        positions = {str(i): value for i, value in enumerate(result)}
-        return {**{n: getattr(result, n) for n in _field_names(result)}, **positions}
-    names = [field.name for field in fields(result)] if is_dataclass(result) else list(getattr(result, "__dict__", ()))
-    return {name: getattr(result, name) for name in names}
+    found = {str(i): value for i, value in enumerate(result)} if isinstance(result, tuple | list) else {}
+    found |= getattr(result, "__dict__", {})
+    return found | {asked: getattr(result, str(asked))} if hasattr(result, str(asked)) else found
 
 
-def _field_names(result: tuple[Any, ...] | list[Any]) -> Iterable[str]:
-    """Return the names in a namedtuple, or in one of PyTorch's own: ``values`` and ``indices`` of `torch.max`."""
-    if hasattr(result, "_fields"):
-        return result._fields  # type: ignore[union-attr]
-    if not type(result).__module__.startswith("torch.return_types"):
-        return ()
-    return [n for n in dir(result) if not n.startswith("_") and isinstance(getattr(result, n), Tensor)]
-
-
-def _tensor_values(argument: str, values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values with copies of all tensors, NumPy arrays as tensors, and each shared tensor under one name."""
+def _tensor_values(argument: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with copies of all tensors, NumPy arrays as tensors."""
     if not isinstance(values, Mapping):
         raise InvalidTypeError(
             f"{argument} is {type(values).__name__}: expected a dict from the name of each input to its array, as in "
             f"{{'x': array}}."
         )
     refuse_empty(values)
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        tensor, kept = _tensor(name, value), aliases.get(name, name)
-        if kept in found and not torch.equal(torch.as_tensor(found[kept]), torch.as_tensor(tensor)):
-            raise InvalidValueError(
-                f"{argument} gives {name!r} and {kept!r} different values, but they are one tensor of the module: give "
-                f"one of them."
-            )
-        found[kept] = tensor
-    return found
+    return {name: _tensor(name, value) for name, value in values.items()}
 
 
 def _tensor(name: str, value: Any) -> Any:
@@ -251,36 +223,14 @@ def _tensor(name: str, value: Any) -> Any:
         raise InvalidTypeError(f"input {name!r} is an array of {value.dtype}: {error}") from None
 
 
-def _tensor_names(op: Any) -> dict[str, str]:
-    """Return the first name of each parameter and buffer under all its names: tied weights have several."""
-    if not isinstance(op, nn.Module):
-        return {}
-    first: dict[int, str] = {}
-    named = [*op.named_parameters(remove_duplicate=False), *op.named_buffers(remove_duplicate=False)]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
-def _signature(fn: Any) -> inspect.Signature | None:
+def _parameters(fn: Any) -> list[inspect.Parameter] | None:
+    """Return the parameters of a callable, None for the functions of torch that are written in C++."""
     owner = getattr(fn, "__self__", None)
-    if is_autograd_function(owner):
-        # The signature of ``apply``, which takes what ``forward`` takes, by position only.
-        has_context = owner.setup_context is torch.autograd.Function.setup_context
-        signature = inspect.signature(owner.forward)
-        parameters = list(signature.parameters.values())[int(has_context) :]
-        kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: inspect.Parameter.POSITIONAL_ONLY}
-        return signature.replace(parameters=[p.replace(kind=kinds.get(p.kind, p.kind)) for p in parameters])
+    if is_autograd_function(owner):  # its ``apply`` takes what ``forward`` takes, by position only
+        given = list(inspect.signature(owner.forward).parameters.values())
+        given = given[owner.setup_context is torch.autograd.Function.setup_context :]
+        return [p.replace(kind=p.POSITIONAL_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in given]
     try:
-        return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
-    except (TypeError, ValueError):  # many functions of torch itself are written in C++
+        return list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
+    except (TypeError, ValueError):
         return None
-
-
-def _goes_by_position(signature: inspect.Signature, values: Mapping[str, Any]) -> bool:
-    """Tell whether no value can be given by name: names that only count positions are no part of an interface."""
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-    parameters = signature.parameters.values()
-    return (
-        bool(parameters)
-        and all(p.kind in by_position for p in parameters)
-        and not set(values) & {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
-    )

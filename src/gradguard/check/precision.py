@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradguard.check.flat_vectors import finite, joined, largest, normal, signs, zeros
 from gradguard.check.function import Function
-from gradguard.check.gradient_report import Finding, Power
+from gradguard.check.gradient_report import GradientFinding, Power
 from gradguard.check.rounding import Scatter
 
 _PERTURBATIONS = 8
@@ -75,7 +75,7 @@ class Conditioning:
         relative = (self.allowed / size)[size > 0]
         return Power(self.dtype, float(relative.median()) if relative.numel() else 1.0, max(self.in_all, default=1.0))
 
-    def compare(self, found: Tensor, other: Tensor, who: str, kind: str, times: float = 1.0) -> Finding | None:
+    def compare(self, found: Tensor, other: Tensor, who: str, kind: str, times: float = 1.0) -> GradientFinding | None:
         """Return what is wrong where two gradients are further apart than rounding explains."""
         both = found.isfinite() & other.isfinite() & self.gradient.isfinite()
         wrong = both & ((found - other).abs() > times * self.allowed)
@@ -87,16 +87,18 @@ class Conditioning:
                 ratio = float(mine @ theirs / (theirs @ theirs)) if theirs.any() else 1.0
                 if abs(ratio - 1) > times * bar:
                     message = f"{who}, {ratio:.4g} times as large in all, where rounding explains 1 ± {times * bar:.2g}"
-                    return Finding(kind, message, one.name)
+                    return GradientFinding(kind, message, one.name)
             return None
         excess = torch.where(wrong, ((found - other).abs() / self.allowed).nan_to_num(torch.inf, torch.inf), -1.0)
         position = int(excess.argmax())
         name, index = self.exact.name_of(position)
         units = f"{float(excess[position]) * self.units:.3g} {self.what} apart ({self.units:g} are allowed)"
         values = float(found[position]), float(other[position]), float(self.unit[position])
-        return Finding(kind, f"{who}, {units}, {int(wrong.sum())} of {wrong.numel()} elements", name, index, *values)
+        return GradientFinding(
+            kind, f"{who}, {units}, {int(wrong.sum())} of {wrong.numel()} elements", name, index, *values
+        )
 
-    def judge(self, found: Tensor, who: str, kind: str) -> Finding | None:
+    def judge(self, found: Tensor, who: str, kind: str) -> GradientFinding | None:
         """Compare a gradient with the float64 one; where they differ, allow for values that are coarser than the dtype.
 
         Args:
@@ -126,7 +128,7 @@ class Conditioning:
         return True
 
     def _sway(self, off: Tensor, own: Tensor) -> float:
-        """How far rounding moves the size of a gradient, of which ``off`` are the errors, one in each row."""
+        """Return how far rounding moves the size of gradient ``own``; the rows of ``off`` are its errors."""
         moved = float((off @ own / (own @ own)).square().mean().sqrt()) if own.any() else 1.0
         return self.eps / 2 + _DEVIATIONS * moved
 
@@ -150,7 +152,7 @@ class Conditioning:
 
 def compare_backends(
     exact: Function, backends: dict[str, Function], generator: torch.Generator, rtol: float = 0.0
-) -> tuple[list[Finding], list[Finding]]:
+) -> tuple[list[GradientFinding], list[GradientFinding]]:
     """Compare the gradient of each backend with the float64 one, and with each other's; return findings and notes."""
     findings, gradients = [], {}
     units = {name: Conditioning(exact, low, generator.clone_state(), rtol) for name, low in backends.items()}
@@ -166,10 +168,12 @@ def compare_backends(
     return findings, [coarseness_of(name, one.dtype) for name, one in units.items() if one.is_coarse]
 
 
-def coarseness_of(name: str, dtype: str) -> Finding:
+def coarseness_of(name: str, dtype: str) -> GradientFinding:
     """Return the note that gradients were judged by values that are coarser than their dtype."""
     who = f"{name}: " if name else ""
-    return Finding("precision", f"{who}values in {dtype} are coarser than {dtype}: gradients were judged by them")
+    return GradientFinding(
+        "precision", f"{who}values in {dtype} are coarser than {dtype}: gradients were judged by them"
+    )
 
 
 def _mean(values: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ _TERMS: dict[str, Callable[[Sequence[Any], Tensor], float]] = {
     **dict.fromkeys(["convolution", "convolution_backward"], _of_convolutions),
     **dict.fromkeys(_SCATTERED, _of_scatters),
 }
-"""How many terms an element of the result is the sum of."""
+"""The number of terms that each element of the result is a sum of, by operation."""
 _NOT_LINEAR = frozenset(_REDUCTIONS[2:])
 
 

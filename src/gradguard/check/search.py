@@ -14,11 +14,11 @@ from gradguard.check.differences import Differences, Disagreement, directions
 from gradguard.check.direction_verdict import LITTLE_OF_TYPICAL, ElementVerdict, examine, typical_size
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.flat_vectors import are_finite, finite, mean_size, norm
-from gradguard.check.gradient_report import Finding
+from gradguard.check.gradient_report import GradientFinding
 from gradguard.check.meeting_pieces import Pieces, pieces_around
 
 _DIRECTIONS = 2
-"""Random directions that have to agree; in float64, where bars are narrow, the first does if it is clear."""
+"""This many random directions have to agree; in float64, where bars are narrow, one clear direction is enough."""
 _ROUNDS = 12
 _MOST_FINDINGS = 5
 _SETS_PER_LEVEL = 8
@@ -27,7 +27,7 @@ _TOO_WEAK = 0.1
 _FEW_ENOUGH = 5000
 _MOST_BROKEN = 200
 _LITTLE = 1e-4
-"""An error below this, of several elements, may be that of a solver which stops at a tolerance."""
+"""A relative error of several elements below this may come from a solver that stops at a tolerance."""
 _SEVERAL = 3
 _MESSAGES = {
     "mismatch": "",
@@ -49,13 +49,13 @@ class Search:
 
     differences: Differences
     generator: torch.Generator
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[Finding] = field(default_factory=list)
-    undecided: list[Finding] = field(default_factory=list)
+    findings: list[GradientFinding] = field(default_factory=list)
+    notes: list[GradientFinding] = field(default_factory=list)
+    undecided: list[GradientFinding] = field(default_factory=list)
     agreed: list[Disagreement] = field(default_factory=list)
-    unclear: list[Finding] = field(default_factory=list)
+    unclear: list[GradientFinding] = field(default_factory=list)
     singly: list[float] = field(default_factory=list)
-    """Relative error that was allowed to each element that was examined by itself and agreed."""
+    """The relative error that was allowed to each element that was examined alone and agreed."""
     kinks: list[int] = field(default_factory=list)
     """Elements at a kink or a tie, where a subgradient was accepted."""
     has_every_element: bool = False
@@ -94,7 +94,9 @@ class Search:
         self._propose_a_tolerance()
         self._rate()
         if len(self.findings) >= _MOST_FINDINGS:
-            self.notes.insert(0, Finding("stopped", f"after {_MOST_FINDINGS} wrong elements, and there may be more"))
+            self.notes.insert(
+                0, GradientFinding("stopped", f"after {_MOST_FINDINGS} wrong elements, and there may be more")
+            )
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
         """Return the first direction that disagrees or says nothing, None if enough of them agree.
@@ -114,7 +116,8 @@ class Search:
             if self._is_clear(found):
                 self.agreed.append(found)
                 self.smooth = direction, found
-                needed = 1 if not attempt and not differences.is_low and self._is_telling(found) else needed
+                is_telling = (self._power(found) or 0.0) <= _TOO_WEAK  # or no element has a size
+                needed = 1 if not attempt and not differences.is_low and is_telling else needed
             elif jointly:
                 self._examine_jointly(direction, found)
             elif self.is_wrong(found):
@@ -126,16 +129,11 @@ class Search:
         return powerless
 
     def _is_clear(self, found: Disagreement) -> bool:
-        """Tell whether all that is known agrees, and says something."""
+        """Tell whether a direction agrees within a bar narrow enough to mean something."""
         if self.is_wrong(found):
             return False
         is_nothing = found.scale <= self.negligible and found.bar <= 1e3 * self.negligible
         return is_nothing or not found.bar > _POWERLESS * found.size
-
-    def _is_telling(self, found: Disagreement) -> bool:
-        """Tell whether a wrong element of typical size would show, or no element has a size."""
-        power = self._power(found)
-        return power is None or power <= _TOO_WEAK
 
     def _power(self, found: Disagreement) -> float | None:
         """Return from which relative error on one element of typical size would show; None if no element has a size."""
@@ -164,7 +162,7 @@ class Search:
         return list(map(int, singles))[: 2 * _SETS_PER_LEVEL]
 
     def _disagrees(self, direction: Tensor) -> Callable[[Tensor], bool]:
-        """Return what tells whether the gradient disagrees along a part of ``direction``, or nothing can be said."""
+        """Return a test of parts of ``direction``: the gradient disagrees there, or the bar is too wide to tell."""
         floor = _POWERLESS * norm(self.differences.gradient * direction) / len(direction) ** 0.5
 
         def disagrees(part: Tensor) -> bool:
@@ -182,7 +180,7 @@ class Search:
         jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
         for position in jumping:
             self.open[position] = self.continuous[position] = False
-            self.notes.append(Finding("jump", _NOTES["jump"], *self._place(position)))
+            self.notes.append(GradientFinding("jump", _NOTES["jump"], *self._place(position)))
         return bool(jumping)
 
     def _examine_broken_gradients(self) -> None:
@@ -196,13 +194,13 @@ class Search:
                 self.examine_element(position)
         if len(broken) > _MOST_BROKEN and not self.findings:
             message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
-            self.undecided.append(Finding("singular", message))
+            self.undecided.append(GradientFinding("singular", message))
         self.open[broken] = self.continuous[broken] = False
         self.differences.gradient = finite(gradient)
 
     @cached_property
     def _jumps_where_it_is_nan(self) -> bool:
-        """Whether it jumps when elements whose gradient is NaN move, as eigenvectors do where eigenvalues are equal."""
+        """Whether the outputs jump when elements with a NaN gradient move, as eigenvectors of equal eigenvalues do."""
         direction = next(directions(self.differences.function, self.generator))
         return self.differences.jumps(direction * self.differences.gradient.isnan())
 
@@ -219,18 +217,18 @@ class Search:
         mean = float(mean_size(differences.point[own.start : own.stop]))
         shown = examine(differences, direction, [abs(float(differences.point[position])), mean, 1.0])
         if shown.kind == "nan" and differences.reaches_a_pole(direction):
-            self.notes.append(Finding("singular", _NOTES["singular"], *place))
+            self.notes.append(GradientFinding("singular", _NOTES["singular"], *place))
         elif shown.kind == "nan" and self._jumps_where_it_is_nan:
-            self.undecided += [] if self.undecided else [Finding("singular", _NAN_AT_A_JUMP, *place)]
+            self.undecided += [] if self.undecided else [GradientFinding("singular", _NAN_AT_A_JUMP, *place)]
         elif shown.kind != "nan" and shown.is_wrong and (pieces := self._pieces(direction)):
             self.kinks.append(position)
             message = f"between the derivatives of pieces that meet here, {pieces.low:.6g} and {pieces.high:.6g}"
-            self.notes.append(Finding("tie", message, *place, analytical=shown.analytical))
+            self.notes.append(GradientFinding("tie", message, *place, analytical=shown.analytical))
         else:
             self._note(self._unless_in_doubt(shown, direction * mean), position)
 
     def _unless_in_doubt(self, shown: ElementVerdict, direction: Tensor) -> ElementVerdict:
-        """Return "undecided" for what agrees within a bar so wide that the disagreement at larger steps fits in."""
+        """Return "undecided" for an agreement whose bar is so wide that it hides a disagreement at larger steps."""
         if shown.kind != "ok" or shown.is_wrong or not self.differences.is_low:
             return shown
         found, moved = self.differences.along(direction), float(direction.abs().max())
@@ -240,7 +238,7 @@ class Search:
         return replace(shown, kind="undecided") if in_doubt else shown
 
     def _examine_jointly(self, direction: Tensor, found: Disagreement) -> None:
-        """Examine a direction like an element: kinks, ties and noise of many elements show along it as well."""
+        """Examine a whole direction as if it were an element, where too many elements are at kinks or ties."""
         shown = examine(self.differences, direction, [1.0])
         pieces = self._pieces(direction) if shown.is_wrong else None
         if pieces is not None or (not shown.is_wrong and shown.kind in ("ok", "kink")):
@@ -253,7 +251,7 @@ class Search:
             self.unclear.append(_finding(shown, "", None, "nothing settles along a random direction"))
 
     def _examine_kinks_together(self) -> None:
-        """Move everything, or what is tied, by the same amount: each element may be right, and their sum too large.
+        """Move all elements, or the tied ones, by one amount: each may be right by itself while their sum is too large.
 
         Tied values stay tied, so that every right choice among them gives the same.
         """
@@ -312,14 +310,16 @@ class Search:
         seen = [power for one in self.agreed if (power := self._power(one)) is not None]
         compared = self.agreed or self.singly or self.kinks or self.has_every_element
         if not compared and len(self.differences.point):
-            self.undecided.append(Finding("undecided", "jumps and poles everywhere: there is nothing to compare with"))
+            self.undecided.append(
+                GradientFinding("undecided", "jumps and poles everywhere: there is nothing to compare with")
+            )
         if not (self.agreed or self.undecided or self.has_every_element) and bool(self.open.any()):
-            self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
+            self.undecided.append(GradientFinding("undecided", "no direction was accurate enough to say anything"))
         self.power = min(seen, default=5 * max(self.singly, default=0.0) or float("inf"))
         if self.power > _TOO_WEAK and (seen or any(self.singly)) and not self.findings:
             message = f"a wrong element would show only from {self.power:.1g} relative"
-            self.undecided.append(Finding("undecided", message))
+            self.undecided.append(GradientFinding("undecided", message))
 
 
-def _finding(shown: ElementVerdict, name: str, index: tuple[int, ...] | None, message: str) -> Finding:
-    return Finding(shown.kind, message, name, index, shown.analytical, *shown.numerical[:3])
+def _finding(shown: ElementVerdict, name: str, index: tuple[int, ...] | None, message: str) -> GradientFinding:
+    return GradientFinding(shown.kind, message, name, index, shown.analytical, *shown.numerical[:3])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DELTA = 0.005
 _FLOOR = 1e-3
-"""Below this size of the numerical gradient the error counts as it is, not relative to it."""
+"""Errors of elements whose numerical gradient is smaller than this are absolute, those of others relative."""
 
 
 def get_numerical_gradient(
@@ -50,7 +50,8 @@ def get_numerical_gradient(
 
     **Edge cases.** Where a step leaves the domain of ``op`` the element is NaN. An empty input gives an empty array. Of
     complex numbers the gradient is PyTorch's, :math:`\partial y / \partial \mathrm{Re}\, x_i + \mathrm{i}\,
-    \partial y / \partial \mathrm{Im}\, x_i`, with y the real part of the sum. Tied weights move together.
+    \partial y / \partial \mathrm{Im}\, x_i`, with y the real part of the sum. Tied weights move together,
+    under their first name.
 
     Args:
         op: A function or a module. The values are given by name; by position, in the order of ``input_values``, where a

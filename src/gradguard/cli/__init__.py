@@ -1,4 +1,14 @@
-"""The command line, a file for each command: parse, call, print, exit code; nothing else."""
+"""The command line: one file for each command, which parses its options, calls the package, prints, and returns a code.
+
+`main` finds the command in `_COMMANDS`; each file has `add_to`, which declares its options, and a function that carries
+it out. Commands that run somebody's script (`run`, `tune`) first cut their own options from the script's (`program`).
+`verdict` prints the reports that say PASS or FAIL, `records` reads the records that a command is given, and `pages`
+holds the documentation that `explain` and `skill` print.
+
+**Guarantees.** Exit code 2 stands for what cannot be carried out: one line says what to type, without a traceback. A
+verdict is 0 (PASS), 1 (FAIL) or 3 (INCONCLUSIVE); a script that is run keeps its own exit code, and the signal that
+ended it.
+"""
 
 import argparse
 import signal

@@ -6,7 +6,7 @@ from gradguard.cli.verdict import add_json, print_report
 
 _INPUT_HELP = (
     "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, x= for a "
-    "single number, 0=2,3 for the first by position"
+    "single number"
 )
 
 
@@ -30,7 +30,6 @@ def add_to(commands) -> None:
 def _check(parsed: argparse.Namespace) -> int:
     from gradguard.check.command import check_command
 
-    report = check_command(
-        parsed.target, parsed.input, parsed.reference, parsed.seed, parsed.exhaustive, parsed.order, parsed.rtol
-    )
+    options = {name: getattr(parsed, name) for name in ("reference", "seed", "exhaustive", "order", "rtol")}
+    report = check_command(parsed.target, parsed.input, **options)
     return print_report(report, parsed.json)

@@ -63,7 +63,7 @@ TAKEN = StepOutcome()
 
 
 @dataclass(slots=True)
-class _Step:
+class _GuardStep:
     """The step that is running, or the last one; each has its own.
 
     Attributes:
@@ -214,7 +214,7 @@ class Guard(OfOneOptimizer):
         self._attached = False
         # The step that is running, or the last one.
         self.last = cast("ClipResult | None", None)
-        self._step = _Step()
+        self._step = _GuardStep()
         follow_backwards()
         self._attach()
 
@@ -233,7 +233,7 @@ class Guard(OfOneOptimizer):
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
-        self._step = _Step()
+        self._step = _GuardStep()
         if not self._attached:
             return None
         if self._proxy is not None:
@@ -421,7 +421,7 @@ class Guard(OfOneOptimizer):
         if self._proxy is not None:
             self._proxy.leave()
         self._judge_update()
-        step, self._step = self._step, _Step(self._step.outcome)  # which keeps nothing of the optimizer alive
+        step, self._step = self._step, _GuardStep(self._step.outcome)  # which keeps nothing of the optimizer alive
         if step.outcome.skipped is True and step.snapshot is not None:
             step.snapshot.restore()
         self._spike_watch.end()
@@ -445,7 +445,7 @@ class Guard(OfOneOptimizer):
 
     def _break_off(self) -> None:
         """Forget the last step, which an error has ended."""
-        self._step = _Step()
+        self._step = _GuardStep()
         self._spike_watch.break_off()
 
     # -- GradScaler -------------------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ class Guard(OfOneOptimizer):
     def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
         del optimizer, step
         self._hooks.settle()
-        self._step = _Step(self._step.outcome, waits=True)
+        self._step = _GuardStep(self._step.outcome, waits=True)
 
     def _scaler_ends(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A ``scaler.step`` that does not reach the optimizer has found an overflow: it counts as a skipped step."""
@@ -463,7 +463,7 @@ class Guard(OfOneOptimizer):
         with torch.no_grad():
             decision = self.clipper.decide(self._guarded.gradients(self._proxy, self._policy))
         self.last = decision.result
-        self._step = _Step(StepOutcome(True, "grad_scaler"))
+        self._step = _GuardStep(StepOutcome(True, "grad_scaler"))
         self._tell(decision)
         self._count(self.last, self._step.outcome)
 

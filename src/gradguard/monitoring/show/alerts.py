@@ -10,7 +10,7 @@ from gradguard.monitoring.judge.health import KINDS, Finding
 from gradguard.monitoring.record.file import Line
 
 CLOSE_SECONDS = 10.0
-"""How long the end of a run waits for findings that are still being told."""
+"""Seconds for which the end of a run waits for findings that the function has not taken yet."""
 
 
 class Alerts:

@@ -12,7 +12,7 @@ from gradguard.monitoring.record.file import SCHEMA, file_of, read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.record.text import drop_output, encodable, printable
 from gradguard.monitoring.show.run_state import RunState
-from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, line, view
+from gradguard.monitoring.show.tail_view import clock, ending, event_line, line, view
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -25,7 +25,7 @@ BROKEN_PIPE = 141
 
 POLL_SECONDS = 0.5
 JUDGED_SECONDS, JUDGED_SHARE = 10.0, 0.02
-"""How often a run is judged while it goes on, and the most of the time that this takes."""
+"""Seconds between two judgements of a run in progress, and the largest share of the time that they may take."""
 
 LONGEST_JUDGED = 16 * 2**20
 """Bytes of a record that is judged while it is followed: `gradguard report` judges all of a longer one."""
@@ -116,7 +116,6 @@ class Watched:
         self.path = path
         self._follower = JsonlReader(path)
         self.run = RunState()
-        self._runs = 0
         self._judge_at, self._judged_whole = float("-inf"), False
 
     def look(self) -> list[dict[str, Any]]:
@@ -132,7 +131,6 @@ class Watched:
         for entry in lines:
             if entry["t"] == "meta":
                 self.run = RunState()
-                self._runs += 1
             self.run.add(entry)
         return lines
 
@@ -166,14 +164,6 @@ class Watched:
         words, style = self._status(now)
         return "; ".join([words, *self._remarks()]), style
 
-    def status_with_age(self, now: float) -> tuple[str, str]:
-        """Return `status`, and how old the last line of a run that goes on is: for a view that is drawn anew."""
-        words, style = self.status(now)
-        changed = self._follower.changed
-        if changed is None or not self.there or self.run.end is not None:
-            return words, style
-        return f"{words}; written {duration(now - changed)} ago", style
-
     def _status(self, now: float) -> tuple[str, str]:
         if self.run.end is not None:
             return ending(self.run.end)
@@ -189,22 +179,18 @@ class Watched:
         return f"no new line since {clock(since, now)}: killed, or busy without steps", "yellow"
 
     def quiet_since(self, now: float) -> float | None:
-        """When the record was last written, if that is long ago for a run with steps as long as these; else None."""
+        """Return the time of the last write if the run has been silent for unusually long, else None."""
         changed = self._follower.changed
         usual = max(QUIET_SECONDS, _QUIET_STEPS * (self.run.seconds_per_step or 0.0))
         return changed if changed is not None and self.run.end is None and now - changed > usual else None
 
     def _remarks(self) -> Iterator[str]:
-        schema, world = self.run.meta.get("schema", SCHEMA), self.run.meta.get("world", 1)
-        seen = self._follower
-        skipped = f"{seen.skipped / 2**20:,.0f} MiB of its start were passed over"
+        schema, seen = self.run.meta.get("schema", SCHEMA), self._follower
         remarks = [
             (schema > SCHEMA, f"written by a newer gradguard (schema {schema}): parts may be missing here"),
-            (world > 1, f"rank {self.run.meta.get('rank', 0)} of {world}"),
-            (seen.skipped, f"a long record: {skipped}"),
+            (seen.skipped, f"{seen.skipped / 2**20:,.0f} MiB of the start of a long record were passed over"),
             (seen.unreadable, f"{seen.unreadable} unreadable lines"),
             (seen.dropped, f"{seen.dropped} fields that cannot be meant"),
-            (self._runs > 1, "a new run took the place of the one before"),
         ]
         return (words for holds, words in remarks if holds)
 
@@ -227,11 +213,11 @@ def _show_once(watched: Watched, events: int, console: "Console") -> None:
 
 
 def _drawn(watched: Watched, events: int, console: "Console") -> "RenderableType":
-    return view(watched.run, watched.status_with_age(time.time()), watched.title(), events, console)
+    return view(watched.run, watched.status(time.time()), watched.title(), events, console)
 
 
 def _show_live(watched: Watched, events: int, console: "Console") -> None:
-    """On the terminal's other screen, so that a change of its size leaves nothing behind; the last view is kept."""
+    """Redraw the view on the terminal's alternate screen, which a resize leaves clean; print the last one after it."""
     from rich.live import Live
 
     watched.look()

@@ -12,11 +12,10 @@ from gradguard.monitoring.judge.numbers import buckets
 from gradguard.monitoring.record.step_rows import binds, is_nonfinite
 
 WINDOW = 100
-"""How many of the last steps the rate and the share of clipped steps are taken over."""
+"""The number of last steps over which the rate and the share of clipped steps are computed."""
 
 MOST_BUCKETS = 1024
 MOST_EVENTS = 50
-MOST_OPTIMIZERS = 16
 
 
 class History:
@@ -140,15 +139,10 @@ class RunState:
         self._state_of(step).add(step)
 
     def _state_of(self, step: dict[str, Any]) -> OptimizerProgress:
-        place = step.get("optimizer")
-        key = place if place in self.states or len(self.states) < MOST_OPTIMIZERS else None
-        return self.states.setdefault(key, OptimizerProgress(self._label(key)))
-
-    def _label(self, place: int | None) -> str:
-        names = self.meta.get("optimizers", ())
-        if place is None:
-            return "other optimizers" if self.states else ""
-        return f"optimizer {place} ({names[place]})" if place < len(names) else f"optimizer {place}"
+        place, names = step.get("optimizer"), self.meta.get("optimizers", ())
+        named = place is not None and place < len(names)
+        label = f"optimizer {place} ({names[place]})" if named else "" if place is None else f"optimizer {place}"
+        return self.states.setdefault(place, OptimizerProgress(label))
 
     @property
     def state(self) -> OptimizerProgress:

@@ -23,7 +23,7 @@ _SMOOTH = 10  # steps of which the median is compared, so that one batch decides
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrialRun:
     """One run of the script.
 
     Attributes:
@@ -63,7 +63,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How one rule did.
+    """The result of one rule over its seeds.
 
     Attributes:
         rule: The rule.
@@ -88,7 +88,7 @@ class Score:
     worse: bool = False
 
 
-def scores(runs: Sequence[Run], maximize: bool = False) -> list[Score]:
+def scores(runs: Sequence[TrialRun], maximize: bool = False) -> list[Score]:
     """Rank the rules: the fewest runs lost come first, then the lowest mean loss or the best metric.
 
     **Edge cases**: rules of which all runs were lost come last, with ``loss`` None; with one seed nothing is told
@@ -103,9 +103,9 @@ def scores(runs: Sequence[Run], maximize: bool = False) -> list[Score]:
 
     Example:
         >>> def run(rule, seed, loss):
-        ...     return Run(rule, seed, [2.0] * 18 + [loss] * 2)
+        ...     return TrialRun(rule, seed, [2.0] * 18 + [loss] * 2)
         >>> runs = [run(rule, seed, 0.5 + seed / 10) for rule in ("none", "median") for seed in range(3)]
-        >>> runs[0] = Run("none", 0, [2.0] * 3 + [None] * 17)
+        >>> runs[0] = TrialRun("none", 0, [2.0] * 3 + [None] * 17)
         >>> [(score.rule, score.diverged, score.worse) for score in scores(runs)]
         [('median', 0, False), ('none', 1, True)]
     """
@@ -138,7 +138,7 @@ def diverged_at(losses: Losses, others: Sequence[Losses], since: int = 0) -> int
     return None
 
 
-def sound(runs: Sequence[Run]) -> list[Losses]:
+def sound(runs: Sequence[TrialRun]) -> list[Losses]:
     """Return the losses of the runs that others are compared with: those that came to their end and did not get worse.
 
     Args:
@@ -256,7 +256,7 @@ def _is_far_above(losses: Losses, i: int, others: Sequence[Losses]) -> bool:
     return 0 < middle < math.inf and now >= FAR_ABOVE * middle and now >= ABOVE_START * _middle(losses, _SMOOTH - 1)
 
 
-def _diverged(run: Run, runs: Sequence[Run]) -> bool:
+def _diverged(run: TrialRun, runs: Sequence[TrialRun]) -> bool:
     if run.stopped or (run.losses and last_loss(run.losses) is None):
         return True
     before = runs[: runs.index(run)]  # what it was compared with while it ran, and may have ended before a look
@@ -264,7 +264,7 @@ def _diverged(run: Run, runs: Sequence[Run]) -> bool:
     return any(diverged_at(run.losses, sound(compared)) is not None for compared in (before, others))
 
 
-def _score(rule: str, runs: Sequence[Run], lost: dict[tuple[str, int], bool]) -> Score:
+def _score(rule: str, runs: Sequence[TrialRun], lost: dict[tuple[str, int], bool]) -> Score:
     own = [run for run in runs if run.rule == rule]
     diverged = [run.seed for run in own if lost[rule, run.seed]]
     losses = {run.seed: None if run.failed or run.seed in diverged else _value(run) for run in own}
@@ -274,7 +274,7 @@ def _score(rule: str, runs: Sequence[Run], lost: dict[tuple[str, int], bool]) ->
     return Score(rule, mean, losses, len(diverged), len(own) - len(diverged) - len(finite), share)
 
 
-def _value(run: Run) -> float | None:
+def _value(run: TrialRun) -> float | None:
     if run.metric is None:
         return last_loss(run.losses)
     return None if math.isnan(run.metric) else run.metric

@@ -16,7 +16,7 @@ from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.record.file import FILE_NAME, read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.tune.candidates import NONE, OTHERWISE, candidates, recommended
-from gradguard.monitoring.tune.score import Run, diverged_at, got_worse, last_loss, same_start, sound
+from gradguard.monitoring.tune.score import TrialRun, diverged_at, got_worse, last_loss, same_start, sound
 from gradguard.named_rules import clipping_rule
 
 RUN = (sys.executable, "-m", "gradguard", "run")
@@ -74,7 +74,7 @@ class Trials:
 
     def __init__(self, plan: TrialPlan, tell: Callable[[str], object]) -> None:
         self.plan, self._tell = plan, tell
-        self.runs: list[Run] = []
+        self.runs: list[TrialRun] = []
         self.rules: list[str] = [NONE]
         self.seeds_itself = self.clips_itself = False
         self.optimizers = 1
@@ -111,7 +111,7 @@ class Trials:
             for rule in self.rules[1:]:  # known by now
                 yield seed, rule
 
-    def _look_at_first(self, done: Run) -> None:
+    def _look_at_first(self, done: TrialRun) -> None:
         folder = self.folder_of(NONE, 1)
         if done.failed and not (done.losses and last_loss(done.losses) is None):
             raise CommandError(
@@ -143,7 +143,7 @@ class Trials:
             )
             self.rules += candidates(record, got_worse(_losses(record.steps)))
 
-    def _one(self, rule: str, seed: int) -> Run:
+    def _one(self, rule: str, seed: int) -> TrialRun:
         folder = self.folder_of(rule, seed)
         folder.mkdir(parents=True, exist_ok=True)
         options = ["--out", str(folder), "--force", "--no-report", "--steps", str(self.plan.steps), "--seed", str(seed)]
@@ -203,14 +203,14 @@ def _losses(steps: Sequence[dict]) -> list[float | None]:
     return [step["loss"] for step in steps if "loss" in step]
 
 
-def _run_of(rule: str, seed: int, folder: Path, code: int, stopped: bool, metric: re.Pattern[str] | None) -> Run:
+def _run_of(rule: str, seed: int, folder: Path, code: int, stopped: bool, metric: re.Pattern[str] | None) -> TrialRun:
     try:
         record = read_record(folder)
     except RecordError:
-        return Run(rule, seed, [], failed=True, stopped=stopped)
+        return TrialRun(rule, seed, [], failed=True, stopped=stopped)
     value = None if metric is None else _last_number(metric, folder / OUTPUT)
     failed = bool(code) and not stopped
-    return Run(rule, seed, _losses(record.steps), failed, verdict(record).clip_share or 0.0, stopped, value)
+    return TrialRun(rule, seed, _losses(record.steps), failed, verdict(record).clip_share or 0.0, stopped, value)
 
 
 def _last_number(metric: re.Pattern[str], output: Path) -> float:
@@ -221,7 +221,7 @@ def _last_number(metric: re.Pattern[str], output: Path) -> float:
     return math.nan
 
 
-def _outcome(run: Run) -> str:
+def _outcome(run: TrialRun) -> str:
     if run.stopped:
         return f"diverged, ended after {len(run.losses)} losses"
     if run.failed:

@@ -53,7 +53,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Row:
+class Subplot:
     """One of several plots that stand above each other and share their horizontal axis.
 
     Attributes:
@@ -77,7 +77,7 @@ def steps_between(first: int, last: int) -> str:
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
-def drawing(rows: Sequence[Row], height: int, xaxis: Keys, **layout: Any) -> Keys:
+def drawing(rows: Sequence[Subplot], height: int, xaxis: Keys, **layout: Any) -> Keys:
     """Return the figure of some rows of plots, top first.
 
     Args:
@@ -87,7 +87,7 @@ def drawing(rows: Sequence[Row], height: int, xaxis: Keys, **layout: Any) -> Key
         **layout: Further keys of the layout.
 
     Example:
-        >>> figure = drawing([Row([{"type": "bar"}], share=0.6), Row([{"type": "bar"}], share=0.4)], 300, {})
+        >>> figure = drawing([Subplot([{"type": "bar"}], share=0.6), Subplot([{"type": "bar"}], share=0.4)], 300, {})
         >>> [trace["yaxis"] for trace in figure["data"]], figure["layout"]["xaxis"]["anchor"]
         (['y', 'y2'], 'y2')
         >>> figure["layout"]["yaxis"]["domain"], figure["layout"]["yaxis2"]["domain"]

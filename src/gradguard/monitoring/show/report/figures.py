@@ -27,7 +27,7 @@ from gradguard.monitoring.show.report.figure import (
     VERMILION,
     Chart,
     Keys,
-    Row,
+    Subplot,
     Table,
     area,
     drawing,
@@ -58,7 +58,7 @@ class _Plot(NamedTuple):
 
 
 _SHARES = (0.6, 0.4)
-"""Of the height, for two rows."""
+"""The shares of the height of two rows."""
 _NORM = _Plot("gradient norm", True, (_Series("norm", "gradient norm", BLUE),))
 _CLIPPED_NORM = _Plot(
     "gradient norm", True,
@@ -132,7 +132,7 @@ def _over_steps(
         traces = [trace for one in plot.series for trace in _lines(one, records, labels, most, is_first=not rows)]
         if traces:
             traces += marks if plot.title == _NORM.title else ()
-            rows.append(Row(traces, _axis(plot, records), _SHARES[len(rows)]))
+            rows.append(Subplot(traces, _axis(plot, records), _SHARES[len(rows)]))
             drawn += plot.series
     if not rows:
         return None
@@ -277,7 +277,7 @@ def clip_share(record: Record) -> Chart | None:
         for regime in REGIMES
     ]
     axis = titled("share that binds", tickformat=".0%", range=[0, top], nticks=6)
-    figure = drawing([Row(bars, axis)], 270, steps_axis([record]), barmode="overlay")
+    figure = drawing([Subplot(bars, axis)], 270, steps_axis([record]), barmode="overlay")
     rows = [(f"{one.first:,} to {one.last:,}", percent(one.share), regime_of(one.share)) for one in windows]
     table = Table(("steps", "share", "regime"), rows)
     return Chart("clip-share", "How often clipping binds", _BINDS, figure, table, over_steps=True)
@@ -341,7 +341,7 @@ def along_depth(record: Record) -> Chart | None:
         "weights, from the input to the output", tickvals=places[::every], tickangle=-30,
         ticktext=[short(layer.name, 20) for layer in layers[::every]], range=[-0.5, len(layers) - 0.5],
     )  # fmt: skip
-    figure = drawing([Row(traces, log_axis("gradient of an element", known))], 360, axis)
+    figure = drawing([Subplot(traces, log_axis("gradient of an element", known))], 360, axis)
     rows = [(layer.name, number(a), number(b)) for layer, a, b in zip(layers, first, last, strict=True)]
     apart = -(-len(rows) // _MOST_WEIGHTS)
     note = f"one in {apart} of {len(rows):,} weights" if apart > 1 else ""

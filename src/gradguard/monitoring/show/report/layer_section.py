@@ -20,7 +20,7 @@ from gradguard.monitoring.show.report.figure import (
     VERMILION,
     Chart,
     Keys,
-    Row,
+    Subplot,
     Table,
     drawing,
     names_of_bars,
@@ -54,14 +54,12 @@ class LayerMatrix:
         steps: The first step of each column.
         cells: Rows of the largest value in each cell: None where one was not finite, NaN where none was measured.
         left_out: How many rows there were too many; those whose norm moved least.
-        rows: The places of the rows in the names of the record.
     """
 
     names: list[str]
     steps: list[int]
     cells: list[list[Number]]
     left_out: int = 0
-    rows: Sequence[int] = ()
 
     def medians(self) -> list[Number]:
         """The median of the positive cells of each row, None for a row without one."""
@@ -76,7 +74,7 @@ class LayerMatrix:
 
 
 def heat_map(record: Record, optimizer: int | None, most_cells: int = MOST_CELLS) -> Chart | None:
-    """Draw every parameter's norm over time: against its own median, as it is, and the change of the weights.
+    """Draw every parameter's norm over time: against its own median, or as it is.
 
     The page draws the cells itself, because a packed matrix is a third of what plotly would store.
 
@@ -91,14 +89,15 @@ def heat_map(record: Record, optimizer: int | None, most_cells: int = MOST_CELLS
     matrix = layer_norms(record, rows_of(record, optimizer), most_cells)
     if matrix is None:
         return None
-    ratios = update_ratios(record, matrix.rows, most_cells)
     pixels = max(2.5, min(26, 1000 / len(matrix.names)))
     every = math.ceil(_LABEL_PIXELS / pixels)
     yaxis = {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""}
-    figure = drawing([Row([], yaxis)], round(120 + pixels * len(matrix.names)), steps_axis([record]))
+    figure = drawing([Subplot([], yaxis)], round(120 + pixels * len(matrix.names)), steps_axis([record]))
     heat = {
-        "norm": _names(matrix) | _cells(matrix),
-        "ratio": _cells(ratios) if ratios and ratios.rows == matrix.rows else None,
+        **_names(matrix),
+        "steps": matrix.steps,
+        "medians": [None if usual is None else round(100 * math.log10(usual)) for usual in matrix.medians()],
+        "cells": matrix.packed(),
         "colours": {"scale": DEVIATION_SCALE, "zero": GREY, "nonfinite": BLACK},
         "bar": max(80, min(280, round(pixels * len(matrix.names)))),
         "every": every,
@@ -131,7 +130,13 @@ def dominance(record: Record, optimizer: int | None, spikes: Collection[int]) ->
     xaxis = titled("share of the squared norm", tickformat=form, range=[0, 1.15 * top], nticks=6)
     yaxis, meta = names_of_bars(names)
     figure = drawing(
-        [Row(bars[::-1], yaxis)], 110 + 42 * len(names), xaxis, meta=meta, barmode="group", bargap=0.3, bargroupgap=0.05
+        [Subplot(bars[::-1], yaxis)],
+        110 + 42 * len(names),
+        xaxis,
+        meta=meta,
+        barmode="group",
+        bargap=0.3,
+        bargroupgap=0.05,
     )
     table = Table(("parameter", *labels), [(name, percent(a), percent(b)) for name, a, b in rows[::-1]])
     return Chart("dominance", "Who dominates", _DOMINANCE, figure, table)
@@ -150,25 +155,26 @@ def layer_norms(record: Record, rows: Sequence[int], most_cells: int = MOST_CELL
         The matrix, or None where nothing was recorded per parameter.
     """
     lines = record.tensors
-    norms = list(map(_norms, lines.column("norm"), lines.column("absent")))
-    return _matrix(record, lines.column("i"), norms, most_cells, rows)
-
-
-def update_ratios(record: Record, rows: Sequence[int], most_cells: int = MOST_CELLS) -> LayerMatrix | None:
-    """Return how much each step changed every parameter, as a share of its norm, where that was recorded.
-
-    Args:
-        record: The record of a run.
-        rows: The parameters to show.
-        most_cells: How many cells a page can carry.
-
-    Returns:
-        The matrix, or None where weights and updates were not recorded.
-    """
-    pairs = zip(record.tensors.column("update"), record.tensors.column("weight"), strict=True)
-    lines = record.tensors.where([bool(update and weight) for update, weight in pairs])
-    ratios = list(map(_ratios, lines.column("update"), lines.column("weight")))
-    return _matrix(record, lines.column("i"), ratios, most_cells, rows)
+    values = list(map(_norms, lines.column("norm"), lines.column("absent")))
+    count = min([len(record.names), *map(len, values)])
+    kept = [row for row in rows if row < count]
+    if not values or not kept:
+        return None
+    most_rows = MOST_ROWS * most_cells // MOST_CELLS
+    places = buckets(len(values), max(40, min(MOST_COLUMNS, most_cells // min(len(kept), most_rows))))
+    columns = [
+        [_largest(cells) for cells in zip(*(row[:count] for row in values[place.start : place.stop]), strict=True)]
+        for place in places
+    ]
+    cells = {row: [column[row] for column in columns] for row in kept}
+    shown = sorted(sorted(kept, key=lambda row: _movement(cells[row]))[-most_rows:])
+    numbers = lines.column("i")
+    return LayerMatrix(
+        names=[record.names[row] for row in shown],
+        steps=[numbers[place[0]] for place in places],
+        cells=[cells[row] for row in shown],
+        left_out=len(kept) - len(shown),
+    )
 
 
 def rows_of(record: Record, optimizer: int | None) -> list[int]:
@@ -217,34 +223,6 @@ def shares(
     return sorted(top, key=lambda share: share[2]), f"{label} ({len(at):,} recorded)"
 
 
-def _matrix(
-    record: Record,
-    numbers: Sequence[int],
-    values: Sequence[list[Number]],
-    most_cells: int,
-    rows: Sequence[int],
-) -> LayerMatrix | None:
-    count = min([len(record.names), *map(len, values)])
-    kept = [row for row in rows if row < count]
-    if not len(values) or not kept:
-        return None
-    most_rows = MOST_ROWS * most_cells // MOST_CELLS
-    places = buckets(len(values), max(40, min(MOST_COLUMNS, most_cells // min(len(kept), most_rows))))
-    columns = [
-        [_largest(cells) for cells in zip(*(row[:count] for row in values[place.start : place.stop]), strict=True)]
-        for place in places
-    ]
-    cells = {row: [column[row] for column in columns] for row in kept}
-    shown = sorted(sorted(kept, key=lambda row: _movement(cells[row]))[-most_rows:])
-    return LayerMatrix(
-        names=[record.names[row] for row in shown],
-        steps=[numbers[place[0]] for place in places],
-        cells=[cells[row] for row in shown],
-        left_out=len(kept) - len(shown),
-        rows=shown,
-    )
-
-
 def _largest(cells: Sequence[Number]) -> Number:
     """The largest of a parameter's values in one column; None if one was not finite, NaN if none was measured."""
     return None if None in cells else max(_above(_LEAST, cells), default=math.nan)
@@ -258,7 +236,7 @@ def _above(low: float, cells: Sequence[Number]) -> list[float]:
 
 
 def _movement(cells: Sequence[Number]) -> float:
-    """By how much the largest cell of a row is above the smallest: infinitely where one is not above 0."""
+    """Return the ratio of the largest to the smallest cell of a row, infinity where one is not above 0."""
     known = _above(0.0, cells)
     return max(known) / min(known) if len(known) == len(cells) else math.inf
 
@@ -267,13 +245,6 @@ def _norms(norms: list[Number], absent: Sequence[int] | None) -> list[Number]:
     if not absent:
         return norms
     return [math.nan if place in absent else norm for place, norm in enumerate(norms)]  # no gradient is not one of 0
-
-
-def _ratios(updates: list[Number], weights: list[Number]) -> list[Number]:
-    return [
-        None if update is None or weight is None else update / weight if weight else math.nan
-        for update, weight in zip(updates, weights, strict=False)
-    ]
 
 
 def _hundredths(cell: Number) -> int:
@@ -302,11 +273,6 @@ def _names(matrix: LayerMatrix) -> Keys:
         "narrow": [short(name, NARROW_LABEL) for name in matrix.names],
         "labels": list(map(short, matrix.names)),
     }
-
-
-def _cells(matrix: LayerMatrix) -> Keys:
-    medians = [None if median is None else round(100 * math.log10(median)) for median in matrix.medians()]
-    return {"steps": matrix.steps, "medians": medians, "cells": matrix.packed()}
 
 
 def _numbers(matrix: LayerMatrix) -> Table:

@@ -49,7 +49,7 @@ _COLUMNS = (
     ("clip", False), ("final loss", True), ("best loss", True), ("median norm", True), ("largest norm", True),
     ("clipping bound", True), ("regime", False), ("spikes", True), ("non-finite steps", True),
 )  # fmt: skip
-"""Of the table of several runs: heading, and whether its cells are numbers."""
+"""Columns of the table that compares runs: the heading, and whether the cells are numbers."""
 
 
 def write_report(records: list[Record], path: str | Path) -> Path:
@@ -216,16 +216,13 @@ def _points(among: int) -> int:
 
 
 def _drawn(chart: Chart, prefix: str, steps: str) -> dict[str, Any]:
-    heat = chart.figure.get("heat")
-    has_ratio = bool(heat and heat["ratio"])
-    modes = [("deviation", "against its own median", True), ("absolute", "norm", True)]
-    modes.append(("ratio", "update / weight", has_ratio))
+    modes = [("deviation", "against its own median"), ("absolute", "norm")]
     return {
         "id": prefix + chart.name,
         "chart": chart,
         "json": _json(chart.figure),
         "height": chart.figure["layout"]["height"],
-        "modes": modes if heat else [],
+        "modes": modes if "heat" in chart.figure else [],
         "steps": steps if chart.over_steps else "",
     }
 

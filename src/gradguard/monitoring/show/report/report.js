@@ -91,21 +91,20 @@
 
   function heatMap(plot, spec) {
     const heat = spec.heat, mode = plot.dataset.mode;
-    const source = { ...heat.norm, ...(mode === "ratio" ? heat.ratio : {}) }, cells = cellsOf(source, mode);
-    const last = source.steps.at(-1), width = Math.max(1, last - (source.steps.at(-2) ?? last - 1));
-    const axes = { x: [...source.steps, last + width], y: source.rows }, what = mode === "ratio" ? "update / weight" : "norm";
+    const cells = cellsOf(heat, mode), last = heat.steps.at(-1), width = Math.max(1, last - (heat.steps.at(-2) ?? last - 1));
+    const axes = { x: [...heat.steps, last + width], y: heat.rows };
     const main = {
       type: "heatmap", ...axes, ...colours(heat, mode, cells), hoverongaps: false,
       z: cells.map((row) => row.map((cell) => cell.value ?? null)),
       customdata: cells.map((row) => row.map((cell) => cell.norm ?? null)),
-      hovertemplate: `%{y}<br>step %{x:,.0f}: ${what} %{customdata:.2g}<extra></extra>`,
+      hovertemplate: `%{y}<br>step %{x:,.0f}: norm %{customdata:.2g}<extra></extra>`,
     };
     const zero = marked(cells, ZERO, "zero", heat.colours.zero, axes);
     const lost = marked(cells, NONFINITE, "non-finite", heat.colours.nonfinite, axes);
-    const narrow = plot.clientWidth < NARROW, labels = narrow ? source.narrow : source.labels;
+    const narrow = plot.clientWidth < NARROW, labels = narrow ? heat.narrow : heat.labels;
     if (narrow && main.colorbar) barBelow(main.colorbar, spec.layout);
     Object.assign(spec.layout.yaxis, {
-      tickvals: source.rows.filter((_, row) => row % heat.every === 0),
+      tickvals: heat.rows.filter((_, row) => row % heat.every === 0),
       ticktext: labels.filter((_, row) => row % heat.every === 0),
       tickfont: { size: heat.font },
     });

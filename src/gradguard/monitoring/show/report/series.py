@@ -1,4 +1,4 @@
-"""From a record to what a figure draws: bands and windows, as plain lists."""
+"""Series of a record that figures draw: bands and windows, as plain lists."""
 
 import itertools
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ def outline(drawn: Band) -> tuple[list[Number], list[Number]]:
 
 
 def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
-    """Where to cut an axis of losses that a few explosions would otherwise flatten.
+    """Return the ends of an axis of losses that a few explosions would otherwise flatten.
 
     Args:
         records: The records drawn on that axis.
@@ -111,7 +111,7 @@ def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class BindingWindow:
-    """How often clipping bound in a stretch of steps.
+    """The share of steps on which clipping bound in a stretch of steps.
 
     Attributes:
         first: The first step.

@@ -1,4 +1,4 @@
-"""Where the lines of a `gradguard.Monitor` go: a file, a function, or a dashboard, each in a file of its own."""
+"""The destinations of a `gradguard.Monitor`'s lines: a file, a function, dashboards; one module for each kind."""
 
 import importlib
 import os
@@ -61,7 +61,7 @@ class Sinks:
 
     @property
     def empty(self) -> bool:
-        """Whether nobody takes lines, or not any more."""
+        """Whether no sink is open, or none is left."""
         return not self._open
 
     @property

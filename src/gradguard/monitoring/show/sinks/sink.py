@@ -45,7 +45,7 @@ def required(module: str, extra: str) -> ModuleType:
 
 
 class DashboardWindow:
-    r"""What a dashboard shows of several steps: about ten numbers, however many parameters there are.
+    r"""Sums up several steps for a dashboard: about ten numbers, however many parameters there are.
 
     The norm gives its smallest, mean and largest value, so that a spike between two flushes is seen; NaN and infinity
     are counted and never averaged. A quantity that no step had is left out.
