@@ -81,10 +81,10 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     if not places or _stay_up(signals, places) or _had_risen(signals, places[0]):
         return None
     broken = _broken_by(signals, places)
-    lost = period is None and _grew_for_nothing(signals, places[len(places) // 2])
+    lost = _grew_for_nothing(signals, places[len(places) // 2])
     if not broken and (lost or not _are_exceptions(signals, places)):
         return None
-    sure = period or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0]))
+    sure = period or (signals.ends_lost and signals.leaps_out_of_calm(places[0]))
     certainty = "possible" if _are_harmless(signals, places) else "certain" if sure else "likely"
     numbers = [signals.named(place) for place in places]
     times = statistics.median(signals.times(place) for place in places)
