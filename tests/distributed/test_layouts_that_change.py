@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from rules import RULES
 from threads import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gradguard as gg
 from cases import random
@@ -117,4 +118,24 @@ def clip_what_came_in_its_place(meshes):
 def test_a_parameter_that_is_replaced(run):
     right = [total_norm([FULL, torch.ones(3)])] * 2 + [math.sqrt(3) * 1e200]
     for norms in run(clip_what_came_in_its_place):
+        assert norms == pytest.approx(right, rel=1e-6)
+
+
+def clip_gradients_that_lie_otherwise_each_time(meshes):
+    """A sum, then the parts of the parameter itself, of which one process alone has one, then copies of the whole."""
+    row, rank, norms = meshes["row"], dist.get_rank(), []
+    parameter = nn.Parameter(spread(row, [Shard(0)], FULL))
+    parts = spread(row, [Shard(0)], FULL.clone())
+    copies = spread(row, [Replicate()], FULL.clone())
+    for gradient in (DTensor.from_local(FULL / WORLD, row, [Partial()]), parts if rank == 1 else None, copies, parts):
+        parameter.grad = gradient
+        norms.append(float(gg.clip_grad_norm_([parameter], math.inf)))
+    return norms
+
+
+def test_a_gradient_that_is_laid_out_anew_at_each_step(run):
+    """Processes whose gradient is right, or missing, once waited for those that add theirs up, or were waited for."""
+    part = FULL.chunk(WORLD)[1]
+    right = [total_norm([FULL]), total_norm([part]), total_norm([FULL]), total_norm([FULL])]
+    for norms in run(clip_gradients_that_lie_otherwise_each_time):
         assert norms == pytest.approx(right, rel=1e-6)

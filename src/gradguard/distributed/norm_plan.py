@@ -24,6 +24,7 @@ from gradguard.distributed.placements import (
     Placement,
     any_sharded,
     check_alike,
+    is_laid_out_as,
     local_part,
     placement_of,
     placements_of,
@@ -145,7 +146,7 @@ class NormPlan:
         found = dict(self._moved)
         for its_stage, its in gather_objects(union, (stage, mine)):
             if its_stage == stage:
-                found = its | found
+                found |= its
         self._moved = dict(sorted(found.items()))
         for i, balance in balances_of_moved(self._moved, union, dist.get_rank()).items():
             self._balances[i] = balance
@@ -195,7 +196,7 @@ class NormPlan:
         return {
             i: spec.placements
             for i, (spec, placement) in enumerate(zip(specs_of(grads_of(tensors)), self._placements, strict=True))
-            if spec and placement.mesh is not None and spec.placements != placement.kinds and i not in self._moved
+            if spec and placement.kinds and spec.placements not in (placement.kinds, self._moved.get(i))
         }
 
     def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Names) -> None:
@@ -207,8 +208,10 @@ class NormPlan:
                 check_alike(gradient, tensors[i], called(names, i))
         for i, placements in self._moved.items():
             gradient = gradients[i]
-            right = laid_out_as(gradient, tensors[i], placements)
-            if gradient is not None:
+            is_due = gradient is not None and not is_laid_out_as(gradient, tensors[i])
+            # One that is laid out right, or missing, joins with zeros those of other processes.
+            right = laid_out_as(gradient if is_due else None, tensors[i], placements)
+            if is_due:
                 tensors[i].grad = gradients[i] = right
 
     def _of_present(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradguard.distributed.placements import is_laid_out_as, is_partial, is_sharded, placement_of
+from gradguard.distributed.placements import is_partial, is_sharded, placement_of
 from gradguard.distributed.processes import run
 from gradguard.distributed.reduction_group import group_of
 
@@ -43,23 +43,21 @@ def redistributed(tensor: Any, placements: Sequence[Any], task: str = "") -> Ten
     return _sent(tensor, send, task)
 
 
-def laid_out_as(gradient: Tensor | None, parameter: Any, placements: Sequence[Any] | None = None) -> Tensor:
-    """Return ``gradient`` in the layout of ``parameter``; a collective if it has another, as Partial sums have.
+def laid_out_as(gradient: Tensor | None, parameter: Any, placements: Sequence[Any]) -> Tensor:
+    """Return ``gradient`` in the layout of ``parameter``, a DTensor on the same mesh: a collective.
 
     Where the parameter is Partial, the gradient becomes Replicate.
 
     Args:
         gradient: The gradient; None joins the others with zeros.
-        parameter: The parameter, a DTensor on the same mesh unless both are ordinary tensors.
-        placements: How the gradient is laid out where there is one.
+        parameter: The parameter.
+        placements: How gradients are laid out that are not right.
     """
     if gradient is None:
         from torch.distributed.tensor import zeros
 
         mesh = parameter.device_mesh
         gradient = zeros(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
-    if not is_sharded(gradient) or is_laid_out_as(gradient, parameter):
-        return gradient
     return redistributed(gradient, placement_of(parameter).kinds)
 
 
