@@ -480,6 +480,12 @@ def test_global_hook_tables():
     assert repr in held[1]
 
 
+def test_parameters_in():
+    layer = nn.Linear(2, 2)
+    layer.register_parameter("scale", None)
+    assert torch_private.parameters_in([layer, nn.ReLU(), layer]) == [layer.weight, layer.bias, None] * 2
+
+
 def test_parameters_at():
     """In order, with None for what is not there; a module that lacks the dict is refused in words."""
     layer = nn.Linear(2, 3, bias=False)

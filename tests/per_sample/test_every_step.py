@@ -868,3 +868,26 @@ def test_a_layer_at_a_checkpoint_freezes_in_the_step_with_another_batch_size(ree
         for name, p in model.named_parameters():
             if p.requires_grad:
                 torch.testing.assert_close(p.grad, rows[name].mean(0).to(p.grad), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_numbers_that_python_draws_for_the_first_time_later_are_refused_once(draw):
+    """Their generators are not read before each call; torch's are."""
+    settings = {"draws": False}
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.linear(x.sin() * draw() if settings["draws"] else x)
+
+    model = Late().double()
+    clipper = clipper_of(model)
+    several_steps(model, clipper, 4)  # no sample of the fifth runs alone
+    settings["draws"] = True
+    with pytest.raises(UnsupportedGradientError, match="for the first time"):
+        step(model, clipper, batch())
+    several_steps(model, clipper, 3)
+    assert clipper._tracker.witness.last_good > 4

@@ -366,8 +366,8 @@ class CallTracker:
             raise UnsupportedGradientError(
                 f"{type(call.pattern.module).__name__} did something that it had not done before, and it could not be "
                 "run again to see whether it treats samples apart: it keeps something from call to call, such as a "
-                "counter. Hold that in a buffer (register_buffer), which is put back; or repeat this step, which is "
-                "looked at from its beginning."
+                "counter, or draws numbers of Python's or NumPy's for the first time. Hold a counter in a buffer "
+                "(register_buffer), which is put back; or repeat this step, which is looked at from its beginning."
             )
         self._take_samples(witnessed, call, MANY)
         self._witnessed = witnessed

@@ -152,16 +152,13 @@ def _known_operations(run: DryRun, i: int, parts: Sequence[nn.Module]) -> dict[S
     if known is None or call.uses != known.keys():
         return None
     for part in parts:
-        result, uses = (
-            (part, RESULT),
-            [one for each in run.calls for one in each.operations if one and (part, RESULT) in one.slots],
-        )
-        once = (
-            [each.module for each in run.calls].count(part)
-            == 1
-            == [result in each.uses for each in run.calls].count(True)
-        )
-        if not (once and result in known and len(uses) == 1 and known[result].kind in ("sum", "product")):
+        result = part, RESULT
+        calls = [each for each in run.calls if each.module is part]
+        users = [each for each in run.calls if result in each.uses]
+        uses = [one for one in call.operations if one is not None and result in one.slots]
+        if result not in known or max(len(calls), len(users), len(uses)) > 1:
+            return None
+        if known[result].kind not in ("sum", "product"):
             return None
     return known
 
