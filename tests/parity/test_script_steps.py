@@ -599,6 +599,40 @@ def test_weights_that_an_optimizer_moves_before_its_step_are_those_the_step_begi
     assert report.verdict == "FAIL", str(report)
 
 
+def with_closures(first=0):
+    """A script whose forward passes are within the steps, as Lightning's are; resumed at batch ``first``."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9)
+
+    def train(batches, net, optimizer):
+        for x, y in batches:
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = F.mse_loss(net(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    pairs = [*zip(X, Y, strict=True)]
+    train(pairs[:first], net, optimizer)
+
+    def script(world):
+        own, steps = copy.deepcopy((net, optimizer))
+        world.modules, world.optimizers = [own], [steps]
+        train(pairs[first:], own, steps)
+
+    return script
+
+
+def test_the_first_step_with_a_closure_is_compared_like_later_ones(folder):
+    right = whole(with_closures(), folder, at=3)
+    report = compare(right, whole(with_closures(2), folder))
+    assert report.verdict == "PASS", str(report)
+    assert f"{TAKES} 1" in {stage.name for stage in report.stages}
+
+
 class Critic(nn.Linear):
     pass
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
@@ -94,7 +94,8 @@ class ScriptGradients(Listener):
         self._facts: dict[str, float] = {}
 
     def on_begin(self) -> None:
-        """Wait for the first forward pass."""
+        """Wait for the first forward pass, which is within an optimizer's step where that has a closure."""
+        self._stack.callback(register_optimizer_step_pre_hook(self._enters).remove)
         self._await_forward()
 
     def on_end(self) -> None:
@@ -282,7 +283,6 @@ class ScriptGradients(Listener):
             return  # a fused optimizer leaves the step out by itself
         if optimizer not in self._known:
             self._known.append(optimizer)
-        self._watch(optimizer)
         found, factor = step.before_clip, 1.0
         if found is not None:
             self._compare(own)
@@ -318,12 +318,17 @@ class ScriptGradients(Listener):
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Hear what a step of ``optimizer`` begins with, after the clippers that act within it."""
-        if self._run.steps and runs_hooks(optimizer) and optimizer not in self._stepping:
+        if optimizer not in self._stepping and runs_hooks(optimizer):
             self._stepping.append(optimizer)
             self._stack.callback(EveryStep(self._optimizer_takes, lambda _: None, optimizer=optimizer).remove)
 
+    @never_compiled
+    def _enters(self, optimizer: Optimizer, arguments: tuple, named: dict) -> None:
+        del arguments, named
+        self._watch(optimizer)
+
     def _optimizer_takes(self, optimizer: Optimizer, evaluation: int) -> None:
-        if self._number >= 1 and optimizer in self._step.stepped:
+        if self._run.steps and self._number >= 1 and optimizer in self._step.stepped:
             self._notes.take(optimizer, evaluation)
 
     def _is_whole(self) -> bool:
