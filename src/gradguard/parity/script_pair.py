@@ -143,8 +143,9 @@ class ScriptGradients(Listener):
         self._stack.enter_context(backwards(self._run.scale))
         copies = self._copies_of([root for _, root, _ in named])
         models = [(front, root) for front, root, _ in named]
-        self._notes = StepNotes(self._local, self._stepping, models, copies if self._run.steps else ())
-        self._notes.left_out |= {} if self._run.steps else {one.words: None for one in copies}
+        compared, left_out = (copies, []) if self._run.steps else ([], copies)
+        self._notes = StepNotes(self._local, self._stepping, models, compared)
+        self._notes.left_out |= {one.words: None for one in left_out}
         for one in self._known:
             self._watch(one)
         self._start_step()
@@ -392,8 +393,7 @@ class ScriptGradients(Listener):
     def _copies_of(self, trained: Sequence[nn.Module]) -> list[KeptTensors]:
         """Return other models with as many weights of the same shapes, and averages that are no models."""
         shapes = [_shapes_of(root) for root in trained]
-        others = [one for one in self._modules() if one not in trained]
-        copies = [one for one in others if (own := _shapes_of(one)) and own in shapes]
+        copies = [one for one in self._modules() if one not in trained and _shapes_of(one) in shapes]
         words = "the weights of a second model, {} (an average, a target?)"
         return [*(kept_by(one, words) for one in copies), *averages_in(self._local)]
 
