@@ -150,12 +150,18 @@ class ScriptGradients(Listener):
             self._watch(one)
         self._start_step()
         self._flip(self._local)
+        self._note_weights()
 
     def _start_step(self) -> None:
         if self._number == 1:
             self._weights_then = local_weights(self._local) if self._run.at > 1 else {}
             if self._run.steps:
                 self._noted[START] = self._notes.start()
+
+    def _note_weights(self) -> None:
+        """Note the weights that this step changes, before its first pass: SAM moves them before it steps."""
+        if self._run.steps and self._number >= 1:
+            self._notes.before_update()
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -173,6 +179,7 @@ class ScriptGradients(Listener):
             self._save(self._first)
         self._number, self._step = self._number + 1, _Step()
         self._start_step()
+        self._note_weights()
 
     # The gradients of a step.
 
@@ -293,8 +300,6 @@ class ScriptGradients(Listener):
         self._turn(own, factor)
         step.about |= {p.name: about(p) for p in own}
         self._look_at_weights(own)
-        if not step.stepped and self._run.steps and self._number >= 1:
-            self._notes.before_update()
         step.stepped.append(optimizer)
         step.is_taken = True
         if self._number == 1 and not self._run.steps and self._is_whole():
