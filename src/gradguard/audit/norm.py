@@ -365,7 +365,7 @@ class _Audit:
         wrong = next((x for x in everything if not self._is(x, *self._expected())), None)
         if wrong is not None:
             what = f"each class counts once, and the norm of all is {wrong:.6g} where {self._true:.6g} is true"
-            self._find("total", what, (), wrong / self._true if self._true else None)
+            self._find("total", what, (), self._times_true(wrong))
 
     def _check_factors(self, computed: float, counted: Sequence[Counted]) -> None:
         """Take back the words for factors that do not make the norm of the real gradients."""
@@ -424,7 +424,7 @@ class _Audit:
         return classes
 
     def _report_wrong(self, came: float, words: str) -> None:
-        ratio = came / self._true if self._true else math.inf
+        ratio = self._times_true(came)
         what = f"the reported norm is {came:.6g} where {self._true:.6g} is true, {ratio:.6g} times{words}"
         self._find("reported", what, (), ratio)
 
@@ -438,7 +438,7 @@ class _Audit:
         if (doubt := epsilon_finding(what, came, self._true, self._tolerance)) is not None:
             self._findings.append(doubt)
             return classes
-        self._report_wrong(came, self._words_for_all(came / self._true if self._true else math.inf))
+        self._report_wrong(came, self._words_for_all(self._times_true(came)))
         known = [self._tensors[places[0]].counts(self._setting) for places in self._classes]
         if math.prod(map(len, known)) > MOST_HYPOTHESES:
             self._find("unfit", f"its {len(classes)} classes have too many known factors to try: pass norm=")
@@ -454,6 +454,9 @@ class _Audit:
             else "no known factor of one class or more explains it",
         )
         return classes
+
+    def _times_true(self, norm: float) -> float:
+        return norm / self._true if self._true else math.inf
 
     def _words_for_all(self, ratio: float) -> str:
         one = self._setting

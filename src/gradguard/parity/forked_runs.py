@@ -18,7 +18,7 @@ import torch
 
 from gradguard.distributed.processes import meet_under
 from gradguard.errors import RecordError
-from gradguard.parity.rounding_runs import not_same_twice, with_rounding
+from gradguard.parity.rounding_runs import ALL, not_same_twice, with_rounding
 from gradguard.parity.saved import GRADIENT, UPDATE, SavedGradients, read, write
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.vectors import Vector, distance, norm
@@ -229,10 +229,9 @@ def check_same(runs: Sequence[SavedGradients]) -> None:
                 "the first forward pass."
             )
     for name, share in not_same_twice(runs):
-        if not name or name.startswith((GRADIENT, UPDATE)):
-            what = f"what is in {name}" if name else "its gradients"
+        if name.startswith((ALL, GRADIENT, UPDATE)):
             raise RecordError(
-                f"the script is not the same twice: half of {what} differ by {share:.2g} or more of themselves "
+                f"the script is not the same twice: half of {name} differ by {share:.2g} or more of themselves "
                 "from run to run, with the same weights. Does it take other samples, or draw other random numbers? "
                 "Seed it, as in gradguard run --seed 0 --save-gradients ..., and its data loader."
             )

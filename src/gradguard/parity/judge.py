@@ -165,8 +165,8 @@ class Outcome:
 Outcomes = Sequence[Outcome]
 
 
-def bar_of(run: MeasuredGradient) -> float | None:
-    r"""Return what rounding does to the gradient; None where nobody has measured it.
+def bar_of(run: MeasuredGradient) -> float:
+    r"""Return what rounding does to the gradient; 0 where nobody has measured it.
 
     .. math:: b = \max\bigl((1 + 4/n) \max_k \lVert g_k - g \rVert,\; u \lVert g \rVert\bigr)
 
@@ -174,7 +174,7 @@ def bar_of(run: MeasuredGradient) -> float | None:
     :math:`n` the number of elements: a single one may change little in all of a few runs, by luck.
     """
     if not run.repeated:
-        return None
+        return 0.0
     return max([run.floor, *(run.few * distance(other, run.gradient) for other in run.repeated)])
 
 
@@ -201,7 +201,7 @@ def judge(name: str, reference: MeasuredGradient | None, new: MeasuredGradient |
     runs = {"the reference": reference, "the new run": new}
     if bad := [who for who, run in runs.items() if not all(map(math.isfinite, run.gradient))]:
         return Outcome(name, "nonfinite", message=f"NaN or infinity in {' and in '.join(bad)}")
-    bars = [bar for bar in map(bar_of, runs.values()) if bar is not None]
+    bars = [*map(bar_of, runs.values())]
     if not all(map(math.isfinite, bars)):
         return Outcome(name, "unknown", message="runs that differ by rounding alone are not finite")
     return _by_numbers(name, runs, max([*bars, reference.floor, new.floor]), facts)
@@ -303,7 +303,7 @@ class _Pair:
     def factor(self) -> Outcome | None:
         """Find a factor, with its bar; ``"different"`` where so few numbers may have one by chance."""
         reference, new = self.reference, self.new
-        own, others = (bar_of(run) or 0.0 for run in (reference, new))
+        own, others = bar_of(reference), bar_of(new)
         if not any(reference.gradient) or own >= _NOISE * reference.size or others >= _NOISE * new.size:
             return None
         factor, left = self._multiple()

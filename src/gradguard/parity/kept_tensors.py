@@ -1,4 +1,4 @@
-"""What keeps tensors beside a model and its optimizers, such as an average of the weights, and its state."""
+"""Objects beside a model and its optimizers that keep tensors, such as an average of the weights."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

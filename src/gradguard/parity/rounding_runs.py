@@ -25,6 +25,9 @@ from gradguard.parity.scales import (
 
 Run = Callable[[ScriptRun], SavedGradients]
 
+ALL = "its gradients"
+"""The name of a run's own gradients beside those of its stages."""
+
 
 def with_rounding(
     run: Run, as_it_is: ScriptRun, perturbed: int, check: Callable[[Sequence[SavedGradients]], None]
@@ -72,7 +75,7 @@ def _is_linear(runs: Sequence[SavedGradients]) -> bool:
 
 def tables(run: SavedGradients) -> list[tuple[str, SavedGradients]]:
     """Return the gradients, and the stages after them, each with its name."""
-    return [("", run), *((name, one) for name, one in run.stages.items() if name != START)]
+    return [(ALL, run), *((name, one) for name, one in run.stages.items() if name != START)]
 
 
 def not_same_twice(runs: Sequence[SavedGradients]) -> Iterator[tuple[str, float]]:

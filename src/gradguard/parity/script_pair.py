@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
@@ -94,7 +94,8 @@ class ScriptGradients(Listener):
         self._facts: dict[str, float] = {}
 
     def on_begin(self) -> None:
-        """Wait for the first forward pass."""
+        """Wait for the first forward pass, which is within an optimizer's step where that has a closure."""
+        self._stack.callback(register_optimizer_step_pre_hook(self._enters).remove)
         self._await_forward()
 
     def on_end(self) -> None:
@@ -142,18 +143,25 @@ class ScriptGradients(Listener):
         self._stack.enter_context(backwards(self._run.scale))
         copies = self._copies_of([root for _, root, _ in named])
         models = [(front, root) for front, root, _ in named]
-        self._notes = StepNotes(self._local, self._stepping, models, copies if self._run.steps else ())
-        self._notes.left_out |= {} if self._run.steps else {one.words: None for one in copies}
+        compared, left_out = (copies, []) if self._run.steps else ([], copies)
+        self._notes = StepNotes(self._local, self._stepping, models, compared)
+        self._notes.left_out |= {one.words: None for one in left_out}
         for one in self._known:
             self._watch(one)
         self._start_step()
         self._flip(self._local)
+        self._note_weights()
 
     def _start_step(self) -> None:
         if self._number == 1:
             self._weights_then = local_weights(self._local) if self._run.at > 1 else {}
             if self._run.steps:
                 self._noted[START] = self._notes.start()
+
+    def _note_weights(self) -> None:
+        """Note the weights that this step changes, before its first pass: SAM moves them before it steps."""
+        if self._run.steps and self._number >= 1:
+            self._notes.before_update()
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -171,6 +179,7 @@ class ScriptGradients(Listener):
             self._save(self._first)
         self._number, self._step = self._number + 1, _Step()
         self._start_step()
+        self._note_weights()
 
     # The gradients of a step.
 
@@ -282,7 +291,6 @@ class ScriptGradients(Listener):
             return  # a fused optimizer leaves the step out by itself
         if optimizer not in self._known:
             self._known.append(optimizer)
-        self._watch(optimizer)
         found, factor = step.before_clip, 1.0
         if found is not None:
             self._compare(own)
@@ -292,8 +300,6 @@ class ScriptGradients(Listener):
         self._turn(own, factor)
         step.about |= {p.name: about(p) for p in own}
         self._look_at_weights(own)
-        if not step.stepped and self._run.steps and self._number >= 1:
-            self._notes.before_update()
         step.stepped.append(optimizer)
         step.is_taken = True
         if self._number == 1 and not self._run.steps and self._is_whole():
@@ -318,12 +324,17 @@ class ScriptGradients(Listener):
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Hear what a step of ``optimizer`` begins with, after the clippers that act within it."""
-        if self._run.steps and runs_hooks(optimizer) and optimizer not in self._stepping:
+        if optimizer not in self._stepping and runs_hooks(optimizer):
             self._stepping.append(optimizer)
             self._stack.callback(EveryStep(self._optimizer_takes, lambda _: None, optimizer=optimizer).remove)
 
+    @never_compiled
+    def _enters(self, optimizer: Optimizer, arguments: tuple, named: dict) -> None:
+        del arguments, named
+        self._watch(optimizer)
+
     def _optimizer_takes(self, optimizer: Optimizer, evaluation: int) -> None:
-        if self._number >= 1 and optimizer in self._step.stepped:
+        if self._run.steps and self._number >= 1 and optimizer in self._step.stepped:
             self._notes.take(optimizer, evaluation)
 
     def _is_whole(self) -> bool:
@@ -387,8 +398,7 @@ class ScriptGradients(Listener):
     def _copies_of(self, trained: Sequence[nn.Module]) -> list[KeptTensors]:
         """Return other models with as many weights of the same shapes, and averages that are no models."""
         shapes = [_shapes_of(root) for root in trained]
-        others = [one for one in self._modules() if one not in trained]
-        copies = [one for one in others if (own := _shapes_of(one)) and own in shapes]
+        copies = [one for one in self._modules() if one not in trained and _shapes_of(one) in shapes]
         words = "the weights of a second model, {} (an average, a target?)"
         return [*(kept_by(one, words) for one in copies), *averages_in(self._local)]
 
