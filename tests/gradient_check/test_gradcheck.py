@@ -133,6 +133,8 @@ GUESSES = {
     "ratio 0.5000": (HALVED, normal(20)),
     "only the last 6 of 70 columns": (scaled_sine(lambda x: 1 - 0.5 * (torch.arange(70) >= 64)), normal(4, 70)),
     "only the first 3 of 70 rows": (scaled_sine(lambda x: 1 - 0.5 * (torch.arange(70) < 3)[:, None]), normal(70, 4)),
+    "only where x < 0": (scaled_sine(lambda x: torch.where(x < 0, 0.5, 1.0)), normal(40)),
+    "only where x > 0": (scaled_sine(lambda x: torch.where(x > 0, 0.5, 1.0)), normal(40)),
     "only 1 of 12 elements": (scaled_sine(lambda x: 1 - 0.5 * F.one_hot(x.argmin(), 12)), normal(12)),
 }
 

@@ -24,6 +24,7 @@ _APART = 0.7
 _CLEAR = 20.0
 _DECISIVE = 0.3
 _ROUNDED = 1e-9
+_SMALL = 1e-6
 _FEW_ROUNDINGS = 5.0
 LITTLE_OF_TYPICAL = 1e-3
 """A bar below this share of a typical derivative is narrow enough."""
@@ -111,7 +112,7 @@ def _diagnosis(
         return "jump", False, chosen._replace(value=0.0)
     if between is not None:
         return "kink", True, between.central, between.low, between.high
-    if decisive and abs(chosen.value - analytical) > 5 * chosen.bar:
+    if decisive and abs(chosen.value - analytical) > 5 * chosen.bar and not _wavers(limits, chosen, analytical):
         return "mismatch", True, chosen
     return "undecided", False, chosen
 
@@ -240,6 +241,13 @@ def _candidates(limits: list[Limit]) -> list[Limit]:
     smaller = [one for one in limits if one.step < best.step and abs(one.value - best.value) > 5 * (one.bar + best.bar)]
     settled = [one for one in smaller if one.bar < 1e-3 * max(abs(one.value), abs(best.value))]
     return [best, min(settled, key=lambda limit: limit.bar)] if settled else [best]
+
+
+def _wavers(limits: list[Limit], chosen: Limit, analytical: float) -> bool:
+    """Tell whether a small deviation is no more than that of smaller steps: as with a solver that stops early."""
+    off = abs(chosen.value - analytical)
+    below = [one for one in limits if chosen.step / 30 < one.step < chosen.step]
+    return off < _SMALL * abs(chosen.value) and any(abs(o.value - chosen.value) > off + o.rounding for o in below)
 
 
 def _kink(steps: list[_StepSize]) -> list[_StepSize]:

@@ -42,7 +42,7 @@ def _ratio(one: GradientFinding) -> str:
 
 
 def _where(search: Search, name: str, is_alone: bool) -> str:
-    """Return which elements, rows or columns of an input are wrong, if not all are."""
+    """Return which elements, rows, columns or signs of an input are wrong, if not all are."""
     differences = search.differences
     own = differences.function.ranges[name]
     value = next(i.value for i in differences.function.inputs if i.name == name)
@@ -58,6 +58,10 @@ def _where(search: Search, name: str, is_alone: bool) -> str:
         direction[own.start : own.stop] = torch.where(mask.reshape(-1), sizes, 0.0)
         return search.is_wrong(differences.along(direction))
 
+    flat = point.reshape(value.shape)
+    for words, mask in (("x < 0", flat < 0), ("x > 0", flat > 0)):
+        if bool(mask.any()) and bool((~mask).any()) and not is_wrong(~mask):
+            return f"only where {words}"
     names = {1: ["elements"], 2: ["rows", "columns"]}.get(value.dim())
     for dim, length in enumerate(value.shape):
         bad = _bad_slices(value.shape, dim, is_wrong) if 1 < length <= _LONGEST else []
