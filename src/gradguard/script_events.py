@@ -5,7 +5,6 @@ listeners and then does exactly what the original does, with the same arguments 
 """
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -104,13 +103,11 @@ def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any
 
 
 def _reusable(parameters: Any) -> tuple[Any, Any]:
-    """Return the parameters twice: for the original call (a generator stays one), and as a list."""
-    if isinstance(parameters, types.GeneratorType):
-        listed = list(parameters)
-        return (p for p in listed), listed
-    if isinstance(parameters, Iterator):
-        parameters = list(parameters)
-    return parameters, parameters
+    """Return the parameters twice, for the original call and to be looked at: as a list where they come only once."""
+    if not isinstance(parameters, Iterator):
+        return parameters, parameters
+    listed = list(parameters)  # an empty generator is warned of as such
+    return listed or parameters, listed
 
 
 def tensors_of(parameters: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ of threads and the instruction set; ``native/kernels.cpp`` says in which order t
 
 import ctypes
 import math
+import threading
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -148,6 +149,46 @@ class Blocks(_Collected):
     def _is_mirrored(self, low: float, high: float) -> bool:
         """Whether memory holds the negative of what a tensor shows, and the bounds are not alike for both."""
         return low != -high and any([t.is_neg() for t in self._tensors])
+
+
+class _Room(threading.local):
+    """Where a thread's lists of tensors are written for the kernels, and their norms by these: kept between calls."""
+
+    def __init__(self) -> None:
+        self.size = -1
+
+    def grow(self, size: int) -> None:
+        """Make room for ``size`` tensors."""
+        self.size, self._memory = size, bytearray(24 * size + 8)
+        start = _address(self._memory)
+        self.at = start, start + 8 * size, start + 16 * size
+        self.norm, self.norms = ctypes.c_double(), array("d", bytes(8 * size))
+        self._list = native.List(*self.at, size)
+        self.arguments = (
+            ctypes.addressof(self._list), _ORDERS[2.0], ctypes.addressof(self.norm), self.norms.buffer_info()[0]
+        )  # fmt: skip
+
+    def hold(self, count: int) -> None:
+        """Let the list have ``count`` tensors."""
+        if count > self.size:
+            self.grow(count)
+        self._list.count = count
+
+
+_room = _Room()
+
+
+def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
+    """Return the 2-norm of each tensor where one kernel measures them all; None where none does."""
+    library = _library_for(tensors)
+    if library is None:
+        return None
+    tensors, room = tensors if isinstance(tensors, list) else list(tensors), _room
+    room.hold(len(tensors))
+    if not library.collect(tensors, -1, *room.at):
+        return None
+    library.call("gg_norm", *room.arguments)
+    return room.norms[: len(tensors)].tolist()
 
 
 def memory_of(tensors: Sequence[Tensor]) -> bytearray | None:

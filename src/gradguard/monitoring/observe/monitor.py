@@ -28,6 +28,7 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import (
+    NO_SKIP,
     OWN_NAMES,
     Clips,
     GradientNorms,
@@ -296,8 +297,10 @@ class Monitor(Observer):
             clipped = before.clips
         if given.spread and given.shared is None:  # nobody has measured
             return None
-        gradients, clips = self._clips.step(optimizer, given, clipped=clipped)
-        return self._placed(optimizer, given.parameters, gradients), clips, Skip()
+        gradients, clips = self._clips.step(
+            optimizer, given, self._placed(optimizer, given.parameters), clipped=clipped
+        )
+        return gradients, clips, NO_SKIP
 
     def _guarded(self, optimizer: Optimizer, before: "_BeforeGuard") -> tuple[GradientNorms, Clips, Skip] | None:
         """Return the guard's outcome at this step; None if it has none."""
@@ -314,8 +317,8 @@ class Monitor(Observer):
             return None
         if not told or len(before.parameters) == len(result.names):
             given = StepGradients(before.parameters, [], shared=before.shared)
-            gradients, clips = self._clips.step(optimizer, given, now=now, clipped=before.clips)
-            gradients = self._placed(optimizer, before.parameters, gradients)
+            places = self._placed(optimizer, before.parameters)
+            gradients, clips = self._clips.step(optimizer, given, places, now=now, clipped=before.clips)
         else:
             nowhere, late = [-1] * len(result.names), not result.tensor_norms.is_cpu
             gradients, clips = GradientNorms(result.tensor_norms, nowhere, late=late), Clips()
@@ -323,15 +326,15 @@ class Monitor(Observer):
             gradients = gradients._replace(total=result.norm)
         rule = rule_of(getattr(self._guard, "clipper", self._guard))
         clips = clips._replace(guard=ScriptClip(rule, copied(result.threshold), None, result.coefficient))
-        return gradients, *((clips, Skip()) if event is None else told_by_guard(clips, Skip(), event))
+        return gradients, *((clips, NO_SKIP) if event is None else told_by_guard(clips, NO_SKIP, event))
 
     def _begun(
-        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, **told: Any
+        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping
     ) -> StepMeasurement:
         if skip.by_scaler is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
             clips, skip = told_by_guard(clips, skip, self._guard_event)
             self._guard_event, self._result = None, getattr(self._guard, "last", None)
-        step = super()._begun(optimizer, gradients, clips, skip, **told)
+        step = super()._begun(optimizer, gradients, clips, skip, kept, *told)
         before, self._factor = self._factor, None if step.scale is None else step.scale.factor
         if before is not None and self._factor is not None:
             self._lines.add(scale_update(self._last_step, before, self._factor))

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import repeat
 from operator import is_not
@@ -25,18 +25,27 @@ from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, clipped_within, told_by_guard
+from gradguard.monitoring.observe.clips import (
+    NO_CLIPS,
+    AppliedClip,
+    HeardClips,
+    StepGradients,
+    clipped_within,
+    told_by_guard,
+)
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.losses import Losses
-from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
+from gradguard.monitoring.observe.measure import Diagnostics, measure_diagnostics, measure_update
 from gradguard.monitoring.observe.meta import Places, living_modules, living_optimizers, meta_line, name_parameters
 from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured
 from gradguard.monitoring.observe.step import (
+    NO_SKIP,
+    NOTHING,
     Clips,
     GradientNorms,
     LossScale,
@@ -47,7 +56,7 @@ from gradguard.monitoring.observe.step import (
     recovery,
     scale_update,
 )
-from gradguard.monitoring.observe.updates import FREE, SHARE, Moving, Sampled
+from gradguard.monitoring.observe.updates import FREE, SHARE, Moved, Moving, Sampled
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.text import on_stderr
@@ -61,18 +70,36 @@ class EnoughSteps(SystemExit):
     """Ends a program after as many optimizer steps as were asked for: what cleans up on the way out does so."""
 
 
+_process = os.getpid()  # kept, as asking for it at each step is a call of the system
+
+
+def _in_child() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def safely(method: Callable) -> Callable:
     """Time what an observer does, keep its failures away from training; in a forked child do nothing, or begin anew."""
 
     @functools.wraps(method)
     def safe(self: "Observer", *args: Any) -> Any:
-        if not self._active or (os.getpid() != self._process and not self._begins_in_child()):
+        if not self._active or (_process != self._process and not self._begins_in_child()):
             return None
+        thread = self._thread
+        outermost, began = not thread.is_timed, time.perf_counter()
+        thread.is_timed = True
         try:
-            return self._timed(method, self, *args)
+            return method(self, *args)
         except Exception as error:
             self._fail(error)
             return None
+        finally:
+            if outermost:
+                thread.is_timed = False
+                self._overhead += time.perf_counter() - began
 
     return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
@@ -136,7 +163,7 @@ class Observer(Listener):
         self._path, self._meta, self._applied, self._every = path, meta, clip, every
         self._diagnostics_every, self._left, self._on_finding = diagnostics_every, last_step, on_finding
         self._in_child = in_child
-        self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
+        self._process, self._started, self._overhead = _process, time.perf_counter(), 0.0
         self._active, self._lock, self._thread = True, threading.RLock(), _Running()
         self._ending: int | None = None
         self._ended = threading.Event()  # the thread that writes the end, and whether it has
@@ -180,7 +207,7 @@ class Observer(Listener):
     @safely
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Callable[[], None] | None:
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
-        if any(is_captured(loss) for loss in losses):  # what is copied later would be memory that only a replay writes
+        if any(map(is_captured, losses)):  # what is copied later would be memory that only a replay writes
             return None
         finite = False
         with suppress(Exception):  # one that cannot be read is no reason to stop
@@ -286,34 +313,27 @@ class Observer(Listener):
     @never_compiled
     def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
         """Take part in what processes measure together, also where nothing is written, or watching has failed."""
-        return self._timed(self._shared.join, parameters, self._fail)
-
-    def _timed(self, act: Callable, *args: Any) -> Any:
-        """Return what ``act`` returns; its time is added to `overhead`, unless it is within something else of ours."""
-        thread = self._thread
-        if thread.is_timed:
-            return act(*args)
-        thread.is_timed, began = True, time.perf_counter()
-        try:
-            return act(*args)
-        finally:
-            thread.is_timed = False
+        began = time.perf_counter()
+        joined = self._shared.join(parameters, self._fail)
+        if not self._thread.is_timed:
             self._overhead += time.perf_counter() - began
+        return joined
 
     @safely
     def _measure_step(self, optimizer: Optimizer, given: StepGradients, parameters: list[Tensor]) -> None:
-        self._thread.step = self._thread.moving = None  # of a step that raised
+        thread = self._thread
+        thread.step = thread.moving = None  # of a step that raised
         if parameters and is_captured(parameters[0]):
             return
         if not self._is_open(optimizer):
             self._forget(given.parameters)
         elif (seen := self._measured(optimizer, given)) is not None:
-            gradients, clips, skip = seen
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
-            told = {"kept_gradients": kept, "logits": self._logits, "logged": self._told}
-            self._logits, self._told = {}, {}
-            step = self._begun(optimizer, gradients, clips, skip, **told)
-            self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
+            told = NOTHING, NOTHING
+            if self._logits or self._told:
+                told, self._logits, self._told = (self._logits, self._told), {}, {}
+            step = self._begun(optimizer, *seen, kept, *told)
+            thread.step, thread.optimizer = step, weakref.ref(optimizer)
             self._look_at_weights(optimizer, given, step)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
             self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
@@ -322,30 +342,21 @@ class Observer(Listener):
         """Return the facts known before a step; None if the step is not recorded."""
         if self._places is None or not given.parameters:  # it has nothing to do yet
             return None
-        gradients, clips = self._clips.step(optimizer, given)
-        return self._placed(optimizer, given.parameters, gradients), clips, Skip()
+        return *self._clips.step(optimizer, given, self._placed(optimizer, given.parameters)), NO_SKIP
 
-    def _placed(self, optimizer: Optimizer, parameters: Sequence[Tensor], gradients: GradientNorms) -> GradientNorms:
-        assert self._places is not None
-        places = self._places.of(optimizer, parameters) if len(gradients.norms) else ()
-        return gradients._replace(places=places)
+    def _placed(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Sequence[int]:
+        return () if self._places is None else self._places.of(optimizer, parameters)
 
     def _begun(
-        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, **told: Any
+        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping
     ) -> StepMeasurement:
-        """Return a step that begins, with what is known beside its gradients and what was ``told`` of it."""
+        """Return a step that begins, with whether its gradients were ``kept`` and the logits and numbers ``told``."""
         origin, self._origin = self._origin, None
+        lr, losses, scale = optimizer.param_groups[0].get("lr"), self._losses.take(), self._thread.scale
+        place = self._place_of(optimizer)  # each may have a scaler of its own
+        ended = 0, 0.0, skip, None, None  # so far
         return StepMeasurement(
-            self._steps,
-            gradients,
-            clips,
-            skip,
-            self._thread.scale,  # each optimizer may have a scaler of its own
-            optimizer=self._place_of(optimizer),
-            losses=self._losses.take(),
-            lr=copied(optimizer.param_groups[0].get("lr")),
-            origin=origin,
-            **told,
+            self._steps, gradients, *ended, clips, scale, place, losses, copied(lr), kept, origin, *told
         )
 
     def _look_at_setup(
@@ -393,22 +404,23 @@ class Observer(Listener):
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Add the row of the step that is done; end the program after the last step that was asked for."""
         self._end_step(optimizer)
-        if self._left is not None and os.getpid() == self._process:  # counted also where nothing is recorded
+        if self._left is not None and _process == self._process:  # counted also where nothing is recorded
             self._left -= 1
             if self._left <= 0:
                 raise EnoughSteps
 
     @safely
     def _end_step(self, optimizer: Optimizer) -> None:
-        step, moving, clipped = self._thread.step, self._thread.moving, self._thread.with_clips
-        self._thread.step = self._thread.moving = self._thread.with_clips = None
+        thread = self._thread
+        step, moving, clipped = thread.step, thread.moving, thread.with_clips
+        thread.step = thread.moving = thread.with_clips = None
         if step is not None and clipped is not None:
             clips = step.clips._replace(script=clipped.clips.script, reach=clipped.clips.reach)
             step = step._replace(clips=clips, gradients=clipped.gradients)
             self._clips.forget(self._parameters(optimizer))
         if step is None or self._buffer is None:
             return
-        moved, diagnostics = None, step.diagnostics
+        moved, diagnostics, skip = None, step.diagnostics, step.skip
         if moving is not None:
             began, moved = time.perf_counter(), moving.moved()
             self._watching_updates += time.perf_counter() - began
@@ -416,21 +428,30 @@ class Observer(Listener):
         if diagnostics is not None:
             diagnostics = measure_update(diagnostics)
             self._schedule.spent(diagnostics.seconds + time.perf_counter() - now)
-        found_inf = getattr(optimizer, "found_inf", None)
-        skip = step.skip if found_inf is None else step.skip._replace(by_scaler=copied(found_inf))
-        self._add(self._buffer, step, now, skip=skip, diagnostics=diagnostics, moved=moved)
-        if self._backwards and self._turns[step.optimizer or 0] <= KEPT_STEPS:
+        if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
+            skip = skip._replace(by_scaler=copied(found_inf))
+        turn = self._add(self._buffer, step, now, skip, diagnostics, moved)
+        if turn < KEPT_STEPS and self._backwards:
             self._kept.after_step(optimizer)
 
-    def _add(self, buffer: RecordBuffer, step: StepMeasurement, now: float, **ended: Any) -> None:
+    def _add(
+        self,
+        buffer: RecordBuffer,
+        step: StepMeasurement,
+        now: float,
+        skip: Skip,
+        diagnostics: Diagnostics | None = None,
+        moved: Moved | None = None,
+    ) -> int:
+        """Record a step that is done; return how many its optimizer had before."""
+        place = step.optimizer or 0
         with self._lock:  # several threads may train at once
-            optimizer, wall = step.optimizer or 0, now - self._started
-            step = step._replace(number=self._steps, turn=self._turns[optimizer], wall=wall, **ended)
+            number, turn = self._steps, self._turns[place]
+            step = step.ended(number, turn, now - self._started, skip, diagnostics, moved)
             buffer.add(self._completed(step))
-            self._last_steps[optimizer] = self._steps
-            self._steps += 1
-            self._turns[optimizer] += 1
+            self._last_steps[place], self._steps, self._turns[place] = number, number + 1, turn + 1
         self._active = self._active and not buffer.sinks.lost
+        return turn
 
     def _completed(self, step: StepMeasurement) -> StepMeasurement:
         """Add what somebody has told of a step."""
@@ -480,8 +501,9 @@ class Observer(Listener):
         skipped = None if self._thread.reached else step.skipped
         if skipped is not None and bool(skipped):  # the scaler has waited for it already
             if self._is_open(optimizer) and self._buffer is not None:
-                left_out = GradientNorms([], total=math.inf), Clips(), Skip(by_guard=True, by_scaler=1.0)
-                self._add(self._buffer, self._begun(optimizer, *left_out), time.perf_counter())
+                left_out = GradientNorms([], total=math.inf), NO_CLIPS, Skip(by_guard=True, by_scaler=1.0), None
+                begun = self._begun(optimizer, *left_out, NOTHING, NOTHING)
+                self._add(self._buffer, begun, time.perf_counter(), begun.skip)
             self._forget(self._parameters(optimizer))
         self._thread.scale, self._thread.reached = None, True
 
