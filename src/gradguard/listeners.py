@@ -253,17 +253,12 @@ def announced(call: ClipCall, parameters: Sequence[Tensor]) -> AbstractContextMa
     Returns:
         The contexts of those who listen.
     """
-    listeners = iter(_listeners)
-    for listener in listeners:
-        if (context := listener.on_clip(call, parameters)) is not None:
-            break
-    else:  # as nearly always
+    contexts = [context for one in _listeners if (context := one.on_clip(call, parameters)) is not None]
+    if not contexts:  # as nearly always
         return nullcontext()
     with ExitStack() as inside:
-        inside.enter_context(context)
-        for listener in listeners:
-            if (context := listener.on_clip(call, parameters)) is not None:
-                inside.enter_context(context)
+        for context in contexts:
+            inside.enter_context(context)
         return inside.pop_all()
 
 

@@ -716,10 +716,9 @@ _ORDINARY, _grad_of = {Tensor, nn.Parameter}, attrgetter("grad")
 
 def grads_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Return ``.grad`` of each; DTensors are not asked whether they override that, which takes half as long again."""
-    if not _ORDINARY.issuperset(map(type, tensors)):
-        kinds = set(map(type, tensors)) - {Tensor}
-        if any(kind.__torch_function__ is not _not_overridden for kind in kinds):
-            return list(map(_grad_of, tensors))
+    kinds = set(map(type, tensors)) - _ORDINARY
+    if kinds and any(kind.__torch_function__ is not _not_overridden for kind in kinds):
+        return list(map(_grad_of, tensors))
     with _without_overrides():
         return list(map(_grad_of, tensors))
 

@@ -151,31 +151,13 @@ class Blocks(_Collected):
         return low != -high and any([t.is_neg() for t in self._tensors])
 
 
-class _Room(threading.local):
-    """Where a thread's lists of tensors are written for the kernels, and their norms by these: kept between calls."""
-
-    def __init__(self) -> None:
-        self.size = -1
-
-    def grow(self, size: int) -> None:
-        """Make room for ``size`` tensors."""
-        self.size, self._memory = size, bytearray(24 * size + 8)
-        start = _address(self._memory)
-        self.at = start, start + 8 * size, start + 16 * size
-        self.norm, self.norms = ctypes.c_double(), array("d", bytes(8 * size))
-        self._list = native.List(*self.at, size)
-        self.arguments = (
-            ctypes.addressof(self._list), _ORDERS[2.0], ctypes.addressof(self.norm), self.norms.buffer_info()[0]
-        )  # fmt: skip
-
-    def hold(self, count: int) -> None:
-        """Let the list have ``count`` tensors."""
-        if count > self.size:
-            self.grow(count)
-        self._list.count = count
-
-
-_room = _Room()
+@lru_cache(maxsize=16)
+def _room(count: int, thread: int) -> tuple[tuple[int, ...], array, native.List, bytearray]:
+    """Return where ``thread`` writes so many tensors for the kernels, and gets their norms: kept between calls."""
+    memory, norms = bytearray(17 * count + 8), array("d", bytes(8 * count + 8))  # the last is that of all
+    start = _address(memory)
+    at = start, start + 8 * count, start + 16 * count
+    return at, norms, native.List(*at, count), memory
 
 
 def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
@@ -183,12 +165,13 @@ def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
     library = _library_for(tensors)
     if library is None:
         return None
-    tensors, room = tensors if isinstance(tensors, list) else list(tensors), _room
-    room.hold(len(tensors))
-    if not library.collect(tensors, -1, *room.at):
+    tensors, count = tensors if isinstance(tensors, list) else list(tensors), len(tensors)
+    at, norms, listed, _ = _room(count, threading.get_ident())
+    if not library.collect(tensors, -1, *at):
         return None
-    library.call("gg_norm", *room.arguments)
-    return room.norms[: len(tensors)].tolist()
+    start = norms.buffer_info()[0]
+    library.call("gg_norm", ctypes.addressof(listed), _ORDERS[2.0], start + 8 * count, start)
+    return norms[:count].tolist()
 
 
 def memory_of(tensors: Sequence[Tensor]) -> bytearray | None:

@@ -21,7 +21,6 @@ from gradguard.monitoring.record.record_lines import without_none
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import grads_of, version_of, versions_of
 
-NO_CLIPS = Clips()
 _PRECISE, _DTYPE = {torch.float32, torch.float64}, attrgetter("dtype")
 _GONE = torch.empty(0, device="cpu")
 
@@ -69,7 +68,7 @@ class PendingClips:
 
     def has_norms_of(self, gradients: Sequence[Tensor]) -> bool:
         """Tell whether these are the gradients of the table, and their norms before the first clip are known."""
-        return bool(self.clips) and _are_same(self.living(), gradients) and all(map(is_not, self.norms, repeat(None)))
+        return _are_same(self.living(), gradients) and all(map(is_not, self.norms, repeat(None)))
 
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``; what it wrote is no change."""
@@ -103,8 +102,6 @@ class PendingClips:
         living = self.living()
         if _are_same(living, gradients):  # as nearly always
             return StepClips(len(gradients), range(len(living)), self.norms, self.clips), PendingClips()
-        if not living:
-            return StepClips(len(gradients), (), (), ()), self
         place_of = {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
         rows = [row for row, gradient in enumerate(living) if id(gradient) in place_of]
         own, places = self.only(rows), [place_of[id(living[row])] for row in rows]
@@ -296,7 +293,10 @@ class HeardClips:
         """
         parameters, shared, scale = given.parameters, given.shared, getattr(optimizer, "grad_scale", None)
         clipped, measured = self.take(given.gradients) if clipped is None else clipped, now is None
-        before, told, post, found = now, None, None, NO_CLIPS
+        if measured and scale is None and shared is None and not clipped.clips:  # as on most steps
+            norms = gradient_norms(given.gradients)
+            return GradientNorms(norms, places, late=isinstance(norms, Tensor)), Clips()
+        before, told, post, found = now, None, None, Clips()
         if clipped.clips:
             acting = clipped.acting
             clips, reach = [clip for clip, _ in acting], [its for _, its in acting]

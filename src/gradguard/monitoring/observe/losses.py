@@ -44,8 +44,8 @@ class Losses:
         if plain is None or weight is None or plain.numel() != 1:
             return None
         if type(plain) is not Tensor or type(weight) is not Tensor:
-            if not _is_whole(plain):
-                return None
+            if is_sharded(plain) and (not placement_of(plain).is_whole or placement_of(plain).is_partial):
+                return None  # to read parts of it would need every process
             plain, weight = local_part(plain), local_part(weight)
         if are_readable(plain, weight):
             return plain.item() * weight.item()
@@ -76,10 +76,3 @@ class Losses:
         return found
 
     clear = take
-
-
-def _is_whole(loss: Any) -> bool:
-    """Tell whether this process holds all of a loss: to read parts of it would need every process."""
-    if not is_sharded(loss):
-        return True
-    return placement_of(loss).is_whole and not any(placement.is_partial() for placement in loss.placements)

@@ -28,7 +28,6 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import (
-    NO_SKIP,
     OWN_NAMES,
     Clips,
     GradientNorms,
@@ -39,6 +38,7 @@ from gradguard.monitoring.observe.step import (
     scale_update,
 )
 from gradguard.monitoring.observe.termination import before_signals
+from gradguard.monitoring.observe.watch import page_of
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.replacements import once
@@ -218,11 +218,7 @@ class Monitor(Observer):
             self._tell("Monitor.report() needs a record in a file: pass sink='run.jsonl', or a list with it")
             return None
         try:
-            from gradguard.monitoring.record.file import read_record
-            from gradguard.monitoring.show.report import page_beside, write_report
-
-            target = page_beside(record) if path is None else Path(path)
-            return write_report([read_record(record)], target)
+            return page_of(record, path)
         except Exception as error:  # the training that is over must not be lost for a picture
             self._tell(f"Monitor.report() failed: {type(error).__name__}: {error}. The record is in {record}")
             return None
@@ -298,9 +294,9 @@ class Monitor(Observer):
         if given.spread and given.shared is None:  # nobody has measured
             return None
         gradients, clips = self._clips.step(
-            optimizer, given, self._placed(optimizer, given.parameters), clipped=clipped
+            optimizer, given, self._places.of(optimizer, given.parameters), clipped=clipped
         )
-        return gradients, clips, NO_SKIP
+        return gradients, clips, Skip()
 
     def _guarded(self, optimizer: Optimizer, before: "_BeforeGuard") -> tuple[GradientNorms, Clips, Skip] | None:
         """Return the guard's outcome at this step; None if it has none."""
@@ -317,7 +313,7 @@ class Monitor(Observer):
             return None
         if not told or len(before.parameters) == len(result.names):
             given = StepGradients(before.parameters, [], shared=before.shared)
-            places = self._placed(optimizer, before.parameters)
+            places = self._places.of(optimizer, before.parameters)
             gradients, clips = self._clips.step(optimizer, given, places, now=now, clipped=before.clips)
         else:
             nowhere, late = [-1] * len(result.names), not result.tensor_norms.is_cpu
@@ -326,7 +322,7 @@ class Monitor(Observer):
             gradients = gradients._replace(total=result.norm)
         rule = rule_of(getattr(self._guard, "clipper", self._guard))
         clips = clips._replace(guard=ScriptClip(rule, copied(result.threshold), None, result.coefficient))
-        return gradients, *((clips, NO_SKIP) if event is None else told_by_guard(clips, NO_SKIP, event))
+        return gradients, *((clips, Skip()) if event is None else told_by_guard(clips, Skip(), event))
 
     def _begun(
         self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping

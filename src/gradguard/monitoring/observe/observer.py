@@ -21,31 +21,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradguard.distributed.placements import any_sharded
+from gradguard.distributed.reduction_group import several_processes
 from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import (
-    NO_CLIPS,
-    AppliedClip,
-    HeardClips,
-    StepGradients,
-    clipped_within,
-    told_by_guard,
-)
+from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, clipped_within, told_by_guard
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.losses import Losses
-from gradguard.monitoring.observe.measure import Diagnostics, measure_diagnostics, measure_update
+from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
 from gradguard.monitoring.observe.meta import Places, living_modules, living_optimizers, meta_line, name_parameters
 from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured
 from gradguard.monitoring.observe.step import (
-    NO_SKIP,
-    NOTHING,
     Clips,
     GradientNorms,
     LossScale,
@@ -56,7 +49,7 @@ from gradguard.monitoring.observe.step import (
     recovery,
     scale_update,
 )
-from gradguard.monitoring.observe.updates import FREE, SHARE, Moved, Moving, Sampled
+from gradguard.monitoring.observe.updates import FREE, SHARE, Moving, Sampled
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.text import on_stderr
@@ -168,7 +161,7 @@ class Observer(Listener):
         self._ending: int | None = None
         self._ended = threading.Event()  # the thread that writes the end, and whether it has
         # What is trained, once it is known.
-        self._places: Places | None = None
+        self._places: Any = None  # `Places`, from the first line on
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
         # What was seen.
@@ -313,10 +306,11 @@ class Observer(Listener):
     @never_compiled
     def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
         """Take part in what processes measure together, also where nothing is written, or watching has failed."""
+        if not (any_sharded(parameters) or several_processes()):  # as nearly always
+            return False, None
         began = time.perf_counter()
         joined = self._shared.join(parameters, self._fail)
-        if not self._thread.is_timed:
-            self._overhead += time.perf_counter() - began
+        self._overhead += time.perf_counter() - began
         return joined
 
     @safely
@@ -329,9 +323,7 @@ class Observer(Listener):
             self._forget(given.parameters)
         elif (seen := self._measured(optimizer, given)) is not None:
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
-            told = NOTHING, NOTHING
-            if self._logits or self._told:
-                told, self._logits, self._told = (self._logits, self._told), {}, {}
+            told, self._logits, self._told = (self._logits, self._told), {}, {}
             step = self._begun(optimizer, *seen, kept, *told)
             thread.step, thread.optimizer = step, weakref.ref(optimizer)
             self._look_at_weights(optimizer, given, step)
@@ -340,12 +332,9 @@ class Observer(Listener):
 
     def _measured(self, optimizer: Optimizer, given: StepGradients) -> tuple[GradientNorms, Clips, Skip] | None:
         """Return the facts known before a step; None if the step is not recorded."""
-        if self._places is None or not given.parameters:  # it has nothing to do yet
+        if not given.parameters:  # it has nothing to do yet
             return None
-        return *self._clips.step(optimizer, given, self._placed(optimizer, given.parameters)), NO_SKIP
-
-    def _placed(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Sequence[int]:
-        return () if self._places is None else self._places.of(optimizer, parameters)
+        return *self._clips.step(optimizer, given, self._places.of(optimizer, given.parameters)), Skip()
 
     def _begun(
         self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping
@@ -385,16 +374,16 @@ class Observer(Listener):
 
     def _look_at_weights(self, optimizer: Optimizer, given: StepGradients, step: StepMeasurement) -> None:
         """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
-        if not given.parameters:
-            return
         now, turn = time.perf_counter(), self._turns[step.optimizer or 0]
         elapsed = now - self._started
-        measurable = not given.spread and step.gradients.total is None  # of a part, or scaled, they would be wrong
-        full = measurable and self._schedule.due(turn, elapsed)
+        full, moves = self._schedule.due(turn, elapsed), self._watching_updates <= FREE + SHARE * elapsed
+        if not (full or moves) or not given.parameters:
+            return
+        full = full and not given.spread and step.gradients.total is None  # of a part, or scaled, they would be wrong
         if full:
             found = measure_diagnostics(given.parameters)
             self._thread.step = step._replace(diagnostics=found._replace(seconds=time.perf_counter() - now))
-        if full or self._watching_updates <= FREE + SHARE * elapsed:
+        if full or moves:
             began = time.perf_counter()  # a look at the thread's own time would be a call of the system
             self._thread.moving = Moving(
                 optimizer, given.parameters, self._sampled.of(optimizer, given.parameters), turn
@@ -434,20 +423,12 @@ class Observer(Listener):
         if turn < KEPT_STEPS and self._backwards:
             self._kept.after_step(optimizer)
 
-    def _add(
-        self,
-        buffer: RecordBuffer,
-        step: StepMeasurement,
-        now: float,
-        skip: Skip,
-        diagnostics: Diagnostics | None = None,
-        moved: Moved | None = None,
-    ) -> int:
-        """Record a step that is done; return how many its optimizer had before."""
-        place = step.optimizer or 0
+    def _add(self, buffer: RecordBuffer, step: StepMeasurement, now: float, *ended: Any) -> int:
+        """Record a step that ``ended`` (its skip, diagnostics, moves); return how many its optimizer had before."""
+        place, wall = step.optimizer or 0, now - self._started
         with self._lock:  # several threads may train at once
             number, turn = self._steps, self._turns[place]
-            step = step.ended(number, turn, now - self._started, skip, diagnostics, moved)
+            step = StepMeasurement._make((number, step[1], turn, wall, *ended, *step[7:]))
             buffer.add(self._completed(step))
             self._last_steps[place], self._steps, self._turns[place] = number, number + 1, turn + 1
         self._active = self._active and not buffer.sinks.lost
@@ -501,9 +482,9 @@ class Observer(Listener):
         skipped = None if self._thread.reached else step.skipped
         if skipped is not None and bool(skipped):  # the scaler has waited for it already
             if self._is_open(optimizer) and self._buffer is not None:
-                left_out = GradientNorms([], total=math.inf), NO_CLIPS, Skip(by_guard=True, by_scaler=1.0), None
-                begun = self._begun(optimizer, *left_out, NOTHING, NOTHING)
-                self._add(self._buffer, begun, time.perf_counter(), begun.skip)
+                skip = Skip(by_guard=True, by_scaler=1.0)
+                begun = self._begun(optimizer, GradientNorms([], total=math.inf), Clips(), skip, None, {}, {})
+                self._add(self._buffer, begun, time.perf_counter(), begun.skip, None, None)
             self._forget(self._parameters(optimizer))
         self._thread.scale, self._thread.reached = None, True
 

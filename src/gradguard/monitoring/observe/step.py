@@ -7,7 +7,6 @@ import math
 import operator
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -130,11 +129,6 @@ class Skip(NamedTuple):
     by_scaler: Any = None
 
 
-NO_SKIP = Skip()
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""What was told of most steps."""
-
-
 class LossScale(NamedTuple):
     """A GradScaler's part in a step.
 
@@ -184,19 +178,13 @@ class StepMeasurement(NamedTuple):
     lr: Any = None
     kept_gradients: Any = None
     origin: tuple[str, str] | None = None
-    logits: Mapping[str, Any] = NOTHING
-    logged: Mapping[str, Any] = NOTHING
+    logits: Mapping[str, Any] = {}
+    logged: Mapping[str, Any] = {}
 
     @property
     def late(self) -> bool:
         """Whether its numbers are known only when they have come from a device."""
         return self.gradients.late
-
-    def ended(
-        self, number: int, turn: int, wall: float, skip: Skip, diagnostics: Diagnostics | None, moved: Moved | None
-    ) -> "StepMeasurement":
-        """Return the step with what is known at its end."""
-        return StepMeasurement(number, self[1], turn, wall, skip, diagnostics, moved, *self[7:])
 
 
 class Event(NamedTuple):
