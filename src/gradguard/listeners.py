@@ -7,7 +7,7 @@ listens that is a look at an empty tuple. A script's own clips do the same while
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -243,7 +243,7 @@ def announce(parameters: Sequence[Tensor], *, tells_norms: bool = False) -> None
         listener.on_clip(call, parameters)
 
 
-def announced(call: ClipCall, parameters: Sequence[Tensor]) -> ExitStack:
+def announced(call: ClipCall, parameters: Sequence[Tensor]) -> AbstractContextManager:
     """Say that a clip of a script's is about to act; it runs inside what is returned.
 
     Args:
@@ -253,10 +253,12 @@ def announced(call: ClipCall, parameters: Sequence[Tensor]) -> ExitStack:
     Returns:
         The contexts of those who listen.
     """
+    contexts = [context for one in _listeners if (context := one.on_clip(call, parameters)) is not None]
+    if not contexts:  # as nearly always
+        return nullcontext()
     with ExitStack() as inside:
-        for listener in _listeners:
-            if (context := listener.on_clip(call, parameters)) is not None:
-                inside.enter_context(context)
+        for context in contexts:
+            inside.enter_context(context)
         return inside.pop_all()
 
 

@@ -5,8 +5,7 @@ listeners and then does exactly what the original does, with the same arguments 
 """
 
 import functools
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -81,52 +80,34 @@ def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any
     if not is_heard():
         return original(*args, **kwargs)
     named = dict(kwargs)
-    key = next((name for name in ("parameters", "model") if name in kwargs), None)
     try:
-        parameters, rest = (named.pop(key), args) if key else (args[0], args[1:])
+        parameters, *rest = args or [named.pop("parameters")]
         call = read(*rest, **named)
     except Exception:  # a wrong call: the original says so
         return original(*args, **kwargs)
-    parameters, seen = _reusable(parameters)
-
-    def act(given: Any) -> Any:
-        return original(*rest, **named, **{key: given}) if key else original(given, *rest, **named)
-
-    call.again = functools.partial(act, seen)
+    seen = parameters
+    if isinstance(parameters, Iterator):  # which comes only once; an empty generator is warned of as such
+        seen = list(parameters)
+        parameters = seen or parameters
+    call.again = functools.partial(original, seen, *rest, **named)
     tensors: list[Tensor] = []
     with suppress(Exception):  # of what the script passes anything may raise, at the second look
         tensors = tensors_of(seen)
     with announced(call, tensors):
-        result = act(parameters)
+        result = original(parameters, *rest, **named)
     norm = result if isinstance(result, Tensor) else None
     tell(ClipEvent(call.rule, tensors, call.threshold, norm, norm_type=call.norm_type))
     return result
-
-
-def _reusable(parameters: Any) -> tuple[Any, Any]:
-    """Return the parameters twice: for the original call (a generator stays one), and as a list."""
-    if isinstance(parameters, types.GeneratorType):
-        listed = list(parameters)
-        return (p for p in listed), listed
-    if isinstance(parameters, Iterator):
-        parameters = list(parameters)
-    return parameters, parameters
 
 
 def tensors_of(parameters: Any) -> list[Tensor]:
     """Return the tensors in whatever a clipping function takes; what cannot be one is left for the call to refuse."""
     if isinstance(parameters, Tensor):
         return [parameters]
-    if isinstance(parameters, nn.Module):
-        return list(parameters.parameters())
-    entries = parameters.values() if isinstance(parameters, Mapping) else parameters
-    if not isinstance(entries, Iterable):
-        return []
-    entries = list(entries)
+    entries: list[Any] = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):  # one by one it takes longer
         return entries
-    plain = [entry[-1] if isinstance(entry, tuple) and entry else entry for entry in entries]
-    return [entry for entry in plain if isinstance(entry, Tensor)]
+    return [entry for entry in entries if isinstance(entry, Tensor)]
 
 
 def by_norm(max_norm: Any, norm_type: float = 2.0, *_: Any, whole: bool = False, **__: Any) -> ClipCall:

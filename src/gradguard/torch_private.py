@@ -718,15 +718,16 @@ def is_of_the_compiler(frame: FrameType) -> bool:
 
 _without_overrides = _bind("grads_of")
 _not_overridden = getattr(torch._C, "_disabled_torch_function_impl", None)
+_ORDINARY, _grad_of = {Tensor, nn.Parameter}, attrgetter("grad")
 
 
 def grads_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Return ``.grad`` of each; DTensors are not asked whether they override that, which takes half as long again."""
-    kinds = set(map(type, tensors)) - {Tensor}
-    if any(kind.__torch_function__ is not _not_overridden for kind in kinds):
-        return list(map(attrgetter("grad"), tensors))
+    kinds = set(map(type, tensors)) - _ORDINARY
+    if kinds and any(kind.__torch_function__ is not _not_overridden for kind in kinds):
+        return list(map(_grad_of, tensors))
     with _without_overrides():
-        return list(map(attrgetter("grad"), tensors))
+        return list(map(_grad_of, tensors))
 
 
 local_tensor_of: Callable[[Any], Tensor] = _read("local_tensor_of")

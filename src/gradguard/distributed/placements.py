@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.torch_private import local_tensor_of, spec_of, specs_of
@@ -52,6 +53,7 @@ class Placement:
         return part, copy
 
 
+_ORDINARY = {Tensor, Parameter}
 _known: dict[tuple[int, tuple], Placement] = {}
 
 WHOLE = Placement(None, frozenset(), 1, "whole")
@@ -67,7 +69,8 @@ def is_sharded(tensor: Tensor) -> bool:
 def any_sharded(tensors: Sequence[Tensor | None]) -> bool:
     """Tell whether any of ``tensors`` is a DTensor; looks at each type once."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
+    kinds = set(map(type, tensors)) - _ORDINARY
+    return bool(kinds) and module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
 def refuse_sharded(tensors: Sequence[Tensor]) -> None:

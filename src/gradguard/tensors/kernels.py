@@ -8,6 +8,7 @@ of threads and the instruction set; ``native/kernels.cpp`` says in which order t
 
 import ctypes
 import math
+import threading
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -148,6 +149,29 @@ class Blocks(_Collected):
     def _is_mirrored(self, low: float, high: float) -> bool:
         """Whether memory holds the negative of what a tensor shows, and the bounds are not alike for both."""
         return low != -high and any([t.is_neg() for t in self._tensors])
+
+
+@lru_cache(maxsize=16)
+def _room(count: int, thread: int) -> tuple[tuple[int, ...], array, native.List, bytearray]:
+    """Return where ``thread`` writes so many tensors for the kernels, and gets their norms: kept between calls."""
+    memory, norms = bytearray(17 * count + 8), array("d", bytes(8 * count + 8))  # the last is that of all
+    start = _address(memory)
+    at = start, start + 8 * count, start + 16 * count
+    return at, norms, native.List(*at, count), memory
+
+
+def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
+    """Return the 2-norm of each tensor where one kernel measures them all; None where none does."""
+    library = _library_for(tensors)
+    if library is None:
+        return None
+    tensors, count = tensors if isinstance(tensors, list) else list(tensors), len(tensors)
+    at, norms, listed, _ = _room(count, threading.get_ident())
+    if not library.collect(tensors, -1, *at):
+        return None
+    start = norms.buffer_info()[0]
+    library.call("gg_norm", ctypes.addressof(listed), _ORDERS[2.0], start + 8 * count, start)
+    return norms[:count].tolist()
 
 
 def memory_of(tensors: Sequence[Tensor]) -> bytearray | None:

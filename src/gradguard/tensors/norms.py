@@ -92,12 +92,6 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     return _device_norms(values, p, meeting_device(values))
 
 
-def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
-    """Return the 2-norm of each tensor where one compiled kernel measures them all; None where none does."""
-    blocks = Blocks.of(tensors)
-    return None if blocks is None else blocks.norms(2.0).tolist()
-
-
 @torch.no_grad()
 def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
     """Return the p-norm of all elements from the p-norm of each tensor: 0-dim, no overflow, no underflow."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import call, is_, is_not
+from operator import attrgetter, call, is_, is_not
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from gradguard.monitoring.record.record_lines import without_none
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import grads_of, version_of, versions_of
 
-_PRECISE = {torch.float32, torch.float64}
+_PRECISE, _DTYPE = {torch.float32, torch.float64}, attrgetter("dtype")
 _GONE = torch.empty(0, device="cpu")
 
 
@@ -58,6 +58,8 @@ class PendingClips:
 
     def unchanged(self) -> "PendingClips":
         """Return the table without gradients that were written or replaced since the last clip; itself if none was."""
+        if not self.clips:
+            return self
         living = self.living()
         if all(map(is_not, living, repeat(None))) and versions_of(living) == self.versions:
             return self
@@ -71,17 +73,14 @@ class PendingClips:
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``; what it wrote is no change."""
         known = [None] * len(gradients) if norms is None else norms
-        living = self.living()
-        if not living:
-            self.gradients, self.norms, living = list(map(weakref.ref, gradients)), known, list(gradients)
-            rows: Sequence[int] = range(len(living))
-        elif norms is None and _are_same(living, gradients):
-            rows = range(len(living))
-        else:
+        rows: Sequence[int] = range(len(gradients))
+        if not self.clips:
+            self.gradients, self.norms, living = list(map(weakref.ref, gradients)), known, gradients
+        elif not _are_same(living := self.living(), gradients) or norms is not None:
             rows = self._rows_of(gradients, known, living)
-            living = self.living()
+            living = [_GONE if g is None else g for g in self.living()]
         # after all of them are written: some gradients count writes together
-        self.versions = versions_of([_GONE if g is None else g for g in living])
+        self.versions = versions_of(living)
         self.clips.append((clip, rows, len(gradients)))
 
     def _rows_of(self, gradients: Sequence[Tensor], norms: Any, living: Sequence[Any]) -> list[int]:
@@ -103,8 +102,6 @@ class PendingClips:
         living = self.living()
         if _are_same(living, gradients):  # as nearly always
             return StepClips(len(gradients), range(len(living)), self.norms, self.clips), PendingClips()
-        if not living:
-            return StepClips(len(gradients), (), (), ()), self
         place_of = {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
         rows = [row for row, gradient in enumerate(living) if id(gradient) in place_of]
         own, places = self.only(rows), [place_of[id(living[row])] for row in rows]
@@ -143,7 +140,7 @@ class StepClips:
             return None
         ((clip, _, covered),) = self.clips
         if clip.rule == "norm":  # in half precision PyTorch's own clip does something else than it says
-            known = clip.coefficient is not None or {g.dtype for g in without_none(gradients)} <= _PRECISE
+            known = clip.coefficient is not None or _PRECISE.issuperset(map(_DTYPE, without_none(gradients)))
         else:  # where it acted on more, its coefficient says nothing of these
             known = clip.coefficient is not None and covered == self.count
         return clip if known else None
@@ -266,6 +263,8 @@ class HeardClips:
         With it goes all that has changed: what backward passes without a step brought, the step has taken.
         """
         self._thread.running.clear()  # what raised
+        if not self._pending.clips:
+            return StepClips(len(gradients), (), (), ())
         with self._lock:
             own, self._pending = self._pending.unchanged().split(gradients)
         return own
@@ -276,35 +275,47 @@ class HeardClips:
             return self._pending.unchanged().split(gradients)[0]
 
     def step(
-        self, optimizer: Optimizer, given: StepGradients, now: Norms | None = None, clipped: StepClips | None = None
+        self,
+        optimizer: Optimizer,
+        given: StepGradients,
+        places: Sequence[int],
+        now: Norms | None = None,
+        clipped: StepClips | None = None,
     ) -> tuple[GradientNorms, Clips]:
         """Return what is known of a step that begins: the norms before every clip, and what clipped.
 
         Args:
             optimizer: The optimizer.
             given: Its gradients.
+            places: Their places in the names.
             now: The norm of each gradient as it is now, if that has been measured.
             clipped: The result of `take`, if it has been called for this step.
         """
         parameters, shared, scale = given.parameters, given.shared, getattr(optimizer, "grad_scale", None)
-        clipped = self.take(given.gradients) if clipped is None else clipped
-        acting, measured = clipped.acting, now is None
-        clips, reach = [clip for clip, _ in acting], [places for _, places in acting]
-        alone = clipped.single_known(given.gradients) if shared is None else None
-        before = None if alone is None else clipped.norms(None)
-        told = post = None
-        if before is None and alone is not None and alone.rule == "norm" and alone.norm is not None:
-            before, told = [], unscaled(alone.norm, scale)  # the clip told the norm, and nothing else
-        elif before is None:
-            if now is None:
-                now = gradient_norms(given.gradients) if shared is None else shared.norms
-            before = clipped.norms(now) if clips else now
-            post = unscaled(total(now), scale) if clips and before is not None else None
+        clipped, measured = self.take(given.gradients) if clipped is None else clipped, now is None
+        if measured and scale is None and shared is None and not clipped.clips:  # as on most steps
+            norms = gradient_norms(given.gradients)
+            return GradientNorms(norms, places, late=isinstance(norms, Tensor)), Clips()
+        before, told, post, found = now, None, None, Clips()
+        if clipped.clips:
+            acting = clipped.acting
+            clips, reach = [clip for clip, _ in acting], [its for _, its in acting]
+            found = Clips(clips, reach if any(len(set(its)) != clipped.count for its in reach) else ())
+            alone = clipped.single_known(given.gradients) if shared is None else None
+            before = None if alone is None else clipped.norms(None)
+            if before is None and alone is not None and alone.rule == "norm" and alone.norm is not None:
+                before, told, places = [], unscaled(alone.norm, scale), ()  # the clip told the norm, and nothing else
+            elif before is None:
+                if now is None:
+                    now = gradient_norms(given.gradients) if shared is None else shared.norms
+                before = clipped.norms(now) if clips else now
+                post = unscaled(total(now), scale) if clips and before is not None else None
+        elif now is None:
+            before = gradient_norms(given.gradients) if shared is None else shared.norms
         norms = unscaled(now if before is None else before, scale)
         late = (bool(parameters) and not parameters[0].is_cpu) or (measured and isinstance(norms, Tensor))
         lost = None if shared is None else shared.lost
-        gradients = GradientNorms(norms, (), told, post, are_after=before is None, lost=lost, late=late)
-        return gradients, Clips(clips, reach if any(len(set(places)) != clipped.count for places in reach) else ())
+        return GradientNorms(norms, places, told, post, are_after=before is None, lost=lost, late=late), found
 
 
 def clipped_within(

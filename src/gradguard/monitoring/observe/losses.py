@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded, local_part, placement_of
-from gradguard.monitoring.record.record_lines import without_none
 from gradguard.tensors.layout import are_readable
 
 MOST_LOSSES = 1000
@@ -30,8 +29,8 @@ class Losses:
         Returns:
             Whether each of them is known to be finite, as no GradScaler has scaled them.
         """
-        numbers = without_none(map(self._number, losses, weights))
-        if not numbers or len(numbers) < len(losses):
+        numbers = list(map(self._number, losses, weights))
+        if not numbers or any([number is None for number in numbers]):
             return False
         loss = sum(numbers[1:], start=numbers[0])
         self._losses.append(loss)
@@ -42,9 +41,12 @@ class Losses:
         plain: Tensor | None = loss
         if self.scales:
             plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
-        if plain is None or weight is None or plain.numel() != 1 or not _is_whole(plain):
+        if plain is None or weight is None or plain.numel() != 1:
             return None
-        plain, weight = local_part(plain), local_part(weight)
+        if type(plain) is not Tensor or type(weight) is not Tensor:
+            if is_sharded(plain) and (not placement_of(plain).is_whole or placement_of(plain).is_partial):
+                return None  # to read parts of it would need every process
+            plain, weight = local_part(plain), local_part(weight)
         if are_readable(plain, weight):
             return plain.item() * weight.item()
         return plain.detach().reshape(()) * weight.detach().reshape(())
@@ -74,10 +76,3 @@ class Losses:
         return found
 
     clear = take
-
-
-def _is_whole(loss: Any) -> bool:
-    """Tell whether this process holds all of a loss: to read parts of it would need every process."""
-    if not is_sharded(loss):
-        return True
-    return placement_of(loss).is_whole and not any(placement.is_partial() for placement in loss.placements)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.placements import refuse_sharded
+from gradguard.tensors.kernels import norms_at_once
 from gradguard.tensors.layout import are_readable
-from gradguard.tensors.norms import norms_at_once, tensor_norms
+from gradguard.tensors.norms import tensor_norms
 
 Norms = Tensor | list[float]
 """Numbers where Python may look at them at no cost (on the CPU); else a vector on the device, to be read later."""

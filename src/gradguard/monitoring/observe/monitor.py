@@ -38,6 +38,7 @@ from gradguard.monitoring.observe.step import (
     scale_update,
 )
 from gradguard.monitoring.observe.termination import before_signals
+from gradguard.monitoring.observe.watch import page_of
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.replacements import once
@@ -217,11 +218,7 @@ class Monitor(Observer):
             self._tell("Monitor.report() needs a record in a file: pass sink='run.jsonl', or a list with it")
             return None
         try:
-            from gradguard.monitoring.record.file import read_record
-            from gradguard.monitoring.show.report import page_beside, write_report
-
-            target = page_beside(record) if path is None else Path(path)
-            return write_report([read_record(record)], target)
+            return page_of(record, path)
         except Exception as error:  # the training that is over must not be lost for a picture
             self._tell(f"Monitor.report() failed: {type(error).__name__}: {error}. The record is in {record}")
             return None
@@ -296,8 +293,10 @@ class Monitor(Observer):
             clipped = before.clips
         if given.spread and given.shared is None:  # nobody has measured
             return None
-        gradients, clips = self._clips.step(optimizer, given, clipped=clipped)
-        return self._placed(optimizer, given.parameters, gradients), clips, Skip()
+        gradients, clips = self._clips.step(
+            optimizer, given, self._places.of(optimizer, given.parameters), clipped=clipped
+        )
+        return gradients, clips, Skip()
 
     def _guarded(self, optimizer: Optimizer, before: "_BeforeGuard") -> tuple[GradientNorms, Clips, Skip] | None:
         """Return the guard's outcome at this step; None if it has none."""
@@ -314,8 +313,8 @@ class Monitor(Observer):
             return None
         if not told or len(before.parameters) == len(result.names):
             given = StepGradients(before.parameters, [], shared=before.shared)
-            gradients, clips = self._clips.step(optimizer, given, now=now, clipped=before.clips)
-            gradients = self._placed(optimizer, before.parameters, gradients)
+            places = self._places.of(optimizer, before.parameters)
+            gradients, clips = self._clips.step(optimizer, given, places, now=now, clipped=before.clips)
         else:
             nowhere, late = [-1] * len(result.names), not result.tensor_norms.is_cpu
             gradients, clips = GradientNorms(result.tensor_norms, nowhere, late=late), Clips()
@@ -326,12 +325,12 @@ class Monitor(Observer):
         return gradients, *((clips, Skip()) if event is None else told_by_guard(clips, Skip(), event))
 
     def _begun(
-        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, **told: Any
+        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping
     ) -> StepMeasurement:
         if skip.by_scaler is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
             clips, skip = told_by_guard(clips, skip, self._guard_event)
             self._guard_event, self._result = None, getattr(self._guard, "last", None)
-        step = super()._begun(optimizer, gradients, clips, skip, **told)
+        step = super()._begun(optimizer, gradients, clips, skip, kept, *told)
         before, self._factor = self._factor, None if step.scale is None else step.scale.factor
         if before is not None and self._factor is not None:
             self._lines.add(scale_update(self._last_step, before, self._factor))

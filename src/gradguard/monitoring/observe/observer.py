@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import repeat
 from operator import is_not
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradguard.distributed.placements import any_sharded
+from gradguard.distributed.reduction_group import several_processes
 from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
@@ -61,18 +63,36 @@ class EnoughSteps(SystemExit):
     """Ends a program after as many optimizer steps as were asked for: what cleans up on the way out does so."""
 
 
+_process = os.getpid()  # kept, as asking for it at each step is a call of the system
+
+
+def _in_child() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def safely(method: Callable) -> Callable:
     """Time what an observer does, keep its failures away from training; in a forked child do nothing, or begin anew."""
 
     @functools.wraps(method)
     def safe(self: "Observer", *args: Any) -> Any:
-        if not self._active or (os.getpid() != self._process and not self._begins_in_child()):
+        if not self._active or (_process != self._process and not self._begins_in_child()):
             return None
+        thread = self._thread
+        outermost, began = not thread.is_timed, time.perf_counter()
+        thread.is_timed = True
         try:
-            return self._timed(method, self, *args)
+            return method(self, *args)
         except Exception as error:
             self._fail(error)
             return None
+        finally:
+            if outermost:
+                thread.is_timed = False
+                self._overhead += time.perf_counter() - began
 
     return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
@@ -136,12 +156,12 @@ class Observer(Listener):
         self._path, self._meta, self._applied, self._every = path, meta, clip, every
         self._diagnostics_every, self._left, self._on_finding = diagnostics_every, last_step, on_finding
         self._in_child = in_child
-        self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
+        self._process, self._started, self._overhead = _process, time.perf_counter(), 0.0
         self._active, self._lock, self._thread = True, threading.RLock(), _Running()
         self._ending: int | None = None
         self._ended = threading.Event()  # the thread that writes the end, and whether it has
         # What is trained, once it is known.
-        self._places: Places | None = None
+        self._places: Any = None  # `Places`, from the first line on
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
         # What was seen.
@@ -180,7 +200,7 @@ class Observer(Listener):
     @safely
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Callable[[], None] | None:
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
-        if any(is_captured(loss) for loss in losses):  # what is copied later would be memory that only a replay writes
+        if any(map(is_captured, losses)):  # what is copied later would be memory that only a replay writes
             return None
         finite = False
         with suppress(Exception):  # one that cannot be read is no reason to stop
@@ -286,66 +306,46 @@ class Observer(Listener):
     @never_compiled
     def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
         """Take part in what processes measure together, also where nothing is written, or watching has failed."""
-        return self._timed(self._shared.join, parameters, self._fail)
-
-    def _timed(self, act: Callable, *args: Any) -> Any:
-        """Return what ``act`` returns; its time is added to `overhead`, unless it is within something else of ours."""
-        thread = self._thread
-        if thread.is_timed:
-            return act(*args)
-        thread.is_timed, began = True, time.perf_counter()
-        try:
-            return act(*args)
-        finally:
-            thread.is_timed = False
-            self._overhead += time.perf_counter() - began
+        if not (any_sharded(parameters) or several_processes()):  # as nearly always
+            return False, None
+        began = time.perf_counter()
+        joined = self._shared.join(parameters, self._fail)
+        self._overhead += time.perf_counter() - began
+        return joined
 
     @safely
     def _measure_step(self, optimizer: Optimizer, given: StepGradients, parameters: list[Tensor]) -> None:
-        self._thread.step = self._thread.moving = None  # of a step that raised
+        thread = self._thread
+        thread.step = thread.moving = None  # of a step that raised
         if parameters and is_captured(parameters[0]):
             return
         if not self._is_open(optimizer):
             self._forget(given.parameters)
         elif (seen := self._measured(optimizer, given)) is not None:
-            gradients, clips, skip = seen
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
-            told = {"kept_gradients": kept, "logits": self._logits, "logged": self._told}
-            self._logits, self._told = {}, {}
-            step = self._begun(optimizer, gradients, clips, skip, **told)
-            self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
+            told, self._logits, self._told = (self._logits, self._told), {}, {}
+            step = self._begun(optimizer, *seen, kept, *told)
+            thread.step, thread.optimizer = step, weakref.ref(optimizer)
             self._look_at_weights(optimizer, given, step)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
             self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
 
     def _measured(self, optimizer: Optimizer, given: StepGradients) -> tuple[GradientNorms, Clips, Skip] | None:
         """Return the facts known before a step; None if the step is not recorded."""
-        if self._places is None or not given.parameters:  # it has nothing to do yet
+        if not given.parameters:  # it has nothing to do yet
             return None
-        gradients, clips = self._clips.step(optimizer, given)
-        return self._placed(optimizer, given.parameters, gradients), clips, Skip()
-
-    def _placed(self, optimizer: Optimizer, parameters: Sequence[Tensor], gradients: GradientNorms) -> GradientNorms:
-        assert self._places is not None
-        places = self._places.of(optimizer, parameters) if len(gradients.norms) else ()
-        return gradients._replace(places=places)
+        return *self._clips.step(optimizer, given, self._places.of(optimizer, given.parameters)), Skip()
 
     def _begun(
-        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, **told: Any
+        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping
     ) -> StepMeasurement:
-        """Return a step that begins, with what is known beside its gradients and what was ``told`` of it."""
+        """Return a step that begins, with whether its gradients were ``kept`` and the logits and numbers ``told``."""
         origin, self._origin = self._origin, None
+        lr, losses, scale = optimizer.param_groups[0].get("lr"), self._losses.take(), self._thread.scale
+        place = self._place_of(optimizer)  # each may have a scaler of its own
+        ended = 0, 0.0, skip, None, None  # so far
         return StepMeasurement(
-            self._steps,
-            gradients,
-            clips,
-            skip,
-            self._thread.scale,  # each optimizer may have a scaler of its own
-            optimizer=self._place_of(optimizer),
-            losses=self._losses.take(),
-            lr=copied(optimizer.param_groups[0].get("lr")),
-            origin=origin,
-            **told,
+            self._steps, gradients, *ended, clips, scale, place, losses, copied(lr), kept, origin, *told
         )
 
     def _look_at_setup(
@@ -374,16 +374,16 @@ class Observer(Listener):
 
     def _look_at_weights(self, optimizer: Optimizer, given: StepGradients, step: StepMeasurement) -> None:
         """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
-        if not given.parameters:
-            return
         now, turn = time.perf_counter(), self._turns[step.optimizer or 0]
         elapsed = now - self._started
-        measurable = not given.spread and step.gradients.total is None  # of a part, or scaled, they would be wrong
-        full = measurable and self._schedule.due(turn, elapsed)
+        full, moves = self._schedule.due(turn, elapsed), self._watching_updates <= FREE + SHARE * elapsed
+        if not (full or moves) or not given.parameters:
+            return
+        full = full and not given.spread and step.gradients.total is None  # of a part, or scaled, they would be wrong
         if full:
             found = measure_diagnostics(given.parameters)
             self._thread.step = step._replace(diagnostics=found._replace(seconds=time.perf_counter() - now))
-        if full or self._watching_updates <= FREE + SHARE * elapsed:
+        if full or moves:
             began = time.perf_counter()  # a look at the thread's own time would be a call of the system
             self._thread.moving = Moving(
                 optimizer, given.parameters, self._sampled.of(optimizer, given.parameters), turn
@@ -393,22 +393,23 @@ class Observer(Listener):
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Add the row of the step that is done; end the program after the last step that was asked for."""
         self._end_step(optimizer)
-        if self._left is not None and os.getpid() == self._process:  # counted also where nothing is recorded
+        if self._left is not None and _process == self._process:  # counted also where nothing is recorded
             self._left -= 1
             if self._left <= 0:
                 raise EnoughSteps
 
     @safely
     def _end_step(self, optimizer: Optimizer) -> None:
-        step, moving, clipped = self._thread.step, self._thread.moving, self._thread.with_clips
-        self._thread.step = self._thread.moving = self._thread.with_clips = None
+        thread = self._thread
+        step, moving, clipped = thread.step, thread.moving, thread.with_clips
+        thread.step = thread.moving = thread.with_clips = None
         if step is not None and clipped is not None:
             clips = step.clips._replace(script=clipped.clips.script, reach=clipped.clips.reach)
             step = step._replace(clips=clips, gradients=clipped.gradients)
             self._clips.forget(self._parameters(optimizer))
         if step is None or self._buffer is None:
             return
-        moved, diagnostics = None, step.diagnostics
+        moved, diagnostics, skip = None, step.diagnostics, step.skip
         if moving is not None:
             began, moved = time.perf_counter(), moving.moved()
             self._watching_updates += time.perf_counter() - began
@@ -416,21 +417,22 @@ class Observer(Listener):
         if diagnostics is not None:
             diagnostics = measure_update(diagnostics)
             self._schedule.spent(diagnostics.seconds + time.perf_counter() - now)
-        found_inf = getattr(optimizer, "found_inf", None)
-        skip = step.skip if found_inf is None else step.skip._replace(by_scaler=copied(found_inf))
-        self._add(self._buffer, step, now, skip=skip, diagnostics=diagnostics, moved=moved)
-        if self._backwards and self._turns[step.optimizer or 0] <= KEPT_STEPS:
+        if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
+            skip = skip._replace(by_scaler=copied(found_inf))
+        turn = self._add(self._buffer, step, now, skip, diagnostics, moved)
+        if turn < KEPT_STEPS and self._backwards:
             self._kept.after_step(optimizer)
 
-    def _add(self, buffer: RecordBuffer, step: StepMeasurement, now: float, **ended: Any) -> None:
+    def _add(self, buffer: RecordBuffer, step: StepMeasurement, now: float, *ended: Any) -> int:
+        """Record a step that ``ended`` (its skip, diagnostics, moves); return how many its optimizer had before."""
+        place, wall = step.optimizer or 0, now - self._started
         with self._lock:  # several threads may train at once
-            optimizer, wall = step.optimizer or 0, now - self._started
-            step = step._replace(number=self._steps, turn=self._turns[optimizer], wall=wall, **ended)
+            number, turn = self._steps, self._turns[place]
+            step = StepMeasurement._make((number, step[1], turn, wall, *ended, *step[7:]))
             buffer.add(self._completed(step))
-            self._last_steps[optimizer] = self._steps
-            self._steps += 1
-            self._turns[optimizer] += 1
+            self._last_steps[place], self._steps, self._turns[place] = number, number + 1, turn + 1
         self._active = self._active and not buffer.sinks.lost
+        return turn
 
     def _completed(self, step: StepMeasurement) -> StepMeasurement:
         """Add what somebody has told of a step."""
@@ -480,8 +482,9 @@ class Observer(Listener):
         skipped = None if self._thread.reached else step.skipped
         if skipped is not None and bool(skipped):  # the scaler has waited for it already
             if self._is_open(optimizer) and self._buffer is not None:
-                left_out = GradientNorms([], total=math.inf), Clips(), Skip(by_guard=True, by_scaler=1.0)
-                self._add(self._buffer, self._begun(optimizer, *left_out), time.perf_counter())
+                skip = Skip(by_guard=True, by_scaler=1.0)
+                begun = self._begun(optimizer, GradientNorms([], total=math.inf), Clips(), skip, None, {}, {})
+                self._add(self._buffer, begun, time.perf_counter(), begun.skip, None, None)
             self._forget(self._parameters(optimizer))
         self._thread.scale, self._thread.reached = None, True
 

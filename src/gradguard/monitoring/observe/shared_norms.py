@@ -35,15 +35,17 @@ def are_spread(parameters: Sequence[Tensor]) -> bool:
 
     The answer is the same on all processes.
     """
-    if any_sharded(parameters) or Megatron().placements(parameters):
+    if any_sharded(parameters):
         return True
-    possible = "torch.distributed.fsdp" in sys.modules and several_processes()
-    return possible and any(flattened_by_fsdp1(parameters))
+    if not several_processes():
+        return False
+    fsdp1 = "torch.distributed.fsdp" in sys.modules and any(flattened_by_fsdp1(parameters))
+    return fsdp1 or bool(Megatron().placements(parameters))
 
 
 def is_captured(parameter: Tensor) -> bool:
     """Return whether a CUDA graph is recorded: it would replay our own work without us."""
-    return host_copy.is_captured(parameter.device)
+    return parameter.is_cuda and host_copy.is_captured(parameter.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,14 +147,14 @@ class StepMeasurement(NamedTuple):
     Attributes:
         number: Number of the step.
         gradients: Its gradients.
-        clips: Its clips.
-        skip: Whether it was left out.
-        scale: The loss scale; None where no GradScaler is at work.
-        diagnostics: The weights and their change in full; None on a step on which that is not due.
-        moved: The change of a sample of the weights; None likewise.
-        optimizer: Which optimizer, where the script has several.
         turn: Number of the step among those of its optimizer.
         wall: Seconds since the start.
+        skip: Whether it was left out.
+        diagnostics: The weights and their change in full; None on a step on which that is not due.
+        moved: The change of a sample of the weights; None likewise.
+        clips: Its clips.
+        scale: The loss scale; None where no GradScaler is at work.
+        optimizer: Which optimizer, where the script has several.
         losses: Losses that backward was called on since the step before.
         lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
         kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
@@ -166,14 +166,14 @@ class StepMeasurement(NamedTuple):
 
     number: int
     gradients: GradientNorms
-    clips: Clips = Clips()
-    skip: Skip = Skip()
-    scale: LossScale | None = None
-    diagnostics: Diagnostics | None = None
-    moved: Moved | None = None
-    optimizer: int | None = None
     turn: int = 0
     wall: float = 0.0
+    skip: Skip = Skip()
+    diagnostics: Diagnostics | None = None
+    moved: Moved | None = None
+    clips: Clips = Clips()
+    scale: LossScale | None = None
+    optimizer: int | None = None
     losses: Sequence[Any] = ()
     lr: Any = None
     kept_gradients: Any = None

@@ -18,7 +18,7 @@ from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
 from gradguard.monitoring.observe.step_rules import Rule, Taken, rule_of
-from gradguard.tensors.kernels import Blocks, memory_of
+from gradguard.tensors.kernels import memory_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -82,11 +82,6 @@ class Samples:
         self.before = torch.cat(self.views)  # in the widest of their dtypes
         self.changes = torch.empty_like(self.before)
         self.parts = [*self.changes.split(self.counts), *self.before.split(self.counts)]
-        self._blocks = Blocks.of(self.parts)
-
-    def norms(self) -> Norms:
-        """Return the 2-norm of each of ``parts``."""
-        return gradient_norms(self.parts) if self._blocks is None else self._blocks.norms(2.0).tolist()
 
 
 class Sampled:
@@ -137,7 +132,7 @@ class Moving:
         samples = self._samples
         torch.cat(samples.views, out=samples.changes).sub_(samples.before)
         added = [kept.float() - left for kept, left in self._momenta]
-        norms, n, over_rule = samples.norms(), len(samples.counts), None
+        norms, n, over_rule = gradient_norms(samples.parts), len(samples.counts), None
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
                 over_rule = self._over_rule(self._rule, samples.parts[:n], samples.parts[n:])

@@ -86,18 +86,23 @@ class Watch:
         Raises:
             RecordError: There is no record: nothing has been trained yet, or this process writes none.
         """
-        from gradguard.monitoring.show.report import page_beside, write_report
-
         if self.path is None:
             raise RecordError("this process writes no record: ask for the report on the process of rank 0.")
         self._observer.flush()
-        return write_report([read_record(self.path)], page_beside(self.path) if path is None else Path(path))
+        return page_of(self.path, path)
 
     def __enter__(self) -> "Watch":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def page_of(record: Path, path: str | os.PathLike | None) -> Path:
+    """Draw a record as one HTML page at ``path``, by default beside it, and return where that is."""
+    from gradguard.monitoring.show.report import page_beside, write_report
+
+    return write_report([read_record(record)], page_beside(record) if path is None else Path(path))
 
 
 def watch(

@@ -324,8 +324,10 @@ def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
         return _string(value)
     if isinstance(value, list | tuple):
         if set(map(type, value)) == {float}:
-            texts = (f"{in_list} " * len(value) % tuple(value)).split()
-            return f"[{', '.join([text if '.' in text or 'e' in text else _whole(text) for text in texts])}]"
+            text = (f"{in_list}, " * len(value) % tuple(value))[:-2]
+            if text.count(".") < len(value):  # one that is whole, not finite, or a power of ten
+                text = ", ".join([one if "." in one or "e" in one else _whole(one) for one in text.split(", ")])
+            return f"[{text}]"
         return f"[{', '.join([_json(one, in_list, SCALAR) for one in value])}]"
     if isinstance(value, dict):
         return f"{{{', '.join([f'{_string(str(key))}: {_json(one)}' for key, one in value.items()])}}}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat
 from operator import is_not, itemgetter
 from typing import Any, TypeVar, overload
 
@@ -161,7 +161,7 @@ def known_fields(line: Mapping[str, _T | None]) -> dict[str, _T]:
     Args:
         line: By name; None stands for a field that is not there.
     """
-    return {key: value for key, value in line.items() if value is not None}
+    return dict(compress(line.items(), map(is_not, line.values(), repeat(None))))  # type: ignore[arg-type]
 
 
 def _line(row: _Row) -> dict[str, Any]:
