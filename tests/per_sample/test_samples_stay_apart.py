@@ -613,3 +613,52 @@ def test_random_numbers_that_own_code_draws_in_a_loop_or_again_in_backward(kind,
     with pytest.raises(UnsupportedGradientError, match=words):
         step(other, clipper, x)
     clipper.detach()
+
+
+class Parts(nn.Module):
+    """Two parts that are called one after the other; the second runs sample by sample.
+
+    Args:
+        centred: It mixes samples.
+    """
+
+    def __init__(self, centred=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Chosen(centred)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Chosen(nn.Module):
+    """Each sample goes to one of two experts."""
+
+    def __init__(self, centred):
+        super().__init__()
+        self.experts, self.centred = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), centred
+
+    def forward(self, x):
+        chosen, out = (x[:, 0] > 0).long(), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]).sin())
+        return out - out.mean(0) if self.centred else out
+
+
+def test_what_goes_into_a_part_that_runs_sample_by_sample_gets_its_gradient_on_every_step():
+    torch.manual_seed(0)
+    model, twin, mixing = Parts().double(), Parts().double(), Parts(centred=True).double()
+    twin.load_state_dict(model.state_dict())
+    clipper = clipper_of(model, mode="exact")
+    for _ in range(4):
+        x = torch.randn(B, 4, dtype=torch.float64, requires_grad=True)
+        squares(model.second(model.first(x))).mean().backward()
+        assert_same(clipper.per_sample_gradients(), in_the_batch(twin, x.detach()))
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        slope, x.grad = x.grad, None
+        squares(twin(x)).mean().backward()
+        torch.testing.assert_close(slope, x.grad)
+    clipper.detach()
+    with pytest.raises(UnsupportedGradientError, match="mix samples"):
+        clipper_of(mixing).module.second(mixing.first(x))

@@ -14,7 +14,15 @@ from torch.utils.hooks import RemovableHandle
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
-from gradguard.per_sample.call_arguments import Arguments, Skeleton, Versions, count_samples, versions_of, written
+from gradguard.per_sample.call_arguments import (
+    Arguments,
+    Skeleton,
+    Versions,
+    count_samples,
+    tensor_leaves,
+    versions_of,
+    written,
+)
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
 from gradguard.per_sample.dry_run import CallObserver, Slot
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
@@ -501,9 +509,10 @@ class CallTracker:
     def _start_loop(self, module: nn.Module) -> RunningCall:
         """The batch of a looped call starts."""
         assert self._loop is not None
-        running = RunningCall(module, _NOTHING)
-        self._loop.before = frozen(module, self.last_calls[module].pattern.changes_buffers)
-        if self._capture.verifying:
+        running, call = RunningCall(module, _NOTHING), self.last_calls[module]
+        self._loop.before = frozen(module, call.pattern.changes_buffers)
+        passes_on = any(tensor.requires_grad for tensor in tensor_leaves(call.arguments))  # to an earlier call, say
+        if self._capture.verifying or passes_on:
             self._capture.put_leaves(running, self._loop.places)
             self._loop.leaves = running.leaves
         self._loop.draws = running.places.enter_context(Draws())
@@ -558,8 +567,9 @@ class CallTracker:
         plan = self.planner.next(module)
         if plan is not None:
             return plan
+        loops = [] if self.collector.mini_batch is None else self.collector.mini_batch.loops
         again = current_graph_task() != -1
-        if not self.planner.uses_trained(module) or (again and self.planner.follows_nothing):
+        if not self.planner.uses_trained(module) or (again and any(module in loop.module.modules() for loop in loops)):
             return _NOTHING
         self.planner.unexpected()
         if again:

@@ -415,7 +415,7 @@ class LayerCapture:
             for i, t in enumerate(arguments.tensors)
             if (t.is_floating_point() or t.is_complex()) and id(t) not in known
         ]
-        layer = NestedCall(running.module, tapped, [running.plan.inputs[i] for i in tapped])
+        layer = NestedCall(running.module, tapped, [running.plan.inputs[i] for i in tapped], [None] * len(tapped))
         assert caller.fallback is not None
         caller.fallback.nested_calls.append(layer)
         running.as_nested = layer

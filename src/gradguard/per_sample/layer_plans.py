@@ -283,11 +283,6 @@ class LayerPlanner:
         """The calls that come belong to ``pattern``."""
         self._current = pattern.plans
 
-    @property
-    def follows_nothing(self) -> bool:
-        """Whether the calls that come run sample by sample, so that the layers in them have no plans."""
-        return not self._current
-
     def next(self, module: nn.Module) -> CallPlan | None:
         """Return the plan of the next call of ``module``, None if no dry run has seen it."""
         number = self._calls[module]

@@ -234,8 +234,9 @@ class LoopedCall:
         if len(outputs) != len(self.outputs):
             raise UnsupportedGradientError(self._differs("it returns other tensors"))
         for output, (recorded, version), axis in zip(outputs, self.outputs, self.call.pattern.output_axes, strict=True):
-            unchanged = axis is not None and changes_of(recorded) == version
-            if axis is not None and unchanged and not same_rows(recorded, output, axis, samples, self.precision):
+            if axis is None or changes_of(recorded) != version:
+                continue
+            if not same_rows(recorded, output, axis, samples, self.precision):
                 raise UnsupportedGradientError(self._differs("it returns other values"))
 
     def _run_one(self, sample: int, numbers: list[float]) -> dict[str, Tensor]:

@@ -42,18 +42,17 @@ class NestedCall:
         module: The layer.
         tapped: Positions, among the tensors that it got, of those that the code had computed.
         axes: Batch axis of each of ``tapped``.
+        grads: The gradient of each of ``tapped``, filled in by backward.
         output: Its result.
         output_axes: Batch axis of each tensor that it returned.
-        count: Number of tensors that it returned.
-        grads: The gradient of each of ``tapped``, filled in by backward.
     """
 
     module: nn.Module
     tapped: list[int]
     axes: list[BatchAxis | None]
-    output: Skeleton | None = None
+    grads: Sequence[Tensor | None]
+    output: Skeleton = field(default_factory=lambda: Skeleton(()))
     output_axes: Sequence[BatchAxis | None] = ()
-    grads: Sequence[Tensor | None] = ()
 
 
 @dataclass
@@ -126,7 +125,7 @@ class VmapFallback:
         given = [axis for layer in self.nested_calls for axis in layer.output_axes]
         results = [axis for layer in self.nested_calls for axis in layer.axes]
         results += [self.output_axes[i] for i in self.computed]
-        grads = [grad for layer in self.nested_calls for grad in (layer.grads or [None] * len(layer.axes))]
+        grads = [grad for layer in self.nested_calls for grad in layer.grads]
         grads += [self.grads[i] for i in self.computed]
         for axis, grad in zip(results, grads, strict=True):
             if axis is None and grad is not None:
@@ -183,7 +182,7 @@ class VmapFallback:
         def stub(module: nn.Module) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 layer, outputs = next(remaining, (None, []))
-                if layer is None or layer.module is not module or layer.output is None:
+                if layer is None or layer.module is not module:
                     raise UnsupportedGradientError(self._differs("it calls other layers for one sample"))
                 got = Skeleton((args, kwargs)).tensors
                 results.extend(got[i] for i in layer.tapped)

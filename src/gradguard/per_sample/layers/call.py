@@ -101,8 +101,7 @@ def samples_first(values: Tensor, axis: BatchAxis, batch_size: int) -> Tensor:
     A dimension that holds k entries for each sample (a flattened ``[B, T]``) becomes two, B and k: so the input
     ``[B * T, d]`` of a linear layer becomes ``[B, T, d]``.
     """
-    whole = not batch_size or values.shape[axis.dim] == batch_size
-    return values.movedim(axis.dim, 0) if whole else axis.split(values, batch_size)
+    return values.movedim(axis.dim, 0) if values.shape[axis.dim] == batch_size else axis.split(values, batch_size)
 
 
 def positions(values: Tensor) -> Tensor:
