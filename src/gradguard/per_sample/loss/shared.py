@@ -810,12 +810,10 @@ def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
         yield _unrepeated(index), own_sizes(index)
     indices = [saved(node, "index")] if name == "IndexSelect" else saved(node, "indices") if name == "Index" else ()
     given = [(dim, index) for dim, index in enumerate(indices) if isinstance(index, Tensor)]
-    for dim, index in given:
-        if not any(index.stride()):  # of all rows the same
-            yield index.flatten()[:1], alike
-        elif (len(given) == 1 or given[0][0]) and index.dim() == 1 and index.dtype != torch.bool:
-            dim = signed(saved(node, "dim")) % len(alike) if name == "IndexSelect" else dim
-            yield index, [*alike[:dim], len(index), *alike[dim + 1 :]]
+    for _, index in given:
+        if index.dim() == 1 and index.dtype != torch.bool:
+            dim = signed(saved(node, "dim")) % len(alike) if name == "IndexSelect" else given[0][0]
+            yield _unrepeated(index), [*alike[:dim], *own_sizes(index), *alike[dim + 1 :]]
 
 
 def _unrepeated(constant: Tensor) -> Tensor:
