@@ -218,8 +218,7 @@ class SampleRows:
                 only = self._outputs.batch_size == 1 or (len(candidates) == 1 and self._in_order())
                 return Owner(self.name, samples, only)
             if False not in found:
-                self._refuse_others(samples)
-                return Owner(self.name, samples, True)
+                return Owner(self.name, samples, self._are_shown(samples))
         if not candidates and all(one is None for one in self._apart(torch.zeros((), device="cpu"))):
             return None
         if len(self._values) == 1 and not self._passes(_CHOOSING):
@@ -245,20 +244,29 @@ class SampleRows:
         flat = rows > size and rows % size == 0
         return [_numbered(self.path.node, self.shape, 0, size, first) for first in (False, True) if flat]
 
-    def _refuse_others(self, samples: Tensor) -> None:
-        """Check that each row of a list shows by its derivative whose it is, unless all are in the order of samples.
+    def _are_shown(self, samples: Tensor) -> bool:
+        """Find out whether each row of a list shows by its derivative whose it is, or all are in the order of samples.
+
+        Returns:
+            Whether they do; False where one has no derivative.
 
         Raises:
-            Silent: If a row has none: one whose derivative is 0 contradicts nothing.
-            Unreadable: If that cannot be told, or rows are of other samples.
+            Silent: If that was chosen by data: a derivative of 0 contradicts nothing.
+            Unreadable: If rows are of other samples, or that cannot be told.
         """
-        is_list = samples.numel() > self._outputs.batch_size or (len(self.shape) == 1 and self._passes(_SELECTING))
+        is_chosen = self._passes(_SELECTING)
+        is_list = is_chosen or samples.numel() > self._outputs.batch_size
         if not is_list or self._in_order():  # of [B, T] the samples are known
-            return
-        for value in self._values:
-            shown = self._measured(*value)
-            if not torch.equal(shown, samples.broadcast_to(self.shape).to(shown)):
-                raise Unreadable(f"values of shape {list(self.shape)} belong to other samples than their order says")
+            return True
+        try:
+            shown = [self._measured(*value) for value in self._values]
+        except Silent:
+            if is_chosen:
+                raise
+            return False
+        if not all(torch.equal(one, samples.broadcast_to(self.shape).to(one)) for one in shown):
+            raise Unreadable(f"values of shape {list(self.shape)} belong to other samples than their order says")
+        return True
 
     def _passes(self, names: frozenset[str]) -> bool:
         """Tell whether one of these operations stands between the rows and the module."""
@@ -453,14 +461,10 @@ class SampleRows:
 
     def _dim_of_samples(self, value: tuple[Node, int], places: Sequence[int]) -> int | None:
         """Find the dimension of the samples by derivatives; None if there is none."""
-        shape, outputs = shape_of(*value), self._outputs
-        for dim in places:
-            for first in (True, False):
-                samples = _numbered(value[0], shape, dim, outputs.batch_size, first)
-                found = outputs.are_separate(*value, samples)
-                if found is not False:  # within the module, which was looked at by itself: the likeliest
-                    return dim
-        return None
+        shape, size = shape_of(*value), self._outputs.batch_size
+        orders = ((dim, _numbered(value[0], shape, dim, size, first)) for dim in places for first in (True, False))
+        # Within the module, which was looked at by itself, the likeliest.
+        return next((dim for dim, one in orders if self._outputs.are_separate(*value, one) is not False), None)
 
     def _refuse_broadcast(self) -> None:
         """Check that no value of the samples is repeated along a constant of as many entries as there are samples.
@@ -492,8 +496,8 @@ class SampleRows:
         """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
         declared = {one for one in self._outputs.declared if not isinstance(one, Tensor)}
         for node in self._nodes:
-            by_data = operation(node) in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node)
-            if by_data or not declared.issuperset(self._places_of_cuts(node)):
+            fills = operation(node) in {"Alias", _COPIES, "ConstantPadNd"}
+            if fills or data_put_rows(node) or not declared.issuperset(self._places_of_cuts(node)):
                 return node.name()
         return ""
 
