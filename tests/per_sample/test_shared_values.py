@@ -183,6 +183,7 @@ LENGTHS = {
     "a part of two": lambda out, n: out.split([n, 8 - n], 1)[0],
     "a part of three": lambda out, n: out.split([n, 1, 7 - n], 1)[2],
     "a part of as many": lambda out, n: out.split(n, 1)[0],
+    "a part of what was turned": lambda out, n: out.T.split(n)[0].T,
     "by narrow": lambda out, n: out.narrow(1, 0, n),
     "by tensor_split": lambda out, n: out.tensor_split([n], 1)[0],
     "inside": lambda out, n: out[:, 1:n],
@@ -191,10 +192,11 @@ LENGTHS = {
 """Parts of 8 values of each sample, up to a length that the batch decides."""
 
 
+@pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("declared", [(), (3,), (0.5, 5)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "token_mean"])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_in_private_training_a_length_has_one_value_or_is_refused(name, reduction, declared):
+def test_in_private_training_a_length_has_one_value_or_is_refused(name, reduction, declared, size):
     accepted = set()
     for length in range(2, 8):
         clipper = gg.PerSampleGradientClipper(
@@ -203,7 +205,7 @@ def test_in_private_training_a_length_has_one_value_or_is_refused(name, reductio
         clipper.refuse_ambiguous_losses()
         for number in declared:
             clipper.constant(number)
-        rows = LENGTHS[name](clipper.module(Batch(3, 0).x), length).square()
+        rows = LENGTHS[name](clipper.module(Batch(size, 0).x), length).square()
         (
             rows.sum() if reduction == "sum" else rows.mean() if reduction == "token_mean" else rows.mean(1).mean()
         ).backward()
@@ -233,6 +235,7 @@ CONSTANT = {
     "columns up to a place": lambda c, out, b: (
         out[:, : int(c.constant(2))].square().mean(1) + out[:, int(c.constant(2)) :].exp().mean(1)
     ).mean(),
+    "samples in parts": lambda c, out, b: torch.cat(out.split(2)).square().mean(1).mean(),
     "columns in parts": lambda c, out, b: out.split([int(c.constant(1)), 2], 1)[1].square().mean(1).mean(),
     "a loop": lambda c, out, b: torch.stack(
         [F.mse_loss(o[:1] / float(y[1]), y[:1]) for o, y in zip(out, b.y, strict=True)]

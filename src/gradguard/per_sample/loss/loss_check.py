@@ -306,11 +306,11 @@ class LossCheck:
             return
         complete = all(bool(has_label(node).all()) for node in make.labelled)
         if self._exceeded:
-            words = (
+            found = LossParts(
+                "unverified",
                 f"it comes after more than {self._exceeded} calls of the module whose outputs may be in it. Run calls "
-                "that no backward follows, as of a validation, under torch.no_grad()"
+                "that no backward follows, as of a validation, under torch.no_grad()",
             )
-            found = LossParts("unverified", words)
         elif outputs is None:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -168,7 +168,7 @@ class SampleRows:
         self.shape = _shape_of_rows(path, self.name)
         self.behind = list(_behind(path.node, depends, outputs.values))
         self.owner = self._owner() if owner is None else owner
-        self._refuse_constants(is_new=owner is None)
+        self._refuse_constants()
 
     def _owner(self) -> Owner:
         """Find whose the rows are."""
@@ -218,8 +218,7 @@ class SampleRows:
                 only = self._outputs.batch_size == 1 or (len(candidates) == 1 and self._in_order())
                 return Owner(self.name, samples, only)
             if False not in found:
-                self._refuse_others(samples)
-                return Owner(self.name, samples, True)
+                return Owner(self.name, samples, self._are_shown(samples))
         if not candidates and all(one is None for one in self._apart(torch.zeros((), device="cpu"))):
             return None
         if len(self._values) == 1 and not self._passes(_CHOOSING):
@@ -242,25 +241,32 @@ class SampleRows:
     def _flattened(self) -> list[Tensor]:
         """The samples of rows that were flattened in one order or in the other."""
         size, rows = self._outputs.batch_size, self.shape[:1].numel()
-        if rows <= size or rows % size:
-            return []
-        places = torch.arange(rows, device=_metadata(self.path.node).device).view(-1, *[1] * (len(self.shape) - 1))
-        return [places % size, places // (rows // size)]
+        flat = rows > size and rows % size == 0
+        return [_numbered(self.path.node, self.shape, 0, size, first) for first in (False, True) if flat]
 
-    def _refuse_others(self, samples: Tensor) -> None:
-        """Check that each row of a list shows by its derivative whose it is, unless all are in the order of samples.
+    def _are_shown(self, samples: Tensor) -> bool:
+        """Find out whether each row of a list shows by its derivative whose it is, or all are in the order of samples.
+
+        Returns:
+            Whether they do; False where one has no derivative.
 
         Raises:
-            Silent: If a row has none: one whose derivative is 0 contradicts nothing.
-            Unreadable: If that cannot be told, or rows are of other samples.
+            Silent: If that was chosen by data: a derivative of 0 contradicts nothing.
+            Unreadable: If rows are of other samples, or that cannot be told.
         """
-        is_list = samples.numel() > self._outputs.batch_size or (len(self.shape) == 1 and self._passes(_SELECTING))
+        is_chosen = self._passes(_SELECTING)
+        is_list = is_chosen or samples.numel() > self._outputs.batch_size
         if not is_list or self._in_order():  # of [B, T] the samples are known
-            return
-        for value in self._values:
-            shown = self._measured(*value)
-            if not torch.equal(shown, samples.broadcast_to(self.shape).to(shown)):
-                raise Unreadable(f"values of shape {list(self.shape)} belong to other samples than their order says")
+            return True
+        try:
+            shown = [self._measured(*value) for value in self._values]
+        except Silent:
+            if is_chosen:
+                raise
+            return False
+        if not all(torch.equal(one, samples.broadcast_to(self.shape).to(one)) for one in shown):
+            raise Unreadable(f"values of shape {list(self.shape)} belong to other samples than their order says")
+        return True
 
     def _passes(self, names: frozenset[str]) -> bool:
         """Tell whether one of these operations stands between the rows and the module."""
@@ -325,14 +331,10 @@ class SampleRows:
         """The operations between the loss and the module."""
         return [*[step.node for step in self.path.steps], *self.behind]
 
-    def _refuse_constants(self, is_new: bool) -> None:
+    def _refuse_constants(self) -> None:
         """Check that no constant lies along as many entries as there are samples, and is the same for each of them.
 
         That is how outputs ``[B, T]`` and targets ``[B]`` make losses of two samples each, where T is B.
-
-        Args:
-            is_new: Look also at constants of which not even the shape is kept. A loss of the same operations and
-                shapes has as many.
 
         Raises:
             Coupled: If one does.
@@ -356,7 +358,7 @@ class SampleRows:
                     self._learn(sizes)
         unseen = [node for node in self.behind if adds_unseen(node, depends)]
         hiding = [node for node in nodes if hides_constant(node, depends)]
-        for node in hiding if is_new else ():
+        for node in hiding:
             below = [node.next_functions[place] for place in inputs_of(node, depends)]
             for value in ((node, 0), *below):
                 self._refuse_constant(node, cast("tuple[Node, int]", value))
@@ -459,15 +461,10 @@ class SampleRows:
 
     def _dim_of_samples(self, value: tuple[Node, int], places: Sequence[int]) -> int | None:
         """Find the dimension of the samples by derivatives; None if there is none."""
-        shape, outputs = shape_of(*value), self._outputs
-        device = torch.device(_metadata(value[0]).device)
-        for dim in places:
-            for first in (True, False):
-                samples = _numbered(shape, dim, outputs.batch_size, first, device)
-                found = outputs.are_separate(*value, samples)
-                if found is not False:  # within the module, which was looked at by itself: the likeliest
-                    return dim
-        return None
+        shape, size = shape_of(*value), self._outputs.batch_size
+        orders = ((dim, _numbered(value[0], shape, dim, size, first)) for dim in places for first in (True, False))
+        # Within the module, which was looked at by itself, the likeliest.
+        return next((dim for dim, one in orders if self._outputs.are_separate(*value, one) is not False), None)
 
     def _refuse_broadcast(self) -> None:
         """Check that no value of the samples is repeated along a constant of as many entries as there are samples.
@@ -499,10 +496,26 @@ class SampleRows:
         """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
         declared = {one for one in self._outputs.declared if not isinstance(one, Tensor)}
         for node in self._nodes:
-            by_data = operation(node) in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node)
-            if by_data or not declared.issuperset(_places_of_cuts(node)):
+            fills = operation(node) in {"Alias", _COPIES, "ConstantPadNd"}
+            if fills or data_put_rows(node) or not declared.issuperset(self._places_of_cuts(node)):
                 return node.name()
         return ""
+
+    def _places_of_cuts(self, node: Node) -> list[int]:
+        """The places where an operation cuts each sample, as it counts them; the first, last and middle are none."""
+        name = operation(node)
+        if name not in _CUTTING:
+            return []
+        [whole], dim = parents(node), signed(saved(node, "dim"))
+        shape = shape_of(*whole)
+        length = shape[dim]
+        if name == "Slice":
+            start, end = (signed(saved(node, each)) for each in ("start", "end"))
+            return [abs(place) for place in (start, end) if 1 < abs(place) < length and end - start != 1]
+        sizes = list(saved(node, "split_sizes")) if name == "SplitWithSizes" else [saved(node, "split_size")]
+        along = {dim % len(shape)} & {*places_of(shape, self._outputs.batch_size)}
+        is_halved = sizes[0] == -(-length // 2) and len(sizes) < 3
+        return [] if is_halved or self._dim_of_samples(whole, [*along]) is not None else sizes[: max(1, len(sizes) - 1)]
 
     @property
     def _adding(self) -> list[str]:
@@ -655,7 +668,7 @@ def _is_one_class_of_each(weighed: Tensor, batch_size: int) -> bool:
     return bool((counts == counts.flatten()[:1]).all())
 
 
-_SPLITTING = operations("Split SplitWithSizes UnsafeSplit")
+_CUTTING = operations("Slice Split SplitWithSizes UnsafeSplit")
 _FEW = 64
 _COPIES = "torch::autograd::CopySlices"
 _MOVING = ELEMENTWISE | operations(
@@ -663,24 +676,6 @@ _MOVING = ELEMENTWISE | operations(
     f"IndexSelect MaskedSelect Stack Cat Permute Transpose T {_COPIES} ConstantPadNd Gather AsStrided"
 )
 """Operations that come and go with the sizes of a batch."""
-
-
-def _places_of_cuts(node: Node) -> list[int]:
-    """The places at which an operation cuts values, as it counts them; the first, the last and the middle are none."""
-    name, size = operation(node), _before(node)
-    if name == "Slice":
-        start, end = (signed(saved(node, each)) for each in ("start", "end"))
-        length = size[signed(saved(node, "dim"))]
-        return [abs(place) for place in (start, end) if 1 < abs(place) < length and end - start != 1]
-    if name not in _SPLITTING:
-        return []
-    length = size[signed(saved(node, "dim"))]
-    sizes = list(saved(node, "split_sizes")) if name == "SplitWithSizes" else [saved(node, "split_size")]
-    return [] if sizes[0] == -(-length // 2) and len(sizes) < 3 else sizes[: max(1, len(sizes) - 1)]
-
-
-def _before(node: Node) -> torch.Size:
-    return shape_of(*parents(node)[0])
 
 
 def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:
@@ -753,9 +748,9 @@ def _axes(shape: torch.Size, batch_size: int, batch_first: bool) -> list[int]:
     return flat + [dim for dim, size in enumerate(shape) if size == batch_size]
 
 
-def _numbered(shape: torch.Size, axis: int, batch_size: int, batch_first: bool, device: torch.device) -> Tensor:
+def _numbered(node: Node, shape: torch.Size, axis: int, batch_size: int, batch_first: bool) -> Tensor:
     """The number of the sample that each element belongs to, as a view that can be broadcast to ``shape``."""
-    places = torch.arange(shape[axis], device=device)
+    places = torch.arange(shape[axis], device=_device(node))
     if shape[axis] != batch_size:
         places = places // (shape[axis] // batch_size) if batch_first else places % batch_size
     return places.view([-1 if dim == axis else 1 for dim in range(len(shape))])
@@ -767,10 +762,8 @@ def _sample_of_rows(node: Node, shape: torch.Size, outputs: Outputs, depends: De
     if selected := _selections(node, shape, depends):
         first, *others = [_chosen_samples(one, shape, batch_size, batch_first) for one in selected]
         agreed = [one for one in first if all(any(torch.equal(one, two) for two in other) for other in others)]
-        return [_expanded(samples, shape) for samples in agreed]
-    axes = _axes(shape, batch_size, batch_first)
-    device = torch.device(_metadata(node).device)
-    return [_numbered(shape, axis, batch_size, batch_first, device) for axis in axes]
+        return [one.view(one.shape + (1,) * (len(shape) - one.dim())).broadcast_to(shape) for one in agreed]
+    return [_numbered(node, shape, axis, batch_size, batch_first) for axis in _axes(shape, batch_size, batch_first)]
 
 
 _IN_ORDER = (
@@ -790,15 +783,11 @@ def _turns_rows_only(node: Node) -> bool:
     if operation(node) == "Permute":
         return saved(node, "dims")[0] == 0
     if operation(node) == "Select":
-        return signed(saved(node, "dim")) % len(_before(node)) != 0
+        return signed(saved(node, "dim")) % len(shape_of(*parents(node)[0])) != 0
     if operation(node) != "Transpose":
         return False
-    dims = len(_metadata(node).shape)
+    dims = len(shape_of(node))
     return all(signed(saved(node, name)) % dims for name in ("dim0", "dim1"))
-
-
-def _expanded(samples: Tensor, shape: torch.Size) -> Tensor:
-    return samples.view(samples.shape + (1,) * (len(shape) - samples.dim())).broadcast_to(shape)
 
 
 def _selections(node: Node, shape: torch.Size, depends: Dependence) -> list[Node]:
@@ -828,8 +817,7 @@ def _chosen_samples(node: Node, shape: torch.Size, batch_size: int, batch_first:
 
 def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_first: bool) -> Tensor:
     """The sample of each row that a selection chose."""
-    device = torch.device(_metadata(node).device)
-    numbers = _numbered(before, axis, batch_size, batch_first, device).broadcast_to(before)
+    numbers = _numbered(node, before, axis, batch_size, batch_first).broadcast_to(before)
     if operation(node) == "IndexSelect":
         chosen = numbers.index_select(saved(node, "dim") % len(before), saved(node, "index"))
     elif operation(node) == "MaskedSelect":
@@ -841,8 +829,8 @@ def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_fi
     return chosen.reshape(len(chosen), -1)[:, 0] if chosen.numel() else chosen.flatten()
 
 
-def _metadata(node: Node) -> Any:
-    return input_metadata_of(node)[0]
+def _device(node: Node) -> torch.device:
+    return torch.device(input_metadata_of(node)[0].device)
 
 
 def by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
@@ -914,7 +902,7 @@ def _levels(
 
 def _targets(step: LinearStep, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """For each input element of a linear operation, whether it is taken, and the position that it is added to."""
-    one = torch.ones(shape, dtype=torch.float64, device=torch.device(_metadata(step.node).device))
+    one = torch.ones(shape, dtype=torch.float64, device=_device(step.node))
     weight = pull(step.node, step.number, step.which, one)
     place = pull(step.node, step.number, step.which, one.flatten().cumsum(0).view(shape))
     return weight != 0, (place / weight).nan_to_num(1).round().long() - 1

@@ -117,7 +117,8 @@ class Mixture:
     words: str
 
     @functools.cached_property
-    def _columns(self) -> Tensor:
+    def columns(self) -> Tensor:
+        """A, with 0 for a column that explains nothing."""
         return self.constants.where(~self.constants.isnan().any(0), 0.0)
 
     def joined(self, other: "Mixture") -> "Mixture":
@@ -138,13 +139,8 @@ class Mixture:
     @functools.cached_property
     def solved(self) -> tuple[Tensor, int]:
         """The weights w, and how many elements any weights would explain."""
-        found = torch.linalg.lstsq(self._columns.cpu(), self.total[:, None].cpu(), driver="gelsd")
+        found = torch.linalg.lstsq(self.columns.cpu(), self.total[:, None].cpu(), driver="gelsd")
         return found.solution[:, 0].to(self.total), int(found.rank)
-
-    @property
-    def different(self) -> int:
-        """The number of elements with different constants."""
-        return len(self._columns.unique(dim=0))
 
     @functools.cached_property
     def is_coarse(self) -> bool:
@@ -159,8 +155,8 @@ class Mixture:
 
     def is_explained(self, weights: Tensor) -> bool:
         """Tell whether weights give c, which is known well enough."""
-        scale = 1e-9 * (self._columns.abs() @ weights.abs() + self.total.abs())
-        near = (self._columns @ weights - self.total).abs() <= 8 * self.rounding + scale
+        scale = 1e-9 * (self.columns.abs() @ weights.abs() + self.total.abs())
+        near = (self.columns @ weights - self.total).abs() <= 8 * self.rounding + scale
         return not self.is_coarse and bool(near.all())
 
 
@@ -311,7 +307,9 @@ class SharedValues:
         weights, rank = thinned.solved
         is_known = joined.is_explained(weights)
         if is_known and self.strict:  # constants that no batch had until now must not explain whatever is added
-            is_known = len(thinned.total) >= rank + _SPARE and (before is None or thinned.different > rank)
+            is_known = len(thinned.total) >= rank + _SPARE and (
+                before is None or len(thinned.columns.unique(dim=0)) > rank
+            )
         return "" if is_known or (before is None and are_alike) else mixture.refusal
 
 
@@ -788,13 +786,13 @@ def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence
     return Bounds.around(whole - sign * part, 2 * eps * (whole.abs() + part.abs()))
 
 
-_FACTORS = ("alpha", "beta", "value", "self")
-
-
 def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
     """Yield the numbers that an operation takes, but for sizes and places."""
     yield from enumerate(scalars(node))
-    for name, value in [*saved_settings(node).items(), *[(one, saved_constant(node, one)) for one in _FACTORS]]:
+    for name, value in [
+        *saved_settings(node).items(),
+        *[(one, saved_constant(node, one)) for one in ("alpha", "beta", "value", "self")],
+    ]:
         if isinstance(value, float) and not math.isnan(value):
             yield name, value
         elif name in _NUMBERS and type(value) is int:
@@ -811,19 +809,15 @@ def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
         yield _unrepeated(index), own_sizes(index)
     indices = [saved(node, "index")] if name == "IndexSelect" else saved(node, "indices") if name == "Index" else ()
     given = [(dim, index) for dim, index in enumerate(indices) if isinstance(index, Tensor)]
-    for dim, index in given:
-        if not any(index.stride()):  # of all rows the same
-            yield index.flatten()[:1], alike
-        elif (len(given) == 1 or given[0][0]) and index.dim() == 1 and index.dtype != torch.bool:
-            dim = signed(saved(node, "dim")) % len(alike) if name == "IndexSelect" else dim
-            yield index, [*alike[:dim], len(index), *alike[dim + 1 :]]
+    for _, index in given:
+        if index.dim() == 1 and index.dtype != torch.bool:
+            dim = signed(saved(node, "dim")) % len(alike) if name == "IndexSelect" else given[0][0]
+            yield _unrepeated(index), [*alike[:dim], *own_sizes(index), *alike[dim + 1 :]]
 
 
 def _unrepeated(constant: Tensor) -> Tensor:
     """Return a constant with one of the values that it repeats along a dimension."""
-    for dim in (dim for dim, size in enumerate(own_sizes(constant)) if size == 1):
-        constant = constant.narrow(dim, 0, 1)
-    return constant
+    return constant[tuple(slice(size) for size in own_sizes(constant))]
 
 
 def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
