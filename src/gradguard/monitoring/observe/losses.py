@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradguard.distributed.placements import is_sharded, local_part, placement_of
+from gradguard.distributed.placements import is_partial, is_sharded, local_part, placement_of
 from gradguard.tensors.layout import are_readable
 
 MOST_LOSSES = 1000
@@ -44,7 +44,7 @@ class Losses:
         if plain is None or weight is None or plain.numel() != 1:
             return None
         if type(plain) is not Tensor or type(weight) is not Tensor:
-            if is_sharded(plain) and (not placement_of(plain).is_whole or placement_of(plain).is_partial):
+            if is_sharded(plain) and (not placement_of(plain).is_whole or is_partial(plain)):
                 return None  # to read parts of it would need every process
             plain, weight = local_part(plain), local_part(weight)
         if are_readable(plain, weight):
