@@ -139,8 +139,8 @@ def refuse_new_parameters(module: nn.Module, known: Container[tuple[nn.Module, s
         for slot, parameter in parameter_slots(layer).items():
             if parameter is not None and (layer, slot) not in known:
                 raise UnsupportedGradientError(
-                    f"parameter {prefix and prefix + '.'}{slot} was added after the clipper was made, so nothing follows "
-                    "it: call clipper.detach() and make a new PerSampleGradientClipper."
+                    f"parameter {prefix and prefix + '.'}{slot} was added after the clipper was made, so nothing "
+                    "follows it: call clipper.detach() and make a new PerSampleGradientClipper."
                 )
 
 
