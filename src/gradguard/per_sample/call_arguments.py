@@ -52,6 +52,12 @@ def of_no_sample(arguments: Arguments, batch_first: bool, size: int) -> frozense
     return frozenset(i for i, tensor in leaves if _batch_dim(tensor, batch_first, size) is None)
 
 
+def batch_dims(arguments: Arguments, batch_first: bool, size: int, whole: Set[int]) -> list[tuple[Tensor, int | None]]:
+    """Return each tensor with the dimension of its samples; None for those at ``whole``, which belong to no sample."""
+    tensors = enumerate(tensor_leaves(arguments))
+    return [(tensor, None if i in whole else _batch_dim(tensor, batch_first, size)) for i, tensor in tensors]
+
+
 def _may_be_constant(tensor: Tensor) -> bool:
     if tensor.dim() == 1:
         return not (tensor.is_floating_point() or tensor.is_complex())
@@ -121,12 +127,12 @@ def finite_samples(
     return good.nonzero().flatten().tolist()
 
 
-def to_float64(arguments: Arguments) -> Arguments:
-    """Return the arguments with floating-point tensors in float64, complex ones in complex128."""
+def promoted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
+    """Return the arguments with floating-point and complex tensors in no less than the precision of ``dtype``."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
+            return leaf.detach().to(torch.promote_types(leaf.dtype, dtype))
         return leaf
 
     args, kwargs = tree_map(convert, (tuple(arguments[0]), dict(arguments[1])))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, changes_of, tensor_leaves, to_float64
+from gradguard.per_sample.call_arguments import Skeleton, changes_of, promoted, tensor_leaves
 from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.comparison import Comparison, SampleGradient
 from gradguard.per_sample.contributions import Contribution
@@ -116,7 +116,8 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
     module, size = call.pattern.module, call.batch_size
     ends = [0], [size - 1]
     first = max(1, size // 2 - (size // 2 + 1) % 2)
-    call = replace(call, autocast=None)
+    if call.autocast is not None:  # under which an earlier call may have returned 16 bits
+        call = replace(call, autocast=None, arguments=promoted(call.arguments, torch.float32))
     with _as_called(call) as reset, full_float32():
         with tracker.collect_separately(call.pattern), torch.enable_grad():
             try:
@@ -239,7 +240,7 @@ def compare(
     if doubled is not None:
         try:
             with substituted(doubled):
-                return compared(replace(call, arguments=to_float64(call.arguments), autocast=None))
+                return compared(replace(call, arguments=promoted(call.arguments, torch.float64), autocast=None))
         except UnsupportedGradientError:
             raise
         except Exception:

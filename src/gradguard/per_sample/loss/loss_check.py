@@ -1,18 +1,18 @@
 """Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss.ledger import Ledger
-from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Root, make_of
+from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Root, Unreadable, make_of
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
 from gradguard.per_sample.loss.shared import LossConstants, SharedValues, shared_in_function
@@ -114,6 +114,7 @@ class LossCheck:
         self._declared: list[float] = []
         self._shared = SharedValues()
         self._own_operations: set[frozenset[str]] = set()
+        self._between: dict[Hashable, LossCheck] = {}  # by the module and the place among the tensors it is given
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
@@ -157,6 +158,65 @@ class LossCheck:
         """
         if self._calls:
             self._calls[-1].add(tensors, axes)
+
+    def look_between(self, module: nn.Module, inputs: Sequence[tuple[Tensor, int | None]], verifying: bool) -> None:
+        """Check what a call is given that was computed from what earlier calls returned: rows stay their samples' own.
+
+        Args:
+            module: The module that is called.
+            inputs: The tensors that it is given, each with the dimension of its samples; None where it has none.
+            verifying: Read it in any case; else only if nothing that is computed like it has been verified.
+
+        Raises:
+            UnsupportedGradientError: If a row depends on other samples, or may.
+        """
+        for place, (tensor, dim) in enumerate(inputs):
+            if not tensor.requires_grad or not self._calls:
+                continue
+            edge = get_gradient_edge(tensor)
+            returned = {value: axis for call in self._calls for value, axis in call.axes.items()}
+            if dim is not None and returned.get((edge.node, edge.output_nr)) == BatchAxis(dim):
+                continue
+            calls = [call for call in self._calls if call.are_behind([Root(edge.node, edge.output_nr, tensor)])]
+            if not calls:
+                continue
+            check = self._between.setdefault((module, place), LossCheck("mean", self._batch_first, lambda: 1.0))
+            check._ledger.strict = check._shared.strict = self._ledger.strict
+            check._shared.declared, check._declared = [*self._shared.declared], [*self._declared]
+            check._calls, check._verifying = calls, verifying
+            if words := check._objection_to_input(tensor, dim):
+                raise UnsupportedGradientError(
+                    f"samples may meet between two calls of the module: what {type(module).__name__} is given is "
+                    f"computed from what an earlier call returned, and {words}. Nothing was clipped. Compute it in the "
+                    "forward of one module, which is tried with samples alone."
+                )
+
+    def _objection_to_input(self, tensor: Tensor, dim: int | None) -> str:
+        """Say why rows of a tensor may not be their samples' own, by a mean of something of each; "" if they are."""
+        outputs, edge = of_several(self._calls), get_gradient_edge(tensor)
+        if outputs is None:
+            return "the calls had different numbers of samples"
+        if dim is None or tensor.shape[dim] != outputs.batch_size:
+            return "it has no dimension of the samples"
+        samples = torch.arange(outputs.batch_size, device=tensor.device).view(-1, *[1] * (tensor.dim() - dim - 1))
+        try:
+            if not outputs.are_separate(edge.node, edge.output_nr, samples):
+                return "a row depends on other samples, or rows are in another order"
+        except Unreadable as error:
+            return str(error)
+        with torch.enable_grad(), torch.autocast(tensor.device.type, enabled=False):
+            value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            mean = value.asinh().mean()  # whose derivative is never 0, and which keeps the values
+        mean_edge = get_gradient_edge(mean)
+        self._look([Root(mean_edge.node, mean_edge.output_nr, torch.ones_like(mean))])
+        parts = None if self._seen is None else self._seen.parts
+        if parts is not None and parts.verdict != "right" and parts.reason != NO_PART:
+            self._seen = None
+            self._shared.end(accepted=False)
+            self.stop()
+            return parts.reason
+        self.judge()
+        return ""
 
     def own_losses(self, losses: Sequence[Tensor], watched: int, due: bool) -> Tensor:
         """Take the samples' own losses for something that the module has returned: their graph is not read.

@@ -94,6 +94,11 @@ class Outputs:
         """The values with samples, by node and number."""
         return {(edge.node, edge.output_nr) for edge in self._edges}
 
+    @property
+    def axes(self) -> dict[tuple[Node, int], BatchAxis]:
+        """Where the samples are in each of the values with samples."""
+        return {(edge.node, edge.output_nr): axis for edge, axis in zip(self._edges, self._axes, strict=True)}
+
     def are_behind(self, roots: Sequence[Root]) -> bool:
         """Tell whether a backward from ``roots`` comes by."""
         return any(_reached(root.node, root.number, [*self._edges, *self._numbers]) for root in roots)
