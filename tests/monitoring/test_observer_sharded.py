@@ -218,6 +218,7 @@ def test_a_collective_that_fails_ends_the_watch_with_one_warning(tmp_path, monke
         calls.append(args)
         raise DistributedError("rank 1 did not come")
 
+    monkeypatch.setattr("gradguard.monitoring.observe.observer.several_processes", lambda: True)
     monkeypatch.setattr(shared_norms, "are_spread", lambda parameters: True)
     monkeypatch.setattr(shared_norms, "plan_for", fails)
     model, optimizer = an_optimizer(sharded=False)
