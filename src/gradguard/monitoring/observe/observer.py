@@ -71,7 +71,8 @@ def _in_child() -> None:
     _process = os.getpid()
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def safely(method: Callable) -> Callable:
