@@ -1,7 +1,9 @@
 """Samples stay apart where code keeps, draws, stores or changes something between them."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -764,3 +766,63 @@ def test_a_second_call_of_the_same_layers_that_does_something_new_is_looked_at_o
     [(number, words)] = refused
     assert number == 14
     assert "Repeat this step" in words
+
+
+class Drops(nn.Module):
+    """Stochastic depth: leaves a layer out, or drops often, for each sample by chance.
+
+    Args:
+        draw: Gives a factor for each of the samples that it gets.
+    """
+
+    def __init__(self, draw):
+        super().__init__()
+        self.layer, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x):
+        return x + self.layer(x) * self.draw(x)
+
+
+def of_numpy(x):
+    return torch.from_numpy(np.random.rand(len(x), 1) < 0.5)
+
+
+def of_python(x):
+    return torch.tensor([[float(random.random() < 0.5)] for _ in x])
+
+
+def of_torch(x):
+    return torch.rand(len(x), 1) < 0.5
+
+
+def as_often_as_the_sample_says(x):
+    return torch.stack([torch.stack([torch.rand(4) for _ in range(1 + int(row[0] > 0))]).mean(0) for row in x])
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (of_numpy, r"draws numbers of Python's or NumPy's generator.* draw with torch\.rand"),
+        (of_python, r"draws numbers of Python's or NumPy's generator.* draw with torch\.rand"),
+        (
+            as_often_as_the_sample_says,
+            "Drops: a sample by itself draws fewer .* for the whole batch at once.* one loop",
+        ),
+        (of_torch, None),
+    ],
+)
+def test_draws_that_no_sample_can_be_given_are_named_with_what_to_do(draw, words):
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = Drops(draw)
+    clipper = clipper_of(model)
+    if words is None:
+        step(model, clipper, torch.randn(8, 4))
+        return
+    with pytest.raises(UnsupportedGradientError, match=words):
+        step(model, clipper, torch.randn(8, 4))
+    clipper.detach()
+    mixing = clipper_of(Drops(lambda x: x - x.mean(0)))
+    with pytest.raises(UnsupportedGradientError, match=r"other values\. Does the model mix samples"):
+        step(mixing.module, mixing, torch.randn(8, 4))
