@@ -83,6 +83,7 @@ OF_TORCH = {
 OF_OBJECTS = {
     "version_of": lambda bare: torch_private.version_of(bare),
     "base_of": lambda bare: torch_private.base_of(bare),
+    "hooks_of_tensor": lambda bare: torch_private.hooks_of_tensor(bare),
     "sparse_values": lambda bare: torch_private.sparse_values(bare),
     "sparse_indices": lambda bare: torch_private.sparse_indices(bare),
     "sequence_number_of": lambda bare: torch_private.sequence_number_of(bare),

@@ -64,6 +64,7 @@ NEEDS = {
 
     "version_of": Need("torch.Tensor", "_version", "noticing that a tensor was changed in place"),
     "base_of": Need("torch.Tensor", "_base", "telling weights of layers from other constants of a loss"),
+    "hooks_of_tensor": Need("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks", "noticing hooks"),
     "sparse_values": Need("torch.Tensor", "_values", "clipping sparse gradients"),
     "sparse_indices": Need("torch.Tensor", "_indices", "clipping sparse gradients"),
     "are_operations_watched": Need("torch._C", "_len_torch_dispatch_stack", "noticing who sees each operation"),
@@ -222,6 +223,11 @@ versions_of: Callable[[Iterable[Tensor]], list[int]] = _needs(
 """Return that of each of many tensors."""
 base_of: Callable[[Tensor], Tensor | None] = _read("base_of")
 """Return the tensor that a tensor is a view of; None if it is none."""
+hooks_of_tensor: Callable[[Any], list[Any]] = _needs(
+    lambda tensor: [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()],
+    "hooks_of_tensor",
+)
+"""Return the hooks on the gradient of a tensor, and those that run once it is added to ``.grad`` of a leaf."""
 sparse_values: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._values(), "sparse_values")
 """Return the values of a sparse COO tensor, coalesced or not, in its memory."""
 sparse_indices: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._indices(), "sparse_indices")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from gradguard import FlatNormClipper, PerLayerNormClipper, PerSampleGradientClipper, grad_scaler
-from gradguard.errors import GradguardError, InvalidValueError
+from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample import call_tracker, refusals
 from gradguard.per_sample import sample_clipper as clipper_file
 from gradguard.private import FixedNoise, make_private, set_up
@@ -160,23 +160,50 @@ def test_private_training_that_fails_leaves_no_trace(monkeypatch, failing):
 # Hooks of others
 
 
+def of_gradient(parameter, hook):
+    return parameter.register_hook(hook)
+
+
+def once_accumulated(parameter, hook):
+    return parameter.register_post_accumulate_grad_hook(hook)
+
+
+@pytest.mark.parametrize("register", [of_gradient, once_accumulated])
+@pytest.mark.parametrize("begins", [-1, 0, 2])
 @pytest.mark.parametrize("mode", ["fast", "exact"])
-def test_the_first_trial_calls_no_hook_on_a_parameter(mode):
-    """A user's hooks run as often in the first step as in any other."""
+def test_a_hook_on_a_trained_parameter_is_refused_on_the_step_where_it_is_there(mode, begins, register):
+    """It would never run, as the mask of rows that are to stay would not: no step is taken, and no trial calls it."""
     model, calls = network(), []
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: calls.append(("tensor", name)))
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(("accumulated", name)))
+    x = torch.linspace(-1, 1, 24).view(6, 4)
+    handles = [register(model[2].weight, calls.append)] if begins < 0 else []
     clipper = PerSampleGradientClipper(model, FlatNormClipper(1.0), mode=mode)
-    found = []
-    for _ in range(3):
-        model(torch.linspace(-1, 1, 24).view(6, 4)).square().mean().backward()
-        clipper.clip_and_accumulate()
-        clipper.verify()
-        clipper.pre_step()
-        found.append(len(calls))
-        calls.clear()
-    assert found == [0, 0, 0]
+    for step in range(4):
+        if step == begins:
+            handles = [register(model[2].weight, calls.append)]
+        model(x).square().mean().backward()
+        if step < begins:
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            continue
+        with pytest.raises(UnsupportedGradientError, match=r"parameter 2\.weight has a hook .* after pre_step\(\)"):
+            clipper.clip_and_accumulate()
+        with pytest.raises(InvalidValueError, match="found nothing to take"):
+            clipper.pre_step()
+    assert calls == []
+    handles.pop().remove()
+    model(x).square().mean().backward()
+    clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == 6
+
+
+def test_a_hook_on_a_frozen_parameter_is_not_the_clippers():
+    model = network()
+    model[0].weight.register_hook(torch.neg)
+    model[0].weight.requires_grad_(False)
+    clipper = PerSampleGradientClipper(model, FlatNormClipper(1.0))
+    model(torch.ones(6, 4)).square().mean().backward()
+    clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == 6
 
 
 def a_clipper() -> PerSampleGradientClipper:

@@ -1,5 +1,9 @@
 """Samples stay apart where code keeps, draws, stores or changes something between them."""
 
+import copy
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -662,3 +666,163 @@ def test_what_goes_into_a_part_that_runs_sample_by_sample_gets_its_gradient_on_e
     clipper.detach()
     with pytest.raises(UnsupportedGradientError, match="mix samples"):
         clipper_of(mixing).module.second(mixing.first(x))
+
+
+class Block(nn.Module):
+    """A part of a model whose script calls its parts; ``turns`` may let its gradients mix samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer, self.turns = nn.LayerNorm(4), nn.Linear(4, 4), []
+
+    def forward(self, x):
+        x = x + torch.tanh(self.layer(self.norm(x)))
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad - grad.mean(0) if self.turns else grad)
+        return x
+
+
+def grown(parts, step, x):
+    return parts[0](x) if step < 2 else parts[1](parts[0](x))
+
+
+def in_another_order(parts, step, x):
+    return parts[1](parts[0](x)) if step < 2 else parts[0](parts[1](x))
+
+
+def only_the_second(parts, step, x):
+    return parts[1](parts[0](x)) if step < 2 else parts[1](x)
+
+
+@pytest.mark.parametrize("forward", [grown, in_another_order, only_the_second])
+def test_parts_that_are_called_later_or_in_another_order_are_exact(forward):
+    """The first step of a call is compared with single samples, though an earlier call of that step was not noted."""
+    torch.manual_seed(0)
+    parts = nn.ModuleList([Block(), Block()]).double()
+    twins = copy.deepcopy(parts)
+    clipper = clipper_of(parts, mode="exact")
+    for number in range(6):
+        x = torch.randn(8, 4, dtype=torch.float64)
+        squares(forward(parts, number, x)).mean().backward()
+        found = clipper.per_sample_gradients()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        expected = []
+        for row in x.split(1):
+            loss = squares(forward(twins, number, row)).sum()
+            expected.append(torch.autograd.grad(loss, [*twins.parameters()], allow_unused=True, materialize_grads=True))
+        for (name, gradients), rows in zip(found.items(), zip(*expected, strict=True), strict=True):
+            torch.testing.assert_close(gradients, torch.stack(rows), rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_part_that_is_called_later_is_compared_on_that_step_though_the_one_before_it_was_not_noted():
+    torch.manual_seed(0)
+    parts = nn.ModuleList([Block(), Block()]).double()
+    clipper = clipper_of(parts)
+    for number in range(3):
+        loss = squares(grown(parts, number, torch.randn(8, 4, dtype=torch.float64))).mean()
+        parts[1].turns.extend([1] if number == 2 else [])  # its backward mixes samples, and the trial has not seen that
+        loss.backward()
+        if number < 2:
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            parts.zero_grad()
+    with pytest.raises(UnsupportedGradientError, match=r"mini-batch 3, .*gradient of 1\."):
+        clipper.clip_and_accumulate()
+
+
+class Folded(nn.Module):
+    """A layer, with a sine after it where values are large."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).sin() if x.mean() > 50 else self.layer(x)
+
+
+def test_a_second_call_of_the_same_layers_that_does_something_new_is_looked_at_on_the_repeated_step():
+    torch.manual_seed(0)
+    model, twin, refused = Folded().double(), Folded().double(), []
+    twin.load_state_dict(model.state_dict())
+    clipper = clipper_of(model, mode="exact")
+
+    def twice(model, number, x):
+        return squares(model(model(x) + (100 if number > 13 else 0)))
+
+    for number in range(17):
+        x = torch.randn(8, 4, dtype=torch.float64)
+        twice(model, number, x).mean().backward()
+        try:
+            found = clipper.per_sample_gradients()
+        except UnsupportedGradientError as error:
+            refused.append((number, str(error)))
+            continue
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        rows = [torch.autograd.grad(twice(twin, number, row).sum(), [*twin.parameters()]) for row in x.split(1)]
+        assert_same(found, dict(zip(found, map(torch.stack, zip(*rows, strict=True)), strict=True)))
+    [(number, words)] = refused
+    assert number == 14
+    assert "Repeat this step" in words
+
+
+class Drops(nn.Module):
+    """Stochastic depth: leaves a layer out, or drops often, for each sample by chance.
+
+    Args:
+        draw: Gives a factor for each of the samples that it gets.
+    """
+
+    def __init__(self, draw):
+        super().__init__()
+        self.layer, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x):
+        return x + self.layer(x) * self.draw(x)
+
+
+def of_numpy(x):
+    return torch.from_numpy(np.random.rand(len(x), 1) < 0.5)
+
+
+def of_python(x):
+    return torch.tensor([[float(random.random() < 0.5)] for _ in x])
+
+
+def of_torch(x):
+    return torch.rand(len(x), 1) < 0.5
+
+
+def as_often_as_the_sample_says(x):
+    return torch.stack([torch.stack([torch.rand(4) for _ in range(1 + int(row[0] > 0))]).mean(0) for row in x])
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (of_numpy, r"draws numbers of Python's or NumPy's generator.* draw with torch\.rand"),
+        (of_python, r"draws numbers of Python's or NumPy's generator.* draw with torch\.rand"),
+        (
+            as_often_as_the_sample_says,
+            "Drops: a sample by itself draws fewer .* for the whole batch at once.* one loop",
+        ),
+        (of_torch, None),
+    ],
+)
+def test_draws_that_no_sample_can_be_given_are_named_with_what_to_do(draw, words):
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = Drops(draw)
+    clipper = clipper_of(model)
+    if words is None:
+        step(model, clipper, torch.randn(8, 4))
+        return
+    with pytest.raises(UnsupportedGradientError, match=words):
+        step(model, clipper, torch.randn(8, 4))
+    clipper.detach()
+    mixing = clipper_of(Drops(lambda x: x - x.mean(0)))
+    with pytest.raises(UnsupportedGradientError, match=r"other values\. Does the model mix samples"):
+        step(mixing.module, mixing, torch.randn(8, 4))

@@ -57,6 +57,7 @@ from gradguard.state.generators import (
 from gradguard.torch_private import (
     current_graph_task,
     hook_order,
+    hooks_of_tensor,
     never_compiled,
     parameter_slots,
     parameters_at,
@@ -200,6 +201,22 @@ class CallTracker:
             )
         refuse_new_parameters(self._module, self._names)
         return found
+
+    def refuse_hooks(self) -> None:
+        """Check that no trained parameter has a hook: no gradient comes to it, so that the hook would not run.
+
+        Raises:
+            UnsupportedGradientError: If one has.
+        """
+        for name, parameter in self.parameters().items():
+            hooks = hooks_of_tensor(parameter) if name in self.trained else []
+            if any(getattr(hook, "func", None) is not _bypassed for hook in hooks):
+                raise UnsupportedGradientError(
+                    f"parameter {name} has a hook (register_hook, register_post_accumulate_grad_hook), which never "
+                    "runs: samples' gradients are computed beside the parameter. Remove the hook, and freeze the "
+                    "parameter, put a mask into forward, or change .grad after pre_step(). Nothing of this mini-batch "
+                    "was clipped."
+                )
 
     def verified(self, conclusive: bool) -> None:
         """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
@@ -354,6 +371,8 @@ class CallTracker:
                 return True
         elif trace.by_value and self._witnessed is not None:
             self._take_samples(self._witnessed, call, SOME)
+        if self._witnessed is None:
+            self.witness.missed.add(module)
         self._untried.append((call, trace))
         return False
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.state.frozen import Frozen
-from gradguard.state.generators import accelerators_of, device_state, generator_states, restore_generators
+from gradguard.state.generators import accelerators_of, device_state, generator_states, have_drawn, restore_generators
 from gradguard.torch_private import (
     arguments_of,
     buffer_slots,
@@ -158,6 +158,9 @@ LAYOUTS = "stretches", "fastest", "one by one"
 draws that are alike follow one another, as many for each sample."""
 
 
+_DRAW_SO = "Draw for the whole batch at once, a row for each sample; or in one loop over samples, as much for each."
+
+
 class UntoldDrawsError(UnsupportedGradientError):
     """A sample's share of the random numbers that its batch has drawn cannot be told."""
 
@@ -170,9 +173,12 @@ class Draws:
     Attributes:
         drawn: The operation's name and its tensor, in order.
         precision: Machine epsilon of the coarsest dtype that was computed in.
+        drew_elsewhere: The last block of `of_samples` drew of Python's generator or NumPy's, of which no sample has a
+            share.
     """
 
     def __init__(self) -> None:
+        self.drew_elsewhere = False
         self._untold: UntoldDrawsError | None = None
         self.drawn: list[tuple[str, Tensor]] = []
         self.precision = torch.finfo(torch.float64).eps
@@ -229,6 +235,7 @@ class Draws:
             with each_operation(replay.draw):
                 yield
         finally:
+            self.drew_elsewhere = have_drawn({**self._generators, "torch": torch.get_rng_state()})
             restore_generators(now)
         replay.finish()
         self._replayed = replay.given
@@ -274,7 +281,7 @@ class _Share:
         if recorded is None or name != func.name():
             raise UntoldDrawsError(
                 "a sample by itself draws other random numbers than in the batch: how many, or in which order, depends "
-                "on the batch."
+                f"on the batch. {_DRAW_SO}"
             )
         state = _state_of_generator(args, kwargs)
         result = _draw_as(lambda shape: self._share_of(recorded, shape), func, args, kwargs)
@@ -289,7 +296,7 @@ class _Share:
         if len(dims) != 1 or recorded.shape[dims[0]] * count != shape[dims[0]] * self._batch_size:
             raise UntoldDrawsError(
                 f"random numbers of shape {tuple(recorded.shape)} are drawn for {self._batch_size} samples and "
-                f"{tuple(shape)} for {count}, so each sample's share cannot be told."
+                f"{tuple(shape)} for {count}, so each sample's share cannot be told. {_DRAW_SO}"
             )
         dim, own = dims[0], shape[dims[0]] // count
         chosen = torch.tensor(self._samples, device=recorded.device)
@@ -300,7 +307,7 @@ class _Share:
     def finish(self) -> None:
         """Check that all was drawn."""
         if next(self._drawn, None) is not None:
-            raise UntoldDrawsError("a sample by itself draws fewer random numbers than in the batch.")
+            raise UntoldDrawsError(f"a sample by itself draws fewer random numbers than in the batch. {_DRAW_SO}")
 
 
 def _draw_as(choose: Callable[[torch.Size], Tensor], func: Any, args: Any, kwargs: Any) -> Any:

@@ -649,6 +649,7 @@ class PerSampleGradientClipper:
         conclusive = True
         if mini_batch.batch_size > 0:
             try:
+                self._tracker.refuse_hooks()
                 if self._loss_check is not None:
                     conclusive = self._loss_check.judge()
                     if (factors := self._loss_check.factors) is not None:

@@ -30,7 +30,7 @@ from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
 from gradguard.per_sample.refusals import own_failure
-from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, substituted, undisturbed
+from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, UntoldDrawsError, substituted, undisturbed
 from gradguard.state.frozen import Frozen
 from gradguard.torch_private import parameter_slots
 
@@ -215,14 +215,19 @@ class LoopedCall:
                 yield outputs, leaves
                 return
         assert failure is not None
+        if isinstance(failure, UntoldDrawsError):
+            raise UntoldDrawsError(f"{type(self.module).__name__}: {failure} Nothing of this step was taken.")
         raise failure
 
     def _differs(self, difference: str) -> str:
+        drawn = (
+            "It draws numbers of Python's or NumPy's generator, which no sample can be given: draw with torch.rand. "
+        )
         return (
             f"{type(self.module).__name__} gives a sample by itself something else than in the batch of "
-            f"{self.batch_size}: {difference}. Does the model mix samples (batch statistics, x - x.mean(0), routing or "
-            "a capacity that looks at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was "
-            "clipped."
+            f"{self.batch_size}: {difference}. {drawn if self.draws.drew_elsewhere else ''}Does the model mix samples "
+            "(batch statistics, x - x.mean(0), routing or a capacity that looks at the batch)? Is the batch in another "
+            "dimension (batch_first=False)? Nothing was clipped."
         )
 
     def compare(self, outputs: Sequence[Tensor], samples: Sequence[int]) -> None:

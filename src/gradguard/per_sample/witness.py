@@ -20,11 +20,11 @@ sample in the random numbers cannot be told, and for sharded models, whose every
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import written
@@ -63,6 +63,8 @@ class Witness:
         mini_batch: Number of the mini-batch that is being made, from 1.
         last_good: The one in which the model was last found to be right; 0 for none.
         by_value: Whether forwards read values or select by them, so that another batch may do something else.
+        missed: Outermost modules of the calls of this mini-batch that were not recorded. Where a later one is, as the
+            first of its kind, what only such calls use is compared, and everything on the next mini-batch.
     """
 
     def __init__(self, second_opinion: SecondOpinion) -> None:
@@ -72,6 +74,7 @@ class Witness:
         self._next, self._gap, self._most = 1, 1, 1
         self.mini_batch, self.last_good = 1, 0
         self.by_value, self._since_tried = False, 0
+        self.missed = set[nn.Module]()
         self._beside: bool | None = None
         self._unsubscribe: Callable[[], object] | None = None
 
@@ -116,6 +119,7 @@ class Witness:
         if self._unsubscribe is not None:
             self._unsubscribe()
         self._beside = self._unsubscribe = None
+        self.missed.clear()
 
     def end(self) -> None:
         """A mini-batch has been taken."""
@@ -144,8 +148,10 @@ class Witness:
         calls, found = mini_batch.witnessed, mini_batch.finished
         if not calls or found is None:
             return
-        words, sample = None, -1
+        words, sample, whole = None, -1, not self.missed
         try:
+            if not whole:
+                found = self._of_recorded([*calls, *mini_batch.loops], found)
             # Without a look at its roots, what a backward brought beside the outputs is not known.
             if self._beside is False and not any(written(call.recorded) for call in calls):
                 for sample in self.samples(mini_batch.batch_size):
@@ -153,14 +159,15 @@ class Witness:
                     if words is not None:
                         break
                 if words is None:
-                    self.last_good = self.mini_batch
+                    self.last_good = self.mini_batch if whole else self.last_good
         except UntoldDrawsError:
             pass
         finally:
             calls.clear()
             self.forget()
         if words is None:
-            self._next_one()
+            if whole:
+                self._next_one()
             return
         known = f"The model was last known to be right on mini-batch {self.last_good}. " if self.last_good else ""
         raise UnsupportedGradientError(
@@ -169,6 +176,23 @@ class Witness:
             "changed since (a flag, a global variable, a buffer, a step counter, a hook on a value, an error clip). "
             f"{known}Nothing of this step was taken."
         )
+
+    def _of_recorded(self, calls: Sequence[LoopedCall], found: Mapping[str, Contribution]) -> dict[str, Contribution]:
+        """Return what parameters got that only recorded calls use.
+
+        Raises:
+            UnsupportedGradientError: If a call that must be compared, as no trial shows as much, shares parameters.
+        """
+        missed = {part for module in self.missed for part in module.modules()}
+        places = {name: slots for call in calls for name, slots in call.places.items()}
+        own = {name for name, slots in places.items() if missed.isdisjoint(module for module, _ in slots)}
+        if self._most >= MANY and len(own) < len(places):
+            raise UnsupportedGradientError(
+                "a call did something that none had done before, and a call of the same mini-batch that shares "
+                "parameters with it was not recorded, so how it treats samples is not known. Repeat this step: it is "
+                "looked at from its beginning. Nothing of this step was taken."
+            )
+        return {name: found[name] for name in own & found.keys()}
 
     def _differs(
         self,
@@ -206,7 +230,8 @@ class Witness:
                     raise
                 except UnsupportedGradientError:
                     return "it returns something else than in the batch"
-            for name, gradient in gradients.items():
+            for name in gradients if not self.missed else gradients.keys() & found.keys():
+                gradient = gradients[name]
                 expected[name] = expected[name] + gradient if name in expected else gradient
         own = SampleGradient(expected)
         comparison = own.compare(found, sample, precision)
