@@ -531,13 +531,25 @@ def test_a_failure_of_gradguard_is_told_as_its_own(monkeypatch, where, error):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_code_with_parameters_and_layers_of_its_own_is_told_what_to_write(reentrant):
+def test_checkpointed_code_with_parameters_and_layers_of_its_own_is_exact(reentrant):
     def forward(m, x):
         return checkpoint(lambda h: m.b(h).tanh() @ m.w, m.a(x), use_reentrant=reentrant)
 
-    model = Model(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 4))
-    model.w = nn.Parameter(torch.randn(4, 4))
-    clipper = PerSampleGradientClipper(model, FlatNormClipper(1.0))
-    with pytest.raises(UnsupportedGradientError, match=r"a checkpoint runs Linear again in backward.*self\.block"):
-        model(torch.randn(2, 3)).square().mean().backward()
+    torch.manual_seed(0)
+    model = Model(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 4)).double()
+    model.w = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+    clipper = PerSampleGradientClipper(model, FlatNormClipper(1e9))
+    for size in (4, 4, 2):
+        x = torch.randn(size, 3, dtype=torch.float64)
+        model(x).square().mean().backward()
+        clipper.clip_and_accumulate()
+        norms = clipper.statistics.norms.clone()
+        clipper.pre_step()
+        values = [
+            p.detach().requires_grad_() for p in (model.a.weight, model.a.bias, model.b.weight, model.b.bias, model.w)
+        ]
+        for own, norm in zip(x.split(1), norms, strict=True):
+            hidden = nn.functional.linear(nn.functional.linear(own, *values[:2]), *values[2:4]).tanh() @ values[4]
+            alone = torch.autograd.grad(hidden.square().mean(), values)
+            torch.testing.assert_close(norm, torch.stack([g.norm() for g in alone]).norm(), rtol=1e-9, atol=0)
     clipper.detach()
