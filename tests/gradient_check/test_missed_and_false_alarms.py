@@ -149,6 +149,43 @@ def test_buffers_stay_as_they_were_wherever_the_module_is_held(name):
     assert not mean.any()
 
 
+@pytest.mark.parametrize("factor", [1.2, 0.0])
+def test_a_wrong_gradient_shows_beside_one_that_is_a_thousand_million_times_larger(factor):
+    faulty = wrong(torch.sin, lambda v, y, x: v * x.cos() * factor)
+    report = gg.gradcheck(lambda a, b: faulty(a) + 1e9 * b.sin(), normal(4), normal(4))
+    assert report.verdict == "FAIL"
+    assert {one.input for one in report.findings} == {"a"}
+    assert "rtol=" not in str(report)
+    assert gg.gradcheck(lambda a, b: a.sin() + 1e9 * b.sin(), normal(4), normal(4)).verdict == "PASS"
+
+
+def test_an_input_whose_gradient_is_rounding_beside_another_is_named():
+    report = gg.gradcheck(lambda a, b: a.sin() + 1e14 * b.sin(), normal(4), normal(4))
+    assert (report.verdict, [(one.input, one.message) for one in report.notes]) == (
+        "PASS",
+        [("a", "not judged: its gradient is rounding beside the others")],
+    )
+
+
+ILL_CONDITIONED = {
+    "sin of large numbers": lambda: (lambda x: torch.sin(x * 1e7), normal(5, dtype=torch.float32)),
+    "rows near 1,000": lambda: (nn.BatchNorm1d(3), normal(5, 3, dtype=torch.float32) * 1e-4 + 1000),
+}
+
+
+@pytest.mark.parametrize("name", ILL_CONDITIONED)
+def test_values_that_float32_rounds_away_are_judged_in_float64(name):
+    fn, x = ILL_CONDITIONED[name]()
+    report = gg.gradcheck(fn, x)
+    assert report.verdict == "PASS"
+    assert "only the float64 gradient was judged" in str(report)
+
+
+def test_a_function_that_is_another_one_in_float32_is_refused():
+    with pytest.raises(InvalidValueError, match="expected the same function, or inputs in float64"):
+        gg.gradcheck(lambda x: x.sin() if x.dtype is torch.float64 else x.cos(), normal(5, dtype=torch.float32))
+
+
 def test_another_reference_is_refused():
     with pytest.raises(InvalidValueError, match="it is another function than the float64 one"):
         gg.gradcheck(lambda x: x.sum(0), normal(4, 5), reference=torch.sin)

@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from test_health import FAULTS
 
+import gradguard as gg
+from gradguard.monitoring.judge.causes import CAUSES
 from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.detectors import loop_faults as loop_setup
 from gradguard.monitoring.judge.findings import Episode
@@ -37,6 +40,20 @@ def said():
     told = [episode.finding() for episode in SET_UP]
     told += [one for _, _, _, record in FAULTS for one in findings(record)]
     return {(one.kind, f"> **{one.severity}**: {one.message}") for one in told}
+
+
+def test_the_guard_that_is_advised_can_be_typed():
+    pages = {page: (DOCS / page).read_text(encoding="utf-8") for page in ("findings.md", "causes.md", "watching.md")}
+    words = [*pages.values(), *(row.advice for row in CAUSES)]
+    lines = {line for text in words for line in re.findall(r"gg\.Guard\((?:[^()]|\([^()]*\))*\)", text)}
+    assert len(lines) >= 2
+    for line in lines:
+        names = {
+            "gg": gg,
+            "clipper": gg.ClipByMedian(),
+            "optimizer": torch.optim.SGD(torch.nn.Linear(2, 1).parameters()),
+        }
+        eval(line, names).detach()
 
 
 def test_every_kind_is_explained_once():

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import sys
+import threading
 import time
 import types
 import weakref
@@ -45,6 +46,51 @@ class Training:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
             self.optimizer.step()
+
+
+def in_threads(*functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_each_thread_has_the_losses_of_its_own_training(tmp_path):
+    meeting, trained = threading.Barrier(2, timeout=60), {}
+
+    def train(loss: float) -> None:
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=loss)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (weight.sum() * 0 + loss).backward()
+            meeting.wait()
+            optimizer.step()
+            trained[loss] = optimizer
+            meeting.wait()
+
+    with watch(tmp_path / "run.jsonl"):
+        in_threads(lambda: train(1.0), lambda: train(10.0))
+    steps = read_record(tmp_path / "run.jsonl").steps
+    assert {(step["lr"], step.get("loss")) for step in steps[:2]} == {(1.0, None), (10.0, None)}  # not known yet whose
+    assert {(step["lr"], step.get("loss")) for step in steps[2:]} == {(1.0, 1.0), (10.0, 10.0)}
+
+
+def test_a_backward_in_a_worker_belongs_to_the_step_of_another_thread(tmp_path):
+    train, losses = Training(), []
+
+    def backward() -> None:
+        losses.append(train.model(torch.randn(3, 4)).square().sum())
+        losses[-1].backward()
+
+    with watch(tmp_path / "run.jsonl"):
+        for _ in range(3):
+            train.optimizer.zero_grad()
+            in_threads(backward)
+            train.optimizer.step()
+    found = [step["loss"] for step in read_record(tmp_path / "run.jsonl").steps]
+    assert found == pytest.approx([loss.item() for loss in losses], rel=1e-5)
 
 
 class Full(RecordWriter):

@@ -66,6 +66,7 @@ DECISIONS = {
     "bad batches": (
         run(SPIKED, losses=[90.0 if i % 100 == 80 else 2.3 - i / 600 for i in range(600)]), "constant", r"norm=1\.\d",
         "Clip at 1.*It is the norm of an ordinary step, and would have acted on 5"),
+    "a clip by hand": (run([min(norm, 0.5) for norm in CALM]), "unknown", None, "clip by hand.*Most norms are equal"),
     "a guard": (clipped(SPIKED, 20.0), "keep", "norm=20", "Keep 20.*acted on 1 % of 600 steps, and the run is well"),
     "a clip that never bound": (clipped(CALM, 20.0), "constant", r"norm=\d", "As insurance"),
     "a shaping clip": (clipped(CALM, 1.0), "keep", "norm=1.0", "Keep 1.0"),

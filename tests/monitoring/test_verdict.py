@@ -29,6 +29,11 @@ def share_of(share, count=1000):
         (make_record(), "never", "No optimizer step was recorded."),
         (make_record(steps=[{"t": "step", "i": 0}]), "never", "No clipping in 1 step. No finite gradient norm"),
         (make_record(steps=steps_of(CALM)), "never", "No clipping in 600 steps. Gradient norms before clipping: "),
+        (
+            make_record(steps=steps_of([min(norm, 0.3) for norm in CALM])),
+            "never",
+            "No clipping in 600 steps, and yet most norms are equal: something that was not seen scales gradients",
+        ),
         (clipped(share_of(0), 1.0), "never", "Clipping at 1.0 never bound in 1,000 steps."),
         (clipped(share_of(0.01), 1.0), "guard", "at 1.0 bound on 1 % of 1,000 steps: a guard against rare"),
         (clipped(share_of(0.2), 1.0), "shaping", "bound on 20 % of 1,000 steps: it shapes training: where it binds"),
@@ -181,10 +186,13 @@ def test_overhead(end, share):
 
 
 def gan(count=400):
-    """Adam's norms are 9, clipped at 1; SGD's are 0.5 and are left alone."""
+    """Adam's norms are 9, clipped at 1; SGD's are some 0.5 and are left alone."""
     adam = {"norm": 9.0, "optimizer": 0, "threshold": 1.0, "coefficient": 1 / 9, "rule": "norm", "loss": 3.0}
     sgd = {"norm": 0.5, "optimizer": 1, "loss": 1.0}
-    steps = [{"t": "step", "i": i} | (sgd if i % 2 else adam) for i in range(count)]
+    steps = [
+        {"t": "step", "i": i} | (adam if i % 2 == 0 else sgd | {"norm": 0.6 if i % 20 == 1 else 0.5})
+        for i in range(count)
+    ]
     return make_record(meta={"t": "meta", "optimizers": ["Adam", "SGD"]}, steps=steps)
 
 

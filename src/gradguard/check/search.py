@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -110,9 +110,7 @@ class Search:
         drawn = directions(differences.function, self.generator)
         for attempt in range(2 * _DIRECTIONS):
             direction = next(drawn).mul_(self.open)
-            found = differences.along(direction)
-            if not (differences.has_noise or self._is_clear(found)):
-                found = differences.along(direction, with_noise=True)
+            found = self._along(direction)
             if self._is_clear(found):
                 self.agreed.append(found)
                 self.smooth = direction, found
@@ -125,8 +123,41 @@ class Search:
             else:
                 powerless = direction if powerless is None else powerless
             if len(self.agreed) >= needed:
-                return None
+                return self._suspect_of_one_input(direction, found, jointly)
         return powerless
+
+    def _suspect_of_one_input(self, direction: Tensor, agreed: Disagreement, jointly: bool) -> Tensor | None:
+        """Look one by one at inputs whose gradient is so small that an error in it would not show in ``agreed``."""
+        differences = self.differences
+        relative, negligible = differences.relative, self.negligible
+        for name, part in self._by_input(direction):
+            scale = norm(part * differences.gradient)
+            hidden = agreed.allowed(relative) * int((part != 0).sum()) ** 0.5
+            if scale >= agreed.scale or hidden <= _TOO_WEAK * scale:
+                continue
+            found = self._along(part)
+            if found.size > negligible and self.is_wrong(found):
+                if not jointly:
+                    return part
+                self._examine_jointly(part, found)
+            elif scale > 0 and (found.size <= negligible or found.allowed(relative) > _TOO_WEAK * scale):
+                note = GradientFinding("precision", "not judged: its gradient is rounding beside the others", name)
+                self.notes += [] if note in self.notes else [note]
+        return None
+
+    def _by_input(self, direction: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each input, and the part of a direction that moves it alone."""
+        for name, own in self.differences.function.ranges.items():
+            part = torch.zeros_like(direction)
+            part[own.start : own.stop] = direction[own.start : own.stop]
+            yield name, part
+
+    def _along(self, direction: Tensor) -> Disagreement:
+        """Return the disagreement along a direction, with measured noise where it would not be clear without."""
+        found = self.differences.along(direction)
+        if self.differences.has_noise or self._is_clear(found):
+            return found
+        return self.differences.along(direction, with_noise=True)
 
     def _is_clear(self, found: Disagreement) -> bool:
         """Tell whether a direction agrees within a bar narrow enough to mean something."""
@@ -295,8 +326,9 @@ class Search:
             return
         drawn = directions(self.differences.function, self.generator)
         usable = self.differences.point.isfinite()
-        found = [self.differences.along(next(drawn) * usable) for _ in range(_DIRECTIONS)]
-        needed = max(abs(one.error) / one.scale if one.scale else math.inf for one in found)
+        parts = [part for _ in range(_DIRECTIONS) for _, part in self._by_input(next(drawn) * usable)]
+        found = [one for one in map(self.differences.along, parts) if self.is_wrong(one)]
+        needed = max((abs(one.error) / one.scale if one.scale else math.inf for one in found), default=0.0)
         if not 0 < needed < _LITTLE:
             return
         proposed = 10.0 ** math.ceil(math.log10(3 * needed))

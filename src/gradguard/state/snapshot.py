@@ -27,8 +27,8 @@ class Snapshot:
     **Guarantees.**
 
     * `restore` writes into the tensors that are there: data pointers stay, so CUDA graphs, compiled code, FSDP2's
-      buffers and other holders of a weight go on. Only state that has come since is dropped, and what has gone is made
-      anew.
+      buffers and other holders of a weight go on. Optimizer state that has come since is dropped, and what has gone is
+      made anew; buffers that have come since stay.
     * Nothing is shared with the run: training on after `restore` does not change the snapshot. Going back twice and
       training on the same data gives the same bits.
     * All or nothing: a `take` that fails leaves no snapshot, a `restore` that is refused has written nothing.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
+from gradguard.monitoring.judge.norm_statistics import are_scaled
 from gradguard.monitoring.judge.numbers import (
     capital,
     last_window,
@@ -176,7 +177,8 @@ def _sentence(record: Record, found: Verdict) -> str:
 def _clip_words(record: Record, found: Verdict) -> str:
     clips, share, steps = found.clips, percent(found.clip_share or 0.0), counted(found.taken_steps, "step")
     if not found.clipping:
-        return f"No clipping in {counted(found.steps, 'step')}."
+        scaled = ", and yet most norms are equal: something that was not seen scales gradients before the step"
+        return f"No clipping in {counted(found.steps, 'step')}{scaled if are_scaled(record) else ''}."
     if found.taken_steps < found.steps:
         steps = f"the {steps} that were taken and finite"
     if len(clips) > 1:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
 from gradguard.monitoring.judge.insurance import insurance
-from gradguard.monitoring.judge.norm_statistics import drift_of
+from gradguard.monitoring.judge.norm_statistics import are_scaled, drift_of
 from gradguard.monitoring.judge.numbers import capital, number, only, percent, plain_threshold
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.step_rows import bound_on, by_optimizer, taken_steps, usable_norms
@@ -72,6 +72,7 @@ def recommend(record: Record) -> Recommendation:
     or is insurance already
     healthy, and a constant is insurance     constant  `insurance`: it does not bind in calm times; where norms are
                                                        uneven, a low one that trains better, with an experiment
+    healthy, and most norms are equal        unknown   none: something scales gradients, and was not seen
     healthy otherwise                        nothing   none
     bad_batches, exploding_time              constant  the norm that leaves ordinary steps alone
     unknown                                  unknown   none
@@ -152,6 +153,10 @@ def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
     if len(norms) < ENOUGH_STEPS:
         why = f"There are {len(norms)} usable steps, and {ENOUGH_STEPS} are needed to know how rare spikes are."
         return Recommendation("unknown", "Record a longer run to choose a threshold.", why, usable_steps=len(norms))
+    if are_scaled(record):
+        headline = "Look for a clip by hand: a norm without it is needed to choose a threshold."
+        why = "Most norms are equal to three digits: something that was not seen scales gradients before the step."
+        return Recommendation("unknown", headline, why, usable_steps=len(norms))
     if threshold is None:
         assert drift is not None  # nothing else leaves a run with norms without an insurance
         times = number(max(drift) / min(drift))

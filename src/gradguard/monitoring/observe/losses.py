@@ -1,6 +1,7 @@
 """The losses that a script calls backward on, as they were before a GradScaler scaled them."""
 
 import math
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -16,10 +17,15 @@ MOST_SCALED = 16
 
 
 class Losses:
-    """The losses of the backwards: numbers on the CPU, copies on a device."""
+    """The losses of the backwards by the thread that called them: numbers on the CPU, copies on a device.
+
+    A step gets those of its own thread. A thread that has none, such as one that leaves backward to workers, gets those
+    of threads that have made no step; where it could be either, nobody gets any.
+    """
 
     def __init__(self) -> None:
-        self._losses: deque[Any] = deque(maxlen=MOST_LOSSES)
+        self._losses: dict[threading.Thread, deque[Any]] = {}
+        self._stepping = weakref.WeakSet[threading.Thread]()
         self.scales = False  # whether a GradScaler is at work, and the last losses that it scaled
         self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
 
@@ -33,8 +39,13 @@ class Losses:
         if not numbers or any([number is None for number in numbers]):
             return False
         loss = sum(numbers[1:], start=numbers[0])
-        self._losses.append(loss)
+        self._keep(loss)
         return not self.scales and type(loss) is float and math.isfinite(loss)
+
+    def _keep(self, loss: Any) -> None:
+        self._losses.setdefault(threading.current_thread(), deque(maxlen=MOST_LOSSES)).append(loss)
+        if len(self._losses) > MOST_LOSSES:  # threads that are gone
+            self._losses.pop(next(iter(self._losses)), None)
 
     def _number(self, loss: Tensor, weight: Tensor | None) -> Any:
         """Return ``loss`` as it was before a GradScaler scaled it, weighted; None if that is not known or no scalar."""
@@ -63,16 +74,24 @@ class Losses:
     @property
     def waiting(self) -> bool:
         """Whether a loss is kept whose step has not come."""
-        return bool(self._losses)
+        return bool(self._threads())
 
     def keep_last(self) -> None:
         """Forget all but the last: the step of the others never came."""
-        self._losses = deque(list(self._losses)[-1:], maxlen=MOST_LOSSES)
+        for loss in self.clear()[-1:]:
+            self._keep(loss)
 
     def take(self) -> list[Any]:
-        """Return all and forget them."""
-        found = list(self._losses)
-        self._losses.clear()
-        return found
+        """Return the losses of the step that this thread makes, and forget them."""
+        self._stepping.add(threading.current_thread())
+        return self.clear()
 
-    clear = take
+    def clear(self) -> list[Any]:
+        """Return the losses of the next step of this thread, and forget them."""
+        threads = self._threads()
+        found = [loss for thread in threads for loss in self._losses.pop(thread, ())]
+        return found if len(threads) == 1 or threading.current_thread() not in threads else []
+
+    def _threads(self) -> list[threading.Thread]:
+        here = threading.current_thread()
+        return [thread for thread in list(self._losses) if thread is here or thread not in self._stepping]

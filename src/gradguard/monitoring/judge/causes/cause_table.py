@@ -38,7 +38,7 @@ _NOT_FINITE = (
 _FIND_NAN = (
     "Look at the batch of step {step} for NaN, infinity, an empty or corrupt sample, and for a logarithm, root or "
     "division of 0: `gradguard explain nan` finds the sample, the operation and its line. To leave such steps out "
-    'until then, use gg.Guard(optimizer, nonfinite="skip").'
+    'until then, use gg.Guard(optimizer, gg.ClipByMedian(), nonfinite="skip").'
 )
 _NOT_GROWN = "Neither a lower learning rate nor a clip keeps this away: nothing had grown before."
 _FLOAT16 = "A number left the range of float16, above 65,504, at step {step}{learned}."
