@@ -545,6 +545,7 @@ def test_checkpointed_code_with_parameters_and_layers_of_its_own_is_exact(reentr
         clipper.clip_and_accumulate()
         norms = clipper.statistics.norms.clone()
         clipper.pre_step()
+        model.zero_grad()
         values = [
             p.detach().requires_grad_() for p in (model.a.weight, model.a.bias, model.b.weight, model.b.bias, model.w)
         ]

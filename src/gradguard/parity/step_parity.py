@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -185,7 +184,7 @@ class StepNotes:
         groups = _groups(self._optimizers)
         of_schedulers = {
             id(p): _numbers(one.state_dict(), f"{type(one).__name__}.")
-            for one in self.schedulers
+            for one in schedulers_of(self._optimizers)  # now: a script may make another at any time
             for p in parameters_of(one.optimizer)
         }
         for model, p in zip(self._local, self.stepped, strict=True):
@@ -194,11 +193,6 @@ class StepNotes:
                 left = _numbers(groups.get(of, {})) | of_schedulers.get(of, {})
                 left[TRAINED] = float(model.parameter.requires_grad)
                 self.settings[p.name] |= {after_step(key, t): value for key, value in left.items()}
-
-    @cached_property
-    def schedulers(self) -> list[Any]:
-        """Schedulers of PyTorch that belong to the optimizers: found once, since that looks through all objects."""
-        return schedulers_of(self._optimizers)
 
     def _states(self) -> Iterator[LocalParameter]:
         """The tensors and numbers of the optimizers' state, each as a tensor of its own, and buffers."""
@@ -329,7 +323,7 @@ class TrainingSteps:
         self._stages = ComparedStages()
         for one in optimizers:
             trained_by(one, self._notes.stepped)
-        found = [one for one in (*self._notes.schedulers, *_alive(torch.amp.GradScaler)) if one not in others]
+        found = [one for one in (*schedulers_of(optimizers), *_alive(torch.amp.GradScaler)) if one not in others]
         self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
         self._scale, self._unscaled = 1.0, set[int]()
