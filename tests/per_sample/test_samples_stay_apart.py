@@ -749,7 +749,7 @@ def test_a_second_call_of_the_same_layers_that_does_something_new_is_looked_at_o
     clipper = clipper_of(model, mode="exact")
 
     def twice(model, number, x):
-        return squares(model(model(x) + (100 if number > 13 else 0)))
+        return squares(model(model(x) + (1000 if number > 13 else 0) * x.abs()))
 
     for number in range(17):
         x = torch.randn(8, 4, dtype=torch.float64)

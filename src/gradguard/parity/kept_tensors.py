@@ -1,5 +1,6 @@
 """Objects beside a model and its optimizers that keep tensors, such as an average of the weights."""
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def averages_in(local: Sequence[LocalParameter], known: Sequence[Any] = ()) -> l
 
 def _plain_objects(known: Sequence[Any]) -> list[Any]:
     """Return other objects with attributes: neither modules nor optimizers, nor PyTorch's or gradguard's."""
+    gc.collect()  # an average of an earlier run may be garbage that is still there
     every, others = all_objects(), (nn.Module, Optimizer, type, ModuleType)
     kinds = {one for one in set(map(type, every)) if one.__dictoffset__ and not issubclass(one, others)}
     kinds = {one for one in kinds if one.__module__.partition(".")[0] not in ("torch", "gradguard")}
