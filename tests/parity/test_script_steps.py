@@ -552,6 +552,20 @@ def test_an_average_in_a_plain_object_is_compared(kind, folder):
     assert whole(shadowed(0.9, kind), folder, steps=0).left_out == ("Shadow.shadow",)
 
 
+class Hidden(Shadow):
+    """An object whose attributes cannot be listed, as of some classes of C."""
+
+    @property
+    def __dict__(self):
+        raise AttributeError
+
+
+def test_an_object_that_hides_its_attributes_is_no_average(folder):
+    hidden = Hidden(network(), 0.9, dict)
+    assert compare(whole(shadowed(0.9), folder), whole(shadowed(0.9), folder)).verdict == "PASS"
+    assert hidden.decay == 0.9
+
+
 class SAM(torch.optim.Optimizer):
     """Moves weights up along the gradient of a first pass, and steps by that of a second one, from where they began."""
 

@@ -58,7 +58,7 @@ def averages_in(local: Sequence[LocalParameter], known: Sequence[Any] = ()) -> l
     found = [
         KeptTensors(kind, kind, lambda one=one, name=name: dict(zip(names, tensors(vars(one)[name]), strict=True)))
         for one in _plain_objects(known)
-        for name, value in [*vars(one).items()]
+        for name, value in _attributes(one)
         if is_average(value)
         for kind in [f"{type(one).__name__}.{name}"]
     ]
@@ -73,6 +73,13 @@ def _plain_objects(known: Sequence[Any]) -> list[Any]:
     kinds = {one for one in kinds if one.__module__.partition(".")[0] not in ("torch", "gradguard")}
     ids = set(map(id, known))
     return [one for one in every if type(one) in kinds and id(one) not in ids]
+
+
+def _attributes(one: Any) -> list[tuple[str, Any]]:
+    try:
+        return [*vars(one).items()]
+    except TypeError:  # a class of C that hides them
+        return []
 
 
 def _memory(tensor: Any) -> int:
