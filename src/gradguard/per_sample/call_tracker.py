@@ -18,7 +18,6 @@ from gradguard.per_sample.call_arguments import (
     Arguments,
     Skeleton,
     Versions,
-    batch_dims,
     count_samples,
     tensor_leaves,
     versions_of,
@@ -444,8 +443,7 @@ class CallTracker:
         looks = uses_trained and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
             pulls = not self.planner.sharded
-            inputs = batch_dims(arguments, self.batch_first, size, pattern.whole)
-            self._loss_check.look_between(module, inputs, self._capture.verifying)
+            self._loss_check.look_between(module, arguments, size, pattern.whole, self._capture.verifying)
             self._loss_check.start(size, pattern.output_axes, self._capture.verifying, pulls)
         self.planner.resume(pattern)
         self.collector.shared = self.planner.shared

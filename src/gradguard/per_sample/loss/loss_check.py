@@ -1,7 +1,7 @@
 """Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.call_arguments import Arguments, batch_dims
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss.ledger import Ledger
@@ -159,19 +160,25 @@ class LossCheck:
         if self._calls:
             self._calls[-1].add(tensors, axes)
 
-    def look_between(self, module: nn.Module, inputs: Sequence[tuple[Tensor, int | None]], verifying: bool) -> None:
+    def look_between(
+        self, module: nn.Module, arguments: Arguments, batch_size: int, whole: Set[int], verifying: bool
+    ) -> None:
         """Check what a call is given that was computed from what earlier calls returned: rows stay their samples' own.
 
         Args:
             module: The module that is called.
-            inputs: The tensors that it is given, each with the dimension of its samples; None where it has none.
-            verifying: Read it in any case; else only if nothing that is computed like it has been verified.
+            arguments: The arguments that it is given.
+            batch_size: Number of samples.
+            whole: Positions of tensors among them that belong to no sample.
+            verifying: Read them in any case; else only what is computed like nothing that has been verified.
 
         Raises:
             UnsupportedGradientError: If a row depends on other samples, or may.
         """
-        for place, (tensor, dim) in enumerate(inputs):
-            if not tensor.requires_grad or not self._calls:
+        if not self._calls:
+            return
+        for place, (tensor, dim) in enumerate(batch_dims(arguments, self._batch_first, batch_size, whole)):
+            if not tensor.requires_grad:
                 continue
             edge = get_gradient_edge(tensor)
             returned = {value: axis for call in self._calls for value, axis in call.axes.items()}
