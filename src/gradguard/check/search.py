@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -130,11 +130,13 @@ class Search:
         """Look one by one at inputs whose gradient is so small that an error in it would not show in ``agreed``."""
         differences = self.differences
         relative, negligible = differences.relative, self.negligible
-        for name, part in self._by_input(direction):
-            scale = norm(part * differences.gradient)
-            hidden = agreed.allowed(relative) * int((part != 0).sum()) ** 0.5
+        for name, own in differences.function.ranges.items():
+            moved = direction[own.start : own.stop]
+            scale = norm(moved * differences.gradient[own.start : own.stop])
+            hidden = agreed.allowed(relative) * int((moved != 0).sum()) ** 0.5
             if scale >= agreed.scale or hidden <= _TOO_WEAK * scale:
                 continue
+            part = _of_input(direction, own)
             found = self._along(part)
             if found.size > negligible and self.is_wrong(found):
                 if not jointly:
@@ -144,13 +146,6 @@ class Search:
                 note = GradientFinding("precision", "not judged: its gradient is rounding beside the others", name)
                 self.notes += [] if note in self.notes else [note]
         return None
-
-    def _by_input(self, direction: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each input, and the part of a direction that moves it alone."""
-        for name, own in self.differences.function.ranges.items():
-            part = torch.zeros_like(direction)
-            part[own.start : own.stop] = direction[own.start : own.stop]
-            yield name, part
 
     def _along(self, direction: Tensor) -> Disagreement:
         """Return the disagreement along a direction, with measured noise where it would not be clear without."""
@@ -326,7 +321,9 @@ class Search:
             return
         drawn = directions(self.differences.function, self.generator)
         usable = self.differences.point.isfinite()
-        parts = [part for _ in range(_DIRECTIONS) for _, part in self._by_input(next(drawn) * usable)]
+        ranges = self.differences.function.ranges.values()
+        moved = [next(drawn) * usable for _ in range(_DIRECTIONS)]
+        parts = [_of_input(direction, own) for direction in moved for own in ranges]
         found = [one for one in map(self.differences.along, parts) if self.is_wrong(one)]
         needed = max((abs(one.error) / one.scale if one.scale else math.inf for one in found), default=0.0)
         if not 0 < needed < _LITTLE:
@@ -351,6 +348,13 @@ class Search:
         if self.power > _TOO_WEAK and (seen or any(self.singly)) and not self.findings:
             message = f"a wrong element would show only from {self.power:.1g} relative"
             self.undecided.append(GradientFinding("undecided", message))
+
+
+def _of_input(direction: Tensor, own: range) -> Tensor:
+    """Return the part of a direction that moves one input, which lies at ``own``."""
+    part = torch.zeros_like(direction)
+    part[own.start : own.stop] = direction[own.start : own.stop]
+    return part
 
 
 def _finding(shown: ElementVerdict, name: str, index: tuple[int, ...] | None, message: str) -> GradientFinding:
