@@ -259,7 +259,7 @@ def test_a_script_that_ends_without_a_word_leaves_what_was_flushed(command, tmp_
     tmp_path.joinpath("train.py").write_text(KILLED.format(end=end))
     assert command("run", "--out", "out", "train.py", check=False).returncode == code
     record = read_record(tmp_path / "out")
-    assert len(record.steps) >= 100
+    assert len(record.steps) in (50, 100)  # the newest block may still be on its way to the file
     assert record.end is None
     assert not record.torn
 
