@@ -31,14 +31,14 @@ demo: .venv/demo-ready
 
 # One process for each core, with one thread each.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto -m 'not exhaustive'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not exhaustive'
 
 # Every case of every table, of which `make test` runs the rows that `@pytest.mark.sampled` draws. It takes hours, so it
 # comes in parts: `make exhaustive PART=3/8` runs every eighth test from the third on, and so an eighth of each table.
 # Properties are tried with 2,000 new cases each, where `make test` tries the same 60.
 PART ?= 1/1
 exhaustive: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --hypothesis-profile deep --part $(PART)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --hypothesis-profile deep --part $(PART)
 
 # The tests that take milliseconds, for while you work.
 quick: .venv/ready

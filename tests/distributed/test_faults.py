@@ -147,10 +147,11 @@ STEPS, RESTART = 6, 3
 def join_by_rank_0(pipe, rank, port):
     """Clip twice with processes that meet at a store in rank 0, which is killed between; tell what the second said."""
     store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=HANGS))
     agreement._PATIENCE = 0.5  # of one that is dead
     named = [("layer", parameter(LISTS["rows, uneven"][0]))]
     gg.clip_grad_norm_(named, 0.1)
+    give_up_after(TIMEOUT)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     pipe.send(refusal(lambda: gg.clip_grad_norm_(named, 0.1)))
