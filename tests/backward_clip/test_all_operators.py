@@ -67,7 +67,7 @@ def check_operators(every: int, per_operator: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_some_operators():
-    operators, clipped = check_operators(every=40, per_operator=1)
+    operators, clipped = check_operators(every=30, per_operator=1)
     assert operators > 10
     assert clipped > operators // 2
 

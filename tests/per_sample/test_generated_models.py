@@ -9,7 +9,7 @@ import pytest
 from generated_models import Case, draw, trial
 from torch import float64
 
-CASES, AT_ONCE = 8_000, 20
+CASES, AT_ONCE = 4_000, 20
 WITNESSED = {
     # what the batch decides, and a sample alone decides otherwise
     "chance", "python's chance", "a sum", "a large value", "where on a value", "rare clamp of the batch", "a weight",
