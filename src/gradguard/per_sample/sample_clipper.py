@@ -362,8 +362,8 @@ class PerSampleGradientClipper:
             )
         self.norm_clipper.load_state_dict(state_dict["norm_clipper"])
 
-    @never_compiled
     @torch.no_grad()
+    @never_compiled  # below, as all that is decorated by no_grad has the code of one wrapper
     def clip_and_accumulate(self) -> None:
         """Clip each sample of the last backward and add it to the sum; call it once after each ``.backward()``.
 
