@@ -638,7 +638,7 @@ def test_ctrl_c_ends_a_loop_of_the_shell(tmp_path):
     loop = f"for i in 1 2 3; do {sys.executable} -m gradguard run --no-report --out $i train.py; done; echo survived"
     done = subprocess.run(
         ["bash", "-c", loop],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, start_new_session=True,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "begins\n"), done.stderr

@@ -87,6 +87,7 @@ ATTEND = {
 SETTINGS = {"a mask": {}, "a bias": {"score_mod": with_a_slope}, "a cap": {"score_mod": capped, "scale": 3.0}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("attend", ATTEND)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_largest_logits_are_those_that_the_softmax_gets(attend, settings):

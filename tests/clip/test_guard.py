@@ -207,6 +207,7 @@ def test_two_optimizers_of_one_model_are_clipped_each_by_itself():
     assert [g.last.names for g in guards] == [("0.weight", "0.bias"), ("2.weight", "2.bias")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @TORCHS_OWN
 @pytest.mark.parametrize("attach", ["before compiling", "after compiling", "after a compiled step"])

@@ -205,8 +205,16 @@ def rendezvous() -> Iterator[dict[str, str]]:
 
 
 def give_up_after(seconds: float) -> None:
-    """Let collectives fail after ``seconds`` from here on, where all have come: none is late for its start."""
-    dist.barrier()
+    """Let collectives fail after ``seconds`` from here on, where all have come: none is late for its start.
+
+    They meet at the store: one that dies as soon as it returns takes no message with it that another one waits for.
+    """
+    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    come = store.add("come", 1)
+    all_have_come = f"all have come {(come - 1) // world}"
+    if come % world == 0:
+        store.set(all_have_come, "")
+    store.wait([all_have_come], timedelta(seconds=HANGS))
     private = dist.distributed_c10d._set_pg_timeout  # until torch 2.15 made it public
     getattr(dist, "set_timeout", private)(timedelta(seconds=seconds), dist.group.WORLD)
 

@@ -147,11 +147,14 @@ STEPS, RESTART = 6, 3
 def join_by_rank_0(pipe, rank, port):
     """Clip twice with processes that meet at a store in rank 0, which is killed between; tell what the second said."""
     store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=HANGS))
     agreement._PATIENCE = 0.5  # of one that is dead
     named = [("layer", parameter(LISTS["rows, uneven"][0]))]
     gg.clip_grad_norm_(named, 0.1)
+    give_up_after(TIMEOUT)
+    store.set(f"past the last meeting: {rank}", "")
     if rank == 0:
+        store.wait([f"past the last meeting: {other}" for other in (1, 2)])
         os.kill(os.getpid(), signal.SIGKILL)
     pipe.send(refusal(lambda: gg.clip_grad_norm_(named, 0.1)))
 
@@ -268,7 +271,6 @@ def call_without_the_other(folder):
     agreement._PATIENCE = 0.5  # of one that is dead
     ready = other_collectives(folder)
     give_up_after(TIMEOUT)
-    dist.barrier()
     if dist.get_rank() == WHO:
         os.kill(os.getpid(), signal.SIGKILL)
     return {task: refusal(call) for task, call in ready.items()}

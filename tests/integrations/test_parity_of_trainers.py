@@ -137,6 +137,7 @@ def test_a_trainer_has_the_gradients_of_a_loop(trainer, tmp_path):
     assert not found.clipped
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings(*WARNINGS)
 @pytest.mark.parametrize(("trainer", "is_sgd"), [(of_transformers, False), (of_lightning, True), (of_accelerate, True)])

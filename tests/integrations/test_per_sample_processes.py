@@ -160,7 +160,7 @@ def of_clip(kind):
 TRAINERS = {"lightning": of_lightning, "accelerate": of_accelerate}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("kind", ["per sample", "private"])
@@ -174,7 +174,7 @@ def test_two_processes_train_as_one(pool, trainer, accumulation, kind):
     assert first[1] == second[1] == ([(1.0, size / SIZE, EPOCHS * SIZE // size)] if kind == "private" else None)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("trainer", [*TRAINERS, "ddp"])
 def test_shares_of_two_processes_are_the_gradient_of_the_mean_of_their_losses(pool, trainer, accumulation):

@@ -67,6 +67,7 @@ def test_each_fault_is_told_once_with_what_the_record_says_of_it(watcher, tmp_pa
     assert threads == ["gradguard-findings"] * 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("watcher", WATCHERS.values(), ids=WATCHERS)
 @pytest.mark.parametrize("raised", [ValueError("no network"), SystemExit(3), KeyboardInterrupt()])
 def test_what_it_raises_is_one_event_and_changes_nothing(raised, watcher, tmp_path):

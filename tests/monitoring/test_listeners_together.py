@@ -162,6 +162,7 @@ EVERY = [*LISTENERS, "monitor"]
 ALONE_AND_PAIRS = [names for size in (1, 2) for names in combinations(EVERY, size)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [*OTHERS, *LOOPS])
 def test_every_listener_and_pair_of_them_on_twenty_programs_changes_no_bit(loop, tmp_path, monkeypatch):
@@ -244,7 +245,8 @@ def command(tmp_path, monkeypatch):
     return go
 
 
-TOGETHER = [*combinations(["--out", "--audit-norm", "--resilient"], 2), tuple(OPTIONS)]
+PAIRS_OF_OPTIONS = combinations(["--out", "--audit-norm", "--resilient"], 2)
+TOGETHER = [*(pytest.param(pair, marks=pytest.mark.exhaustive) for pair in PAIRS_OF_OPTIONS), tuple(OPTIONS)]
 
 
 @pytest.mark.slow

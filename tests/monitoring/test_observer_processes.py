@@ -340,7 +340,7 @@ def test_two_runs_into_one_folder_tell_whose_records_are_there(tmp_path):
     write(tmp_path, "pass")
     tmp_path.joinpath("both.py").write_text(AT_ONCE)
     command = ("-m", "gradguard", "run", "--no-report", "--out", "out", "both.py")
-    both = run_pythons([command, command], cwd=tmp_path, env=[{}, {}], timeout=120)
+    both = run_pythons([command, command], cwd=tmp_path, env=[{}, {}], timeout=240)
     assert [done.returncode for done in both] == [0, 0]
     pids = {name: read_record(tmp_path / "out" / name).meta["pid"] for name in records(tmp_path / "out")}
     said = sorted(line for done in both for line in done.stderr.splitlines() if " has the record " in line)

@@ -449,7 +449,7 @@ def test_a_signal_keeps_what_was_done_and_ends_the_process(tmp_path, number):
         while not (waiting.exists() and "waiting" in waiting.read_text(encoding="utf-8")):
             assert process.poll() is None
         process.send_signal(number)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=240)
     assert process.returncode == -number
     assert "Only no clip was tried" in out
 

@@ -6,7 +6,6 @@ import random
 from dataclasses import fields
 
 import pytest
-from runs import drawn, saved
 
 from damage import DEEP, damaged
 from gradguard.cli import main
@@ -15,6 +14,7 @@ from gradguard.parity import saved as saved_module
 from gradguard.parity.compare import compare
 from gradguard.parity.saved import SavedParameter, read, write
 from gradguard.results import SavedGradients
+from parity.runs import drawn, saved
 
 KEY = "gradguard_parity"
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import drawn, rounded, saved
 
 from gradguard.errors import RecordError
 from gradguard.parity.compare import compare, facts_of
 from gradguard.parity.judge import MeasuredGradient, bar_of, in_ranges, least_squares, name_of_factor, norm
 from gradguard.parity.saved import read, write
+from parity.runs import drawn, rounded, saved
 
 SHAPES = {"embed": (50, 8), "norm": (8,), "up": (8, 32), "down": (32, 8), "bias": (1,)}
 GRADIENTS = {name: drawn(shape, i) for i, (name, shape) in enumerate(SHAPES.items())}

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from language_models import accumulated, batch, language_model, loss_of
-from runs import drawn, rounded, saved
 from torch import nn
 
 import gradguard as gg
@@ -28,6 +27,7 @@ from gradguard.parity.scales import ScriptRun
 from gradguard.parity.script_pair import ScriptGradients
 from gradguard.script_events import listening
 from one_run import InThisProcess
+from parity.runs import drawn, rounded, saved
 
 
 class Alone:

@@ -1,6 +1,6 @@
 """Losses drawn by seed: each sample has the gradient of its own loss, whoever else is there, or the loss is refused.
 
-Some run with the other tests, all 12,000 in `make exhaustive`. `KNOWN` are seeds that fail today, each
+Some run with the other tests, all 6,000 of each kind in `make exhaustive`. `KNOWN` are seeds that fail today, each
 with its reason; one that has been mended must be taken from it.
 """
 
@@ -20,12 +20,12 @@ from generated_losses import (
     trial,
 )
 
-CASES, AT_ONCE = 12_000, 20
+CASES, AT_ONCE = 6_000, 20
 KNOWN: dict[int, str] = {}
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 def test_a_loss_is_exact_or_refused(first):
     cases = [draw(seed) for seed in range(first, first + AT_ONCE)]
@@ -35,7 +35,7 @@ def test_a_loss_is_exact_or_refused(first):
     assert not [seed for seed in KNOWN if first <= seed < first + AT_ONCE and seed not in failed]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 @pytest.mark.parametrize("reductions", [("mean", "sum"), ("token_mean",)], ids=str)
 def test_the_check_by_itself(reductions, first):
@@ -44,7 +44,7 @@ def test_the_check_by_itself(reductions, first):
     assert not [f"{case}\n{o.kind}: {o.words}" for case, o in outcomes if o.kind in ("wrong", "crash")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 @pytest.mark.parametrize("reductions", [("mean", "sum"), ("token_mean",)], ids=str)
 def test_in_private_training_a_sample_moves_no_other(reductions, first):
@@ -56,7 +56,7 @@ def test_in_private_training_a_sample_moves_no_other(reductions, first):
     assert any(words == "" for words in found.values()), "some are accepted"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 def test_in_private_training_the_clipped_sum_has_sensitivity_of_the_threshold(first):
     cases = [draw_widely(15 * 10**6 + seed) for seed in range(first, first + AT_ONCE)]
@@ -163,7 +163,7 @@ def test_a_loss_inside_the_module_that_repeats_a_row_by_its_place_is_seen_on_the
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 def test_a_loss_of_any_kind_is_exact_or_refused(first):
     cases = [draw_widely(3 * 10**6 + seed) for seed in range(first, first + AT_ONCE)]
@@ -173,8 +173,8 @@ def test_a_loss_of_any_kind_is_exact_or_refused(first):
 
 @pytest.mark.slow
 def test_right_losses_are_mostly_accepted():
-    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 40)]
-    assert kinds.count("exact") > 7
+    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 24)]
+    assert kinds.count("exact") > 4
     assert kinds.count("exact") > kinds.count("false refusal")
 
 

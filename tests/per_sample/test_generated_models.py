@@ -9,7 +9,7 @@ import pytest
 from generated_models import Case, draw, trial
 from torch import float64
 
-CASES, AT_ONCE = 8_000, 20
+CASES, AT_ONCE = 4_000, 20
 WITNESSED = {
     # what the batch decides, and a sample alone decides otherwise
     "chance", "python's chance", "a sum", "a large value", "where on a value", "rare clamp of the batch", "a weight",
@@ -21,7 +21,7 @@ KNOWN: dict[int, str] = {}
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 def test_a_model_that_changes_is_exact_or_refused(first):
     cases = [draw(seed) for seed in range(first, first + AT_ONCE)]
@@ -51,8 +51,8 @@ def test_samples_that_run_one_by_one_get_the_gradients_of_their_own_losses(seed)
 
 @pytest.mark.slow
 def test_harmless_changes_are_mostly_accepted():
-    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 40)]
-    assert kinds.count("exact") > 5
+    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 24)]
+    assert kinds.count("exact") > 3
     assert kinds.count("exact") > 4 * kinds.count("false refusal")
 
 

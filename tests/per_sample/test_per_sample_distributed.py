@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradguard as gg
+from distributed.pool import Pools
 
 
 class Network(nn.Module):
@@ -45,21 +45,17 @@ def by_layers(model):
     return fully_shard(model)
 
 
-def worker(rank, path, expected):
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    parts = [slice(0, 3), slice(3, 5)] if rank == 0 else [slice(5, 6), slice(6, 8)]
-    try:
-        for wrap in (DistributedDataParallel, fully_shard, by_layers):
-            for reduction, (size, grads) in expected.items():
-                found_size, found = gradients(wrap(Network()), parts, reduction)
-                assert found_size == size
-                torch.testing.assert_close(found, grads, msg=f"{wrap.__name__} {reduction}")
-        dist.barrier()  # nobody leaves while another still talks to it
-    finally:
-        dist.destroy_process_group()
+def check(expected):
+    parts = [slice(0, 3), slice(3, 5)] if dist.get_rank() == 0 else [slice(5, 6), slice(6, 8)]
+    for wrap in (DistributedDataParallel, fully_shard, by_layers):
+        for reduction, (size, grads) in expected.items():
+            found_size, found = gradients(wrap(Network()), parts, reduction)
+            assert found_size == size
+            torch.testing.assert_close(found, grads, msg=f"{wrap.__name__} {reduction}")
 
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path):
     expected = {reduction: gradients(Network(), [slice(0, 8)], reduction) for reduction in ("mean", "sum")}
-    mp.spawn(worker, (str(tmp_path), expected), nprocs=2)
+    with Pools(tmp_path).fresh(2) as processes:
+        processes.run(check, expected)

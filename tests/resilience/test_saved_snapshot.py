@@ -79,11 +79,11 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
         snapshot.save(tmp_path / str(number))  # what was taken, not what is now
         snapshot.restore()
         same(run.go(4)[0], expected[-1][0])
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=go_on_elsewhere, args=(str(tmp_path), theirs))
     process.start()
-    assert ours.poll(120)
+    assert ours.poll(240)
     process.join()
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     for name, one, other in zip(CHOSEN, found, expected, strict=True):

@@ -51,7 +51,7 @@ from gradguard.per_sample.sample_results import Accumulation, ClippedSums, PerSa
 from gradguard.per_sample.witness import Witness
 from gradguard.tensors.layout import wide_dtype
 from gradguard.tensors.matmul_precision import full_float32, outside_autocast
-from gradguard.torch_private import loss_scale_of, parameter_slots
+from gradguard.torch_private import loss_scale_of, never_compiled, parameter_slots
 
 _Value = TypeVar("_Value", Tensor, float)
 
@@ -363,6 +363,7 @@ class PerSampleGradientClipper:
         self.norm_clipper.load_state_dict(state_dict["norm_clipper"])
 
     @torch.no_grad()
+    @never_compiled  # below, as all that is decorated by no_grad has the code of one wrapper
     def clip_and_accumulate(self) -> None:
         """Clip each sample of the last backward and add it to the sum; call it once after each ``.backward()``.
 
@@ -426,6 +427,7 @@ class PerSampleGradientClipper:
             self._prepare()
         self._accumulation.count(0)
 
+    @never_compiled
     def pre_step(self) -> PreStep:
         """Fill ``.grad`` of every trained parameter, and start anew; call it once before ``optimizer.step()``.
 
