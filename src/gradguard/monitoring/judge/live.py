@@ -198,7 +198,7 @@ class Judge:
             return [line]
         found = monitor.see(line)
         lines = [] if line.get("kind") == "nonfinite" and not self._is_news(line) else [line]
-        if not is_setup_event(line):  # which is told already
+        if found and not is_setup_event(line):  # which is told already
             lines += [event_line(one, line["i"]) for one in found if one.kind != "nonfinite"]
         return lines
 

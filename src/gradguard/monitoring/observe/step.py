@@ -454,6 +454,8 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[ScriptClip], fl
         The clips that acted: the script's own, the one that the watcher applies, the guard's; what gradients were
         multiplied by in all, if that is known; and by those of them that acted within the step.
     """
+    if not any(step.clips):  # as on most steps
+        return [], None, 1.0
     of_script, apart, post = step.clips.script, step.clips.act_apart, step.gradients.post
     clips = [
         clip._replace(threshold=_finite(clip.threshold), coefficient=_of_clip(clip, total, alone=len(of_script) == 1))

@@ -18,7 +18,7 @@ from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
 from gradguard.monitoring.observe.step_rules import Rule, Taken, rule_of
-from gradguard.tensors.kernels import memory_of
+from gradguard.tensors.kernels import Blocks, memory_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -72,6 +72,7 @@ class Samples:
         before: All of them as they were at the last look.
         changes: Room for what a step does to all of them.
         parts: The part of each weight in ``changes``, then in ``before``.
+        blocks: These parts for the kernels, which find them at one place each time; None where no kernel takes them.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -82,6 +83,7 @@ class Samples:
         self.before = torch.cat(self.views)  # in the widest of their dtypes
         self.changes = torch.empty_like(self.before)
         self.parts = [*self.changes.split(self.counts), *self.before.split(self.counts)]
+        self.blocks = Blocks.of(self.parts)
 
 
 class Sampled:
@@ -132,7 +134,8 @@ class Moving:
         samples = self._samples
         torch.cat(samples.views, out=samples.changes).sub_(samples.before)
         added = [kept.float() - left for kept, left in self._momenta]
-        norms, n, over_rule = gradient_norms(samples.parts), len(samples.counts), None
+        blocks, n, over_rule = samples.blocks, len(samples.counts), None
+        norms = gradient_norms(samples.parts) if blocks is None else blocks.norms(2.0).tolist()
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
                 over_rule = self._over_rule(self._rule, samples.parts[:n], samples.parts[n:])

@@ -195,7 +195,7 @@ class RecordWriter:
         """
         if self._file.closed or not self._lines:
             return
-        data = memoryview("".join(f"{line}\n" for line in self._lines).encode("utf-8"))
+        data = memoryview("\n".join([*self._lines, ""]).encode("utf-8"))
         self._lines, self._size = [], 0
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise OSError(errno.ENOENT, "it has been deleted")
@@ -330,8 +330,14 @@ def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
             return f"[{text}]"
         return f"[{', '.join([_json(one, in_list, SCALAR) for one in value])}]"
     if isinstance(value, dict):
-        return f"{{{', '.join([f'{_string(str(key))}: {_json(one)}' for key, one in value.items()])}}}"
+        return _form(tuple(map(str, value))) % tuple(map(_json, value.values()))
     return json.dumps(value, default=_refuse)
+
+
+@functools.lru_cache(maxsize=256)
+def _form(keys: tuple[str, ...]) -> str:
+    """Return the JSON of an object with these keys, a gap for each value: the lines of a record share few of them."""
+    return f"{{{', '.join([_string(key).replace('%', '%%') + ': %s' for key in keys])}}}"
 
 
 @functools.lru_cache(maxsize=256)

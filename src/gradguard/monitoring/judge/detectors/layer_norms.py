@@ -4,7 +4,8 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from operator import or_
+from itertools import compress
+from operator import itemgetter, or_, truediv
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
@@ -38,6 +39,7 @@ class Layers:
         # Vectors stay out: a bias before a normalisation or of attention's keys has a gradient of 0 by mathematics.
         matrices = [i for i, count in enumerate(elements) if count and len(params[i].get("shape", ())) > 1]
         self._roots = {place: math.sqrt(elements[place]) for place in matrices}
+        self._of_matrices = itemgetter(*matrices) if len(matrices) >= _FEWEST_WEIGHTS else None
         self._alive = [False] * len(self.names)
         self._dead, self._weak, self._detached = (Lasting(log, self.names, LAYER_LINES) for _ in range(3))
         self._lines, self._absences = 0, Counter[int]()
@@ -61,12 +63,15 @@ class Layers:
             zero = [place for place in zero if self._alive[place]]
         self._lines += 1
         new = self._dead.follow(i, zero)
-        for alive, kind in ((True, DEAD), (False, NEVER_ALIVE)):
+        for alive, kind in ((True, DEAD), (False, NEVER_ALIVE)) if new else ():
             self._dead.begin(kind, i, [place for place in new if self._alive[place] is alive])
         self._vanishing(i, norms)
 
     def _detach(self, i: int, absent: Sequence[int]) -> None:
         """Those that had a gradient nearly always, and now no more; an expert that some batches use is none."""
+        if not absent:  # as nearly always
+            self._detached.follow(i, absent)
+            return
         self._absences.update(absent)
         regular = [place for place in absent if self._was_regular(place)]
         self._detached.begin(DETACHED, i, self._detached.follow(i, regular))
@@ -80,13 +85,16 @@ class Layers:
         return before >= LAYER_LINES and missed <= (1 - REGULAR) * before
 
     def _vanishing(self, i: int, norms: Sequence[float]) -> None:
-        sizes = {place: norms[place] / root for place, root in self._roots.items() if norms[place]}
-        if len(sizes) < _FEWEST_WEIGHTS:
+        if self._of_matrices is None:
             return
-        if min(sizes.values()) >= WEAK_LAYER_SHARE * max(sizes.values()):  # as nearly always, whatever the median is
+        own = self._of_matrices(norms)
+        known = list(map(truediv, filter(None, own), compress(self._roots.values(), own)))
+        if len(known) < _FEWEST_WEIGHTS:
+            return
+        if min(known) >= WEAK_LAYER_SHARE * max(known):  # as nearly always, whatever the median is
             self._weak.follow(i, [])
             return
-        usual = statistics.median(sizes.values())
+        sizes, usual = dict(zip(compress(self._roots, own), known, strict=True)), statistics.median(known)
         new = self._weak.follow(i, [place for place, size in sizes.items() if size < WEAK_LAYER_SHARE * usual])
         share = min((sizes[place] / usual for place in new), default=0.0)
         self._weak.begin(WEAK, i, new, smallest=share)
