@@ -8,7 +8,8 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
-from gradguard.integrations.guard_job import OnlyGuard, OnlyRecovery
+from gradguard.integrations.adapter import Run
+from gradguard.integrations.guard_job import GuardJob, ResilienceJob, check_clipper
 from gradguard.integrations.versions import require
 
 require("accelerate", "1.15", "2", "accelerate")
@@ -101,10 +102,8 @@ def guard(
         (5.0, ('weight',))
     """
     check_types(accelerator, optimizer)
-    watch_clips()
-    made = OnlyGuard(inner_optimizer(optimizer), clipper, model=model, **options)
-    accelerator.register_for_checkpointing(made)
-    return made
+    check_clipper(clipper)
+    return _begin(GuardJob(clipper, **options), accelerator, model, optimizer)
 
 
 def resilience(
@@ -151,9 +150,16 @@ def resilience(
         (None, 1)
     """
     check_types(accelerator, optimizer)
-    found = [] if accelerator.scaler is None else [accelerator.scaler]
+    of_guard = options.pop("guard_options", {})
+    job = ResilienceJob(clipper, {"extra_state": extra_state, **options}, **of_guard)
+    return _begin(job, accelerator, model, optimizer)
+
+
+def _begin(job: GuardJob, accelerator: Accelerator, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> Any:
+    """Begin ``job`` on a prepared optimizer; return its guard, which the accelerator saves and loads."""
     watch_clips()
-    made = OnlyRecovery(model, inner_optimizer(optimizer), clipper, extra_state=[*extra_state, *found], **options)
+    job.begin(Run(model, model, [inner_optimizer(optimizer)], scaler=accelerator.scaler))
+    made = job._attached[0]
     accelerator.register_for_checkpointing(made)
     return made
 

@@ -20,7 +20,7 @@ class Run:
     """One run of a trainer: the facts that a job needs, handed to it when the run begins.
 
     Attributes:
-        model: The user's model.
+        model: The user's model; None where it is not known.
         wrapped: The trainer's wrapper round it, or the model itself; it names the parameters.
         optimizers: Its optimizers, as PyTorch has them: those whose hooks run once for each real step.
         schedulers: Learning-rate schedules and other objects that go back when weights do; None is passed over.
@@ -29,7 +29,7 @@ class Run:
         done: How many it has taken before, in the run that it resumes.
     """
 
-    model: nn.Module
+    model: nn.Module | None
     wrapped: nn.Module | None
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[Any] = ()
@@ -97,7 +97,7 @@ class Job:
             self._loaded = state_dict
 
     def _attach(self, run: Run) -> None:
-        raise NotImplementedError
+        """Attach to the optimizers of ``run``; nothing where the trainer calls the clip itself."""
 
     def _load(self, state: dict[str, Any]) -> None:
         raise NotImplementedError

@@ -11,6 +11,7 @@ import torch
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError
+from gradguard.integrations.adapter import Job, Run
 from gradguard.integrations.guard_job import check_clipper
 from gradguard.policies import NonFinitePolicy, check_policy
 
@@ -72,7 +73,7 @@ def apply_gradient_clipping(
     return gg.apply_gradient_clipping(model, clipping_type, clipping_threshold, exclude=exclude)
 
 
-class ClipGradients:
+class ClipGradients(Job):
     """An algorithm for Composer's Trainer: one of gradguard's clippers, on the event ``AFTER_TRAIN_BATCH``.
 
     **Guarantees.** Once for each real step: on that event the gradients of all microbatches are there, averaged over
@@ -88,6 +89,7 @@ class ClipGradients:
     two clipping algorithms           an error before training: two clips one after the other are rarely meant
     DeepSpeed (old Composer)          an error: its engine clips by itself
     checkpoint without this one       Composer says so; the clipper starts anew
+    another Trainer                   the history goes on with the same model, and begins anew with another
     ================================  ==========================================================================
 
     Args:
@@ -122,10 +124,12 @@ class ClipGradients:
         self, clipper: gg.rules.Clipper, *, nonfinite: NonFinitePolicy = "propagate", log: bool = False
     ) -> None:
         check_clipper(clipper)
+        super().__init__()
         self.clipper = clipper
         self.last: gg.results.ClipResult | None = None
         self._nonfinite: NonFinitePolicy = check_policy(nonfinite)
         self._log = log
+        self._remember(clipper)
 
     def __repr__(self) -> str:
         """Name the clipper; Composer writes this into its checkpoints and traces."""
@@ -139,10 +143,10 @@ class ClipGradients:
     def match(self, event: Any, state: Any) -> bool:
         """Return whether Composer should call `apply` on this event."""
         del state
-        return _name(event) in ("init", "after_train_batch")
+        return _name(event) in ("init", "after_train_batch", "fit_end")
 
     def apply(self, event: Any, state: Any, logger: Any) -> None:
-        """Clip the gradients of ``state.model``; on ``INIT``, look for what would clip them twice.
+        """Clip the gradients of ``state.model``; on ``INIT``, begin, and look for what would clip them twice.
 
         Args:
             event: Composer's event, or its name.
@@ -154,10 +158,13 @@ class ClipGradients:
             NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
             DistributedError: If processes that hold parts of the gradients do not clip together.
         """
-        if _name(event) == "init":
+        event = _name(event)
+        if event == "init":
             self._refuse_a_second_clip(state)
-            return
-        if _name(event) != "after_train_batch":
+            self.begin(Run(state.model, state.model, []))
+        if event == "fit_end":
+            self.end()
+        if event != "after_train_batch":
             return
         self.last = self.clipper(state.model, nonfinite=self._nonfinite)
         if self._log:
@@ -167,15 +174,10 @@ class ClipGradients:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Composer keeps in its checkpoint: the clipper's state, and what it is called."""
-        return {"repr": repr(self), "clipper": self.clipper.state_dict()}
+        return self._loaded or {"repr": repr(self), "clipper": self.clipper.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; from a checkpoint of Composer's own algorithm there is nothing to take.
-
-        Args:
-            state: A result of `state_dict`.
-        """
-        if "clipper" in state:
+    def _load(self, state: dict[str, Any]) -> None:
+        if "clipper" in state:  # a checkpoint of Composer's own algorithm has none
             self.clipper.load_state_dict(state["clipper"])
 
     def _refuse_a_second_clip(self, state: Any) -> None:

@@ -57,15 +57,32 @@ class OnlyRecovery(gg.SpikeRecovery):
 
 
 class GuardJob(Job):
-    """Attach a `gradguard.Guard` to each optimizer of a trainer; each trainer's own callback is a subclass."""
+    """Attach a `gradguard.Guard` to each optimizer of a trainer; each trainer's own callback is a subclass.
+
+    Args:
+        clippers: One clipper, or one for each optimizer by position.
+        nonfinite: As for `gradguard.Guard`.
+        max_consecutive_skips: As for `gradguard.Guard`.
+        **options: Further arguments of `gradguard.Guard` by name.
+
+    Raises:
+        InvalidTypeError: If one of ``clippers`` is not a clipper.
+    """
 
     _attached: dict[int, Any]  # the Guard or SpikeRecovery of each optimizer, by position
 
-    def __init__(self, clippers: Clippers, nonfinite: GuardPolicy, max_consecutive_skips: int | None) -> None:
+    def __init__(
+        self,
+        clippers: Clippers,
+        nonfinite: GuardPolicy = "skip",
+        max_consecutive_skips: int | None = 20,
+        **options: Any,
+    ) -> None:
+        check_clippers(clippers)
         check_guard_options(nonfinite, max_consecutive_skips)
         super().__init__()
         self._clippers = clippers
-        self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
+        self._options = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips, **options}
         self._remember(*filter(None, listed(clippers)))
 
     def _not_begun(self) -> dict[str, Any]:

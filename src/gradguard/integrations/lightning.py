@@ -23,10 +23,9 @@ from gradguard.integrations.guard_job import (
     GuardJob,
     OnlyGuard,
     ResilienceJob,
-    check_clippers,
     refuse_beside_a_guard,
 )
-from gradguard.integrations.lightning_clip import TrainersClip
+from gradguard.integrations.lightning_clip import LightningClip
 from gradguard.integrations.lightning_per_sample import PerSampleCallback
 from gradguard.integrations.lightning_private import PrivateCallback
 from gradguard.policies import GuardPolicy
@@ -35,7 +34,7 @@ from gradguard.torch_private import is_fsdp1
 __all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback", "guard_fabric"]
 
 
-class GradGuardCallback(GuardJob, TrainersClip):
+class GradGuardCallback(GuardJob, LightningClip):
     """Clip at each optimizer step of a Lightning Trainer, log what the clip did, and resume with the checkpoint.
 
     It attaches a `Guard` to each optimizer. That acts after ``on_before_optimizer_step`` of all callbacks and of the
@@ -117,7 +116,6 @@ class GradGuardCallback(GuardJob, TrainersClip):
         max_consecutive_skips: int | None = 20,
         log: str | None = "gradients",
     ) -> None:
-        check_clippers(clipper)
         super().__init__(clipper, nonfinite, max_consecutive_skips)
         self._prefix = log
 

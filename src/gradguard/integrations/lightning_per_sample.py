@@ -11,11 +11,11 @@ from torch.optim import LBFGS
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.adapter import Run, refuse
-from gradguard.integrations.lightning_clip import TrainersClip
+from gradguard.integrations.lightning_clip import LightningClip
 from gradguard.integrations.sample_jobs import PerSampleJob, check_norm_clipper, undo_division
 
 
-class PerSampleCallback(PerSampleJob, TrainersClip):
+class PerSampleCallback(PerSampleJob, LightningClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a Lightning Trainer, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i

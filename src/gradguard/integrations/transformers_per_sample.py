@@ -16,14 +16,14 @@ from gradguard.integrations.accelerate import inner_optimizer
 from gradguard.integrations.adapter import Run, refuse, replaced
 from gradguard.integrations.sample_jobs import PerSampleJob
 from gradguard.integrations.sample_losses import sample_losses
-from gradguard.integrations.transformers_clip import TrainersClip
+from gradguard.integrations.transformers_clip import TransformersClip
 
 _AGREEMENT = {torch.float32: 1e-4, torch.float64: 1e-9}  # in half precision the two losses round differently
 
 SampleLosses = Callable[[Any, Mapping[str, Any]], Tensor]
 
 
-class PerSampleCallback(PerSampleJob, TrainersClip):
+class PerSampleCallback(PerSampleJob, TransformersClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a `transformers.Trainer`, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i, \qquad
