@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from gradguard.cli.program import RECORDING, ProgramLine, add_number, add_program, first_given, nothing_to_run
+from gradguard.cli.program import RECORDING, ProgramLine, add_number, add_program, first_given, nothing_to_run, refuse
 from gradguard.cli.records import progress, read, tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.cli.verdict import EXIT_CODES
@@ -84,22 +84,22 @@ def add_to(commands) -> None:
 
 
 def _run(options: argparse.Namespace, program: ProgramLine) -> int:
-    if not program.words:
-        raise nothing_to_run("run")
-    others = first_given(options, *RECORDING, "audit_norm")
-    if options.save_gradients is None:
-        if of_another := first_given(options, "at", "perturbed", "launch"):
-            raise CommandError(f"{of_another} belongs to --save-gradients FILE, which is not there.")
-    elif others and options.steps is not None:
-        raise CommandError(
+    others, saves = first_given(options, *RECORDING, "audit_norm"), options.save_gradients is not None
+    of_saving = first_given(options, "at", "perturbed", "launch")
+    refuse(
+        (not program.words, nothing_to_run("run")),
+        (of_saving and not saves, f"{of_saving} belongs to --save-gradients FILE, which is not there."),
+        (
+            saves and others and options.steps is not None,
             f"--steps with --save-gradients and {others}: steps that are saved, or the end of the script? Type a "
-            f"command of its own with {others}."
-        )
-    else:
+            f"command of its own with {others}.",
+        ),
+    )
+    if saves:
         code = save_gradients_of(options, program, others)
         if code or not others:
             return code
-    if options.audit_norm and not first_given(options, *RECORDING):
+    if others == "--audit-norm":  # which is the last of them, so that nothing is recorded
         return _audit_norm(options, program)
     return _recorded(options, program)
 
