@@ -100,20 +100,6 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", nargs="*", metavar="script.py", help="the script, or -m module, and its arguments")
 
 
-def refuse(*cases: tuple[object, str]) -> None:
-    """Go through a table of what a command cannot carry out.
-
-    Args:
-        *cases: For each whether it holds, and the words of the error.
-
-    Raises:
-        CommandError: If one holds, with the words of the first.
-    """
-    for holds, words in cases:
-        if holds:
-            raise CommandError(words)
-
-
 def nothing_to_run(command: str) -> str:
     """Return the error's words for a command without a program."""
     return f"nothing to run. Usage: gradguard {command} [options] (script.py | -m module) [args ...]"

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from gradguard.cli.program import RECORDING, ProgramLine, add_number, add_program, first_given, nothing_to_run, refuse
+from gradguard.cli.program import RECORDING, ProgramLine, add_number, add_program, first_given, nothing_to_run
 from gradguard.cli.records import progress, read, tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.cli.verdict import EXIT_CODES
-from gradguard.errors import CommandError, GradguardError, RecordError
+from gradguard.errors import CommandError, GradguardError, RecordError, refuse
 from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     others, saves = first_given(options, *RECORDING, "audit_norm"), options.save_gradients is not None
     of_saving = first_given(options, "at", "perturbed", "launch")
     refuse(
+        CommandError,
         (not program.words, nothing_to_run("run")),
         (of_saving and not saves, f"{of_saving} belongs to --save-gradients FILE, which is not there."),
         (

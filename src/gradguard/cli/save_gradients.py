@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gradguard.cli.program import ProgramLine, refuse
-from gradguard.errors import CommandError
+from gradguard.cli.program import ProgramLine
+from gradguard.errors import CommandError, refuse
 from gradguard.monitoring.record.text import on_stderr
 
 _DEFAULT_RUNS = 4
@@ -40,6 +40,7 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", world)
     file = options.save_gradients.absolute()
     refuse(
+        CommandError,
         (
             started_together and launcher,
             "--launch starts all processes itself, for each run: call gradguard run once, without torchrun.",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.integrations.adapter import Run, refuse, wrap_once
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, refuse
+from gradguard.integrations.adapter import Run, wrap_once
 from gradguard.integrations.guard_job import refuse_beside_a_guard
 from gradguard.integrations.sample_jobs import PerSampleJob, check_norm_clipper, undo_division
 
@@ -159,6 +159,7 @@ def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimi
         )
     replicated = isinstance(model, DistributedDataParallel)
     refuse(
+        UnsupportedGradientError,
         (
             accelerator.distributed_type in _ENGINES or (accelerator.num_processes > 1 and not replicated),
             f"{call} is for one process, or several with DistributedDataParallel, and not for "

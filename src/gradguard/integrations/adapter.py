@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradguard.errors import InvalidValueError, UnsupportedGradientError, UnsupportedVersionError
+from gradguard.errors import InvalidValueError, UnsupportedVersionError
 from gradguard.replacements import Replacement
 
 
@@ -118,20 +118,6 @@ class Job:
                 f"there is a {others[0]} beside the {type(self).__name__}: one clip would be done after the other. "
                 "Leave one of them out; for two rules for whole gradients pass one gradguard.Chain(a, b)."
             )
-
-
-def refuse(*cases: tuple[object, str]) -> None:
-    """Go through a table of what a trainer's adapter cannot serve.
-
-    Args:
-        *cases: For each whether it holds, and the words of the error.
-
-    Raises:
-        UnsupportedGradientError: If one holds, with the words of the first.
-    """
-    for holds, words in cases:
-        if holds:
-            raise UnsupportedGradientError(words)
 
 
 @contextmanager

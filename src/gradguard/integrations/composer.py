@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 import gradguard as gg
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidValueError, refuse
 from gradguard.integrations.adapter import Job, Run
 from gradguard.integrations.guard_job import check_clipper
 from gradguard.policies import NonFinitePolicy, check_policy
@@ -237,14 +237,19 @@ class GradientClipping(ClipGradients):
         nonfinite: NonFinitePolicy = "propagate",
         log: bool = False,
     ) -> None:
-        if clipping_type not in _CLIPPERS:
-            raise InvalidValueError(f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.")
         options = {} if isinstance(exclude, tuple | list) and not exclude else {"exclude": exclude}
-        if options and clipping_type != "adaptive":
-            raise InvalidValueError(
+        refuse(
+            InvalidValueError,
+            (
+                clipping_type not in _CLIPPERS,
+                f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.",
+            ),
+            (
+                options and clipping_type != "adaptive",
                 f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: "
-                "ClipGradients(gradguard.Groups(...)) leaves parameters out of the other rules."
-            )
+                "ClipGradients(gradguard.Groups(...)) leaves parameters out of the other rules.",
+            ),
+        )
         super().__init__(_CLIPPERS[clipping_type](clipping_threshold, **options), nonfinite=nonfinite, log=log)
         self.clipping_type, self.clipping_threshold = clipping_type, clipping_threshold
 

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
 
 import gradguard as gg
-from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.adapter import Run, refuse
+from gradguard.errors import InvalidValueError, UnsupportedGradientError, refuse
+from gradguard.integrations.adapter import Run
 from gradguard.integrations.lightning_clip import LightningClip
 from gradguard.integrations.sample_jobs import PerSampleJob, check_norm_clipper, undo_division
 
@@ -163,6 +163,7 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModu
     check_norm_clipper(callback.norm_clipper, trainer.world_size)
     strategy, scaler = trainer.strategy, getattr(trainer.precision_plugin, "scaler", None)
     refuse(
+        UnsupportedGradientError,
         (
             not module.automatic_optimization,
             f"{name} optimizes by hand, where nobody can tell which backward is for which step. Use "

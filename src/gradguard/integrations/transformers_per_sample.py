@@ -11,9 +11,9 @@ from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, refuse
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.adapter import Run, refuse, replaced
+from gradguard.integrations.adapter import Run, replaced
 from gradguard.integrations.sample_jobs import PerSampleJob
 from gradguard.integrations.sample_losses import sample_losses
 from gradguard.integrations.transformers_clip import TransformersClip
@@ -293,6 +293,7 @@ def _refuse_other_losses(which: str, trainer: Trainer) -> None:
     own = f"{type(trainer).__name__} has a %s of its own, so its %s is not the one whose gradients are clipped. "
     whole = "is set: a loss of the whole batch, and not the one whose gradients are clipped. Leave it out, and"
     refuse(
+        UnsupportedGradientError,
         *(
             (
                 getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name),
@@ -318,6 +319,7 @@ def refuse_unfollowed(which: str, trainer: Trainer) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     refuse(
+        UnsupportedGradientError,
         (
             accelerator.distributed_type != DistributedType.NO or args.n_gpu > 1,
             f"{which} trains in one process on one device, and not with {accelerator.distributed_type} on "
