@@ -233,12 +233,12 @@ _MOST_FOLLOWED = 20
 
 
 class _Recording:
-    """One run of a script with its record, and what is said of it at the end.
+    """One run of a script with its record and its closing messages.
 
     Args:
         options: Those of the command.
-        record: Where its record goes; None where another process writes it.
-        signals: The handlers of signals meanwhile.
+        record: The path of its record; None where another process writes it.
+        signals: The handlers of signals during the run.
     """
 
     def __init__(self, options: argparse.Namespace, record: Path | None, signals: "SignalHandlers") -> None:
@@ -307,7 +307,7 @@ class _Recording:
         return self.record
 
     def tell(self, observer: "Observer", code: int) -> None:
-        """Draw the record of a run, and say which other records there are now, of whom."""
+        """Draw the record of the run, and name the records that other processes have written."""
         if self.record is None:
             return
         others = self._records_of_others(observer.path)
@@ -326,7 +326,7 @@ class _Recording:
                 on_stderr(words)
 
     def _records_of_others(self, own: Path | None) -> dict[Path, str]:
-        """Return each record that is there now and was not before, but our ``own``, with the words for its owner."""
+        """Return the records that appeared during the run, except our ``own``, with the words for the owner of each."""
         from gradguard.monitoring.observe.watch import identity, records_beside
 
         known = {*self.before, own}

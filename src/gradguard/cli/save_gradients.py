@@ -19,18 +19,18 @@ _FOLDER = "GRADGUARD_SAVE_GRADIENTS"
 
 
 def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others: str) -> int:
-    """Run the program up to the steps that are saved, which forks as often as it takes; or launch those who do.
+    """Run the program up to the steps that are saved, forking once for each run; or launch processes that do so.
 
     Args:
         options: Those of ``gradguard run``.
         program: The program.
-        others: One of the options for which this process then runs the program itself; "" if there is none.
+        others: An option for which the program then runs once more, to its end; "" if there is none.
 
     Returns:
-        An exit code.
+        The exit code of the program, or of the launcher.
 
     Raises:
-        CommandError: If that cannot be done, or the program makes no step.
+        CommandError: If the options contradict each other or the system, or the program makes no step.
     """
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
     launched = os.environ.pop(_FOLDER, None)  # what the script starts is no run of its own

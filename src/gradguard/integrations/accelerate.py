@@ -66,12 +66,12 @@ def guard(
     ==========================================  ================================================================
     a GradScaler finds an overflow              Accelerate skips step and scheduler; the guard counts the skip
     the same, with a fused optimizer            the step is skipped; Accelerate does not know and moves the scheduler
-    the guard skips (bf16, fp32)                the same: ``optimizer_step_was_skipped`` stays False
+    the guard skips (bf16, fp32)                the scheduler moves: ``optimizer_step_was_skipped`` stays False
     ``accelerator.clip_grad_norm_`` beside it   an error; ``guard.last.norm`` is the norm before the clip
     several optimizers                          a call and a clipper for each
     ``model=None``                              parameters are called as the optimizer calls them
     DeepSpeed, Megatron-LM                      an error: they clip by themselves, with gradients that are their own
-    FSDP1                                       needs ``model``, prepared, which alone knows the whole of a part
+    FSDP1                                       needs the prepared ``model``, which knows what part each process has
     ==========================================  ================================================================
 
     Args:
@@ -127,11 +127,11 @@ def resilience(
         model: The prepared model.
         optimizer: The optimizer as ``accelerator.prepare`` returned it.
         clipper: The rule for the gradients; None for ``gg.ClipByMedian()``.
-        extra_state: Schedulers, prepared or not, and what else goes back.
+        extra_state: Further objects that a roll-back restores, such as schedulers, prepared or not.
         options: Arguments of `gradguard.SpikeRecovery` by name.
 
     Returns:
-        The resilience, which the accelerator saves and loads.
+        The `gradguard.SpikeRecovery`, which the accelerator saves and loads.
 
     Raises:
         InvalidTypeError: If the optimizer is not prepared, or another argument is of another type.

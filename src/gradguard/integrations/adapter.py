@@ -39,7 +39,7 @@ class Run:
 
 
 class Job:
-    """A trainer's callback that acts in the trainer's place, so that there may be one in its list and no other.
+    """A trainer's callback that acts in the trainer's place; a trainer's list may hold only one.
 
     The callback of a trainer is a subclass of one of the jobs (`GuardJob`, `ResilienceJob`, `PerSampleJob`,
     `PrivateJob`) and of the trainer's own kind of callback, whose events call ``begin``, what the job does at a
@@ -142,7 +142,7 @@ def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -
     Args:
         kind: The class; or a module, with a function whose first argument is ``self``.
         name: The method; a second call for it does nothing.
-        instead: The replacement; it must do as ``original`` does for objects that gradguard does not know.
+        instead: The replacement; it must call ``original`` for objects that gradguard does not know.
 
     Raises:
         UnsupportedVersionError: If the class has no such method.

@@ -42,7 +42,7 @@ def apply_gradient_clipping(
     where Composer's ratio is 0.
 
     Args:
-        model: The model. What of it is sharded, by FSDP1, FSDP2 or not at all, is seen by itself.
+        model: The model; how it is sharded (FSDP1, FSDP2 or not at all) is found out.
         clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
         clipping_threshold: The threshold of that rule, at least 0.
         fsdp_enabled: Accepted, so that calls written for Composer keep working; it changes nothing.
@@ -52,7 +52,7 @@ def apply_gradient_clipping(
         The result of the clip. (Composer returns nothing.)
 
     Raises:
-        InvalidValueError: If the type or the threshold is not one.
+        InvalidValueError: If the type is unknown, or the threshold is negative or NaN.
         InvalidTypeError: If an argument is of another type.
         UnsupportedGradientError: If an adaptive clip meets FSDP1.
         DistributedError: If processes that hold parts of the gradients do not clip together.
@@ -104,7 +104,7 @@ class ClipGradients(Job):
 
     Raises:
         InvalidTypeError: If ``clipper`` is not a clipper.
-        InvalidValueError: If the policy is not one.
+        InvalidValueError: If the policy is unknown.
 
     Example:
         >>> import gradguard as gg
@@ -213,7 +213,7 @@ class GradientClipping(ClipGradients):
         clipping_threshold: Its threshold.
 
     Raises:
-        InvalidValueError: If the type, the threshold or the policy is not one.
+        InvalidValueError: If the type or the policy is unknown, or the threshold is negative or NaN.
         InvalidTypeError: If the threshold is not a number.
 
     Example:

@@ -1,4 +1,4 @@
-"""One clip and not two: the jobs that guard a trainer's optimizers, beside which the trainer's own clip is refused."""
+"""Jobs that put a guard on each optimizer of a trainer; the trainer's own clip is refused beside it."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -172,13 +172,13 @@ class ResilienceJob(GuardJob):
 
 
 def check_clipper(clipper: object) -> None:
-    """Raise if it is no rule for whole gradients.
+    """Raise if ``clipper`` is no rule for whole gradients.
 
     Args:
         clipper: The argument of the user.
 
     Raises:
-        InvalidTypeError: If it is none; of a rule for samples it says who takes it.
+        InvalidTypeError: If it is none; for a per-sample rule the words name the callback that takes it.
     """
     if not isinstance(clipper, gg.rules.Clipper):
         shown = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
@@ -188,7 +188,7 @@ def check_clipper(clipper: object) -> None:
 
 
 def check_clippers(clippers: object) -> None:
-    """Raise if it is none of `Clippers`.
+    """Raise if ``clippers`` is neither a clipper nor a list of clippers.
 
     Args:
         clippers: The argument of the user.
@@ -211,14 +211,14 @@ def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequenc
     """Return the clipper of each optimizer, None for one that is left alone.
 
     Args:
-        clippers: As `check_clippers` has found them good.
+        clippers: Clippers that `check_clippers` has accepted.
         optimizers: The optimizers, by position.
 
     Returns:
         As many as there are optimizers.
 
     Raises:
-        InvalidValueError: If there are others.
+        InvalidValueError: If there are more or fewer clippers than optimizers.
 
     Example:
         >>> import gradguard as gg
@@ -244,7 +244,7 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
 
     Args:
         call: The call of the user, for the message.
-        parameters: Whose gradients it would clip.
+        parameters: The parameters whose gradients the call would clip.
 
     Raises:
         InvalidValueError: If there is such a guard.

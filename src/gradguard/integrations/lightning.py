@@ -44,7 +44,7 @@ class GradGuardCallback(GuardJob, LightningClip):
     **Guarantees.**
 
     * Once for each optimizer step: automatic or manual optimization, ``accumulate_grad_batches``, closures, LBFGS,
-      also where ``self.optimizers(use_pl_optimizer=False)`` is stepped, of which no hook of Lightning tells.
+      also where ``self.optimizers(use_pl_optimizer=False)`` is stepped, for which Lightning calls no hook.
     * All precisions: 32-true, 64-true, 16-true, bf16-true, bf16-mixed, and 16-mixed also with a fused optimizer, which
       ``gradient_clip_val`` refuses. Thresholds are for gradients without the loss scale.
     * One device, DDP, ModelParallelStrategy (FSDP2) and FSDPStrategy (FSDP1): the norm is that of the
@@ -88,7 +88,7 @@ class GradGuardCallback(GuardJob, LightningClip):
             ``guards[0].last``, ``guards[0].skipped_steps``.
 
     Raises:
-        InvalidTypeError: If ``clipper`` is none of these; what Lightning alone knows is refused when ``fit`` begins.
+        InvalidTypeError: If ``clipper`` is none of these; the trainer and the module are checked when ``fit`` begins.
         InvalidValueError: If ``nonfinite`` or ``max_consecutive_skips`` is none that `Guard` takes.
 
     Example:

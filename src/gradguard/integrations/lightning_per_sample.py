@@ -166,7 +166,7 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModu
         UnsupportedGradientError,
         (
             not module.automatic_optimization,
-            f"{name} optimizes by hand, where nobody can tell which backward is for which step. Use "
+            f"{name} optimizes by hand, so that it is not known which backward is for which step. Use "
             "gg.PerSampleGradientClipper(self, ...) in its training_step.",
         ),
         (

@@ -131,8 +131,8 @@ def replace_clip(clipper: gg.rules.Clipper | None = None, *, nonfinite: NonFinit
         The replacement of torchtitan's function; its ``restore()`` takes it out again.
 
     Raises:
-        InvalidTypeError: If ``clipper`` is something else.
-        InvalidValueError: If ``nonfinite`` is, or ``clipper`` is a `Groups`.
+        InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidValueError: If ``nonfinite`` is unknown, or ``clipper`` is a `Groups`.
 
     Example:
         >>> import gradguard as gg

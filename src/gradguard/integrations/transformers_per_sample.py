@@ -332,6 +332,6 @@ def refuse_unfollowed(which: str, trainer: Trainer) -> None:
         ),
         (
             args.fp16 and accelerator.scaler is None and accelerator.native_amp and args.device.type != "cpu",
-            "fp16 without a GradScaler of Accelerate's: the scale of the loss cannot be told. Use bf16.",
+            "fp16 without a GradScaler of Accelerate's: the scale of the loss is not known. Use bf16.",
         ),
     )

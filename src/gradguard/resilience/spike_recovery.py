@@ -133,7 +133,8 @@ class SpikeRecovery:
         clipper: The clipper; None for ``ClipByMedian()``.
         detector: The spike detector; None for ``SpikeDetector(cap=5)``. If its verdicts have no ``adopted``, spikes are
             only skipped.
-        extra_state: Further objects that go back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
+        extra_state: Further objects that a roll-back restores, as for `Snapshot`: schedulers, a GradScaler, an
+            averaged model.
         bad_samples: The list to which the samples of bursts and spikes are added; None for no list.
         snapshot_every: Steps between two snapshots.
         detection_delay: Steps from a measurement to the action on it; None for 2 on an accelerator, so that the host

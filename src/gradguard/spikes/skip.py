@@ -130,12 +130,12 @@ class SkipSpikes:
         return f"SkipSpikes({self.detector!r}{updates}{'' if self.act else ', act=False'})"
 
     def record_loss(self, loss: Tensor | float, weight: float | Tensor = 1.0, kind: str | None = None) -> None:
-        """Take the loss of one micro-batch of the step that comes.
+        """Record the loss of one micro-batch of the next step.
 
         Args:
             loss: The mean loss, without a loss scale; one number.
             weight: Its weight in the mean, such as its number of tokens.
-            kind: Which of several tasks or players it is of, where their sizes differ: each kind of step has a
+            kind: The task or player that it belongs to, where their losses differ in size: each kind of step has a
                 scale and a warm-up of its own. None for the kind of all others.
 
         Raises:
@@ -172,7 +172,7 @@ class SkipSpikes:
         )
 
     def forget_loss(self) -> None:
-        """Drop the losses taken so far: their step is over."""
+        """Drop the losses recorded so far: their step is over."""
         self._losses = _StepLosses()
 
     def _place(self) -> int:
