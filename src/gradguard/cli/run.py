@@ -176,14 +176,12 @@ def _rule(text: str) -> "NamedRule":
     from gradguard.named_rules import clipping_rule
 
     name, _, path = text.partition("=")
-    return clipping_rule(_recommended(Path(path)) if name == "from" and path else text)
-
-
-def _recommended(path: Path) -> str:
+    if name != "from" or not path:
+        return clipping_rule(text)
     from gradguard.monitoring.judge.recommend import recommend
     from gradguard.monitoring.record.file import read_record
 
-    record = read_record(path)
+    record = read_record(Path(path))
     tell_notes([record])
     found = recommend(record)
     if found.rule is None:
@@ -191,7 +189,7 @@ def _recommended(path: Path) -> str:
             f"--clip from={path}: that record recommends no rule. {found.headline} {found.reason} Or name a rule "
             "yourself, as in --clip median."
         )
-    return found.rule
+    return clipping_rule(found.rule)
 
 
 def _followed(clip: str, folder: Path, typed: list[str]) -> dict[str, Any] | None:
