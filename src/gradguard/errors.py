@@ -145,7 +145,7 @@ def refuse(kind: type[GradguardError], *cases: tuple[object, str]) -> None:
         *cases: For each whether it holds, and the words of the error.
 
     Raises:
-        GradguardError: Of ``kind``, with the words of the first case that holds.
+        GradguardError: If a case holds: an error of ``kind`` with the words of the first one.
 
     Example:
         >>> refuse(InvalidValueError, (False, "the first is not the case"), (True, "the second is."))

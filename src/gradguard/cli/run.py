@@ -353,8 +353,8 @@ def _no_step(code: int, clip_calls: int, elsewhere: list[str]) -> str:
         return "it ended before its first optimizer step, so there is no record."
     seen = f"{clip_calls:,} clip calls were seen, but no optimizer step" if clip_calls else "no optimizer step was seen"
     return (
-        f"{seen}, so there is no record. What is seen is step() of every torch.optim optimizer, and not weights that a "
-        "script or an engine changes by itself."
+        f"{seen}, so there is no record. gradguard sees step() of every torch.optim optimizer, and no weights "
+        "that a script or an engine changes by itself."
     )
 
 

@@ -118,8 +118,8 @@ class GuardJob(Job):
     def _load(self, state: dict[str, Any]) -> None:
         if sorted(state["guards"]) != sorted(self._attached):
             raise InvalidValueError(
-                f"the state is that of guards on the optimizers {sorted(state['guards'])}, by position in "
-                f"configure_optimizers, and here they are on {sorted(self._attached)}: expected the same ones. "
+                f"the checkpoint has guards on the optimizers {sorted(state['guards'])}, by position in "
+                f"configure_optimizers, and this run on {sorted(self._attached)}: expected the same optimizers. "
                 "Give GradGuardCallback the clippers of the run that is resumed, or start a new run with a new one."
             )
         for place, one in self._attached.items():

@@ -538,8 +538,8 @@ _FORGOTTEN = 4
 
 def _forgotten(steps: int) -> str:
     return (
-        f"the optimizer has taken {steps} steps since resilience.step() was last called, which cannot follow what it "
-        "has not seen: it would neither go back nor count right. Call resilience.step() once after each "
+        f"the optimizer has taken {steps} steps since resilience.step() was last called, and SpikeRecovery has not "
+        "followed all of them: it could neither go back nor count right. Call resilience.step() once after each "
         "optimizer.step(): `gradguard explain resilience`."
     )
 
@@ -550,9 +550,9 @@ def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
 
 def _several(what: str) -> str:
     return (
-        f"{what}, and of several that step one after the other the first would take what the last finds to be a spike: "
-        "make one that steps all (Muon beside AdamW in `gradguard explain resilience`), or put all parameters into "
-        "one, with groups."
+        f"{what}, and several optimizers step one after the other: the first would take a step that the last finds to "
+        "be a spike. Pass one optimizer that steps all of them (Muon beside AdamW in `gradguard explain resilience`), "
+        "or put all parameters into one, with groups."
     )
 
 
