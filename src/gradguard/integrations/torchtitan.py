@@ -82,8 +82,8 @@ class ReplacedClip:
         state = torch.load(io.BytesIO(state_dict["clipper"]), map_location="cpu", weights_only=True)
         if bool(state) != (self.clipper is not None):
             raise InvalidValueError(
-                "either the checkpoint or this call of replace_clip has a clipper, and the other has none: expected the "
-                "same as in the run that is resumed."
+                "either the checkpoint or this call of replace_clip has a clipper, and the other has none: "
+                "expected the same as in the run that is resumed."
             )
         if self.clipper is not None:
             self.clipper.load_state_dict(state)
