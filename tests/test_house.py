@@ -121,3 +121,19 @@ def test_pages_are_in_plain_words():
         if ARCHAIC.search(line)
     ]
     assert not found, found
+
+
+CALLBACKS = {"GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback"}
+"""One name for one job, in the module of each trainer: a program imports those of its own."""
+
+
+def test_one_name_is_one_class_and_one_file():
+    files = [file for file in SOURCE.rglob("*.py") if file.name != "__init__.py"]
+    classes = Counter(
+        node.name
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in classes.items() if count > 1} == CALLBACKS
+    assert [name for name, count in Counter(file.name for file in files).items() if count > 1] == []

@@ -890,7 +890,7 @@ def test_importing_needs_no_private_name():
 
 
 OTHERS = {
-    "distributed/engines/deepspeed.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
+    "distributed/engines/zero.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
     "integrations/keras.py": {
         "_accumulated_gradients", "_backend_apply_gradients", "_clip_gradients", "_iterations",
     },  # Keras' optimizer

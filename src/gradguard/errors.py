@@ -135,3 +135,23 @@ class SpikeError(GradguardError, RuntimeError):
 
 class CommandError(GradguardError):
     """The command line cannot be carried out; the message says what to type instead."""
+
+
+def refuse(kind: type[GradguardError], *cases: tuple[object, str]) -> None:
+    """Go through a table of the cases that cannot be served.
+
+    Args:
+        kind: The kind of error.
+        *cases: For each whether it holds, and the words of the error.
+
+    Raises:
+        GradguardError: If a case holds: an error of ``kind`` with the words of the first one.
+
+    Example:
+        >>> refuse(InvalidValueError, (False, "the first is not the case"), (True, "the second is."))
+        Traceback (most recent call last):
+        gradguard.errors.InvalidValueError: the second is.
+    """
+    for holds, words in cases:
+        if holds:
+            raise kind(words)

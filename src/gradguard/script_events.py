@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradguard.distributed.engines.deepspeed import CLIP_OF_FLOAT32
 from gradguard.distributed.engines.megatron import CLIP_BY_GIVEN_NORM
+from gradguard.distributed.engines.zero import CLIP_OF_FLOAT32
 from gradguard.grad_scaler import listen_to_scale, listen_to_steps
 from gradguard.listeners import ClipCall, ClipEvent, Listener, announced, is_heard, is_muted, listen, tell
 from gradguard.optimizer_hooks import EveryStep

@@ -155,6 +155,21 @@ def test_a_checkpoint_resumes_a_clipper_that_remembers_bit_for_bit():
     assert not torch.equal(forgetful.state.model[0].weight, whole.state.model[0].weight)
 
 
+def test_an_algorithm_begins_anew_with_another_model_and_goes_on_with_the_same():
+    algorithm, fresh = (ClipGradients(gg.AutoClip(percentile=50)) for _ in range(2))
+    first = Trainer(model(), [algorithm], rate=1e-3)
+    first.fit(batches(6))
+    history = repr(algorithm.state_dict())
+    first.run_event(SimpleNamespace(value="fit_end"))
+    Trainer(first.state.model, [algorithm])
+    assert repr(algorithm.state_dict()) == history
+    second, expected = (Trainer(model(), [one], rate=1e-3) for one in (algorithm, fresh))
+    assert repr(algorithm.state_dict()) != history
+    second.fit(batches(6))
+    expected.fit(batches(6))
+    torch.testing.assert_close(second.state.model.state_dict(), expected.state.model.state_dict(), rtol=0, atol=0)
+
+
 def test_a_checkpoint_of_composers_own_algorithm_can_be_loaded():
     algorithm = GradientClipping("norm", 0.5)
     algorithm.load_state_dict({"repr": "GradientClipping()"})

@@ -179,6 +179,8 @@ def test_accelerate(expected, tmp_path):
         scheduler.step()
     assert told(made) == EXPECTED
     assert net.layer.weight.item() == expected
+    with pytest.raises(InvalidValueError, match=r"options has 'budgets': expected names of .* budget"):
+        resilience(accelerator, model, optimizer, budgets=2)
     with pytest.raises(InvalidValueError, match=r"accelerator\.clip_grad_norm_ was called with gradients that a Guard"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     state = made.state_dict()

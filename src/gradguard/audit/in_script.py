@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from gradguard.audit.audit_report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.norm import WatchedClip, everywhere, number_of
-from gradguard.distributed.engines import torchtitan
-from gradguard.distributed.engines.deepspeed import CLIP_OF_COPIES, STEP, clip_of_engine, holds_gradients_itself
+from gradguard.distributed.engines import titan
+from gradguard.distributed.engines.zero import CLIP_OF_COPIES, STEP, clip_of_engine, holds_gradients_itself
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
@@ -85,7 +85,7 @@ class ScriptAudit(Listener):
     def on_begin(self) -> None:
         """Audit what engines clip by, too."""
         self._ends = [
-            Replacement(*torchtitan.CLIP, self._clip_of_engine).use(),
+            Replacement(*titan.CLIP, self._clip_of_engine).use(),
             Replacement(*CLIP_OF_COPIES, self._clip_of_copies).use(),
             Replacement(*STEP, self._step_of_engine).use(),
         ]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.held import HeldPiece, Sketch
 from gradguard.distributed.engines import held_apart, placements_by, shard_of
-from gradguard.distributed.engines.deepspeed import holds_gradients_itself
 from gradguard.distributed.engines.megatron import claims_to_be_part
+from gradguard.distributed.engines.zero import holds_gradients_itself
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import (
     Placement,

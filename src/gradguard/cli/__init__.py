@@ -1,7 +1,7 @@
 """The command line: one file for each command, which parses its options, calls the package, prints, and returns a code.
 
 `main` finds the command in `_COMMANDS`; each file has `add_to`, which declares its options, and a function that carries
-it out. Commands that run somebody's script (`run`, `tune`) first cut their own options from the script's (`program`).
+it out. Commands that run a user's script (`run`, `tune`) first cut their own options from the script's (`program`).
 `verdict` prints the reports that say PASS or FAIL, `records` reads the records that a command is given, and `pages`
 holds the documentation that `explain` and `skill` print.
 

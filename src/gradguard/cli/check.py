@@ -16,9 +16,7 @@ def add_to(commands) -> None:
     check.description = "Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 for what cannot be carried out."
     check.add_argument("target", metavar="package.module:name", help="a function, a module or its class")
     check.add_argument("--input", action="append", default=[], metavar="NAME=SHAPE:DTYPE", help=_INPUT_HELP)
-    check.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="what the inputs and the weights are drawn from"
-    )
+    check.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the inputs and the weights")
     check.add_argument("--exhaustive", action="store_true", help="check every element")
     add_json(check)
     check.add_argument("--rtol", type=float, default=0.0, help="the relative error of a solver that stops early")

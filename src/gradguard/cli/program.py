@@ -1,4 +1,4 @@
-"""The command line of somebody's script or module, behind our own options: what `run` and `tune` take."""
+"""The command line of a user's script or module, behind our own options: the arguments of `run` and `tune`."""
 
 import argparse
 import math
@@ -28,7 +28,7 @@ _TAKES_VALUE = {
 
 @dataclass(frozen=True, slots=True)
 class ProgramLine:
-    """A program and its arguments, as somebody has typed them.
+    """A program and its arguments, as they were typed.
 
     Attributes:
         words: The script or the module, then what follows it; empty where there is none.
@@ -71,7 +71,7 @@ def cut(argv: Sequence[str]) -> tuple[list[str], ProgramLine]:
 
 
 def first_given(options: argparse.Namespace, *names: str) -> str:
-    """Return the first of some options that somebody has typed, such as ``--no-report``; "" where there is none."""
+    """Return the first of the options ``names`` that was typed, such as ``--no-report``; "" if none was."""
     given = [name for name in names if (value := getattr(options, name)) is not None and value is not False]  # 0 is
     return f"--{given[0].replace('_', '-')}" if given else ""
 
@@ -100,6 +100,6 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", nargs="*", metavar="script.py", help="the script, or -m module, and its arguments")
 
 
-def nothing_to_run(command: str) -> CommandError:
-    """Return the error of a command without a program."""
-    return CommandError(f"nothing to run. Usage: gradguard {command} [options] (script.py | -m module) [args ...]")
+def nothing_to_run(command: str) -> str:
+    """Return the error's words for a command without a program."""
+    return f"nothing to run. Usage: gradguard {command} [options] (script.py | -m module) [args ...]"

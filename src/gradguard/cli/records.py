@@ -1,4 +1,4 @@
-"""Shared by the commands that read records: progress of a long one, and caveats."""
+"""Reading records for a command: the progress of a long one, and the caveats of each."""
 
 import gc
 import sys
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], object]]:
-    """Let a line on stderr say what is being done about records, if stderr is a terminal.
+    """Show what is being done with the records in one line of stderr, if stderr is a terminal.
 
     Nothing may be printed inside: a terminal has one line for it.
 
@@ -33,7 +33,7 @@ def progress() -> Iterator[Callable[[str], object]]:
 
 
 def read(paths: Sequence[Path], say: Callable[[str], object]) -> "list[Record]":
-    """Read records, and say how far it is.
+    """Read records, and report which one is being read.
 
     Args:
         paths: The records, or their folders.
@@ -59,7 +59,7 @@ def read(paths: Sequence[Path], say: Callable[[str], object]) -> "list[Record]":
 
 
 def tell_notes(records: "Sequence[Record]") -> None:
-    """Say on stderr what is to be known before the numbers of a record are believed."""
+    """Print the caveats of each record to stderr."""
     from gradguard.monitoring.show.report.summary import notes
 
     for record in records:

@@ -20,7 +20,7 @@ _FAIL_ON_HELP = (
     "overhead_share, errors, warnings, or findings of a kind"
 )
 _TEXT_HELP = "print a few lines of key: value instead of drawing"
-_JSON_HELP = "print the same as JSON: an object, of several records a list of them"
+_JSON_HELP = "print a JSON object instead of drawing; for several records, a list of objects"
 _OUTPUT_HELP = "the HTML file; by default beside the record, with its name: run.html; report.html for several records"
 
 

@@ -12,7 +12,7 @@ from gradguard.cli.program import RECORDING, ProgramLine, add_number, add_progra
 from gradguard.cli.records import progress, read, tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.cli.verdict import EXIT_CODES
-from gradguard.errors import CommandError, GradguardError, RecordError
+from gradguard.errors import CommandError, GradguardError, RecordError, refuse
 from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
 if TYPE_CHECKING:
@@ -84,22 +84,23 @@ def add_to(commands) -> None:
 
 
 def _run(options: argparse.Namespace, program: ProgramLine) -> int:
-    if not program.words:
-        raise nothing_to_run("run")
-    others = first_given(options, *RECORDING, "audit_norm")
-    if options.save_gradients is None:
-        if of_another := first_given(options, "at", "perturbed", "launch"):
-            raise CommandError(f"{of_another} belongs to --save-gradients FILE, which is not there.")
-    elif others and options.steps is not None:
-        raise CommandError(
+    others, saves = first_given(options, *RECORDING, "audit_norm"), options.save_gradients is not None
+    of_saving = first_given(options, "at", "perturbed", "launch")
+    refuse(
+        CommandError,
+        (not program.words, nothing_to_run("run")),
+        (of_saving and not saves, f"{of_saving} belongs to --save-gradients FILE, which is not there."),
+        (
+            saves and others and options.steps is not None,
             f"--steps with --save-gradients and {others}: steps that are saved, or the end of the script? Type a "
-            f"command of its own with {others}."
-        )
-    else:
+            f"command of its own with {others}.",
+        ),
+    )
+    if saves:
         code = save_gradients_of(options, program, others)
         if code or not others:
             return code
-    if options.audit_norm and not first_given(options, *RECORDING):
+    if others == "--audit-norm":  # which is the last of them, so that nothing is recorded
         return _audit_norm(options, program)
     return _recorded(options, program)
 
@@ -175,14 +176,12 @@ def _rule(text: str) -> "NamedRule":
     from gradguard.named_rules import clipping_rule
 
     name, _, path = text.partition("=")
-    return clipping_rule(_recommended(Path(path)) if name == "from" and path else text)
-
-
-def _recommended(path: Path) -> str:
+    if name != "from" or not path:
+        return clipping_rule(text)
     from gradguard.monitoring.judge.recommend import recommend
     from gradguard.monitoring.record.file import read_record
 
-    record = read_record(path)
+    record = read_record(Path(path))
     tell_notes([record])
     found = recommend(record)
     if found.rule is None:
@@ -190,7 +189,7 @@ def _recommended(path: Path) -> str:
             f"--clip from={path}: that record recommends no rule. {found.headline} {found.reason} Or name a rule "
             "yourself, as in --clip median."
         )
-    return found.rule
+    return clipping_rule(found.rule)
 
 
 def _followed(clip: str, folder: Path, typed: list[str]) -> dict[str, Any] | None:
@@ -232,12 +231,12 @@ _MOST_FOLLOWED = 20
 
 
 class _Recording:
-    """One run of a script with its record, and what is said of it at the end.
+    """One run of a script with its record and its closing messages.
 
     Args:
         options: Those of the command.
-        record: Where its record goes; None where another process writes it.
-        signals: The handlers of signals meanwhile.
+        record: The path of its record; None where another process writes it.
+        signals: The handlers of signals during the run.
     """
 
     def __init__(self, options: argparse.Namespace, record: Path | None, signals: "SignalHandlers") -> None:
@@ -306,7 +305,7 @@ class _Recording:
         return self.record
 
     def tell(self, observer: "Observer", code: int) -> None:
-        """Draw the record of a run, and say which other records there are now, of whom."""
+        """Draw the record of the run, and name the records that other processes have written."""
         if self.record is None:
             return
         others = self._records_of_others(observer.path)
@@ -325,7 +324,7 @@ class _Recording:
                 on_stderr(words)
 
     def _records_of_others(self, own: Path | None) -> dict[Path, str]:
-        """Return each record that is there now and was not before, but our ``own``, with the words for its owner."""
+        """Return the records that appeared during the run, except our ``own``, with the words for the owner of each."""
         from gradguard.monitoring.observe.watch import identity, records_beside
 
         known = {*self.before, own}
@@ -354,8 +353,8 @@ def _no_step(code: int, clip_calls: int, elsewhere: list[str]) -> str:
         return "it ended before its first optimizer step, so there is no record."
     seen = f"{clip_calls:,} clip calls were seen, but no optimizer step" if clip_calls else "no optimizer step was seen"
     return (
-        f"{seen}, so there is no record. What is seen is step() of every torch.optim optimizer, and not weights that a "
-        "script or an engine changes by itself."
+        f"{seen}, so there is no record. gradguard sees step() of every torch.optim optimizer, and no weights "
+        "that a script or an engine changes by itself."
     )
 
 

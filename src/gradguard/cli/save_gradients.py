@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from gradguard.cli.program import ProgramLine
-from gradguard.errors import CommandError
+from gradguard.errors import CommandError, refuse
 from gradguard.monitoring.record.text import on_stderr
 
 _DEFAULT_RUNS = 4
@@ -19,35 +19,55 @@ _FOLDER = "GRADGUARD_SAVE_GRADIENTS"
 
 
 def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others: str) -> int:
-    """Run the program up to the steps that are saved, which forks as often as it takes; or launch those who do.
+    """Run the program up to the steps that are saved, forking once for each run; or launch processes that do so.
 
     Args:
         options: Those of ``gradguard run``.
         program: The program.
-        others: One of the options for which this process then runs the program itself; "" if there is none.
+        others: An option for which the program then runs once more, to its end; "" if there is none.
 
     Returns:
-        An exit code.
+        The exit code of the program, or of the launcher.
 
     Raises:
-        CommandError: If that cannot be done, or the program makes no step.
+        CommandError: If the options contradict each other or the system, or the program makes no step.
     """
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
     launched = os.environ.pop(_FOLDER, None)  # what the script starts is no run of its own
-    launcher = [] if launched else _launcher(options, perturbed)
-    if others and (launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1):
-        raise CommandError(
-            f"{others} with --save-gradients of several processes: these run the script once. Type a command "
-            f"of its own with {others}."
-        )
+    launcher = shlex.split(options.launch or "")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    started_together = world > 1 and not launched  # such processes cannot meet again in several runs
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", world)
     file = options.save_gradients.absolute()
-    if not file.parent.is_dir():
-        raise CommandError(f"--save-gradients {file}: there is no folder {file.parent}.")
-    if not hasattr(os, "fork"):
-        raise CommandError(
+    refuse(
+        CommandError,
+        (
+            started_together and launcher,
+            "--launch starts all processes itself, for each run: call gradguard run once, without torchrun.",
+        ),
+        (
+            started_together and perturbed,
+            "processes that are started together run a script once. Type gradguard run "
+            f"--launch 'torchrun --nproc-per-node {ranks}' --save-gradients FILE SCRIPT, which starts them for each "
+            "run; or add --perturbed 0, and bars are not measured.",
+        ),
+        (
+            options.launch is not None and not any(map(shutil.which, launcher[:1])),
+            f"--launch {options.launch!r}: there is no such command. Expected what stands before -m MODULE, as in "
+            "'torchrun --nproc-per-node 8'.",
+        ),
+        (
+            others and (launcher or world > 1),
+            f"{others} with --save-gradients of several processes: these run the script once. Type a command "
+            f"of its own with {others}.",
+        ),
+        (not file.parent.is_dir(), f"--save-gradients {file}: there is no folder {file.parent}."),
+        (
+            not hasattr(os, "fork"),
             "--save-gradients doubles the process of the script, which this system cannot. Call "
-            "gradguard.save_gradients(file, model, step) in the script."
-        )
+            "gradguard.save_gradients(file, model, step) in the script.",
+        ),
+    )
     if launched:
         return _saved(file, perturbed, Path(launched), options, program)
     with tempfile.TemporaryDirectory(prefix="gradguard-") as folder:
@@ -81,29 +101,6 @@ def _launched(
         finally:
             process.terminate()
     return code if code >= 0 else 128 - code
-
-
-def _launcher(options: argparse.Namespace, perturbed: int) -> list[str]:
-    """The words of ``--launch``. Processes of one launch cannot meet again in several runs, so each run is a launch."""
-    launcher = shlex.split(options.launch or "")
-    inside = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if inside and launcher:
-        raise CommandError(
-            "--launch starts all processes itself, for each run: call gradguard run once, without torchrun."
-        )
-    if inside and perturbed:
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-        raise CommandError(
-            "processes that are started together run a script once. Type gradguard run "
-            f"--launch 'torchrun --nproc-per-node {ranks}' --save-gradients FILE SCRIPT, which starts them for each "
-            "run; or add --perturbed 0, and bars are not measured."
-        )
-    if options.launch is not None and not (launcher and shutil.which(launcher[0])):
-        raise CommandError(
-            f"--launch {options.launch!r}: there is no such command. Expected what stands before -m MODULE, as in "
-            "'torchrun --nproc-per-node 8'."
-        )
-    return launcher
 
 
 def _saved(file: Path, perturbed: int, folder: Path, options: argparse.Namespace, program: ProgramLine) -> int:

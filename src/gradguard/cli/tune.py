@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradguard.cli.program import ProgramLine, add_number, add_program, nothing_to_run
-from gradguard.errors import CommandError
+from gradguard.errors import CommandError, refuse
 from gradguard.monitoring.record.text import encodable
 
 if TYPE_CHECKING:
@@ -44,14 +44,16 @@ def add_to(commands) -> None:
 
 
 def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
-    if not program.words:
-        raise nothing_to_run("tune")
+    refuse(CommandError, (not program.words, nothing_to_run("tune")))
     metric = _pattern(options)
     folder = options.out or Path("runs") / f"tune-{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not options.force and folder.exists() and any(folder.iterdir()):
-        raise CommandError(f"{folder} is not empty: choose another --out, or add --force to replace its records.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise CommandError("tune starts its runs itself: start it once, without torchrun or another launcher.")
+    holds_records = not options.force and folder.exists() and any(folder.iterdir())
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    refuse(
+        CommandError,
+        (holds_records, f"{folder} is not empty: choose another --out, or add --force to replace its records."),
+        (several, "tune starts its runs itself: start it once, without torchrun or another launcher."),
+    )
     from gradguard.monitoring.tune.trials import TrialPlan
 
     plan = TrialPlan(
@@ -62,18 +64,17 @@ def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
 
 def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
     if options.metric is None:
-        if options.maximize:
-            raise CommandError("--maximize goes with --metric: a training loss is minimized.")
+        refuse(CommandError, (options.maximize, "--maximize goes with --metric: a training loss is minimized."))
         return None
     try:
         found = re.compile(options.metric)
     except re.error as error:
         raise CommandError(f"--metric {options.metric!r} is no regular expression: {error}.") from error
-    if found.groups != 1:
-        raise CommandError(
-            f"--metric {options.metric!r} has {found.groups} groups: put what stands for the number into one pair of "
-            r"parentheses, as in --metric 'val_loss=(\S+)'."
-        )
+    words = (
+        f"--metric {options.metric!r} has {found.groups} groups: put what stands for the number into one pair of "
+        r"parentheses, as in --metric 'val_loss=(\S+)'."
+    )
+    refuse(CommandError, (found.groups != 1, words))
     return found
 
 

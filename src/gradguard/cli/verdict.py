@@ -1,4 +1,4 @@
-"""How commands that judge end: the report in words or as JSON, and the exit code of its verdict."""
+"""The end of a command that judges: its report in words or as JSON, and the exit code of the verdict."""
 
 import argparse
 import json

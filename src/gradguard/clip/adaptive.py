@@ -298,7 +298,7 @@ def _is_conv1d_of_hugging_face(layer: nn.Module) -> bool:
 
 
 def rows_of(gradient: Tensor) -> Tensor:
-    """Return a gradient as a dense tensor of whole units: of a sparse one the rows that it holds.
+    """Return a gradient as a dense tensor of whole units; for a sparse gradient, the rows that it holds.
 
     Raises:
         UnsupportedGradientError: If it is sparse in another way, so that it need not hold whole rows.
@@ -507,7 +507,7 @@ def _norms_by_device(tensors: Mapping[int, Tensor], layouts: Mapping[int, UnitLa
 
 
 def unit_factors(norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float) -> Tensor:
-    """Return what units of these norms are multiplied by."""
+    """Return the factor of each unit, from the norm of its gradient and of its weight."""
     fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
     bound = weights.clamp(min=eps) * fraction
     return torch.where(norms > bound, bound / norms, 1.0)
@@ -638,7 +638,7 @@ class UnitPlan:
         self._places: dict[tuple[int, torch.device], Tensor] = {}
 
     def weights_and_shares(self, part: NormReduction) -> tuple[Tensor, Tensor]:
-        """Return those of the whole vector, for its `NormReduction`."""
+        """Return the weights and the shares of the whole vector, for its `NormReduction`."""
         one, none = part.weights.new_ones(1), part.weights.new_zeros(1 + self.offsets[-1])
         weights = torch.cat([part.weights, part.weights, one, self._weights, self._weights])
         # A weight is there whether the gradient is or not.
@@ -656,7 +656,7 @@ class UnitPlan:
         return joined_norms(pieces, torch.cat([self._at(i, home) for i in some]), self.offsets[-1])
 
     def take(self, factors: Tensor, rows: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return what the pieces of ``rows`` are multiplied by, beside each, from the factors of all split units."""
+        """Return the factors of the pieces of ``rows``, each on its device, from the factors of all split units."""
         some = [i for i in self.split if i in rows]
         return {i: move(factors[self._at(i, factors.device)], rows[i].device) for i in some}
 

@@ -351,7 +351,7 @@ def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def choice(numbers: Sequence[int]) -> str:
-    """Return what tells one choice of parameters from another: ``numbers`` has one for each, such as its group."""
+    """Return a value that differs between two choices; ``numbers`` has one for each parameter, such as its group."""
     return f"choice {crc32(repr(numbers).encode()):08x} of parameters"
 
 

@@ -61,7 +61,7 @@ class Gradients:
     reach: "Reach | None" = field(default=None, kw_only=True)
 
     def name(self, index: int) -> str:
-        """Return what to call the ``index``-th gradient in a message."""
+        """Return the name of the ``index``-th gradient for a message."""
         if self.names is not None:
             return f"`{self.names[self.positions[index]]}`"
         gradient = self.gradients[index]
@@ -297,7 +297,7 @@ class MeasuredGradients(Gradients):
     there: Tensor | None = field(default=None, kw_only=True)
 
     def is_there(self) -> bool:
-        """Tell whether there is any gradient; where Python may not look, there may be."""
+        """Tell whether there is a gradient; where the host may not read, whether there may be one."""
         if self.there is None or not are_readable(self.there):
             return len(self.gradients) > 0
         return bool(self.there.any())

@@ -517,8 +517,8 @@ class Guard(OfOneOptimizer):
         """
         if self.spikes is None:
             raise InvalidValueError(
-                "this Guard does not look for spikes, so it has no use for the loss: make it with "
-                "spikes=SkipSpikes(SpikeDetector()), or leave guard.record_loss away."
+                "this Guard does not look for spikes, and only spikes are judged by the loss: make it with "
+                "spikes=SkipSpikes(SpikeDetector()), or leave the call of guard.record_loss out."
             )
         if not self.is_evaluation(loss):
             self._hooks.settle()
@@ -551,7 +551,7 @@ class Guard(OfOneOptimizer):
         if set(state_dict) != expected:
             raise InvalidValueError(
                 f"this is not the state of a Guard like this: expected the keys {sorted(expected)}, got "
-                f"{sorted(state_dict)}. Pass what state_dict() of a guard made alike returned, with spikes= or without."
+                f"{sorted(state_dict)}. Load it into a Guard with the same arguments, with spikes= or without."
             )
         self._hooks.settle()
         spikes = [] if self.spikes is None else [(self.spikes, state_dict["spikes"])]

@@ -120,7 +120,7 @@ class LateReader:
         self._pending: deque[tuple[Tensor, torch.Event]] = deque(maxlen=8)
 
     def push(self, values: Tensor) -> None:
-        """Ask for ``values``, and use those of earlier calls that have landed."""
+        """Begin to copy ``values`` to the host, and use the earlier copies that have landed."""
         if values.is_cpu:
             self._use(values.tolist())
         elif values.device.type in ("cuda", "xpu"):

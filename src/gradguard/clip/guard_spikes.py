@@ -1,6 +1,7 @@
 """A guard's part in finite spikes: `SkipSpikes` judges each step, and the clipper forgets a skipped one."""
 
 import warnings
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,19 @@ from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.layout import move, wide_dtype
 
 
+@dataclass(frozen=True, slots=True)
+class _WatchedStep:
+    """The step that is running, as spikes see it.
+
+    Attributes:
+        clipper: The clipper's state before it; empty where no step is skipped, or none is running.
+        is_judged: Whether the detector has judged it.
+    """
+
+    clipper: dict[str, Any] = field(default_factory=dict)
+    is_judged: bool = False
+
+
 class SpikeWatch:
     """Judges each step of one guard once, and gives the clipper back the state that it had before a skipped one.
 
@@ -23,8 +37,7 @@ class SpikeWatch:
 
     def __init__(self, spikes: SkipSpikes | None, clipper: Clipper) -> None:
         self._spikes, self._clipper = spikes, clipper
-        self._state: dict[str, Any] = {}
-        self._is_judged = False
+        self._step = _WatchedStep()
         self._late = LateReader(self._tell_nonfinite_loss)
         self._was_told = False
 
@@ -46,7 +59,7 @@ class SpikeWatch:
                 "gradients is known yet: a spike cannot be told there. Step after backward(), or leave spikes= away."
             )
         self._spikes.begin(step)
-        self._state = self._clipper.state_dict() if self._spikes.act else {}
+        self._step = _WatchedStep(self._clipper.state_dict() if self._spikes.act else {})
 
     def judge(self, result: ClipResult, bad: Tensor, evaluation: int, update: Tensor | None) -> Tensor | None:
         """Return whether the step is a spike to be skipped; None if nothing would be.
@@ -70,7 +83,7 @@ class SpikeWatch:
         if update is not None:
             norms.append(move(update, result.norm.device))
         spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)
-        self._is_judged = True
+        self._step = replace(self._step, is_judged=True)
         if isinstance(found := self._spikes.nonfinite_loss, Tensor):
             self._late.push(found.reshape(1))
         else:
@@ -97,23 +110,23 @@ class SpikeWatch:
 
     def end(self) -> None:
         """End the step, taken or not."""
-        self._state, self._is_judged = {}, False
+        self._step = _WatchedStep()
         if self._spikes is not None:
             self._spikes.forget_loss()
 
     def break_off(self) -> None:
         """End a step that an error has ended: drop its loss, and let clipper and detector forget it where they can."""
         self.undo_clipper()
-        if self._spikes is not None and self._is_judged:
+        if self._spikes is not None and self._step.is_judged:
             self._spikes.take_back()
         self.end()
 
     def undo_clipper(self, spike: Tensor | None = None) -> None:
         """Give the clipper the state back that it had before this step; where ``spike`` is true, if it is given."""
-        if not self._state:
-            return
-        state = self._state if spike is None else _chosen(spike, self._state, self._clipper.state_dict())
-        self._clipper.load_state_dict(state)
+        before = self._step.clipper
+        if before:
+            state = before if spike is None else _chosen(spike, before, self._clipper.state_dict())
+            self._clipper.load_state_dict(state)
 
 
 def _chosen(old_one: Tensor, old: Any, new: Any) -> Any:

@@ -20,7 +20,7 @@ from gradguard.optimizer_hooks import parameters_of
 
 
 class ClipEachOptimizer:
-    """Clips the gradients of whichever optimizer is about to step.
+    """Clips the gradients of each optimizer just before it steps.
 
     **Guarantees.** Norms that a rule remembers are of one optimizer, and without a loss scale that the optimizer itself
     takes off. Gradients that are not finite are clipped under ``"propagate"``, and enter no rule's state; a step that a

@@ -79,7 +79,7 @@ class LockIn:
         return {name: tensor.clone() for name, tensor in self._state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned, on whatever device it lies.
+        """Load what `state_dict` returned, on whichever device it is.
 
         Raises:
             InvalidValueError: If it is not the state of a `LockIn`.

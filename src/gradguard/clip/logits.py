@@ -166,7 +166,7 @@ _running = _Stack()
 
 
 class AttentionListener:
-    """Hears of each attention that a training forward of ``model`` computes.
+    """Is called for each attention that a training forward of ``model`` computes.
 
     While a module of the model runs, `torch.nn.functional.scaled_dot_product_attention` is a function that tells the
     call and makes it, and FlexAttention asks its kernel for the largest logits as well. A call counts where gradients

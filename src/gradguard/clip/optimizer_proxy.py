@@ -58,7 +58,7 @@ class OptimizerProxy:
         return self._proxy
 
     def leave(self) -> None:
-        """Give the optimizer what the step has set on itself."""
+        """Copy what the step has set on the proxy to the optimizer."""
         for name, value in self._proxy.__dict__.items():
             if name not in _OWN and self._entered.get(name, self) is not value:
                 setattr(self._real, name, value)
@@ -114,7 +114,7 @@ class OptimizerProxy:
         )
 
     def skips_safely(self) -> bool:
-        """Tell whether ``found_inf`` = 1 leaves the state as good as it was."""
+        """Tell whether ``found_inf`` = 1 leaves no uninitialised state behind."""
         # The momentum buffers of fused SGD are made on the first step, to be written by the kernel, which then does
         # not run: later steps would take what was in memory for momentum.
         if type(self._real) is not torch.optim.SGD:
@@ -129,7 +129,7 @@ class OptimizerProxy:
 
     @staticmethod
     def overflows(coefficient: Tensor, scale: Tensor | None) -> Tensor:
-        """Tell whether what the kernel would divide by is beyond float32: 0-dim bool, on the device."""
+        """Tell whether the kernel's divisor would be beyond float32: 0-dim bool, on the device."""
         return (coefficient > 0) & _divisor(coefficient, scale).isinf()
 
     def fold(self, coefficient: Tensor, scale: Tensor | None) -> None:
@@ -184,7 +184,7 @@ class OptimizerSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set weights, state, groups and gradients back, bit by bit."""
+        """Restore weights, state, groups and gradients, bit by bit."""
         restorer = Restorer()
         for part in self._parts:
             part.restore(restorer)

@@ -8,7 +8,8 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
-from gradguard.integrations.guard_job import OnlyGuard, OnlyRecovery
+from gradguard.integrations.adapter import Run
+from gradguard.integrations.guard_job import GuardJob, ResilienceJob, check_clipper
 from gradguard.integrations.versions import require
 
 require("accelerate", "1.15", "2", "accelerate")
@@ -65,12 +66,12 @@ def guard(
     ==========================================  ================================================================
     a GradScaler finds an overflow              Accelerate skips step and scheduler; the guard counts the skip
     the same, with a fused optimizer            the step is skipped; Accelerate does not know and moves the scheduler
-    the guard skips (bf16, fp32)                the same: ``optimizer_step_was_skipped`` stays False
+    the guard skips (bf16, fp32)                the scheduler moves: ``optimizer_step_was_skipped`` stays False
     ``accelerator.clip_grad_norm_`` beside it   an error; ``guard.last.norm`` is the norm before the clip
     several optimizers                          a call and a clipper for each
     ``model=None``                              parameters are called as the optimizer calls them
     DeepSpeed, Megatron-LM                      an error: they clip by themselves, with gradients that are their own
-    FSDP1                                       needs ``model``, prepared, which alone knows the whole of a part
+    FSDP1                                       needs the prepared ``model``, which knows what part each process has
     ==========================================  ================================================================
 
     Args:
@@ -101,10 +102,8 @@ def guard(
         (5.0, ('weight',))
     """
     check_types(accelerator, optimizer)
-    watch_clips()
-    made = OnlyGuard(inner_optimizer(optimizer), clipper, model=model, **options)
-    accelerator.register_for_checkpointing(made)
-    return made
+    check_clipper(clipper)
+    return _begin(GuardJob(clipper, **options), accelerator, model, optimizer)
 
 
 def resilience(
@@ -128,11 +127,11 @@ def resilience(
         model: The prepared model.
         optimizer: The optimizer as ``accelerator.prepare`` returned it.
         clipper: The rule for the gradients; None for ``gg.ClipByMedian()``.
-        extra_state: Schedulers, prepared or not, and what else goes back.
+        extra_state: Further objects that a roll-back restores, such as schedulers, prepared or not.
         options: Arguments of `gradguard.SpikeRecovery` by name.
 
     Returns:
-        The resilience, which the accelerator saves and loads.
+        The `gradguard.SpikeRecovery`, which the accelerator saves and loads.
 
     Raises:
         InvalidTypeError: If the optimizer is not prepared, or another argument is of another type.
@@ -151,9 +150,16 @@ def resilience(
         (None, 1)
     """
     check_types(accelerator, optimizer)
-    found = [] if accelerator.scaler is None else [accelerator.scaler]
+    of_guard = options.pop("guard_options", {})
+    job = ResilienceJob(clipper, {"extra_state": extra_state, **options}, **of_guard)
+    return _begin(job, accelerator, model, optimizer)
+
+
+def _begin(job: GuardJob, accelerator: Accelerator, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> Any:
+    """Begin ``job`` on a prepared optimizer; return its guard, which the accelerator saves and loads."""
     watch_clips()
-    made = OnlyRecovery(model, inner_optimizer(optimizer), clipper, extra_state=[*extra_state, *found], **options)
+    job.begin(Run(model, model, [inner_optimizer(optimizer)], scaler=accelerator.scaler))
+    made = job._attached[0]
     accelerator.register_for_checkpointing(made)
     return made
 

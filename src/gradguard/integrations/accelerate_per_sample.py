@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.integrations.adapter import Run, refuse, wrap_once
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, refuse
+from gradguard.integrations.adapter import Run, wrap_once
 from gradguard.integrations.guard_job import refuse_beside_a_guard
 from gradguard.integrations.sample_jobs import PerSampleJob, check_norm_clipper, undo_division
 
@@ -66,12 +66,12 @@ def clip_per_sample(
 
     over all N samples of the optimizer step, those of all its accumulated batches. :math:`\ell_i` is sample i's own
     loss, of which what is passed to ``accelerator.backward`` must be the mean over the samples of its batch (or the
-    sum: ``loss_reduction="sum"``). **Nobody can see whether it is.** A mean over all *tokens* of a batch, where samples
+    sum: ``loss_reduction="sum"``). **gradguard cannot check this.** A mean over all *tokens* of a batch, where samples
     have unequal numbers of them, is not: average over each sample's own tokens first, then over samples.
 
-    ``accelerator.backward`` clips and adds up, once its division by ``gradient_accumulation_steps`` is undone;
-    ``optimizer.step`` fills in the gradients first, where it takes a real step. What the norm clipper and the noise
-    scale learn is saved and loaded by ``accelerator.save_state`` and ``load_state``.
+    ``accelerator.backward`` clips the samples of a batch and adds them up. Its division of the loss by
+    ``gradient_accumulation_steps`` is undone before. ``optimizer.step`` fills in the gradients before each real step.
+    ``accelerator.save_state`` and ``load_state`` keep what the norm clipper and the noise scale have learned.
 
     =======================================================  ===========================================================
     Edge case                                                What happens
@@ -120,14 +120,14 @@ def clip_per_sample(
 
 
 def check_types(accelerator: object, optimizer: object) -> None:
-    """Raise unless ``accelerator`` is one, and ``optimizer`` is one that an accelerator has prepared.
+    """Raise unless ``accelerator`` is an Accelerator, and ``optimizer`` was prepared by one.
 
     Args:
         accelerator: The first argument of the user.
         optimizer: The optimizer of the user.
 
     Raises:
-        InvalidTypeError: If not.
+        InvalidTypeError: If one of the two is something else.
     """
     if not isinstance(accelerator, Accelerator):
         raise InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
@@ -139,7 +139,7 @@ def check_types(accelerator: object, optimizer: object) -> None:
 
 
 def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if samples' gradients could not be told exactly, or something else clips.
+    """Raise if the gradient of each sample could not be exact, or something else clips.
 
     Args:
         call: The call of the user, for the message.
@@ -148,7 +148,7 @@ def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimi
         optimizer: An optimizer that it has prepared.
 
     Raises:
-        InvalidTypeError: If the accelerator is none, or the optimizer is not prepared.
+        InvalidTypeError: If ``accelerator`` is no Accelerator, or the optimizer is not prepared.
         InvalidValueError: If the accelerator has a per-sample clip already, or a guard clips the same gradients.
         UnsupportedGradientError: If it could not be exact.
     """
@@ -159,6 +159,7 @@ def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimi
         )
     replicated = isinstance(model, DistributedDataParallel)
     refuse(
+        UnsupportedGradientError,
         (
             accelerator.distributed_type in _ENGINES or (accelerator.num_processes > 1 and not replicated),
             f"{call} is for one process, or several with DistributedDataParallel, and not for "

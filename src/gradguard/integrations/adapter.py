@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradguard.errors import InvalidValueError, UnsupportedGradientError, UnsupportedVersionError
+from gradguard.errors import InvalidValueError, UnsupportedVersionError
 from gradguard.replacements import Replacement
 
 
@@ -20,7 +20,7 @@ class Run:
     """One run of a trainer: the facts that a job needs, handed to it when the run begins.
 
     Attributes:
-        model: The user's model.
+        model: The user's model; None where it is not known.
         wrapped: The trainer's wrapper round it, or the model itself; it names the parameters.
         optimizers: Its optimizers, as PyTorch has them: those whose hooks run once for each real step.
         schedulers: Learning-rate schedules and other objects that go back when weights do; None is passed over.
@@ -29,7 +29,7 @@ class Run:
         done: How many it has taken before, in the run that it resumes.
     """
 
-    model: nn.Module
+    model: nn.Module | None
     wrapped: nn.Module | None
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[Any] = ()
@@ -39,7 +39,7 @@ class Run:
 
 
 class Job:
-    """A trainer's callback that acts in the trainer's place, so that there may be one in its list and no other.
+    """A trainer's callback that acts in the trainer's place; a trainer's list may hold only one.
 
     The callback of a trainer is a subclass of one of the jobs (`GuardJob`, `ResilienceJob`, `PerSampleJob`,
     `PrivateJob`) and of the trainer's own kind of callback, whose events call ``begin``, what the job does at a
@@ -97,7 +97,7 @@ class Job:
             self._loaded = state_dict
 
     def _attach(self, run: Run) -> None:
-        raise NotImplementedError
+        """Attach to the optimizers of ``run``; nothing where the trainer calls the clip itself."""
 
     def _load(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -118,20 +118,6 @@ class Job:
                 f"there is a {others[0]} beside the {type(self).__name__}: one clip would be done after the other. "
                 "Leave one of them out; for two rules for whole gradients pass one gradguard.Chain(a, b)."
             )
-
-
-def refuse(*cases: tuple[object, str]) -> None:
-    """Go through a table of what a trainer's adapter cannot serve.
-
-    Args:
-        *cases: For each whether it holds, and the words of the error.
-
-    Raises:
-        UnsupportedGradientError: If one holds, with the words of the first.
-    """
-    for holds, words in cases:
-        if holds:
-            raise UnsupportedGradientError(words)
 
 
 @contextmanager
@@ -156,7 +142,7 @@ def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -
     Args:
         kind: The class; or a module, with a function whose first argument is ``self``.
         name: The method; a second call for it does nothing.
-        instead: The replacement; it must do as ``original`` does for objects that gradguard does not know.
+        instead: The replacement; it must call ``original`` for objects that gradguard does not know.
 
     Raises:
         UnsupportedVersionError: If the class has no such method.

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 import gradguard as gg
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidValueError, refuse
+from gradguard.integrations.adapter import Job, Run
 from gradguard.integrations.guard_job import check_clipper
 from gradguard.policies import NonFinitePolicy, check_policy
 
@@ -41,7 +42,7 @@ def apply_gradient_clipping(
     where Composer's ratio is 0.
 
     Args:
-        model: The model. What of it is sharded, by FSDP1, FSDP2 or not at all, is seen by itself.
+        model: The model; how it is sharded (FSDP1, FSDP2 or not at all) is found out.
         clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
         clipping_threshold: The threshold of that rule, at least 0.
         fsdp_enabled: Accepted, so that calls written for Composer keep working; it changes nothing.
@@ -51,7 +52,7 @@ def apply_gradient_clipping(
         The result of the clip. (Composer returns nothing.)
 
     Raises:
-        InvalidValueError: If the type or the threshold is not one.
+        InvalidValueError: If the type is unknown, or the threshold is negative or NaN.
         InvalidTypeError: If an argument is of another type.
         UnsupportedGradientError: If an adaptive clip meets FSDP1.
         DistributedError: If processes that hold parts of the gradients do not clip together.
@@ -72,7 +73,7 @@ def apply_gradient_clipping(
     return gg.apply_gradient_clipping(model, clipping_type, clipping_threshold, exclude=exclude)
 
 
-class ClipGradients:
+class ClipGradients(Job):
     """An algorithm for Composer's Trainer: one of gradguard's clippers, on the event ``AFTER_TRAIN_BATCH``.
 
     **Guarantees.** Once for each real step: on that event the gradients of all microbatches are there, averaged over
@@ -88,6 +89,7 @@ class ClipGradients:
     two clipping algorithms           an error before training: two clips one after the other are rarely meant
     DeepSpeed (old Composer)          an error: its engine clips by itself
     checkpoint without this one       Composer says so; the clipper starts anew
+    another Trainer                   the history goes on with the same model, and begins anew with another
     ================================  ==========================================================================
 
     Args:
@@ -102,7 +104,7 @@ class ClipGradients:
 
     Raises:
         InvalidTypeError: If ``clipper`` is not a clipper.
-        InvalidValueError: If the policy is not one.
+        InvalidValueError: If the policy is unknown.
 
     Example:
         >>> import gradguard as gg
@@ -122,10 +124,12 @@ class ClipGradients:
         self, clipper: gg.rules.Clipper, *, nonfinite: NonFinitePolicy = "propagate", log: bool = False
     ) -> None:
         check_clipper(clipper)
+        super().__init__()
         self.clipper = clipper
         self.last: gg.results.ClipResult | None = None
         self._nonfinite: NonFinitePolicy = check_policy(nonfinite)
         self._log = log
+        self._remember(clipper)
 
     def __repr__(self) -> str:
         """Name the clipper; Composer writes this into its checkpoints and traces."""
@@ -139,10 +143,10 @@ class ClipGradients:
     def match(self, event: Any, state: Any) -> bool:
         """Return whether Composer should call `apply` on this event."""
         del state
-        return _name(event) in ("init", "after_train_batch")
+        return _name(event) in ("init", "after_train_batch", "fit_end")
 
     def apply(self, event: Any, state: Any, logger: Any) -> None:
-        """Clip the gradients of ``state.model``; on ``INIT``, look for what would clip them twice.
+        """Clip the gradients of ``state.model``; on ``INIT``, begin, and look for what would clip them twice.
 
         Args:
             event: Composer's event, or its name.
@@ -154,10 +158,13 @@ class ClipGradients:
             NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
             DistributedError: If processes that hold parts of the gradients do not clip together.
         """
-        if _name(event) == "init":
+        event = _name(event)
+        if event == "init":
             self._refuse_a_second_clip(state)
-            return
-        if _name(event) != "after_train_batch":
+            self.begin(Run(state.model, state.model, []))
+        if event == "fit_end":
+            self.end()
+        if event != "after_train_batch":
             return
         self.last = self.clipper(state.model, nonfinite=self._nonfinite)
         if self._log:
@@ -167,15 +174,10 @@ class ClipGradients:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Composer keeps in its checkpoint: the clipper's state, and what it is called."""
-        return {"repr": repr(self), "clipper": self.clipper.state_dict()}
+        return self._loaded or {"repr": repr(self), "clipper": self.clipper.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; from a checkpoint of Composer's own algorithm there is nothing to take.
-
-        Args:
-            state: A result of `state_dict`.
-        """
-        if "clipper" in state:
+    def _load(self, state: dict[str, Any]) -> None:
+        if "clipper" in state:  # a checkpoint of Composer's own algorithm has none
             self.clipper.load_state_dict(state["clipper"])
 
     def _refuse_a_second_clip(self, state: Any) -> None:
@@ -211,7 +213,7 @@ class GradientClipping(ClipGradients):
         clipping_threshold: Its threshold.
 
     Raises:
-        InvalidValueError: If the type, the threshold or the policy is not one.
+        InvalidValueError: If the type or the policy is unknown, or the threshold is negative or NaN.
         InvalidTypeError: If the threshold is not a number.
 
     Example:
@@ -235,14 +237,19 @@ class GradientClipping(ClipGradients):
         nonfinite: NonFinitePolicy = "propagate",
         log: bool = False,
     ) -> None:
-        if clipping_type not in _CLIPPERS:
-            raise InvalidValueError(f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.")
         options = {} if isinstance(exclude, tuple | list) and not exclude else {"exclude": exclude}
-        if options and clipping_type != "adaptive":
-            raise InvalidValueError(
+        refuse(
+            InvalidValueError,
+            (
+                clipping_type not in _CLIPPERS,
+                f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.",
+            ),
+            (
+                options and clipping_type != "adaptive",
                 f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: "
-                "ClipGradients(gradguard.Groups(...)) leaves parameters out of the other rules."
-            )
+                "ClipGradients(gradguard.Groups(...)) leaves parameters out of the other rules.",
+            ),
+        )
         super().__init__(_CLIPPERS[clipping_type](clipping_threshold, **options), nonfinite=nonfinite, log=log)
         self.clipping_type, self.clipping_threshold = clipping_type, clipping_threshold
 

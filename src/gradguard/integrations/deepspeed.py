@@ -17,12 +17,12 @@ require("deepspeed", "0.19", "0.20", extra="deepspeed")  # not imported: an engi
 def last_clip(engine: Any) -> gg.results.ClipResult | None:
     """Return what the clip of the last ``engine.step()`` did, in the form that gradguard's clippers use.
 
-    **Guarantees.** Nothing is changed, and the engine measures nothing anew.
+    **Guarantees.** The engine stays as it is, and measures nothing again.
 
     **Edge cases.**
 
     ================================  ==========================================================================
-    case                              what comes
+    case                              result
     ================================  ==========================================================================
     before the first step             None
     float32 without ZeRO (stage 0)    None: the engine keeps no norm there
@@ -62,10 +62,10 @@ def tell_clips(engine: Any) -> Callable[[], None]:
 
     The optimizer inside an engine gets this process' part of the gradients, clipped already: a monitor of only that
     writes the norm of a part. From now on the engine tells, at each step, the norm of the whole gradient before its
-    clip, its threshold and its coefficient; a record has them.
+    clip, its threshold and its coefficient, and a record has them.
 
-    **Guarantees.** Nothing is changed, and nothing measured anew: the engine's own norm is told. It costs nothing
-    while nobody watches.
+    **Guarantees.** Gradients and steps stay as they are. The norm is the engine's own, and is not measured again.
+    While nothing watches, this costs nothing.
 
     **Edge cases.** An optimizer with several parameter groups is stepped by the engine once for each: that is a row
     for each in the record, all with the same norm. Norms by parameter are not there.

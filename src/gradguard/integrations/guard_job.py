@@ -1,4 +1,4 @@
-"""One clip and not two: the jobs that guard a trainer's optimizers, beside which the trainer's own clip is refused."""
+"""Jobs that put a guard on each optimizer of a trainer; the trainer's own clip is refused beside it."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,15 +57,32 @@ class OnlyRecovery(gg.SpikeRecovery):
 
 
 class GuardJob(Job):
-    """Attach a `gradguard.Guard` to each optimizer of a trainer; each trainer's own callback is a subclass."""
+    """Attach a `gradguard.Guard` to each optimizer of a trainer; each trainer's own callback is a subclass.
+
+    Args:
+        clippers: One clipper, or one for each optimizer by position.
+        nonfinite: As for `gradguard.Guard`.
+        max_consecutive_skips: As for `gradguard.Guard`.
+        **options: Further arguments of `gradguard.Guard` by name.
+
+    Raises:
+        InvalidTypeError: If one of ``clippers`` is not a clipper.
+    """
 
     _attached: dict[int, Any]  # the Guard or SpikeRecovery of each optimizer, by position
 
-    def __init__(self, clippers: Clippers, nonfinite: GuardPolicy, max_consecutive_skips: int | None) -> None:
+    def __init__(
+        self,
+        clippers: Clippers,
+        nonfinite: GuardPolicy = "skip",
+        max_consecutive_skips: int | None = 20,
+        **options: Any,
+    ) -> None:
+        check_clippers(clippers)
         check_guard_options(nonfinite, max_consecutive_skips)
         super().__init__()
         self._clippers = clippers
-        self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
+        self._options = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips, **options}
         self._remember(*filter(None, listed(clippers)))
 
     def _not_begun(self) -> dict[str, Any]:
@@ -101,8 +118,8 @@ class GuardJob(Job):
     def _load(self, state: dict[str, Any]) -> None:
         if sorted(state["guards"]) != sorted(self._attached):
             raise InvalidValueError(
-                f"the state is that of guards on the optimizers {sorted(state['guards'])}, by position in "
-                f"configure_optimizers, and here they are on {sorted(self._attached)}: expected the same ones. "
+                f"the checkpoint has guards on the optimizers {sorted(state['guards'])}, by position in "
+                f"configure_optimizers, and this run on {sorted(self._attached)}: expected the same optimizers. "
                 "Give GradGuardCallback the clippers of the run that is resumed, or start a new run with a new one."
             )
         for place, one in self._attached.items():
@@ -155,13 +172,13 @@ class ResilienceJob(GuardJob):
 
 
 def check_clipper(clipper: object) -> None:
-    """Raise if it is no rule for whole gradients.
+    """Raise if ``clipper`` is no rule for whole gradients.
 
     Args:
         clipper: The argument of the user.
 
     Raises:
-        InvalidTypeError: If it is none; of a rule for samples it says who takes it.
+        InvalidTypeError: If it is none; for a per-sample rule the words name the callback that takes it.
     """
     if not isinstance(clipper, gg.rules.Clipper):
         shown = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
@@ -171,7 +188,7 @@ def check_clipper(clipper: object) -> None:
 
 
 def check_clippers(clippers: object) -> None:
-    """Raise if it is none of `Clippers`.
+    """Raise if ``clippers`` is neither a clipper nor a list of clippers.
 
     Args:
         clippers: The argument of the user.
@@ -194,14 +211,14 @@ def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequenc
     """Return the clipper of each optimizer, None for one that is left alone.
 
     Args:
-        clippers: As `check_clippers` has found them good.
+        clippers: Clippers that `check_clippers` has accepted.
         optimizers: The optimizers, by position.
 
     Returns:
         As many as there are optimizers.
 
     Raises:
-        InvalidValueError: If there are others.
+        InvalidValueError: If there are more or fewer clippers than optimizers.
 
     Example:
         >>> import gradguard as gg
@@ -227,7 +244,7 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
 
     Args:
         call: The call of the user, for the message.
-        parameters: Whose gradients it would clip.
+        parameters: The parameters whose gradients the call would clip.
 
     Raises:
         InvalidValueError: If there is such a guard.

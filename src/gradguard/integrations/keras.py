@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, InvalidValueError, MissingPackageError, NonFiniteGradientError
+from gradguard.errors import InvalidTypeError, InvalidValueError, MissingPackageError, NonFiniteGradientError, refuse
 from gradguard.integrations.adapter import replaced
 from gradguard.integrations.guard_job import check_clipper
 from gradguard.integrations.versions import require
@@ -355,18 +355,23 @@ def _check(optimizer: Any, clipper: Any, policy: str, max_skips: int | None) -> 
         )
     check_clipper(clipper)
     check_guard_options(policy, max_skips)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise InvalidValueError(
+    refuse(
+        InvalidValueError,
+        (
+            isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
             "the optimizer is a LossScaleOptimizer, whose gradients are scaled: guard the one inside, "
-            "LossScaleOptimizer(guard(optimizer, clipper))."
-        )
-    if isinstance(optimizer, GuardedOptimizer):
-        raise InvalidValueError("the optimizer has a guard already: for two rules pass gradguard.Chain(a, b).")
-    if any(isinstance(leaf, gg.ClipAdaptive) for leaf in clipper.leaves()):
-        raise InvalidValueError(
+            "LossScaleOptimizer(guard(optimizer, clipper)).",
+        ),
+        (
+            isinstance(optimizer, GuardedOptimizer),
+            "the optimizer has a guard already: for two rules pass gradguard.Chain(a, b).",
+        ),
+        (
+            any(isinstance(leaf, gg.ClipAdaptive) for leaf in clipper.leaves()),
             "ClipAdaptive bounds the rows of a weight, and Keras stores kernels as [in, out], whose rows belong to "
-            "inputs. Expected a rule about norms or values, such as ClipByMedian() or AdaGC()."
-        )
+            "inputs. Expected a rule about norms or values, such as ClipByMedian() or AdaGC().",
+        ),
+    )
     _refuse_own_clip(optimizer)
 
 

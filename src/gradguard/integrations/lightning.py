@@ -23,10 +23,9 @@ from gradguard.integrations.guard_job import (
     GuardJob,
     OnlyGuard,
     ResilienceJob,
-    check_clippers,
     refuse_beside_a_guard,
 )
-from gradguard.integrations.lightning_clip import TrainersClip
+from gradguard.integrations.lightning_clip import LightningClip
 from gradguard.integrations.lightning_per_sample import PerSampleCallback
 from gradguard.integrations.lightning_private import PrivateCallback
 from gradguard.policies import GuardPolicy
@@ -35,7 +34,7 @@ from gradguard.torch_private import is_fsdp1
 __all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback", "guard_fabric"]
 
 
-class GradGuardCallback(GuardJob, TrainersClip):
+class GradGuardCallback(GuardJob, LightningClip):
     """Clip at each optimizer step of a Lightning Trainer, log what the clip did, and resume with the checkpoint.
 
     It attaches a `Guard` to each optimizer. That acts after ``on_before_optimizer_step`` of all callbacks and of the
@@ -45,7 +44,7 @@ class GradGuardCallback(GuardJob, TrainersClip):
     **Guarantees.**
 
     * Once for each optimizer step: automatic or manual optimization, ``accumulate_grad_batches``, closures, LBFGS,
-      also where ``self.optimizers(use_pl_optimizer=False)`` is stepped, of which no hook of Lightning tells.
+      also where ``self.optimizers(use_pl_optimizer=False)`` is stepped, for which Lightning calls no hook.
     * All precisions: 32-true, 64-true, 16-true, bf16-true, bf16-mixed, and 16-mixed also with a fused optimizer, which
       ``gradient_clip_val`` refuses. Thresholds are for gradients without the loss scale.
     * One device, DDP, ModelParallelStrategy (FSDP2) and FSDPStrategy (FSDP1): the norm is that of the
@@ -89,7 +88,7 @@ class GradGuardCallback(GuardJob, TrainersClip):
             ``guards[0].last``, ``guards[0].skipped_steps``.
 
     Raises:
-        InvalidTypeError: If ``clipper`` is none of these; what Lightning alone knows is refused when ``fit`` begins.
+        InvalidTypeError: If ``clipper`` is none of these; the trainer and the module are checked when ``fit`` begins.
         InvalidValueError: If ``nonfinite`` or ``max_consecutive_skips`` is none that `Guard` takes.
 
     Example:
@@ -117,7 +116,6 @@ class GradGuardCallback(GuardJob, TrainersClip):
         max_consecutive_skips: int | None = 20,
         log: str | None = "gradients",
     ) -> None:
-        check_clippers(clipper)
         super().__init__(clipper, nonfinite, max_consecutive_skips)
         self._prefix = log
 

@@ -8,7 +8,7 @@ from gradguard.errors import InvalidValueError
 from gradguard.integrations.adapter import Job
 
 
-class TrainersClip(Job, Callback):
+class LightningClip(Job, Callback):
     """A callback that clips in the place of its Trainer.
 
     A subclass is of one of the jobs too, begins it at the event by which there is what the job needs, and says what

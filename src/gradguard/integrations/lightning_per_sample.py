@@ -9,13 +9,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
 
 import gradguard as gg
-from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.adapter import Run, refuse
-from gradguard.integrations.lightning_clip import TrainersClip
+from gradguard.errors import InvalidValueError, UnsupportedGradientError, refuse
+from gradguard.integrations.adapter import Run
+from gradguard.integrations.lightning_clip import LightningClip
 from gradguard.integrations.sample_jobs import PerSampleJob, check_norm_clipper, undo_division
 
 
-class PerSampleCallback(PerSampleJob, TrainersClip):
+class PerSampleCallback(PerSampleJob, LightningClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a Lightning Trainer, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i
@@ -141,7 +141,37 @@ class PerSampleCallback(PerSampleJob, TrainersClip):
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         super()._refuse(trainer, module)
         self._refuse_others(trainer.callbacks)  # type: ignore[attr-defined]
-        _refuse(self, trainer, module)
+        which, name = type(self).__name__, type(module).__name__
+        if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
+            raise InvalidValueError(
+                f"{name} has a configure_gradient_clipping of its own, which would clip after the {which}: "
+                "expected one clip. Take it away."
+            )
+        check_norm_clipper(self.norm_clipper, trainer.world_size)
+        strategy, scaler = trainer.strategy, getattr(trainer.precision_plugin, "scaler", None)
+        refuse(
+            UnsupportedGradientError,
+            (
+                not module.automatic_optimization,
+                f"{name} optimizes by hand, so that it is not known which backward is for which step. Use "
+                "gg.PerSampleGradientClipper(self, ...) in its training_step.",
+            ),
+            (
+                not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy,
+                f"{which} trains on one device or under DDPStrategy, and not with {type(strategy).__name__}. Use "
+                "gg.PerSampleGradientClipper in a loop of your own, which takes fully_shard.",
+            ),
+            (
+                scaler is not None or trainer.precision == "16-mixed",
+                'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use '
+                '"bf16-mixed".',
+            ),
+            (
+                getattr(module, "_compiler_ctx", None) is not None,
+                f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before "
+                "torch.compile.",
+            ),
+        )
 
     def end(self) -> None:
         """Give module and strategy back; what was learned can still be read. May be repeated."""
@@ -150,39 +180,6 @@ class PerSampleCallback(PerSampleJob, TrainersClip):
             for name in ("training_step", "process_dataloader"):
                 vars(self._strategy).pop(name, None)
             self._strategy = None
-
-
-def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModule) -> None:
-    which = type(callback).__name__
-    name = type(module).__name__
-    if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
-        raise InvalidValueError(
-            f"{name} has a configure_gradient_clipping of its own, which would clip after the {which}: "
-            "expected one clip. Take it away."
-        )
-    check_norm_clipper(callback.norm_clipper, trainer.world_size)
-    strategy, scaler = trainer.strategy, getattr(trainer.precision_plugin, "scaler", None)
-    refuse(
-        (
-            not module.automatic_optimization,
-            f"{name} optimizes by hand, where nobody can tell which backward is for which step. Use "
-            "gg.PerSampleGradientClipper(self, ...) in its training_step.",
-        ),
-        (
-            not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy,
-            f"{which} trains on one device or under DDPStrategy, and not with {type(strategy).__name__}. Use "
-            "gg.PerSampleGradientClipper in a loop of your own, which takes fully_shard.",
-        ),
-        (
-            scaler is not None or trainer.precision == "16-mixed",
-            'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use "bf16-mixed".',
-        ),
-        (
-            getattr(module, "_compiler_ctx", None) is not None,
-            f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before "
-            "torch.compile.",
-        ),
-    )
 
 
 def refuse_optimizers(trainer: Trainer) -> None:

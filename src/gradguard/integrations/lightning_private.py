@@ -5,8 +5,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.adapter import Run, refuse
+from gradguard.errors import InvalidValueError, UnsupportedGradientError, refuse
+from gradguard.integrations.adapter import Run
 from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
 from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob
 
@@ -151,6 +151,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
         super()._refuse(trainer, module)
         changes = "changes what samples are drawn from, and with it what a step costs. Leave it out."
         refuse(
+            UnsupportedGradientError,
             (
                 any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks),  # type: ignore[attr-defined]
                 "GradientAccumulationScheduler changes the sampling rate between epochs. Use accumulate_grad_batches.",

@@ -67,14 +67,14 @@ class PerSampleJob(Job):
 
 
 class PrivateBatches:
-    """The loader of a trainer in private training: Poisson batches, of a number that the trainer knows.
+    """A trainer's loader in private training: it yields Poisson batches, and its length is known beforehand.
 
     Args:
-        loader: The trainer's own.
+        loader: The loader that the trainer would use.
         parts: How many batches it accumulates for a step.
         processes: How many train together.
-        training: Gives the training, which need not be there before the first batch is asked for.
-        place: Moves a batch to where it is trained on; None leaves that to the trainer.
+        training: Returns the training; it is called when the first batch is drawn.
+        place: Moves a batch to the device of the training; None leaves that to the trainer.
 
     Raises:
         InvalidValueError: If the loader is no DataLoader with a batch size.
@@ -116,7 +116,7 @@ class PrivateBatches:
         yield from batches if self._place is None else map(self._place, batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing, by which a trainer knows that it may go on within an epoch: the callback keeps the place."""
+        """Return an empty state, so that a trainer resumes within an epoch; the callback keeps the place."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class PrivateJob(PerSampleJob):
         """Begin the training, with what a checkpoint has counted.
 
         Raises:
-            InvalidValueError: If steps that were taken before would not be counted, or not known how many will be.
+            InvalidValueError: If earlier steps would not be counted, or the number of steps is not known.
             UnsupportedGradientError: If the trainer loops over batches of its own.
         """
         name, privacy, resumed = type(self).__name__, self._privacy, self._loaded
@@ -211,7 +211,7 @@ class PrivateJob(PerSampleJob):
 
 
 def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
-    """Raise if it is no rule for samples, or one that would differ between processes.
+    """Raise if ``norm_clipper`` is no per-sample rule, or one whose thresholds would differ between processes.
 
     Args:
         norm_clipper: The argument of the user.
@@ -235,12 +235,12 @@ def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
 def undo_division(clipper: gg.PerSampleGradientClipper, loss: Tensor, parts: int) -> None:
     """Take a trainer's division by the number of accumulated batches out of the backward of ``loss``.
 
-    It is part of no sample's own loss. Of shares it is, and stays. Call it with the loss that the trainer divides, or
-    has divided.
+    That division is no part of a sample's own loss. Where the losses of samples are shares of one loss it is a part
+    of them, and is kept. Call this with the loss before or after the trainer divides it.
 
     Args:
-        clipper: Who follows that backward.
-        loss: Whose backward is next.
+        clipper: The clipper that follows the backward.
+        loss: The loss whose backward is next.
         parts: The number that the trainer divides by.
     """
     if clipper.loss_reduction == "share":

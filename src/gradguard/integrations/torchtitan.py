@@ -82,8 +82,8 @@ class ReplacedClip:
         state = torch.load(io.BytesIO(state_dict["clipper"]), map_location="cpu", weights_only=True)
         if bool(state) != (self.clipper is not None):
             raise InvalidValueError(
-                "of the checkpoint and this call of replace_clip only one has a clipper: expected the same as in the "
-                "run that is resumed."
+                "either the checkpoint or this call of replace_clip has a clipper, and the other has none: "
+                "expected the same as in the run that is resumed."
             )
         if self.clipper is not None:
             self.clipper.load_state_dict(state)
@@ -131,8 +131,8 @@ def replace_clip(clipper: gg.rules.Clipper | None = None, *, nonfinite: NonFinit
         The replacement of torchtitan's function; its ``restore()`` takes it out again.
 
     Raises:
-        InvalidTypeError: If ``clipper`` is something else.
-        InvalidValueError: If ``nonfinite`` is, or ``clipper`` is a `Groups`.
+        InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidValueError: If ``nonfinite`` is unknown, or ``clipper`` is a `Groups`.
 
     Example:
         >>> import gradguard as gg

@@ -19,7 +19,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
 from gradguard.integrations.adapter import Run
 from gradguard.integrations.guard_job import GuardJob, ResilienceJob, check_clipper
-from gradguard.integrations.transformers_clip import TrainersClip
+from gradguard.integrations.transformers_clip import TransformersClip
 from gradguard.integrations.transformers_per_sample import PerSampleCallback
 from gradguard.integrations.transformers_private import PrivateCallback
 from gradguard.integrations.transformers_shares import LoudestSample, SampleNorms, SampleNormsCallback
@@ -39,7 +39,7 @@ __all__ = [
 _BLOCK = 1000
 
 
-class GradGuardCallback(GuardJob, TrainersClip):
+class GradGuardCallback(GuardJob, TransformersClip):
     """Let ``clipper`` clip once at each real step of a `transformers.Trainer`, instead of the Trainer.
 
     Pass it to the Trainer (``callbacks=[GradGuardCallback(clipper)]`` or ``trainer.add_callback``); nothing else

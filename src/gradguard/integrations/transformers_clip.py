@@ -28,7 +28,7 @@ _ASKED = (
 """Methods of the Trainer for which a callback may have one of its own, called by the name with one underscore."""
 
 
-class TrainersClip(Job, TrainerCallback):
+class TransformersClip(Job, TrainerCallback):
     """A callback that clips in the place of its Trainer, whose methods ask it.
 
     A subclass is of one of the jobs too, and says who clips (``_clip_grad_norm``, ``_get_grad_norm``), what is logged
@@ -123,7 +123,7 @@ class TrainersClip(Job, TrainerCallback):
 
 
 def watch_trainers() -> None:
-    """Let every Trainer ask its `TrainersClip`; Trainers without one do as before."""
+    """Let every Trainer ask its `TransformersClip`; Trainers without one do as before."""
     wrap_once(Trainer, "train", _train)
     for name in _ASKED:
         wrap_once(Trainer, name, partial(_ask, name))
@@ -132,8 +132,8 @@ def watch_trainers() -> None:
     wrap_once(trainer_module, "skip_first_batches", _skip_first_batches)
 
 
-def _clips_of(handler: CallbackHandler) -> list[TrainersClip]:
-    return [one for one in handler.callbacks if isinstance(one, TrainersClip)]
+def _clips_of(handler: CallbackHandler) -> list[TransformersClip]:
+    return [one for one in handler.callbacks if isinstance(one, TransformersClip)]
 
 
 def _ask(name: str, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def _take_out(original: Callable[..., Any], handler: CallbackHandler, *args: Any
     before = list(handler.callbacks)
     done = original(handler, *args, **kwargs)
     for clip in before:
-        if isinstance(clip, TrainersClip) and clip._acting and clip not in handler.callbacks:
+        if isinstance(clip, TransformersClip) and clip._acting and clip not in handler.callbacks:
             handler.callbacks[:] = before
             raise InvalidValueError(
                 f"a {type(clip).__name__} was removed while training, which would go on with another clip or with "

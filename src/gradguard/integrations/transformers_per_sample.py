@@ -11,19 +11,19 @@ from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, refuse
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.adapter import Run, refuse, replaced
+from gradguard.integrations.adapter import Run, replaced
 from gradguard.integrations.sample_jobs import PerSampleJob
 from gradguard.integrations.sample_losses import sample_losses
-from gradguard.integrations.transformers_clip import TrainersClip
+from gradguard.integrations.transformers_clip import TransformersClip
 
 _AGREEMENT = {torch.float32: 1e-4, torch.float64: 1e-9}  # in half precision the two losses round differently
 
 SampleLosses = Callable[[Any, Mapping[str, Any]], Tensor]
 
 
-class PerSampleCallback(PerSampleJob, TrainersClip):
+class PerSampleCallback(PerSampleJob, TransformersClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a `transformers.Trainer`, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i, \qquad
@@ -293,6 +293,7 @@ def _refuse_other_losses(which: str, trainer: Trainer) -> None:
     own = f"{type(trainer).__name__} has a %s of its own, so its %s is not the one whose gradients are clipped. "
     whole = "is set: a loss of the whole batch, and not the one whose gradients are clipped. Leave it out, and"
     refuse(
+        UnsupportedGradientError,
         *(
             (
                 getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name),
@@ -318,6 +319,7 @@ def refuse_unfollowed(which: str, trainer: Trainer) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     refuse(
+        UnsupportedGradientError,
         (
             accelerator.distributed_type != DistributedType.NO or args.n_gpu > 1,
             f"{which} trains in one process on one device, and not with {accelerator.distributed_type} on "
@@ -330,6 +332,6 @@ def refuse_unfollowed(which: str, trainer: Trainer) -> None:
         ),
         (
             args.fp16 and accelerator.scaler is None and accelerator.native_amp and args.device.type != "cpu",
-            "fp16 without a GradScaler of Accelerate's: the scale of the loss cannot be told. Use bf16.",
+            "fp16 without a GradScaler of Accelerate's: the scale of the loss is not known. Use bf16.",
         ),
     )

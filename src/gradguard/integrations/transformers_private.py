@@ -6,7 +6,8 @@ from typing import Any
 from transformers import Trainer
 
 import gradguard as gg
-from gradguard.integrations.adapter import refuse, replaced
+from gradguard.errors import UnsupportedGradientError, refuse
+from gradguard.integrations.adapter import replaced
 from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob
 from gradguard.integrations.transformers_per_sample import PerSampleCallback, run_of
 
@@ -93,6 +94,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
         refuse(
+            UnsupportedGradientError,
             (
                 trainer.args.fp16,
                 "fp16: the scale of the loss follows overflows, which tell of single samples. Use bf16.",

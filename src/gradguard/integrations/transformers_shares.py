@@ -17,7 +17,7 @@ from gradguard.arguments import check_whole
 from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.adapter import Run, replaced
 from gradguard.integrations.sample_jobs import PerSampleJob
-from gradguard.integrations.transformers_clip import TrainersClip
+from gradguard.integrations.transformers_clip import TransformersClip
 from gradguard.integrations.transformers_per_sample import refuse_unfollowed, run_of, without_autocast_in_forward
 from gradguard.listeners import Listener, tell_of
 
@@ -72,7 +72,7 @@ class SampleNorms:
         return _empty(self.norms).nonzero().flatten().tolist()
 
 
-class SampleNormsCallback(PerSampleJob, TrainersClip):
+class SampleNormsCallback(PerSampleJob, TransformersClip):
     r"""Measure how much each sample adds to the steps of a `transformers.Trainer`: which sequence made the spike?
 
     .. math:: g = \sum_{i=1}^{N} g_i, \qquad
@@ -167,6 +167,7 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
 
     def _attach(self, run: Run) -> None:
         if self._autocast is not None:
+            assert run.model is not None
             self._hooks.enter_context(_autocast_outside(run.model, self._autocast))
         super()._attach(run)
 

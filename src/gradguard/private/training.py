@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,19 @@ class _LogicalBatch:
     @property
     def is_complete(self) -> bool:
         return bool(self.taken) and self.taken[-1].ends
+
+
+@dataclass(frozen=True)
+class _Released:
+    """The gradients of one step, which `PrivateTraining.pre_step` has filled in.
+
+    Attributes:
+        gradients: The gradient of each parameter, and its version then.
+        may_step: Whether the optimizer has not yet stepped by them.
+    """
+
+    gradients: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+    may_step: bool = False
 
 
 @dataclass(eq=False)
@@ -128,8 +141,7 @@ class PrivateTraining:
         self._batches, self._group = batches, group
         self._for_trainer = for_trainer  # one that fetches ahead, and never asks for a batch after the last
         self._batch = _LogicalBatch()
-        self._filled: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}  # for one step, and their versions
-        self._may_step = False
+        self._released = _Released()
         self._pass = _Pass()  # whose batches may be used; another one where that must not go on
         self._resumed = False
         self._buffers = BufferWatch(clipper.module)
@@ -380,7 +392,7 @@ class PrivateTraining:
             try:
                 self.optimizer.step()
             finally:
-                for parameter in self._filled:
+                for parameter in self._released.gradients:
                     parameter.grad = None
 
     @torch.no_grad()
@@ -395,11 +407,11 @@ class PrivateTraining:
         own = deviation if rank_and_size(self._group)[0] == 0 else 0.0  # one process adds the noise
         self.noise.add_(taken.sums, own, unit=unit, divisor=self.terms.divisor)
         all_reduce_sum(taken.sums, self._group)
-        self._filled = {}
+        gradients: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}
         for parameter, total in zip(taken.parameters, taken.sums, strict=True):
             gradient = shard_like(total.to(parameter.dtype), parameter)
-            parameter.grad, self._filled[parameter] = gradient, (weakref.ref(gradient), version_of(gradient))
-        self._may_step = True
+            parameter.grad, gradients[parameter] = gradient, (weakref.ref(gradient), version_of(gradient))
+        self._released = _Released(gradients, may_step=True)
 
     def _deviation(self, sensitivity: float) -> float:
         multiplier = self.terms.gradient_noise_multiplier
@@ -423,14 +435,14 @@ class PrivateTraining:
     def _refuse_step(self, optimizer: Optimizer, evaluations: int) -> None:
         """Let one step through after `pre_step`, with the gradients that it has filled in."""
         del evaluations
-        allowed, self._may_step = self._may_step, False
-        if not allowed:
+        released, self._released = self._released, replace(self._released, may_step=False)
+        if not released.may_step:
             raise InvalidValueError(
                 "optimizer.step() was called in a private training, where gradients have no noise yet: call "
                 "private.step() after each backward instead. It steps the optimizer at the end of each logical batch."
             )
         for parameter, grad, is_own in self._held(optimizer):
-            if not is_own or version_of(grad) != self._filled[parameter][1]:
+            if not is_own or version_of(grad) != released.gradients[parameter][1]:
                 raise InvalidValueError(
                     f"{self._name_of(parameter)}: .grad was filled or changed after the noise was added, by another "
                     f"loss or another clip: the step would not be the private one. Leave gradients alone between "
@@ -450,7 +462,8 @@ class PrivateTraining:
         """The parameters that have gradients, with these, and whether they are those of `pre_step`."""
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
-                own = parameter in self._filled and self._filled[parameter][0]() is parameter.grad
+                gradients = self._released.gradients
+                own = parameter in gradients and gradients[parameter][0]() is parameter.grad
                 yield parameter, parameter.grad, own
 
     def _name_of(self, parameter: nn.Parameter) -> str:

@@ -1,4 +1,11 @@
-"""Surviving bursts of bad steps: `SpikeRecovery` goes back to snapshots; `Batches` knows the samples of each batch."""
+"""Surviving bursts of bad steps, and finding the samples that made them.
+
+`SpikeRecovery` (`spike_recovery`) follows the steps of a `Guard`. It keeps snapshots (`older_weights`), tries older
+weights after a burst of spikes, goes back to them if the burst is over, and lowers the learning rate where bursts
+return (`slow_down`). `Batches` remembers the samples and the loss of each micro-batch (`batch_iterators`);
+`find_culprit` names the micro-batches that made a spike (`culprit`), and `BadSamples` keeps them out of training.
+`write_evidence` saves a spike's step (`evidence`), and `gradguard replay-step` computes it again (`step_replay`).
+"""
 
 from gradguard.resilience.bad_samples import BadSample, BadSamples
 from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleIds

@@ -20,7 +20,7 @@ from gradguard.resilience.batch_iterators import SampleId, checked_ids
 
 @dataclass(frozen=True)
 class BadSample:
-    """Why a sample is left out.
+    """A sample that is left out, and the reason.
 
     Attributes:
         id: The sample.

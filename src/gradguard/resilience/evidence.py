@@ -54,7 +54,7 @@ class EvidenceBatch:
 
 @dataclass(frozen=True)
 class StepEvidence:
-    """The content of a file of `write_evidence`.
+    """The content of a file that `write_evidence` has written.
 
     Attributes:
         step: Number of the step that was a spike.
@@ -163,7 +163,7 @@ def write_evidence(
 
 
 def read_evidence(file: str | os.PathLike[str]) -> StepEvidence:
-    """Return the content of a file of `write_evidence`; no code of the file is run.
+    """Return the content of a file that `write_evidence` has written; no code in it is run.
 
     Raises:
         RecordError: If there is no such file, or `write_evidence` has not written it.
@@ -212,7 +212,7 @@ def _check(kind: type, *values: Any) -> None:
 
 
 class EvidenceFolder:
-    """Writes the evidence of spikes into a folder, not more often than wanted.
+    """Writes the evidence of spikes into a folder: at most one file in ``every`` steps.
 
     Args:
         folder: The path of the folder; made if it is not there.

@@ -23,7 +23,7 @@ class MeasuredStep:
 
     @classmethod
     def of(cls, step: int, numbers: Tensor | list[float]) -> "MeasuredStep":
-        """Take the numbers of a step apart: five flags, the number of spikes in a row, and the scores."""
+        """Unpack the numbers of a step: five flags, the number of spikes in a row, and the scores."""
         spike, stands_out, adopted, nonfinite, changed, in_a_row, *scores = (
             numbers.tolist() if isinstance(numbers, Tensor) else numbers
         )
@@ -45,7 +45,7 @@ class KeptSnapshot:
     snapshot: Snapshot
 
     def go_back(self) -> None:
-        """Put the snapshot back, but for generators and schedules, which go on."""
+        """Restore the snapshot, except generators and schedules, which go on."""
         self.snapshot.restore(rewind_generators=False, rewind_schedule=False)
 
 
@@ -63,13 +63,13 @@ class SnapshotShelf:
         self._spare: Snapshot | None = None
 
     def is_due(self, step: int, every: int, calm_since: int) -> bool:
-        """Tell whether to take a snapshot after ``step``: one in ``every``, and none while spikes are near."""
+        """Tell whether a snapshot is due after ``step``: one every ``every`` steps, none while spikes are near."""
         if not self.kept:
             return True
         return step - calm_since > self._delay and step - self.kept[-1].step >= max(every, self._delay)
 
     def take(self, step: int, now: int) -> None:
-        """Keep the state as it is at step ``now``, which is that after ``step``."""
+        """Take a snapshot at step ``now``; it holds the state after ``step``."""
         if len(self.kept) < 2:
             snapshot = self._make()
         else:  # the older one goes, unless the newer is too young to be alone: it may hold what is not detected yet
@@ -78,22 +78,22 @@ class SnapshotShelf:
         self.kept = sorted([*self.kept, KeptSnapshot(step, now, snapshot)], key=lambda kept: kept.step)
 
     def hold(self, step: int, now: int) -> None:
-        """Keep the state as that after ``step``, which it is if all steps since then turn out to be spikes."""
+        """Take a snapshot for the state after ``step``, which it holds if every later step was a spike."""
         self.take(step, now)
         self.held_at = now
 
     def settle(self, step: int) -> None:
-        """Note that ``step`` was taken: then what was held as from before it is from after it."""
+        """Note that ``step`` was taken: a snapshot held for an earlier state is of a later one, and is dropped."""
         if step <= self.held_at:
             del self.kept[-1:]
         self.held_at = 0
 
     def before(self, step: int) -> KeptSnapshot | None:
-        """Return the newest from before ``step``."""
+        """Return the newest snapshot of a state before ``step``; None if there is none."""
         return next((kept for kept in reversed(self.kept) if kept.step < step), None)
 
     def taken_before(self, step: int) -> KeptSnapshot | None:
-        """Return the newest that was taken before ``step`` began."""
+        """Return the newest snapshot that was taken before ``step`` began; None if there is none."""
         return next((kept for kept in reversed(self.kept) if kept.taken < step), None)
 
     def spare(self, step: int) -> KeptSnapshot:
@@ -105,7 +105,7 @@ class SnapshotShelf:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Older weights that were taken at the step ``began``, and the newer ones, which may come back."""
+    """A trial of the older weights ``base``, begun at the step ``began``; the ``newer`` ones may come back."""
 
     base: KeptSnapshot
     newer: KeptSnapshot
@@ -114,16 +114,16 @@ class Trial:
 
 @dataclass(slots=True)
 class Burst:
-    """Spikes in a row that were adopted, and what is still to be tried.
+    """A row of spikes that was adopted, and the older weights that are still to be tried.
 
     Attributes:
         first: The step of the first spike.
-        seen: The step on which they were adopted.
+        seen: The step on which the row was adopted.
         changed: Whether something else had changed the weights before.
-        trials: The steps at which to try older weights, each with these.
+        trials: The trials to come: the step at which each begins, and its older weights.
         lost: Steps whose work is lost: spikes that were skipped, and the steps of trials that failed.
-        trial: The one that runs; None between them.
-        good: Steps in a row that its weights have taken without a spike.
+        trial: The trial that is running; None between trials.
+        good: Steps in a row without a spike in that trial.
     """
 
     first: int
@@ -135,13 +135,13 @@ class Burst:
     good: int = 0
 
     def begin_trial(self, shelf: SnapshotShelf, step: int) -> None:
-        """Take the next older weights, and keep the newer ones."""
+        """Restore the older weights of the next trial, and keep the newer ones."""
         newer, (_, base) = shelf.spare(step), self.trials.pop(0)
         base.go_back()
         self.trial, self.good = Trial(base, newer, step), 0
 
     def end_trial(self, trial: Trial, step: int) -> None:
-        """Give the newer weights back."""
+        """Restore the newer weights."""
         self.lost += step - trial.began
         trial.newer.go_back()
         self.trial = None

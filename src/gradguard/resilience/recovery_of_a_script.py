@@ -84,7 +84,7 @@ class GuardEachOptimizer(Listener):
                 self._losses.add(losses, weights)
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
-        """The script clips: after it, the norm of the gradients tells nothing."""
+        """Note what the script clips: the norm of these gradients after its clip shows no spike."""
         if call.rule:
             self._clipped = parameters if call.rule == "norm" else ()
 
@@ -102,13 +102,13 @@ class GuardEachOptimizer(Listener):
                 _spikes_of(guard).hear(None if self._scales else norm.detach().reshape(()))
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
-        """A GradScaler scales losses: the loss is what it was before."""
+        """Note the loss as it was before a GradScaler scaled it."""
         if scaled is not loss:  # a scaler that is disabled gives it back
             self._scales = True
             self._losses.scaled(loss, scaled)
 
     def on_scaler_stepped(self, optimizer: Optimizer, step: ScalerStep) -> None:
-        """Losses that no step has taken are those of a step that the scaler left out."""
+        """Drop the losses of a step that the scaler left out."""
         del optimizer, step
         self._losses.clear()
 

@@ -133,7 +133,8 @@ class SpikeRecovery:
         clipper: The clipper; None for ``ClipByMedian()``.
         detector: The spike detector; None for ``SpikeDetector(cap=5)``. If its verdicts have no ``adopted``, spikes are
             only skipped.
-        extra_state: Further objects that go back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
+        extra_state: Further objects that a roll-back restores, as for `Snapshot`: schedulers, a GradScaler, an
+            averaged model.
         bad_samples: The list to which the samples of bursts and spikes are added; None for no list.
         snapshot_every: Steps between two snapshots.
         detection_delay: Steps from a measurement to the action on it; None for 2 on an accelerator, so that the host
@@ -537,8 +538,8 @@ _FORGOTTEN = 4
 
 def _forgotten(steps: int) -> str:
     return (
-        f"the optimizer has taken {steps} steps since resilience.step() was last called, which cannot follow what it "
-        "has not seen: it would neither go back nor count right. Call resilience.step() once after each "
+        f"the optimizer has taken {steps} steps since resilience.step() was last called, and SpikeRecovery has not "
+        "followed all of them: it could neither go back nor count right. Call resilience.step() once after each "
         "optimizer.step(): `gradguard explain resilience`."
     )
 
@@ -549,9 +550,9 @@ def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
 
 def _several(what: str) -> str:
     return (
-        f"{what}, and of several that step one after the other the first would take what the last finds to be a spike: "
-        "make one that steps all (Muon beside AdamW in `gradguard explain resilience`), or put all parameters into "
-        "one, with groups."
+        f"{what}, and several optimizers step one after the other: the first would take a step that the last finds to "
+        "be a spike. Pass one optimizer that steps all of them (Muon beside AdamW in `gradguard explain resilience`), "
+        "or put all parameters into one, with groups."
     )
 
 

@@ -30,7 +30,7 @@ _NEAR = 1.1
 
 @dataclass(frozen=True)
 class MeasuredBatch:
-    """A batch on the weights of one time: its loss, and the norm of the gradient that it alone has."""
+    """One batch measured with one set of weights: its loss, and the norm of its own gradient."""
 
     loss: float
     norm: float
@@ -38,10 +38,10 @@ class MeasuredBatch:
 
 @dataclass(frozen=True)
 class StateResult:
-    """The measurements of all batches on the weights of one time.
+    """The measurements of all batches with one set of weights.
 
     Attributes:
-        step: Number of the step that the weights were before; None of a file that does not say.
+        step: The step that these weights were the weights before; None if the file does not say.
         label: A name for them.
         suspects: The batches of the spike.
         others: Batches of other steps.
@@ -69,7 +69,7 @@ class ReplayReport:
 
     Attributes:
         verdict: ``"PASS"``: the spike comes back; ``"FAIL"``: it does not, on the very weights of the step;
-            ``"INCONCLUSIVE"``: it cannot be told.
+            ``"INCONCLUSIVE"``: it is not known.
         cause: ``"data"``, ``"weights"``, ``"both"`` (this batch on these weights), or None.
         reason: The reason for the verdict, in words.
         step: Number of the step.

@@ -1,1 +1,11 @@
-"""Finite spikes: detectors that recognise them, and the skip of a step that is one."""
+"""Finite spikes: steps whose loss or gradient norm stands far above the recent past, and the skip of such a step.
+
+The signals of a step are its loss and the norms of its gradients before the clip. A `Detector` (`spike_policy`) takes
+the signals of one step after the other and gives a `SpikeVerdict` on each; its state stays on their device.
+`SpikeDetector` (`detector`), the recommended rule, measures how far a signal is above the median of recent ones, in
+median absolute deviations. `SkipSpikes` (`skip`) gathers the signals for a `Guard`, over micro-batches and processes,
+and the guard skips the step if the verdict is a spike.
+
+**Guarantees.** All processes judge the same numbers, and skip the same steps. A step that is not finite leaves the
+history as it is. After as many spikes in a row as the detector's cap, their level is adopted as the usual one.
+"""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 from zlib import crc32
 
@@ -18,6 +19,25 @@ from gradguard.tensors.host_copy import is_captured, refuse_capture
 from gradguard.tensors.layout import are_readable, move, wide_dtype
 
 _MOST_KINDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _StepLosses:
+    """The losses that were recorded of the step that comes, on this process.
+
+    Attributes:
+        sums: The sums of weight * loss and of weight; None without a loss.
+        kinds: The kinds of these losses.
+        are_captured: Whether a CUDA graph was being recorded when the last was.
+    """
+
+    sums: Tensor | None = None
+    kinds: frozenset[str] = frozenset()
+    are_captured: bool = False
+
+    @property
+    def kind(self) -> str:
+        return " + ".join(sorted(self.kinds))
 
 
 class SkipSpikes:
@@ -99,10 +119,8 @@ class SkipSpikes:
         self.changed: Tensor | bool = False
         self.nonfinite_loss: Tensor | bool = False
         self._group = process_group
-        self._loss: Tensor | None = None  # the sums of weight * loss and of weight in this step, on this process
-        self._told: set[str] = set()  # of which kinds the losses in this step are
+        self._losses = _StepLosses()
         self._kinds = [""]  # those that have a scale of their own, in the order of the detector's signals
-        self._loss_is_captured = False  # told while a CUDA graph was being recorded
         self._known = [0, 0]  # spikes seen, and spikes skipped, that the host knows of
         self._counts: Tensor | None = None  # and those that only the device does
 
@@ -112,12 +130,12 @@ class SkipSpikes:
         return f"SkipSpikes({self.detector!r}{updates}{'' if self.act else ', act=False'})"
 
     def record_loss(self, loss: Tensor | float, weight: float | Tensor = 1.0, kind: str | None = None) -> None:
-        """Take the loss of one micro-batch of the step that comes.
+        """Record the loss of one micro-batch of the next step.
 
         Args:
             loss: The mean loss, without a loss scale; one number.
             weight: Its weight in the mean, such as its number of tokens.
-            kind: Which of several tasks or players it is of, where their sizes differ: each kind of step has a
+            kind: The task or player that it belongs to, where their losses differ in size: each kind of step has a
                 scale and a warm-up of its own. None for the kind of all others.
 
         Raises:
@@ -129,12 +147,13 @@ class SkipSpikes:
             raise InvalidTypeError(
                 f"kind={kind!r}: expected text, such as the name of a task, got {type(kind).__name__}."
             )
-        self._told.add(kind or "")
         value = _one_number("loss", loss, torch.device("cpu"))
         count = move(_one_number("weight", weight, value.device), value.device)
         new = torch.stack([torch.where(count == 0, 0.0, count * value), count])  # the mean of no tokens is NaN
-        self._loss_is_captured = isinstance(loss, Tensor) and is_captured(new.device)
-        self._loss = new if self._loss is None else move(self._loss, new.device, new.dtype) + new
+        before = self._losses
+        sums = new if before.sums is None else move(before.sums, new.device, new.dtype) + new
+        captured = isinstance(loss, Tensor) and is_captured(new.device)
+        self._losses = _StepLosses(sums, before.kinds | {kind or ""}, captured)
 
     def check_captured(self, device: torch.device) -> None:
         """Check that a step in a CUDA graph records its loss there too: else all replays would judge one number.
@@ -142,7 +161,8 @@ class SkipSpikes:
         Raises:
             UnsupportedGradientError: If one of the two is recorded in a graph and the other is not.
         """
-        if self._loss is None or (captured := is_captured(device)) == self._loss_is_captured:
+        losses = self._losses
+        if losses.sums is None or (captured := is_captured(device)) == losses.are_captured:
             return
         how = "as a tensor on the device, inside torch.cuda.graph(...)" if captured else "after each replay, outside"
         raise UnsupportedGradientError(
@@ -152,13 +172,12 @@ class SkipSpikes:
         )
 
     def forget_loss(self) -> None:
-        """Drop the losses taken so far: their step is over."""
-        self._loss, self._loss_is_captured = None, False
-        self._told.clear()
+        """Drop the losses recorded so far: their step is over."""
+        self._losses = _StepLosses()
 
     def _place(self) -> int:
         """The number of the scale of the step that comes; a step of several kinds is of a kind of its own."""
-        kind = self._kind()
+        kind = self._losses.kind
         if kind not in self._kinds:
             if len(self._kinds) > _MOST_KINDS:
                 raise InvalidValueError(
@@ -168,9 +187,6 @@ class SkipSpikes:
                 )
             self._kinds.append(kind)
         return self._kinds.index(kind)
-
-    def _kind(self) -> str:
-        return " + ".join(sorted(self._told))
 
     def signal_names(self, norms: Sequence[str]) -> list[str]:
         """Return the names of the detector's signals, in its order.
@@ -207,7 +223,8 @@ class SkipSpikes:
 
     def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
         """Do what `judge` does with norms that are plain numbers on the CPU, where no other process has a part."""
-        total, weight = (0.0, 0.0) if self._loss is None else self._loss.tolist()
+        sums = self._losses.sums
+        total, weight = (0.0, 0.0) if sums is None else sums.tolist()
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
         self.nonfinite_loss = weight > 0 and not math.isfinite(values[0]) and not bad
         if bad:
@@ -246,9 +263,10 @@ class SkipSpikes:
         """The signals of the step, what it weighs, and the number of its scale: 0 where processes tell other kinds."""
         wide = norms.to(wide_dtype(norms.device))
         wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
-        losses = wide.new_zeros(2) if self._loss is None else move(self._loss, wide.device, wide.dtype)
+        sums = self._losses.sums
+        losses = wide.new_zeros(2) if sums is None else move(sums, wide.device, wide.dtype)
         own = torch.where(bad, torch.nan, torch.cat([losses, wide]))
-        place, number = self._place(), crc32(self._kind().encode()) % 2**16
+        place, number = self._place(), crc32(self._losses.kind.encode()) % 2**16
         self.forget_loss()
         flags = torch.stack([_flag(one, own) for one in (bad, self._weights_changed())])
         if self.is_alone():

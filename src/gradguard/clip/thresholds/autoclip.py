@@ -81,7 +81,7 @@ class AutoClip(PercentileRule, ThresholdClipper):
         return torch.where(history.values.isnan().any(), torch.nan, threshold)
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
-        """Return ``c / n``; with ``strict_paper`` what `torch.nn.utils.clip_grad_norm_` multiplies by."""
+        """Return ``c / n``; with ``strict_paper`` the factor of `torch.nn.utils.clip_grad_norm_`."""
         if not self.strict_paper:
             return super().coefficient(norm, threshold)
         return pytorch_coefficient(TENSORS, norm, threshold)

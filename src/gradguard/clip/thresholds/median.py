@@ -148,7 +148,7 @@ class ClipByMedian(MedianRule, ThresholdClipper):
         return self._advance(rule, norm, enters, logarithms=RingHistory(self.state["logarithms"]))
 
     def choices(self, grads: Gradients) -> Settings:
-        """Return whether the optimizer's rates are known: a process that did not know them would clip otherwise."""
+        """Return whether the optimizer's rates are known: a process that does not know them would clip differently."""
         return ("norms alone" if grads.reach is None else "norms and the update",)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -45,12 +45,12 @@ class StatefulClipper(Clipper):
 
     @property
     def clipped_steps(self) -> Tensor:
-        """On how many of them the clip bound, 0-dim."""
+        """The number of steps on which the clip bound, 0-dim."""
         return self.state["counts"][1].clone()
 
     @property
     def nonfinite_steps(self) -> Tensor:
-        """On how many of them a gradient held NaN or infinity, 0-dim."""
+        """The number of steps on which a gradient held NaN or infinity, 0-dim."""
         return self.state["counts"][2].clone()
 
     def to(self, device: torch.device | str) -> Self:
@@ -181,7 +181,7 @@ class ThresholdClipper(StatefulClipper):
         return threshold
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
-        """Return what gradients of ``norm`` are multiplied by."""
+        """Return the factor for gradients of ``norm``."""
         return coefficient_of(TENSORS, norm, threshold)
 
     @torch.no_grad()

@@ -116,7 +116,7 @@ class ZClip(ZScoreRule, ThresholdClipper):
         return self._advance(self.next_threshold, norm, enters, first=RingHistory(self.state["first"]))
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
-        """Return ``c / n``; with ``strict_paper`` what the published code multiplies by."""
+        """Return ``c / n``; with ``strict_paper`` the factor of the published code."""
         if not self.strict_paper:
             return super().coefficient(norm, threshold)
         warm = self.state["count"] > self.warmup  # this step's norm is counted already

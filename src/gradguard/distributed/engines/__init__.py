@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from gradguard.distributed.engines.ddp import ReplicatedModules
-from gradguard.distributed.engines.deepspeed import ZeRO
 from gradguard.distributed.engines.dtensor import DTensors
 from gradguard.distributed.engines.engine import Engine, Held
 from gradguard.distributed.engines.fsdp1 import FlatParameters
 from gradguard.distributed.engines.megatron import Megatron
+from gradguard.distributed.engines.zero import ZeRO
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import Placement
 

@@ -7,7 +7,7 @@ from gradguard.monitoring.judge.detectors.layer_norms import Layers
 from gradguard.monitoring.judge.detectors.level import NormLevel
 from gradguard.monitoring.judge.detectors.loop_faults import Setup, is_setup_event
 from gradguard.monitoring.judge.detectors.loss import Loss
-from gradguard.monitoring.judge.detectors.loss_scale import LossScale
+from gradguard.monitoring.judge.detectors.loss_scale import ScaleFall
 from gradguard.monitoring.judge.detectors.outliers import Outliers
 from gradguard.monitoring.judge.detectors.update_sizes import Logits, Rule, UpdateSpikes
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
@@ -104,7 +104,7 @@ class Track:
         names = self.layers.names
         self.loss = Loss(log)
         self.level, self.outliers = NormLevel(log, self.loss, names), Outliers(log, names)
-        self.scale = LossScale(log)
+        self.scale = ScaleFall(log)
         self.update_spikes, self.rule, self.logits = UpdateSpikes(log), Rule(log, params), Logits(log)
         self.used: tuple[float, float] | None = None  # of a step that was taken: its learning rate, and the norm it got
 

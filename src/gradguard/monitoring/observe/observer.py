@@ -41,7 +41,7 @@ from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_s
 from gradguard.monitoring.observe.step import (
     Clips,
     GradientNorms,
-    LossScale,
+    ScalerFacts,
     ScriptClip,
     Skip,
     StepMeasurement,
@@ -116,7 +116,7 @@ class _Running(threading.local):
         self.optimizer: Callable[[], Optimizer | None] = lambda: None
         self.with_clips: StepMeasurement | None = None
         self.moving: Moving | None = None
-        self.scale: LossScale | None = None
+        self.scale: ScalerFacts | None = None
         self.reached = False
         self.is_timed = False
 
@@ -474,7 +474,7 @@ class Observer(Listener):
     def on_scaler_step(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """Note the loss scale."""
         del optimizer
-        self._thread.scale = LossScale(copied(step.loss_scale), step.scale is not None)
+        self._thread.scale = ScalerFacts(copied(step.loss_scale), step.scale is not None)
         self._thread.reached = False
 
     @safely

@@ -129,7 +129,7 @@ class Skip(NamedTuple):
     by_scaler: Any = None
 
 
-class LossScale(NamedTuple):
+class ScalerFacts(NamedTuple):
     """A GradScaler's part in a step.
 
     Attributes:
@@ -172,7 +172,7 @@ class StepMeasurement(NamedTuple):
     diagnostics: Diagnostics | None = None
     moved: Moved | None = None
     clips: Clips = Clips()
-    scale: LossScale | None = None
+    scale: ScalerFacts | None = None
     optimizer: int | None = None
     losses: Sequence[Any] = ()
     lr: Any = None

@@ -30,7 +30,7 @@ class _RecurrentArguments(NamedTuple):
         return (self.hx,) if isinstance(self.hx, Tensor) else tuple(self.hx)
 
 
-class _Pass:
+class _DirectedLayer:
     """One layer in one direction.
 
     Args:
@@ -118,7 +118,7 @@ def _run_layers(
         directions: list[Tensor] = []
         for suffix in ("", "_reverse")[: 1 + module.bidirectional]:
             start = tuple(tensor[len(last)] for tensor in given)
-            output, state = _Pass(replay, module, f"_l{layer}{suffix}").run(sequence, start)
+            output, state = _DirectedLayer(replay, module, f"_l{layer}{suffix}").run(sequence, start)
             directions.append(output)
             last.append(state)
         sequence = torch.cat(directions, 2)
@@ -143,7 +143,7 @@ def recurrent_cell(call: LayerCall) -> dict[str, Contribution]:
     axis = sample_axis(call, {name: (x, 0) for name, x in zip(("input", "h", "c"), given, strict=False)}, "a cell")
     sequence, *state = (tensor.to(module.weight_hh.dtype) for tensor in given)
     return replayed(
-        call, axis, 0.0, lambda replay: [*_Pass(replay, module).run(sequence.unsqueeze(0), tuple(state))[1]]
+        call, axis, 0.0, lambda replay: [*_DirectedLayer(replay, module).run(sequence.unsqueeze(0), tuple(state))[1]]
     )
 
 

@@ -11,7 +11,7 @@ AMP_SKIPS = 12
 _NEVER = -1
 
 
-class LossScale:
+class ScaleFall:
     """Whether a loss scaler falls without end.
 
     Args:
