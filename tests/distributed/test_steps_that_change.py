@@ -93,6 +93,7 @@ class Guarded:
 
     def __call__(self):
         self.optimizer.step()
+        assert self.guard.last is not None
         return self.guard.last.norm
 
 
@@ -171,7 +172,7 @@ def test_each_step_is_right_or_refused_by_all(pool):
 def main():
     from pool import Pool
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", action="store_true")

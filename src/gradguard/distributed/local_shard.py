@@ -28,8 +28,8 @@ class LocalShard:
         padding: Number of elements at the end that are not of the whole.
         placement: The processes that hold the whole, and how many of them hold this part.
         is_known: Whether the layout tells which elements the part has.
-        reduced: Of each mesh dimension along which the whole is the sum (mean, maximum, ...) of what processes hold:
-            the operation, and which of these processes this one is.
+        reduced: Operation by which processes make the whole (sum, avg, max, ...), for each mesh dimension along which
+            they do, and which of these processes this one is.
     """
 
     shape: tuple[int, ...]
