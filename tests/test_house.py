@@ -27,6 +27,32 @@ def test_the_ground_floor_knows_tensors_only(file):
     assert not {m for m in modules if m.startswith(("torch.nn", "torch.optim", "torch.distributed"))}
 
 
+LAYOUT = {
+    "device_mesh", "get_coordinate", "to_local", "full_tensor", "redistribute", "from_local", "_local_tensor", "_spec",
+    "tensor_model_parallel", "partition_dim", "partition_stride", "_flat_param",
+}  # fmt: skip
+
+
+def test_one_folder_talks_to_other_processes_and_asks_tensors_how_they_are_spread():
+    """The import linter sees who imports `torch.distributed`, and not who uses it as an attribute of torch."""
+    names = re.compile(r"torch\.distributed\b")
+    found = {
+        file.relative_to(SOURCE).as_posix()
+        for file in sorted(SOURCE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if (
+            isinstance(node, ast.Attribute)
+            and (names.match(ast.unparse(node)) or (node.attr in LAYOUT and ast.unparse(node.value) != "self"))
+        )
+        or (
+            (isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"))
+            and getattr(node.args[1], "value", None) in LAYOUT
+        )
+    }
+    others = {one for one in found if not one.startswith("distributed/")}
+    assert others == {"torch_private.py", "clip/qk_clip.py"}, "which head's rows a process has, asks QK-clip itself"
+
+
 def test_each_test_file_has_a_name_of_its_own():
     names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))  # pytest takes them for modules
     assert [name for name, count in names.items() if count > 1] == []

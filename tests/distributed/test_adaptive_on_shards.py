@@ -454,7 +454,7 @@ def clip_partial_parameter():
 def test_a_layout_that_does_not_tell_is_refused(pool):
     for error in pool(2).outcomes(clip_partial_parameter):
         assert isinstance(error, UnsupportedGradientError)
-        assert "`strange` is laid out as" in str(error)
+        assert "`strange` is the sum of what its processes hold" in str(error)
         assert "exclude it" in str(error)
 
 

@@ -262,7 +262,7 @@ def ran_by_summands():
 
 
 def test_summands_are_added_up_first(pool):
-    """One collective for each Partial gradient, as documented, and the one of the norm."""
+    """As documented: one that tells which there are, one for each Partial gradient, and the one of the norm."""
     for names in pool(4).run(ran_by_summands):
-        assert len(names) == 4 + 1
+        assert len(names) == 1 + 4 + 1
         assert names[-1] == "allreduce_"

@@ -6,7 +6,7 @@ import time
 import pytest
 from refusals import refusal
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 import gradguard as gg
 from cases import random
@@ -22,6 +22,10 @@ def clip_then_another(how):
         gg.clip_grad_norm_(second, 1.0)
     if mesh("row").get_local_rank() != 1:
         second = first
+        first[0][1].grad = first[0][1].grad if how != "a sum on one" else None
+    elif how == "a sum on one":
+        second = first
+        first[0][1].grad = DTensor.from_local(random(6, 2), mesh("row"), [Partial()])
     elif how == "new parameters":
         p = nn.Parameter(distribute_tensor(random(6, 2), mesh("row"), first[0][1].placements, src_data_rank=None))
         p.grad = first[0][1].grad
@@ -33,6 +37,7 @@ def clip_then_another(how):
 SAYS = {
     "shorter": r"rank 1 came with another list of gradients than rank 0: 1 parameters instead of 2: it lacks `two`",
     "known": "another rank clipped another list of gradients in this place",
+    "a sum on one": r"rank 1 has gradients laid out anew, Partial for instance, of which rank 0 has none",
     "new parameters": r"rank 1 came with new parameters, rank 0 with those that it has clipped before",
 }
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_resilience_on_shards import sharded, weights
+from torch.distributed import checkpoint as checkpoint_of_all
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -140,6 +142,43 @@ def test_another_number_of_processes_is_refused(pool, tmp_path, group_of_one):
     was, here = (1, 2) if group_of_one else (2, 1)
     for told in pool(2).run(other_number, str(tmp_path / "a"), group_of_one):
         assert f"is a snapshot of {was} processes, and here are {here}" in told
+
+
+def carried_over(folder):
+    """What the error advises: two processes restore a snapshot and save a checkpoint, from which each goes on alone."""
+    parts = model, optimizer = sharded()
+    backward(model, "FSDP2", 0)
+    optimizer.step()
+    snapshot = gg.Snapshot(*parts)
+    snapshot.take()
+    snapshot.save(folder / "snapshot")
+    right, parts = weights(*parts), sharded()
+    gg.Snapshot.load(folder / "snapshot", *parts).restore()
+    torch.testing.assert_close(weights(*parts), right, rtol=0, atol=0)
+    checkpoint_of_all.save(dict(zip(KEYS, get_state_dict(*parts), strict=True)), checkpoint_id=folder / "checkpoint")
+    alone = plain()
+    state = dict(zip(KEYS, get_state_dict(*alone), strict=True))
+    with pytest.warns(UserWarning, match="load in a single process"):
+        checkpoint_of_all.load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
+    set_state_dict(*alone, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return [
+        (whole(p).tolist(), *(whole(moment).tolist() for moment in optimizer.state[p].values()))
+        for model, optimizer in (parts, alone)
+        for p in model.parameters()
+    ]
+
+
+KEYS = "model", "optimizer"
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_another_number_of_processes_goes_on_from_a_checkpoint(pool, tmp_path):
+    for found in pool(2).run(carried_over, tmp_path):
+        half = len(found) // 2
+        assert found[:half] == found[half:]
 
 
 def one_cannot_write(folder):

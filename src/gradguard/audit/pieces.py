@@ -17,13 +17,11 @@ from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import (
     Placement,
     gradient_of,
-    is_partial,
     is_sharded,
     local_part,
     placement_of,
-    sharded_as,
 )
-from gradguard.distributed.redistribute import added_up, redistributed
+from gradguard.distributed.redistribute import added_up, part_in_layout_of
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.tensors.sketch import flat_chunks, in_chunks, sketch_of
@@ -115,15 +113,7 @@ class Piece:
 
     def _before_as(self, now: Any) -> Tensor | None:
         """Return the gradient before the clip in the layout of ``now``; None if the two cannot be compared."""
-        grad = self._grad
-        laid_out: Any = getattr(grad, "placements", None)
-        placements: Any = getattr(now, "placements", None)
-        if placements == laid_out:
-            return self._before
-        if None in (laid_out, placements) or now.device_mesh != grad.device_mesh or is_partial(now):
-            return None
-        before = sharded_as(self._before, grad.device_mesh, laid_out, grad.shape, grad.stride())
-        return local_part(redistributed(before, placements, TASK))
+        return part_in_layout_of(now, self._before, self._grad, TASK)
 
     def _part_of(self, tensor: Any) -> Tensor:
         """Return what this process holds of it in a parameter or its gradient."""
@@ -132,11 +122,7 @@ class Piece:
 
     def _adds_up(self, value: float) -> bool:
         """Tell whether this process' summand is the value; of sums all but one are zero."""
-        if not is_sharded(self._grad):
-            return True
-        coordinate = self._grad.device_mesh.get_coordinate()
-        kinds = zip(self._grad.placements, coordinate, strict=True)
-        return not any(p.is_partial() and getattr(p, "reduce_op", "sum") == "sum" and at > 0 for p, at in kinds)
+        return not any(operation == "sum" and at > 0 for operation, at in self._shard.reduced)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -196,7 +182,7 @@ def _check(grad: Tensor, name: str) -> None:
             f"elements of the gradient of {name} share memory, so that it cannot be written: give it memory of its own "
             "with p.grad = p.grad.contiguous()."
         )
-    reduce_ops = {getattr(p, "reduce_op", "sum") for p in getattr(grad, "placements", ()) if p.is_partial()}
+    reduce_ops = {operation for operation, _ in shard_of(grad).reduced}
     if not reduce_ops <= {"sum", "avg", "max", "min"}:
         raise UnsupportedGradientError(f"the gradient of {name} is Partial({reduce_ops}): expected a sum.")
 

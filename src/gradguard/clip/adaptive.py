@@ -590,14 +590,12 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
             f"{name} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters, so that adaptive clipping "
             "cannot tell their rows: use torch.distributed.fsdp.fully_shard(model)."
         )
-    sizes, placements = (tensor.device_mesh.shape, tensor.placements) if is_sharded(tensor) else ((), ())  # type: ignore[attr-defined]
-    for placement, size in zip(placements, sizes, strict=True):
-        if size > 1 and not placement.is_replicate() and not hasattr(placement, "dim"):
-            raise UnsupportedGradientError(
-                f"{name} is laid out as {placement}: adaptive clipping needs to know which elements of it a process "
-                "holds, so expected Shard(...) or Replicate(). Redistribute it, or exclude it."
-            )
     shard = shard_of(tensor)
+    for operation, _ in shard.reduced:
+        raise UnsupportedGradientError(
+            f"{name} is the {operation} of what its processes hold: adaptive clipping needs to know which elements of "
+            "it a process holds, so expected Shard(...) or Replicate(). Redistribute it, or exclude it."
+        )
     cut = {dim for dim, entries in enumerate(shard.along) if entries is not None}
     if not cut or cut == {layout.dim}:
         return HeldUnits(layout)
@@ -605,8 +603,8 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
         return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
     if not shard.is_known:
         raise UnsupportedGradientError(
-            f"{name} is laid out as {placements} in an order that does not tell which of the entries of dimension "
-            f"{layout.dim} this process holds. Use the placements that distribute_tensor, fully_shard or "
+            f"{name} is laid out as {shard.placement.layout} in an order that does not tell which of the entries of "
+            f"dimension {layout.dim} this process holds. Use the placements that distribute_tensor, fully_shard or "
             "parallelize_module make, or exclude it from adaptive clipping."
         )
     columns, count = shard.entries(layout.dim), shard.shape[layout.dim]

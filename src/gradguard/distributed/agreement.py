@@ -365,7 +365,10 @@ def told_difference(store: Any) -> str | None:
             (one, expected, _), (rank, theirs, known) = sorted([first_of[stage], tuple(its)])
             if theirs == expected:
                 new, old = (one, rank) if known else (rank, one)
-                return f"rank {new} came with new parameters, rank {old} with those that it has clipped before"
+                return (
+                    f"rank {new} came with new parameters, rank {old} with those that it has clipped before (or rank "
+                    f"{new} has gradients laid out anew, Partial for instance, of which rank {old} has none)"
+                )
             return (
                 f"rank {rank} came with another list of gradients than rank {one}: "
                 f"{_first_difference(theirs, expected)}"

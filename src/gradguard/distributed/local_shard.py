@@ -28,6 +28,8 @@ class LocalShard:
         padding: Number of elements at the end that are not of the whole.
         placement: The processes that hold the whole, and how many of them hold this part.
         is_known: Whether the layout tells which elements the part has.
+        reduced: Operation by which processes make the whole (sum, avg, max, ...), for each mesh dimension along which
+            they do, and which of these processes this one is.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class LocalShard:
     padding: int = 0
     placement: Placement = WHOLE
     is_known: bool = True
+    reduced: tuple[tuple[str, int], ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ collective, are the same on every process whatever gradients are present, and th
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,10 +41,10 @@ from gradguard.distributed.reduction_group import (
     refuse_unnamed_stages,
     several_processes,
 )
-from gradguard.distributed.replicas import balances, balances_of_moved
+from gradguard.distributed.replicas import balances, balances_of_moved, may_lack_summands
 from gradguard.distributed.stages import Names, StageLists, details_of
 from gradguard.distributed.wrappers import check_gradients, check_wrappers
-from gradguard.errors import InvalidValueError
+from gradguard.errors import DistributedError, InvalidValueError, UnsupportedGradientError
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_of
 
@@ -97,7 +98,7 @@ class NormPlan:
     ) -> None:
         self._placements = placements
         self._moved: dict[int, Any] = {}
-        moves = self._new_moves(tensors)
+        moves = self._moves(tensors)
         where = meeting_device(tensors)
         is_wide = not {t.dtype for t in tensors}.isdisjoint(_WIDE)
         holders_of = {p: _holders(p, union) for p in set(placements)}
@@ -132,6 +133,9 @@ class NormPlan:
         self._copies = Copies(
             torch.tensor(copied, dtype=torch.int64, device="cpu"), [called(self.names, i) for i in copied]
         )
+        self._asks = device.type == "cpu"  # where the host waits anyhow
+        self._codes = torch.zeros(count, dtype=torch.float64, device="cpu")  # of layouts unlike the parameters'
+        self._due: Collection[int] = ()
         if self.reducer.moves:
             self._agree_on(moves)
         self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were last looked at
@@ -148,9 +152,9 @@ class NormPlan:
             if its_stage == stage:
                 found |= its
         self._moved = dict(sorted(found.items()))
-        for i, balance in balances_of_moved(self._moved, union, dist.get_rank()).items():
-            self._balances[i] = balance
-        self.balance_of_all = self._balances.sum().to(self.reducer.device)
+        if not self._asks:
+            self._balances[[*self._moved]] = balances_of_moved(self._moved, union, dist.get_rank())
+            self.balance_of_all = self._balances.sum().to(self.reducer.device)
 
     def is_for(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether ``tensors``, for which the plan was made, are laid out as then: what is swapped stays itself."""
@@ -173,9 +177,8 @@ class NormPlan:
         if len(present) < len(tensors):
             gradients = list(map(dict(zip(present, gradients, strict=True)).get, range(len(tensors))))
         specs = specs_of(gradients)
-        if self._moved or not are_known(specs, self._specs):
-            if moves := self._new_moves(tensors):
-                self._agree_on(moves)
+        if self.reducer.moves or not are_known(specs, self._specs):
+            self._look_at_layouts(tensors)
             self._bring_in_line(tensors, gradients, names)
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
@@ -191,13 +194,59 @@ class NormPlan:
                 parts[place] = local_part(gradient)
         return HeldParts(parameters, parts, self.names, part)
 
-    def _new_moves(self, tensors: Sequence[Any]) -> dict[int, Any]:
-        """Return, by position, the placements of gradients newly found to be laid out unlike their parameters."""
+    def _moves(self, tensors: Sequence[Any]) -> dict[int, Any]:
+        """Return, by position, the placements of gradients that are laid out unlike their parameters."""
         return {
             i: spec.placements
             for i, (spec, placement) in enumerate(zip(specs_of(grads_of(tensors)), self._placements, strict=True))
-            if spec and placement.kinds and spec.placements not in (placement.kinds, self._moved.get(i))
+            if spec and placement.kinds and spec.placements != placement.kinds
         }
+
+    def _look_at_layouts(self, tensors: Sequence[Tensor]) -> None:
+        """Agree on the layouts of gradients, and on those that this process gets a part of though it has none."""
+        moves = self._moves(tensors)
+        is_new = any(self._moved.get(i) != placements for i, placements in moves.items())
+        if is_new and not self.reducer.moves:
+            self.reducer.begin_moves()
+        if self.reducer.moves and self._asks:
+            is_new = self._ask_for_layouts(tensors, moves)
+        if is_new:
+            self._agree_on(moves)
+
+    def _ask_for_layouts(self, tensors: Sequence[Tensor], moves: Mapping[int, Any]) -> bool:
+        """Find out which gradients are laid out unlike their parameters on any process.
+
+        Returns:
+            Whether some newly are.
+
+        Raises:
+            UnsupportedGradientError: On all processes, if a gradient is laid out differently on two of them.
+            DistributedError: On all processes, if one lacks a part of a gradient that the others cannot know.
+        """
+        most, least = torch.full((2, len(self.weights)), -torch.inf, dtype=torch.float64, device="cpu")
+        lacks, needs_all = torch.zeros_like(most), torch.zeros_like(most)
+        for i, (place, gradient) in enumerate(zip(self.places, grads_of(tensors), strict=True)):
+            if gradient is None or not self._placements[i].kinds:
+                lacks[place] = 1.0
+                continue
+            most[place] = zlib.crc32(repr(moves[i]).encode()) + 1 if i in moves else 0
+            least[place] = -most[place]
+            needs_all[place] = i in moves and not may_lack_summands(moves[i])
+        most, least, lacks, needs_all = self.reducer.largest(most, least, lacks, needs_all)
+        for place in (most > -least).nonzero().flatten().tolist():
+            raise UnsupportedGradientError(
+                f"the gradient of {called(self.names, place)} is laid out differently on two processes, whose parts "
+                "cannot be told then: lay it out as the parameter, or in one way on all."
+            )
+        for place in (needs_all * lacks).nonzero().flatten().tolist():
+            raise DistributedError(
+                f"the gradient of {called(self.names, place)} is laid out unlike its parameter and None on some of the "
+                "ranks: their part of it cannot be told. Fill missing ones with zeros."
+            )
+        is_new = bool(((most > 0) & (most != self._codes)).any())
+        self._codes = torch.where(most > 0, most, self._codes)
+        self._due = {i for i, place in enumerate(self.places) if most[place] > 0}
+        return is_new
 
     def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Names) -> None:
         for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
@@ -211,7 +260,7 @@ class NormPlan:
             is_due = gradient is not None and not is_laid_out_as(gradient, tensors[i])
             # One that is laid out right, or missing, joins with zeros those of other processes.
             right = laid_out_as(gradient if is_due else None, tensors[i], placements)
-            if is_due:
+            if is_due or (gradient is None and i in self._due):
                 tensors[i].grad = gradients[i] = right
 
     def _of_present(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:

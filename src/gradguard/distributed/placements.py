@@ -40,6 +40,14 @@ class Placement:
         object.__setattr__(self, "is_whole", self.replicas == max(1, len(self.ranks)))
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dimension of the mesh, by name; empty for an ordinary tensor."""
+        if self.mesh is None:
+            return {}
+        names = self.mesh.mesh_dim_names or [f"dim {k}" for k in range(self.mesh.ndim)]
+        return dict(zip(names, self.mesh.shape, strict=True))
+
+    @property
     def place(self) -> tuple[int, int]:
         """The number of this process' part, equal on all that hold it, and which of these copies it has."""
         if self.mesh is None:
@@ -171,10 +179,3 @@ def is_laid_out_as(gradient: Any, parameter: Tensor) -> bool:
     """Tell whether each process holds the same part of two DTensors on one mesh; of a Partial one, none."""
     # A Partial parameter counts as Replicate: whatever it is laid out as, its gradient must have been added up.
     return gradient.placements == placement_of(parameter).kinds
-
-
-def usual_placements() -> dict[str, Any]:
-    """Return replicas and shards of up to 8 dimensions, by the texts that tell them."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    return {repr(kind): kind for kind in (Replicate(), *(Shard(dim) for dim in range(8)))}

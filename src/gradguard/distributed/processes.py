@@ -32,6 +32,11 @@ def rank_and_size(group: Any = None) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
+def joined_rank_and_size() -> tuple[int, int] | None:
+    """Return the number of this process and how many there are; None before `torch.distributed` joins them."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
+
+
 def meet_under(name: str) -> None:
     """Let this process meet others under keys of that name: a launcher's store may hold those of an earlier meeting.
 

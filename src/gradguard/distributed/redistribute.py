@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradguard.distributed.placements import is_partial, is_sharded, placement_of
+from gradguard.distributed.placements import is_partial, is_sharded, local_part, placement_of, sharded_as
 from gradguard.distributed.processes import run
 from gradguard.distributed.reduction_group import group_of
 
@@ -41,6 +41,30 @@ def redistributed(tensor: Any, placements: Sequence[Any], task: str = "") -> Ten
         return one.redistribute(mesh, placements)
 
     return _sent(tensor, send, task)
+
+
+def part_in_layout_of(now: Any, values: Tensor, before: Any, task: str = "") -> Tensor | None:
+    """Return this process' part, in the layout of ``now``, of a tensor that was laid out as ``before``.
+
+    Args:
+        now: A tensor of the same shape.
+        values: The part of this process then.
+        before: A tensor laid out as then.
+        task: As in `whole_of`.
+
+    Returns:
+        The part, which is ``values`` if the layout is the same; None if the two layouts cannot be compared.
+    """
+    if not is_sharded(now) and not is_sharded(before):
+        return values
+    if is_sharded(now) != is_sharded(before) or now.device_mesh != before.device_mesh:
+        return None
+    if now.placements == before.placements:
+        return values
+    if is_partial(now):
+        return None
+    whole = sharded_as(values, before.device_mesh, before.placements, before.shape, before.stride())
+    return local_part(redistributed(whole, now.placements, task))
 
 
 def laid_out_as(gradient: Tensor | None, parameter: Any, placements: Sequence[Any]) -> Tensor:

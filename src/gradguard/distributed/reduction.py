@@ -113,7 +113,7 @@ class Reducer:
 
     Attributes:
         wide: Whether powers may leave the range on any process.
-        moves: Whether any process has such gradients.
+        moves: Whether any process has such gradients, or has had some.
         agreement: The result of `agree`.
         is_alone: Whether no other process takes part.
         number: The number of the agreement, and its square.
@@ -137,6 +137,23 @@ class Reducer:
         self.wide, self.moves = self.agreement.wishes
         number = self.agreement.number
         self.number = torch.tensor([number, number**2], dtype=torch.float64, device=self.device)
+
+    def begin_moves(self) -> None:
+        """Let all processes come where some gradients are, for the first time, laid out unlike their parameters.
+
+        Raises:
+            DistributedError: If a process has none such; where the host waits, it is named within seconds.
+        """
+        if not self.is_alone:
+            agree(self.union, self._signature, (), self.device)
+        self.moves = True
+
+    def largest(self, *values: Tensor) -> list[Tensor]:
+        """Return the largest of each value on any process: one all-reduce."""
+        vector = torch.cat(values)
+        if not self.is_alone:
+            self.run(vector, dist.ReduceOp.MAX)
+        return [*vector.split([*map(len, values)])]
 
     def run(self, vector: Tensor, operation: Any) -> None:
         """All-reduce ``vector``.

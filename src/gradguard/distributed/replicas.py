@@ -5,7 +5,7 @@ One number in the one all-reduce tells. For each gradient that is both split and
 these cancel exactly, over some of them almost never.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -39,26 +39,25 @@ def balances(placements: Sequence[Placement | None], union: ReductionGroup, me: 
     return found
 
 
-def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: ReductionGroup, me: int) -> dict[int, float]:
-    """Return what this process adds for gradients laid out unlike their parameters, which will be redistributed.
-
-    All processes must have them, or none, because a part that one lacks cannot be told from zeros. Sums are an
-    exception: what is missing there is a summand of 0.
+def balances_of_moved(moved: Collection[int], union: ReductionGroup, me: int) -> Tensor:
+    """Return what this process adds for gradients laid out unlike their parameters, which all must have, or none.
 
     Args:
-        moved: How each is laid out, by its position.
+        moved: The positions of the gradients.
         union: Who takes part.
         me: The global rank of this process.
     """
     holder, holders = sorted(union.stage).index(me), len(union.stage)
-    found = {}
-    for i, placements in moved.items():
-        partial = [p for p in placements if p.is_partial()]
-        is_sum = all(getattr(p, "reduce_op", None) == "sum" for p in partial)
-        if any(p.is_replicate() for p in placements) or not partial or not is_sum:
-            mine, next_one = (_mixed(torch.tensor(i, device="cpu"), 0, j % holders) for j in (holder, holder + 1))
-            found[i] = float(mine - next_one)
-    return found
+    numbers = torch.tensor([*moved], dtype=torch.int64, device="cpu")
+    mine, next_one = (_mixed(numbers, 0, j % holders) for j in (holder, holder + 1))
+    return (mine - next_one).double()
+
+
+def may_lack_summands(placements: Sequence[Any]) -> bool:
+    """Tell whether a gradient laid out so is a sum in which a process without it has a summand of 0."""
+    partial = [p for p in placements if p.is_partial()]
+    is_sum = all(getattr(p, "reduce_op", None) == "sum" for p in partial)
+    return bool(partial) and is_sum and not any(p.is_replicate() for p in placements)
 
 
 def _own_part(placement: Placement, union: ReductionGroup, me: int) -> tuple[int, int, int]:

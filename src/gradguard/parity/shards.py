@@ -12,7 +12,7 @@ from gradguard.distributed.engines import shard_of
 from gradguard.distributed.engines.fsdp1 import FlatParameters
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.local_shard import LocalShard, cut_along
-from gradguard.distributed.placements import gradient_of, is_sharded, local_part
+from gradguard.distributed.placements import gradient_of, is_sharded, local_part, placement_of
 from gradguard.distributed.processes import gather
 from gradguard.distributed.redistribute import added_up
 from gradguard.distributed.wrappers import named_parameters, plain_names
@@ -45,8 +45,8 @@ class LocalParameter:
     is_given: bool = False
 
     def weights(self) -> tuple[LocalShard, Tensor]:
-        """Return the part, and its weights, whose memory is the model's."""
-        return self._of(self.parameter.detach())
+        """Return the part, and its weights, whose memory is the model's. A collective where it is a Partial DTensor."""
+        return self._of(added_up(self.parameter.detach(), TASK))
 
     def gradient(self) -> tuple[LocalShard, Tensor] | None:
         """Return the part, and its gradient; None if there is none. A collective where it is a Partial DTensor."""
@@ -66,10 +66,10 @@ class LocalParameter:
         shard = shard_of(tensor) if is_sharded(tensor) and not self.is_given else self.shard
         local = local_part(tensor)
         if not shard.is_known or shard.own != tuple(local.shape):
-            laid_out = f"a DTensor laid out as {list(tensor.placements)}" if is_sharded(tensor) else "a tensor"  # type: ignore[attr-defined]
             raise UnsupportedGradientError(
-                f"this process holds {list(local.shape)} of {self.name} {list(shard.shape)}, {laid_out}, where "
-                f"{list(shard.own)} was expected: its rows cannot be told. Say what it holds with shard_of=."
+                f"this process holds {list(local.shape)} of {self.name} {list(shard.shape)}, which is laid out as "
+                f"{placement_of(tensor).layout}, where {list(shard.own)} was expected: its rows cannot be told. Say "
+                "what it holds with shard_of=."
             )
         return shard, local
 
@@ -144,7 +144,7 @@ def of_one_shape(tensors: Sequence[LocalParameter]) -> list[LocalParameter]:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the numbers of a tensor can be read: it is real and dense, and its class packs nothing."""
-    is_packed = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")  # no DTensor
+    is_packed = hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor)
     return tensor.layout is torch.strided and not (tensor.is_complex() or tensor.is_quantized or is_packed)
 
 

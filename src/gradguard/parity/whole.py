@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.local_shard import LocalShard
-from gradguard.distributed.placements import gradient_of
+from gradguard.distributed.placements import gradient_of, placements_of
 from gradguard.distributed.processes import rank_and_size, sum_over
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.backward_replay import epsilon_of
@@ -158,10 +158,8 @@ class WholeParameters:
 
     def _facts(self) -> dict[str, float]:
         known = {"world size": float(self._world)}
-        for parameter in self._local:
-            mesh: Any = getattr(parameter.parameter, "device_mesh", None)
-            if mesh is not None and mesh.mesh_dim_names:
-                known |= {f"size of {name}": float(mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)}
+        for placement in placements_of([parameter.parameter for parameter in self._local]):
+            known |= {f"size of {name}": float(size) for name, size in placement.sizes.items()}
         return gathered_settings(known)
 
 

@@ -20,6 +20,7 @@ from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.state.plain_file import is_numpy
 from gradguard.tensors.host_copy import refuse_capture
+from gradguard.torch_private import spec_of
 
 PINNED = ("cuda", "xpu")
 """Devices that copy to pinned memory while the host goes on."""
@@ -212,7 +213,7 @@ class WrappedCopy:
         self.parts = parts
         names, self._context = tensor.__tensor_flatten__()
         self.kind = type(tensor)
-        self.sharding = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
+        self.layout = spec_of(tensor) if is_sharded(tensor) else None
         self._others = {name: getattr(tensor, name) for name in names if name not in parts}
         self.shape, self.stride = tensor.shape, tensor.stride()
         self.requires_grad = tensor.requires_grad

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.checkpoint import first_missing, wait_for
-from gradguard.distributed.placements import is_sharded, local_part, sharded_as, usual_placements
+from gradguard.distributed.layout_name import KnownLayouts, LayoutName, layout_name, mesh_in_words
+from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.distributed.processes import numbers_of_all, raise_together, rank_and_size
 from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradientError
 from gradguard.files.opening import is_regular
@@ -59,16 +60,14 @@ class Packer(Restorer):
         if isinstance(kept, PlainCopy):
             return self.writer.add(kept.memory, str(kept.device))
         assert isinstance(kept, WrappedCopy)
-        (local, *more), sharding = kept.parts.values(), kept.sharding
-        if sharding is None or more or not isinstance(local, PlainCopy):
+        local, *more = kept.parts.values()
+        if kept.layout is None or more or not isinstance(local, PlainCopy):
             raise UnsupportedGradientError(
                 f"the state holds a {kept.kind.__name__}, which cannot be written to a file: expected ordinary tensors "
                 "and DTensors. Keep the snapshot in memory, or save checkpoints with your own state_dict."
             )
-        mesh, placements = sharding
-        names = tuple(map(repr, placements))
-        layout = tuple(kept.shape), tuple(kept.stride), kept.requires_grad
-        return StoredShard(self.restored(local), _key(mesh), names, *layout)
+        name, shape, stride = layout_name(kept.layout), tuple(kept.shape), tuple(kept.stride)
+        return StoredShard(self.restored(local), name.mesh, name.placements, shape, stride, kept.requires_grad)
 
 
 class Unpacker(Copier):
@@ -82,11 +81,7 @@ class Unpacker(Copier):
     def __init__(self, reader: PlainReader, live: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._reader = reader
-        sharded: list[Any] = [t for t in live if is_sharded(t)]
-        self._meshes = {_key(t.device_mesh): t.device_mesh for t in sharded}
-        self._placements = (usual_placements() if sharded else {}) | {
-            repr(kind): kind for t in sharded for kind in t.placements
-        }
+        self._layouts = KnownLayouts(live)
         self._known: dict[int, TensorCopy] = {}
 
     def copy(self, value: Any) -> Any:
@@ -107,17 +102,14 @@ class Unpacker(Copier):
         return PlainCopy(self.keep(self._reader.tensor(stored, pinned=device.type in PINNED)), device)
 
     def _shard(self, stored: StoredShard, device: torch.device) -> WrappedCopy:
-        mesh = self._meshes.get(stored.mesh)
-        if mesh is None:
+        if not self._layouts.has_mesh(stored.mesh):
             raise InvalidValueError(
-                f"the snapshot has a tensor on {_mesh_in_words(stored.mesh)}, and no parameter of this model is on "
+                f"the snapshot has a tensor on {mesh_in_words(stored.mesh)}, and no parameter of this model is on "
                 "such a one. Shard the model as it was when the snapshot was saved."
             )
-        if len(stored.placements) != mesh.ndim:
-            raise PlainError("a shard has another number of placements than its mesh has dimensions")
-        placements = [self._placements[text] for text in stored.placements]
         empty = torch.empty_like(stored.local.like, device=device)
-        whole = sharded_as(empty, mesh, placements, stored.shape, stored.stride)
+        name = LayoutName(stored.mesh, stored.placements)
+        whole = self._layouts.laid_out(empty, name, stored.shape, stored.stride)
         names = whole.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         local = self._copy_of(stored.local)
         return WrappedCopy(whole.requires_grad_(stored.requires_grad), {names[0]: local})
@@ -297,7 +289,8 @@ def _together(directory: Path, group: Any) -> Iterator[None]:
 def _other_number(directory: Path, saved: Any, here: int) -> str:
     return (
         f"{str(directory)!r} is a snapshot of {saved!a:.20} processes, and here are {here}: go on with as many, on the "
-        "same mesh."
+        "same mesh. To go on with another number, restore it on as many, and save a checkpoint of your own there with "
+        "torch.distributed.checkpoint, which has a form for that."
     )
 
 
@@ -322,19 +315,10 @@ def check_save(directory: Path, number: int, error: Exception | None, group: Any
         )
 
 
-def _key(mesh: Any) -> tuple[Any, ...]:
-    return tuple(mesh.shape), mesh.mesh_dim_names, tuple(mesh.mesh.flatten().tolist())
-
-
-def _mesh_in_words(key: tuple[Any, ...]) -> str:
-    shape, names, ranks = key
-    return f"a device mesh of shape {list(shape)}{f' named {names}' if names else ''} over the ranks {list(ranks)}"
-
-
 def _stored_in_words(stored: Any) -> str:
     first = first_of(stored)
     if isinstance(stored, StoredShard):
-        return _in_words(stored.shape, first.like.dtype, first.device, stored.placements, stored.mesh)
+        return _in_words(stored.shape, first.like.dtype, first.device, LayoutName(stored.mesh, stored.placements))
     if isinstance(stored, StoredSparse):
         return f"{_in_words(stored.shape, stored.parts[-1].like.dtype, first.device)}, sparse_coo"
     return _in_words(first.like.shape, first.like.dtype, first.device)
@@ -344,11 +328,9 @@ def _live_in_words(live: Any) -> str:
     if not is_sharded(live):
         words = _in_words(live.shape, live.dtype, live.device)
         return words if live.layout is torch.strided else f"{words}, {str(live.layout).removeprefix('torch.')}"
-    return _in_words(
-        live.shape, live.dtype, local_part(live).device, map(repr, live.placements), _key(live.device_mesh)
-    )
+    return _in_words(live.shape, live.dtype, local_part(live).device, layout_name(live))
 
 
-def _in_words(shape: Any, dtype: Any, device: Any, placements: Any = (), mesh: Any = None) -> str:
+def _in_words(shape: Any, dtype: Any, device: Any, layout: LayoutName | None = None) -> str:
     plain = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
-    return plain if mesh is None else f"{plain}, {', '.join(placements)} over {_mesh_in_words(mesh)}"
+    return plain if layout is None else f"{plain}, {layout}"

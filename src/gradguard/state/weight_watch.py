@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from gradguard.distributed.placements import is_sharded
+from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.state.generators import seeded_normal
 from gradguard.tensors.layout import are_readable, flat, grouped, meeting_device, move
@@ -84,7 +84,7 @@ class WeightWatch:
         """The weights, of sharded ones the part of this process."""
         if not self._sharded:
             return self._whole
-        return [*self._whole, *_readable([p.to_local() for p in self._sharded])]  # type: ignore[attr-defined]
+        return [*self._whole, *_readable(list(map(local_part, self._sharded)))]
 
 
 def _readable(weights: list[Tensor]) -> list[Tensor]:

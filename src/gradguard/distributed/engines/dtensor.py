@@ -23,7 +23,17 @@ class DTensors(Engine):
             return None
         along = [_entries(tensor, d) for d in range(tensor.dim())]
         shard = cut_along(tensor.shape, along, placement_of(tensor), local_part(tensor).shape)
-        return shard if has_usual_shard_order(tensor) else replace(shard, is_known=False)
+        return replace(shard, is_known=shard.is_known and has_usual_shard_order(tensor), reduced=_reduced(tensor))
+
+
+def _reduced(tensor: Any) -> tuple[tuple[str, int], ...]:
+    """Return the operations by which processes make the whole of what they hold, as `LocalShard` has them."""
+    mesh = tensor.device_mesh
+    return tuple(
+        (getattr(kind, "reduce_op", repr(kind)), at)
+        for kind, size, at in zip(tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True)
+        if size > 1 and not kind.is_replicate() and not hasattr(kind, "dim")
+    )
 
 
 def _entries(tensor: Any, d: int) -> Tensor | None:

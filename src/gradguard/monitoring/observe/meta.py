@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from gradguard.distributed.placements import placements_of
+from gradguard.distributed.processes import joined_rank_and_size
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.monitoring.observe.graph_facts import GraphFacts
 from gradguard.monitoring.record.file import SCHEMA, Line
-from gradguard.monitoring.record.record_lines import known_fields, without_none
+from gradguard.monitoring.record.record_lines import known_fields
 from gradguard.monitoring.record.redaction import redacted_arguments
 from gradguard.optimizer_hooks import parameters_of
 
@@ -37,10 +39,7 @@ def rank_and_world() -> tuple[int, int]:
 
     From `torch.distributed` where it is initialised, else from what a launcher (torchrun, accelerate) set.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return _number("RANK", 0), _number("WORLD_SIZE", 1)
+    return joined_rank_and_size() or (_number("RANK", 0), _number("WORLD_SIZE", 1))
 
 
 def mesh_of(parameters: Sequence[Tensor]) -> dict[str, int] | None:
@@ -48,12 +47,7 @@ def mesh_of(parameters: Sequence[Tensor]) -> dict[str, int] | None:
 
     Where there are several meshes, the one of most dimensions is the one that says most.
     """
-    meshes: list[Any] = without_none(getattr(p, "device_mesh", None) for p in parameters)
-    if not meshes:
-        return None
-    mesh = max(meshes, key=lambda mesh: mesh.ndim)
-    names = mesh.mesh_dim_names or [f"dim {k}" for k in range(mesh.ndim)]
-    return {name: mesh.size(k) for k, name in enumerate(names)}
+    return max((placement.sizes for placement in placements_of(parameters)), key=len, default={}) or None
 
 
 def git_state() -> str | None:

@@ -5,7 +5,6 @@ when its own watching has failed: it then adds zeros, and a mark by which the ot
 """
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -39,8 +38,7 @@ def are_spread(parameters: Sequence[Tensor]) -> bool:
         return True
     if not several_processes():
         return False
-    fsdp1 = "torch.distributed.fsdp" in sys.modules and any(flattened_by_fsdp1(parameters))
-    return fsdp1 or bool(Megatron().placements(parameters))
+    return any(flattened_by_fsdp1(parameters)) or bool(Megatron().placements(parameters))
 
 
 def is_captured(parameter: Tensor) -> bool:
