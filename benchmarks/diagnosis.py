@@ -2,7 +2,7 @@
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
                                [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum
-                                     twelve_fields second_dozen third_dozen]
+                                     twelve_fields second_dozen third_dozen half_dozen]
 
 Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
@@ -14,8 +14,9 @@ well warns.
 
 With `--follow` the first advice is followed to the letter: the learning rate times the factor that it gives, the clip
 that it proposes, and, where it names the right cause and that is no matter of numbers, the fault removed. It *helps*
-where the held-out loss falls by a tenth or more of what the fault has cost, and *harms* where it rises by 5 % or more.
-A followed run is judged again: *told again* where the same cause stands first though it helped.
+where the held-out loss falls by a tenth or more of what the fault has cost, and *harms* where it rises by 5 % or more,
+and does so in the geometric mean of four other seeds, which leave out the chance that chose this one. A followed run
+is judged again: *told again* where the same cause stands first though it helped.
 
 Runs that lie in DIR already are not made again. Each scenario has a folder of its own there: a run takes the newest
 record beside its own for the one that it follows.
@@ -31,7 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from rich.table import Table
 import diagnosis_common_mistakes_tasks
 import diagnosis_forum_tasks
 import diagnosis_fresh_tasks
+import diagnosis_half_dozen_tasks
 import diagnosis_held_out
 import diagnosis_more_tasks
 import diagnosis_new_fields_tasks
@@ -70,6 +72,7 @@ SETS = {
     "twelve_fields": diagnosis_twelve_fields_tasks,
     "second_dozen": diagnosis_second_dozen_tasks,
     "third_dozen": diagnosis_third_dozen_tasks,
+    "half_dozen": diagnosis_half_dozen_tasks,
 }
 
 CLEARLY = 1.15
@@ -78,6 +81,12 @@ CLEARLY = 1.15
 BETTER_RATE = 0.6
 """A healthy run's loss is not below so much of itself with half or twice the learning rate."""
 
+
+WORSE = 1.05
+"""Times the loss before: what was followed harms."""
+
+ASKED_AGAIN = (101, 102, 103, 104)
+"""Seeds that say whether a run that ended worse did so by chance."""
 
 BY_NUMBERS = ("rate_too_high", "rate_too_low", "nonfinite_growth", "bad_batches")
 """Causes whose advice is a learning rate or a clip; that of the others removes the fault."""
@@ -231,9 +240,19 @@ def follow(scenario: Scenario, page: dict[str, Any], loss: float, records: Path)
     twin = run(scenario, records, Followed(fixed=True))[1]
     gained = loss - after if math.isfinite(loss) else math.inf * (1 if math.isfinite(after) else 0)
     helps = scenario.label != "healthy" and gained >= 0.1 * (loss - twin if math.isfinite(loss) else 1.0)
-    outcome = "helps" if helps else "harms" if after > 1.05 * loss else "no change"
+    outcome = "helps" if helps else "harms" if worse(scenario, advice, loss, after, records) else "no change"
     again = helps and not advice.fixed and cause_of(report(record)) == cause_of(page)
     return {"outcome": outcome, "advice": advice.words, "after": after, "again": again}
+
+
+def worse(scenario: Scenario, advice: Followed, loss: float, after: float, records: Path) -> bool:
+    """Whether an advice made a run worse: with this seed, and in the mean of others."""
+    if after <= WORSE * loss:
+        return False
+    others = [replace(scenario, seed=seed) for seed in ASKED_AGAIN]
+    ratios = [run(one, records, advice)[1] / run(one, records)[1] for one in others]
+    print(f"asked again: {scenario.folder} {advice.words}: {ratios}", file=sys.stderr)
+    return math.prod(ratios) > WORSE ** len(ratios) or any(map(math.isnan, ratios))
 
 
 def judge(scenario: Scenario, options: argparse.Namespace, records: Path) -> dict[str, Any]:

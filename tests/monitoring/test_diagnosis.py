@@ -233,6 +233,14 @@ CASES = {
         clipped(0.01, [2.4] * 5 + flat(395, 2.1, 0.3)), "clip_starves", "multiplies the learning rate by 0.01"),
     "a run that diverged under a clip which it went far beyond": (
         clipped(0.01, [2.0 * 1.05**i for i in range(COUNT)]), "rate_too_high", "by 0.3"),
+    "a clip by hand that is the rate": (
+        run([2.0 - i / 2000 for i in range(COUNT)], [0.01] * COUNT, meta=FLAT_META, tensors=lines(TENTH, 1e-5)),
+        "clip_starves", "scales gradients to a norm of 0.01.*multiplies or divides p.grad"),
+    "a clip by hand below eps": (
+        run(flat(), [1e-7] * COUNT, optimizer="Adam", eps=1e-8, meta=FLAT_META, tensors=lines([1e-7] * 10)),
+        "clip_starves", "scales gradients to a norm of 1e-07"),
+    "a clip by hand under which weights move": (
+        run(falling(), [1.0] * COUNT, meta=FLAT_META, tensors=lines(TENTH, 3e-3)), "healthy", "well"),
     "clips of different parameters that starve SGD": (
         changed(clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), lambda step: step.update(
             clips_disjoint=True, clips=[["norm", 0.01, 0.02], ["norm", 0.01, 0.004], ["norm", 0.03, 0.01]])),
@@ -434,7 +442,7 @@ CASES = {
             meta={"params": params(["rnn.weight_hh_l0"])}, tensors=lines([0.1])),
         "healthy", "well"),
     "rewards by a network that is asked ten times for each": (
-        run(flat(), [min(1.8, 0.03 * 1.05**i) for i in range(COUNT)],
+        run(flat(), [min(1.8, 0.03 * 1.05**i) * x for i, x in enumerate(calm())],
             top=[0, 0.9], meta={"params": params(["f.weight"], shape=(32, 2), uses=10)}, tensors=lines([0.1])),
         "healthy", "well"),
     "harder cases, which a clip makes as short as any step": (
@@ -595,6 +603,15 @@ CASES = {
         "raw_data", "The inputs .* about 800.*mean of 0 and a spread of 1.* or divide pixels by 255"),
     "inputs that are not normalised, of a run that learns": (
         run(falling(), meta=TWO_LAYERS, tensors=lines([16000.0, 5.0, 40.0, 5.0])), "healthy", "well"),
+    "inputs that are not normalised, of a loss that falls from where they have put it": (
+        run(falling(start=15500.0, end=4.0), meta=TWO_LAYERS, tensors=lines([16000.0, 5.0, 40.0, 5.0])),
+        "raw_data", "Your run learns: .* The inputs .* about 800"),
+    "inputs so large that the first activation is at its limit": (
+        run(flat(), meta=THREE_LAYERS, tensors=lines([0.0, 0.0, 8.0, 1.0, 4.0, 1.0])),
+        "raw_data", "so large that the first activation is at its limit"),
+    "a first activation that gives a sign without a gradient": (
+        run(flat(), meta=THREE_LAYERS, tensors=lines([0.0, 0.0, 4.0, 1.0, 4.0, 1.0])),
+        "no_gradient", "never get a gradient"),
     "inputs before a normalisation, whose bias has no gradient but for rounding": (
         run(flat(), meta=TWO_LAYERS, tensors=lines([10.0, 1e-7, 1.0, 1.0])), "healthy", "well"),
     "a rate that is gone, and inputs before a normalisation that are rounded less": (

@@ -49,6 +49,12 @@ def test_norms_that_rise_or_converge_have_no_constant(level, optimizer):
     assert insurance(record(noise(level=level), optimizer)) is None
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_it_binds_on_no_step_of_the_warm_up(optimizer):
+    norms = [4.0, 2.5, 2.0, *noise(397)]
+    assert insurance(record(norms, optimizer)) == 4.0
+
+
 def test_norms_that_fall_somewhat_have_one():
     norms = noise(level=lambda i: 3 * math.exp(-i / 300))
     assert insurance(record(norms)) >= max(norms[40:])
@@ -66,6 +72,13 @@ def test_so_do_spikes():
     norms = [60.0 if i % 90 == 60 else norm for i, norm in enumerate(noise())]
     assert insurance(record(norms, "AdamW")) < 0.9
     assert insurance(record(norms, "SGD")) > 1.2
+
+
+@pytest.mark.parametrize(("first", "low"), [(1.0, True), (0.2, False)])
+def test_uneven_norms_alone_have_a_low_one_only_where_the_first_were_not_far_smaller(first, low):
+    draws = random.Random(1)
+    norms = [(first if i < 5 else 1.0) * math.exp(draws.gauss(0.0, 0.4)) for i in range(400)]
+    assert (insurance(record(norms, "Adamax")) < 1) is low
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ UNEVEN_SPREAD = 0.25
 """Norms with a larger one let single steps weigh more in the moments of Adam than is good for them."""
 
 UNEVEN_START = 3.0
-"""So do first norms that are so many times the median: they stay in the second moments for hundreds of steps."""
+"""So do first norms that are so many times the median: they stay in the second moments for hundreds of steps. Where
+the first are so many times smaller, the moments hold no more than usual norms, and a low clip only makes steps longer
+than any that went well."""
 
 EVEN, WILD = 0.1, 0.25
 """The quantiles of the norms that train better where an optimizer that cancels a scale has uneven norms, and where one
@@ -45,20 +47,21 @@ def insurance(record: Record) -> float | None:
     they converge: their median falls below a fifth                  None: a constant would bind at the beginning of the
                                                                      run, or bound nothing at its end
     the loss falls; the optimizer cancels a scale; and there are     the 10th percentile: it binds on most steps, and
-    outliers, the local spread is above 0.25, or the first norms     no large one fills the moments
-    are above 3 times the median
+    outliers, the local spread is above 0.25 and the first norms     no large one fills the moments
+    are no third of the median, or they are above 3 times it
     the loss falls; it cancels none; outliers, a spread above 0.4    the 25th percentile, or what still takes weights
                                                                      twice as far as they went, if that is lower
     they rise, and have no outliers                                  None: a constant would bind at the end of the run
-    any other                                                        the largest that is no outlier
+    any other                                                        the largest that is no outlier, the warm-up's
+                                                                     among them
     ===============================================================  ===================================================
 
     The last row is insurance. The second and third are what trains better on the tasks of
     `benchmarks/recommendation.py` whose loss falls and stays near its best: an LSTM under Adam whose first norms are
     ten times the later ones ends at half the loss.
 
-    **Guarantees**: never above the largest usable norm, but for rounding up to two digits; multiplying every norm by a
-    constant multiplies it by that, to two digits.
+    **Guarantees**: never above the largest norm of a step that was taken, but for rounding up to two digits;
+    multiplying every norm by a constant multiplies it by that, to two digits.
 
     Args:
         record: The record of a healthy run.
@@ -80,18 +83,23 @@ def insurance(record: Record) -> float | None:
     converges = ends is not None and ends[1] < CONVERGED * ends[0]
     if converges:
         return None
+    taken = [norm for norm in taken_steps(record).column("norm") if norm]
+    warm_up = taken[: len(taken) - len(norms)]  # which is not among the usable ones
     if is_scale_free(record):
-        # the first norms are those of the warm-up, which are not among the usable ones
-        first = [norm for norm in taken_steps(record).column("norm")[:_FIRST] if norm]
-        starts_high = statistics.median(first or [0.0]) > UNEVEN_START * statistics.median(norms)
-        uneven, share = (out or spread > UNEVEN_SPREAD or starts_high), EVEN
+        first, usual = statistics.median(taken[:_FIRST]), statistics.median(norms)
+        spreads = spread > UNEVEN_SPREAD and first * UNEVEN_START >= usual
+        uneven, share = (out or spreads or first > UNEVEN_START * usual), EVEN
     else:
         uneven, share = (out and spread > HEAVY_SPREAD), WILD
     if uneven and _learns(record):
         return _rounded_up(min(sorted(norms)[int(share * len(norms))], signals_of(record).low_threshold))
     if ends is not None and not out and ends[1] > ends[0]:
         return None
-    return _rounded_up(max(norm for place, norm in enumerate(norms) if place not in out))
+    ordinary = [norm for place, norm in enumerate(norms) if place not in out]
+    # nor does it bind in the warm-up: one step that is shorter takes the run another way, by chance for worse
+    transient = _outliers(warm_up)
+    ordinary += [norm for place, norm in enumerate(warm_up) if place not in transient]
+    return _rounded_up(max(ordinary))
 
 
 def _outliers(norms: Sequence[float]) -> set[int]:

@@ -19,7 +19,7 @@ EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "nonfinite_growth": ("nonfinite_data", "nonfinite_range", "bad_batches"),
     "clip_before_unscale": ("exploding_depth",),
     "accumulation": _RATES,
-    "raw_data": (*_RATES, "exploding_depth"),
+    "raw_data": (*_RATES, "exploding_depth", "no_gradient", "not_started"),
     "bad_batches": _RATES,
     "exploding_time": ("bad_batches",),
     "vanishing": ("rate_too_low",),
@@ -98,6 +98,13 @@ CAUSES = (
         "{clip} starves the optimizer: it multiplies the learning rate by {coefficient}.",
         "{advice}",
         "The learning rate that the script sets is not the one that acts: the clip sets it.",
+    ),
+    Row(
+        "clip_starves", clip_faults.starves_unseen, "likely",
+        "Something that was not seen scales gradients to a norm of {norm}, and such steps hardly move a weight.",
+        "Look between backward() and step() for what multiplies or divides p.grad, and take it away, or raise its "
+        "threshold a hundredfold and look again.",
+        "The learning rate that the script sets is not the one that acts: the scale sets it.",
     ),
     Row(
         "accumulation", found("missing_zero_grad"), "certain",
@@ -213,6 +220,13 @@ CAUSES = (
             "Learning rate and weights need not be the cause: none fits numbers of such a size.",
         )
         for look in (raw_data.inputs, raw_data.targets)
+    ),
+    Row(
+        "raw_data", raw_data.flattening, "certain",
+        "The inputs are not normalised: they are so large that the first activation is at its limit for every sample.",
+        "Bring the inputs to a mean of 0 and a spread of 1 with the numbers of the training set, as in (x - mean) / "
+        "std. Choose the learning rate after that.",
+        "Nothing is cut off: an activation at its limit lets no gradient through.",
     ),
     Row(
         "bad_batches", bad_batches.bad_batches, "likely",

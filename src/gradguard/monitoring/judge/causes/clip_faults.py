@@ -14,10 +14,11 @@ from gradguard.monitoring.judge.acting_clips import (
 )
 from gradguard.monitoring.judge.cause import Sign
 from gradguard.monitoring.judge.followed import follows_clip
-from gradguard.monitoring.judge.numbers import capital, from_to, percent, plain_threshold
+from gradguard.monitoring.judge.norm_statistics import are_scaled
+from gradguard.monitoring.judge.numbers import capital, from_to, number, percent, plain_threshold
 from gradguard.monitoring.judge.signals import RunSignals
 from gradguard.monitoring.record.record_lines import without_none
-from gradguard.monitoring.record.step_rows import bound_on, taken_steps
+from gradguard.monitoring.record.step_rows import bound_on, taken_steps, usable_norms
 
 ALWAYS = 0.5
 """Of the steps: a clip that binds on more sets their size."""
@@ -87,13 +88,34 @@ def _named(clips: Sequence[ActingClip], of_all: bool) -> str:
 
 def starves_rate(signals: RunSignals) -> Sign | None:
     """Return whether clips act as a learning rate that is too low for a loss that falls slowly or not at all."""
-    found, curve = _binding(signals), signals.curve
-    hardly_moves = signals.travel is not None and signals.travel < HARDLY_MOVED
-    slow = -0.5 < curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen or hardly_moves)
-    slow = slow or (curve.is_falling and hardly_moves)  # it would go on for as long again
-    if found is None or found.coefficient > STARVING or not slow or signals.cancels_scale:
+    found = _binding(signals)
+    if found is None or found.coefficient > STARVING or not _is_slow(signals) or signals.cancels_scale:
         return None
     return Sign((signals.seen(found.seen),), found.words, threshold=found.threshold)
+
+
+def _is_slow(signals: RunSignals) -> bool:
+    """Whether the loss falls slowly or not at all, or by steps that take the weights nowhere."""
+    curve = signals.curve
+    slow = -0.5 < curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen or _hardly_moves(signals))
+    return slow or (curve.is_falling and _hardly_moves(signals))  # it would go on for as long again
+
+
+def _hardly_moves(signals: RunSignals) -> bool:
+    return signals.travel is not None and signals.travel < HARDLY_MOVED
+
+
+def starves_unseen(signals: RunSignals) -> Sign | None:
+    """Return whether what scales gradients to one norm, and was not seen, leaves steps that hardly move a weight."""
+    if not are_scaled(signals.record) or signals.bound:
+        return None
+    below = sum(layer.gradient < signals.floor(layer) for layer in signals.layers)
+    starves = 2 * below > len(signals.layers) if signals.cancels_scale else _hardly_moves(signals)
+    if not starves or not _is_slow(signals):
+        return None
+    norm = number(statistics.median(usable_norms(signals.record)))
+    seen = f"The norm of most steps is {norm}, to three digits: something scales gradients before the step."
+    return Sign((signals.seen(seen),), {"norm": norm})
 
 
 def starves_below_eps(signals: RunSignals) -> Sign | None:

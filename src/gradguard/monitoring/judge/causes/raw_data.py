@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator
 
 from gradguard.monitoring.judge.cause import Sign
-from gradguard.monitoring.judge.causes.depth import explodes_along_depth
+from gradguard.monitoring.judge.causes.depth import LARGE_GAIN, explodes_along_depth
 from gradguard.monitoring.judge.causes.rate import too_long
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Layer, RunSignals
@@ -15,12 +15,14 @@ LARGE, SURE = 20.0, 100.0
 that one: less may be a sum over a batch."""
 
 OWN = 0.2
-"""Of what the first outputs are off by: outputs of that size are large whatever the targets are."""
+"""Of what the first outputs are off by: outputs of that size are large whatever the targets are. And of the inputs: a
+first loss above that comes of outputs that are as large as they are."""
 
 FEWEST_UNITS = 8
 """Of one alone the bias's gradient may be nearly 0 by chance."""
 
 _LINES = 5  # of the first ones
+_AT_LIMIT = 1e-3  # so near to 1 is what an activation at its limit gives on
 _ROUNDED = 1e-4  # times that of the vectors beside it: a gradient of 0 but for rounding, as before a normalisation
 
 
@@ -28,14 +30,39 @@ def inputs(signals: RunSignals) -> Sign | None:
     """Return whether the first layer reads numbers that are far from 1, in a run that fails.
 
     The gradient of a weight is that of its bias times what comes in, so that the two together say how large that is.
+    Where they put the first loss above `OWN` of their own size, its fall from there is no excuse: it comes down from
+    what they made of the outputs.
     """
     # an embedding, which has no bias, reads no numbers
     layer, bias = next((pair for pair in _with_bias(signals) if _learns(signals, pair[1])), (None, None))
-    if layer is None or bias is None or not _fails(signals):
+    if layer is None or bias is None:
         return None
     size = _size_read(layer, bias, _LINES)
+    fails = _fails(signals)
+    if size < LARGE or not (fails or (size >= SURE and signals.curve.start > OWN * size)):
+        return None
     words = f"A number that {layer.name} reads is some {number(size)}: so many times its bias's gradient is its own."
-    return _sign(signals, "inputs", size, words, layer) if size >= LARGE else None
+    return _sign(signals, "inputs", size, words, layer, sure=fails)
+
+
+def flattening(signals: RunSignals) -> Sign | None:
+    """Return whether a first layer of ordinary weights has no gradient, and the next one reads 1 or -1 throughout.
+
+    So does a tanh at its limit: what the first layer reads drives it there whatever the sample is. A sign or a rounded
+    number, which let no gradient through either, differ from sample to sample.
+    """
+    first = next((place for place in signals.own if len(signals.shape(place)) > 1), None)
+    layer, bias = next(_with_bias(signals), (None, None))
+    if first is None or layer is None or bias is None or not signals.measured:
+        return None
+    if any(line["norm"][first] or first in line.get("absent", ()) for line in signals.lines):
+        return None
+    gain = signals.measured[0]["weight"][first] / math.sqrt(signals.shape(first)[0])
+    if not 0 < gain < LARGE_GAIN or abs(_size_read(layer, bias, len(layer.gradients)) - 1) > _AT_LIMIT:
+        return None
+    name = signals.name(first)
+    words = f"The gradient of {name} is exactly 0, and {layer.name} reads numbers of size 1 for every sample."
+    return Sign((signals.seen(words, [name]),))
 
 
 def targets(signals: RunSignals) -> Sign | None:
@@ -56,11 +83,11 @@ def targets(signals: RunSignals) -> Sign | None:
     return _sign(signals, "targets", size, words, bias) if 0.03 < slope < 1.02 else None
 
 
-def _sign(signals: RunSignals, which: str, size: float, words: str, layer: Layer) -> Sign:
+def _sign(signals: RunSignals, which: str, size: float, words: str, layer: Layer, *, sure: bool = True) -> Sign:
     seen = signals.seen(words, [layer.name])
     pixels = ", or divide pixels by 255" if which == "inputs" else ""
     gaps = {"which": which, "size": number(size), "pixels": pixels}
-    return Sign((seen,), gaps, "certain" if size >= SURE else "likely")
+    return Sign((seen,), gaps, "certain" if sure and size >= SURE else "likely")
 
 
 def _fails(signals: RunSignals) -> bool:
