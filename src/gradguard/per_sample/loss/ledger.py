@@ -37,7 +37,7 @@ class RowWeights:
     """The weights of the rows where one path ends.
 
     Attributes:
-        kind: The operations that the rows come from, and those that add them up.
+        kind: The operations that the rows come from, whichever add them up.
         each: The sum of each sample's weights [B].
         counts: How many of each sample's rows count [B].
         distinct: The weights that rows have; empty if there are many.

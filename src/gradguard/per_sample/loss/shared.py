@@ -42,6 +42,7 @@ from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     TAPS,
     Dependence,
+    Places,
     Root,
     Unreadable,
     dims_of,
@@ -93,9 +94,6 @@ Unsettled = Literal["own here", "unclear"]
 _MOST_ELEMENTS = 4096
 """Elements by which weights are found, and that are kept; all of a batch are compared."""
 
-_SPARE = 8
-"""Elements beyond those that any weights would explain, by which weights are known."""
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -105,15 +103,13 @@ class Mixture:
     each element gains where an operation adds 1. Where one w explains all batches, no c tells of another sample.
 
     Attributes:
-        constants: A, a row for each element that is known; a column with NaN explains nothing.
-        total: c.
-        rounding: How far each element of c may be off.
+        constants: A, a row for each element; a column with NaN explains nothing.
+        bounds: Where c lies.
         words: The refusal where it is not explained.
     """
 
     constants: Tensor
-    total: Tensor
-    rounding: Tensor
+    bounds: Bounds
     words: str
 
     @functools.cached_property
@@ -123,29 +119,32 @@ class Mixture:
 
     def joined(self, other: "Mixture") -> "Mixture":
         """Return the elements of two batches, of as many constants."""
-        return Mixture(
-            torch.cat((self.constants, other.constants)),
-            torch.cat((self.total, other.total)),
-            torch.cat((self.rounding, other.rounding)),
-            other.words,
-        )
+        both = zip((self.constants, *self._ends), (other.constants, *other._ends), strict=True)
+        constants, low, high = map(torch.cat, both)
+        return Mixture(constants, Bounds(low, high), other.words)
 
     def thinned(self) -> "Mixture":
         """Return some of the elements, in memory of their own."""
-        step = 1 + len(self.total) // _MOST_ELEMENTS
-        constants, total, rounding = (one[::step].clone() for one in (self.constants, self.total, self.rounding))
-        return Mixture(constants, total, rounding, self.words)
+        step = 1 + len(self.constants) // _MOST_ELEMENTS
+        constants, low, high = (one[::step].clone() for one in (self.constants, *self._ends))
+        return Mixture(constants, Bounds(low, high), self.words)
+
+    @property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        return self.bounds.low, self.bounds.high
 
     @functools.cached_property
-    def solved(self) -> tuple[Tensor, int]:
-        """The weights w, and how many elements any weights would explain."""
-        found = torch.linalg.lstsq(self.columns.cpu(), self.total[:, None].cpu(), driver="gelsd")
-        return found.solution[:, 0].to(self.total), int(found.rank)
+    def weights(self) -> Tensor:
+        """The weights w, by the elements that are known."""
+        is_known, total = self.bounds.are_known, self.bounds.middle
+        found = torch.linalg.lstsq(self.columns[is_known].cpu(), total[is_known, None].cpu(), driver="gelsd")
+        return found.solution[:, 0].to(total)
 
     @functools.cached_property
     def is_coarse(self) -> bool:
         """Whether c is rounded so much that weights which explain it would say little."""
-        return bool(len(self.total)) and bool((self.rounding > 1e-4 * self.total.abs().max()).any())
+        total, rounding = (one[self.bounds.are_known] for one in (self.bounds.middle, self.bounds.rounding))
+        return bool(len(total)) and bool((rounding > 1e-4 * total.abs().max()).any())
 
     @property
     def refusal(self) -> str:
@@ -154,10 +153,12 @@ class Mixture:
         return self.words + (coarse if self.is_coarse else "")
 
     def is_explained(self, weights: Tensor) -> bool:
-        """Tell whether weights give c, which is known well enough."""
-        scale = 1e-9 * (self.columns.abs() @ weights.abs() + self.total.abs())
-        near = (self.columns @ weights - self.total).abs() <= 8 * self.rounding + scale
-        return not self.is_coarse and bool(near.all())
+        """Tell whether weights give c, which is known well enough; what is known of an element may be its least."""
+        found = self.columns @ weights
+        most = self.bounds.middle.nan_to_num(0.0, 0.0, 0.0).abs()
+        near = 7 * self.bounds.rounding.nan_to_num(0.0, 0.0, 0.0) + 1e-9 * (self.columns.abs() @ weights.abs() + most)
+        is_within = (found >= self.bounds.low - near) & (found <= self.bounds.high + near)
+        return not self.is_coarse and bool(is_within.all())
 
 
 @dataclass(frozen=True)
@@ -243,8 +244,8 @@ class SharedValues:
     def __init__(self) -> None:
         self.strict = False
         self._kept: dict[Hashable, _KeptValue] = {}
-        self._owned: set[Hashable] = set()  # places of what was seen to be each sample's own
-        self._of_each: set[Hashable] = set()  # places where samples of a batch had values of their own
+        self._owned: set[Hashable] = set()  # kinds of loss and places of what was seen to be each sample's own
+        self._of_each: set[Hashable] = set()  # those where samples of a batch had values of their own
         self._mixtures: dict[Hashable, Mixture] = {}
         self._new_mixtures: dict[Hashable, Mixture] = {}
         self.declared: list[Tensor | float] = []
@@ -261,19 +262,26 @@ class SharedValues:
         self._new, self._new_mixtures = {}, {}
         self.declared.clear()
 
-    def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
-        """Return why the values of a batch cannot be accepted; "" if they can."""
+    def objection(self, found: Iterable[SharedValue], batch_size: int, kind: Hashable = None) -> str:
+        """Return why the values of a batch cannot be accepted; "" if they can.
+
+        Args:
+            found: The values.
+            batch_size: Number of samples.
+            kind: Tells losses of other operations apart: that a value is each sample's own is known of one kind alone,
+                and that samples share one is held against all.
+        """
         for one in found:
-            kept = self._kept.get(one.key)
+            kept, place = self._kept.get(one.key), (kind, one.key)
             is_known = kept is not None and kept.is_same(one, batch_size)
             if one.mixture is not None:
-                if words := self._unexplained(one.key, one.mixture, batch_size == 1 or one.seen == "several"):
+                if words := self._unexplained(one.key, one.mixture, batch_size, one.seen == "several"):
                     return words
                 continue
             if one.seen == "each":
-                self._of_each.add(one.key)
+                self._of_each.add(place)
                 continue
-            is_own = one.key in self._owned or (one.seen == "one" and one.key in self._of_each)
+            is_own = place in self._owned or (one.seen == "one" and place in self._of_each)
             if is_own or any(map(one.is_of, self.declared)):
                 continue
             if batch_size > 1 and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
@@ -286,31 +294,27 @@ class SharedValues:
             elif (is_shared := one.is_shared()) is True or (is_shared == "unclear" and self.strict):
                 return _words(kept, one)
             elif is_shared is False:
-                self._owned.add(one.key)
+                self._owned.add(place)
         return ""
 
-    def _unexplained(self, key: Hashable, mixture: Mixture, are_alike: bool) -> str:
+    def _unexplained(self, key: Hashable, mixture: Mixture, batch_size: int, are_alike: bool) -> str:
         """Return the refusal of a sum that known constants do not explain with weights that fit all batches.
+
+        In private training none are taken: weights that fit the first batch need not be those of its neighbours.
 
         Args:
             key: Where it is.
             mixture: The sum and the constants.
-            are_alike: Whether all samples have the same sum, or there is one: the first such batch shows no weights.
+            batch_size: Number of samples.
+            are_alike: Whether all samples have the same sum: the first such batch, or one of one, shows no weights.
         """
         before = self._mixtures.get(key)
-        if before is not None and len(before.constants.T) != len(mixture.constants.T):
+        if (self.strict and batch_size > 1) or (before and len(before.constants.T) != len(mixture.constants.T)):
             return mixture.refusal
-        if before is not None and mixture.is_explained(before.solved[0]):
-            return ""
         joined = mixture if before is None else before.joined(mixture)
         self._new_mixtures[key] = thinned = joined.thinned()
-        weights, rank = thinned.solved
-        is_known = joined.is_explained(weights)
-        if is_known and self.strict:  # constants that no batch had until now must not explain whatever is added
-            is_known = len(thinned.total) >= rank + _SPARE and (
-                before is None or len(thinned.columns.unique(dim=0)) > rank
-            )
-        return "" if is_known or (before is None and are_alike) else mixture.refusal
+        is_first = before is None and (are_alike or batch_size == 1)
+        return "" if is_first or joined.is_explained(thinned.weights) else mixture.refusal
 
 
 _MANY_SAMPLES = 8
@@ -370,7 +374,8 @@ class LossConstants:
 
     def __init__(self, roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> None:
         self._roots, self._outputs, self._depends = roots, outputs, depends
-        self._nodes = dict(_nodes(roots, outputs, depends))
+        self._nodes = _nodes(roots, outputs, depends)
+        self._places = Places(outputs.values, depends)
 
     @functools.cached_property
     def _known(self) -> dict[Value, Tensor]:
@@ -439,24 +444,24 @@ class LossConstants:
                 )
         return found
 
-    def _mixtures(self, kind: Hashable) -> Iterator[SharedValue]:
+    def _mixtures(self) -> Iterator[SharedValue]:
         """Yield the constants in values of `_mixed`, as other constants of the samples explain them."""
         known, depends = self._known, self._depends
-        for number, end, bounds in self._sums if self._mixed else ():
+        for place, end, bounds in self._sums if self._mixed else ():
             if end not in self._mixed:
                 continue
-            is_known = bounds.low.isfinite() & bounds.high.isfinite()
             beside = [one.nan_to_num(0.0) for node in self._nodes for _, one in constants_beside(node, depends)]
             beside += [self._own(value, other) for _, value, other in self._sums if value not in self._mixed]
             columns = [torch.ones_like(bounds.low), *self._gains(end)]
             columns += [one for constant in beside for one in summed_in(end, constant, known, depends)]
             if (dim := self._wholes[1].get(end)) is not None:
                 columns = [one.double() - one.double().mean(dim, keepdim=True) for one in columns]
-            constants = torch.stack([one.broadcast_to(bounds.low.shape)[is_known].double() for one in columns], 1)
-            total, rounding = (one[is_known].double() for one in (bounds.middle, bounds.rounding))
-            mixture = Mixture(constants, total, rounding, self._mixed[end])
+            constants = torch.stack([one.broadcast_to(bounds.low.shape).double().flatten() for one in columns], 1)
+            each = Bounds(bounds.low.double().flatten(), bounds.high.double().flatten())
             seen = "several" if all(size == 1 for size in bounds.sizes) else "each"
-            yield SharedValue((kind, "mixture", number), math.nan, mixture=mixture, seen=seen)
+            yield SharedValue(
+                ("mixture", place), math.nan, mixture=Mixture(constants, each, self._mixed[end]), seen=seen
+            )
 
     def _own(self, value: Value, bounds: Bounds) -> Tensor:
         """Return what was added to a value, or NaN where it is no sample's own: a statistic explains nothing."""
@@ -471,11 +476,13 @@ class LossConstants:
         return [reached(part, end, self._known, self._depends) for part in parts]
 
     @functools.cached_property
-    def _sums(self) -> list[tuple[int, Value, Bounds]]:
-        """The sums of the unseen constants in values, each after its number and its place."""
-        sums, known, depends = list[tuple[int, Value, Bounds]](), self._known, self._depends
-        for number, end in enumerate(self._ends):
+    def _sums(self) -> list[tuple[Hashable, Value, Bounds]]:
+        """The sums of the unseen constants in values, each after its place."""
+        sums, known, depends = list[tuple[Hashable, Value, Bounds]](), self._known, self._depends
+        counted: Counter[Hashable] = Counter()
+        for end in self._ends:
             wholes, normalized = self._wholes
+            counted[below := self._places.of(end)] += 1
             if end not in wholes or not _places_of_rows(end, self._outputs):
                 continue
             bounds = _subtracted(end, known, depends)
@@ -484,7 +491,7 @@ class LossConstants:
             if bounds is not None and end in normalized:
                 bounds = _but_for_a_number(bounds, wholes[end].middle, normalized[end])
             if bounds is not None:
-                sums.append((number, end, bounds))
+                sums.append(((below, counted[below]), end, bounds))
         return sums
 
     @functools.cached_property
@@ -493,22 +500,21 @@ class LossConstants:
         return {end: parts_of(end, self._known, self._depends) for end in self._ends}
 
     @functools.cached_property
-    def _summands(self) -> list[tuple[int, Value, Bounds]]:
+    def _summands(self) -> list[tuple[Hashable, Value, Bounds]]:
         """The unseen constants where they were added, where operations have changed the sums since."""
-        found = list[tuple[int, Value, Bounds]]()
-        for number, end, bounds in self._sums:
-            for place, part in enumerate(self._parts[end] if end not in self._mixed else (), 1):
-                its = where_added(part, end, bounds, self._known, self._depends)
-                found.append((number + place * len(self._ends), part, its))
+        found = list[tuple[Hashable, Value, Bounds]]()
+        for place, end, bounds in self._sums:
+            for number, part in enumerate(self._parts[end] if end not in self._mixed else ()):
+                found.append(((place, number), part, where_added(part, end, bounds, self._known, self._depends)))
         return found
 
-    def _added(self, kind: Hashable, look: _Look) -> Iterator[SharedValue]:
+    def _added(self, look: _Look) -> Iterator[SharedValue]:
         """Yield the constants that operations add and do not save, where they may be alike for all samples."""
-        for number, value, bounds in [*self._sums, *self._summands]:
+        for place, value, bounds in [*self._sums, *self._summands]:
             if value in self._mixed and self._outputs.batch_size > 1:
                 continue
             sizes, shape, places = bounds.sizes, shape_of(*value), _places_of_rows(value, self._outputs)
-            keys = {dim: (kind, "added", number, shape[:dim], shape[dim + 1 :]) for dim in places}
+            keys = {dim: ("added", place, shape[:dim], shape[dim + 1 :]) for dim in places}
             alike = next((dim for dim in places if sizes[dim] == 1), None)
             if alike is None:
                 yield from (SharedValue(key, math.nan, seen="each") for key in keys.values())
@@ -520,16 +526,12 @@ class LossConstants:
             constant = bounds.middle if bounds.low.dim() else float(bounds.middle)
             yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen)
 
-    def shared(self, kind: Hashable) -> Iterator[SharedValue]:
-        """Yield what all samples may share.
-
-        Args:
-            kind: Tells losses of other operations apart.
-        """
+    def shared(self) -> Iterator[SharedValue]:
+        """Yield what all samples may share, by where it acts on their values: whatever else the loss is made of."""
         roots, outputs, depends = self._roots, self._outputs, self._depends
-        counted: Counter[str] = Counter()
-        numbers: defaultdict[tuple[str, Hashable], list[tuple[Node, float]]] = defaultdict(list)
-        tensors: defaultdict[tuple[str, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
+        counted: Counter[Hashable] = Counter()
+        numbers: defaultdict[Hashable, list[tuple[Node, float]]] = defaultdict(list)
+        tensors: defaultdict[tuple[Hashable, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
         several = outputs.batch_size > 1
 
         def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool | Unsettled]:
@@ -538,8 +540,8 @@ class LossConstants:
 
         for node, is_behind in self._nodes.items():
             name = operation(node)
-            counted[name] += 1
-            place = kind, name, counted[name]
+            counted[acting := (name, self._places.of((node, 0)))] += 1
+            place = *acting, counted[acting]
             labelled = name in LABELLED or name == "MultiMarginLoss"
             if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
                 yield SharedValue((*place, weight.shape), weight)
@@ -553,34 +555,32 @@ class LossConstants:
                     continue
                 if not _is_of_parameter(constant):
                     yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
-                    tensors[name, i, _place(constant)].append((node, constant))
+                    tensors[acting, i, _place(constant)].append((node, constant))
             for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
                 yield SharedValue((*place, i, "single"), constant, look((node, 0), [1] * len(shape_of(node))))
-                tensors[name, i, _place(constant)].append((node, constant))
+                tensors[acting, i, _place(constant)].append((node, constant))
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(shape_of(node), outputs.batch_size))]:
                     yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
             for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
                 whole = look((node, 0), [1] * len(shape_of(node)))
                 yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
-                numbers[name, setting].append((node, value))
+                numbers[acting, setting].append((node, value))
         edges = [((root.node, root.number), "root") for root in roots]
         edges += [(edge, operation(node)) for node in self._nodes for edge in parents(node)]
-        yield from _places_taken(edges, self._nodes, outputs, depends, kind)
-        for (name, setting), found in numbers.items() if several else ():
+        yield from _places_taken(edges, self._nodes, outputs, depends)
+        for key, found in numbers.items() if several else ():
             if len(found) > 1:
-                yield SharedValue(
-                    (kind, name, setting, "each"), found[0][1], functools.partial(_is_of_each, outputs, found)
-                )
+                yield SharedValue((key, "each"), found[0][1], functools.partial(_is_of_each, outputs, found))
         counted.clear()
-        for (name, i, _), found in tensors.items() if several else ():
+        for (acting, i, _), found in tensors.items() if several else ():
             if len(found) > 1:
-                counted[name] += 1
+                counted[acting] += 1
                 of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
-                yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
+                yield SharedValue((acting, i, "each", counted[acting], found[0][1].shape), found[0][1], of_each)
         if self._ends:  # else nothing is added unseen, and no value need be computed again to know
-            yield from self._added(kind, look)
-            yield from self._mixtures(kind)
+            yield from self._added(look)
+            yield from self._mixtures()
 
 
 def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
@@ -624,7 +624,7 @@ def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
 
 def _are_of_several(bounds: Bounds, dim: int) -> bool:
     """Tell whether numbers that are alike along a dimension are known twice there, and are alike by no chance."""
-    known, alike = bounds.low.isfinite() & bounds.high.isfinite(), bounds.alike(dim)
+    known, alike = bounds.are_known, bounds.alike(dim)
     for other in range(known.dim()):
         if other != dim and alike.sizes[other] == 1:
             known, alike = known.any(other, keepdim=True), alike.alike(other)
@@ -676,7 +676,6 @@ def _places_taken(
     nodes: Container[Node],
     outputs: Outputs,
     depends: Dependence,
-    kind: Hashable,
 ) -> Iterator[SharedValue]:
     """Yield the places that operations take along a dimension, such as a column, each for who uses the result."""
     counted: Counter[Hashable] = Counter()
@@ -691,7 +690,7 @@ def _places_taken(
             among = []
         if shape[dim] == 1 or (outputs.batch_size == 1 and dim in among):
             continue
-        place = kind, "taken", user, operation(node), len(shape), among == [dim]
+        place = "taken", user, operation(node), len(shape), among == [dim]
         counted[place] += 1
         of_several = functools.partial(_is_for_several, outputs, (node, number), dim, among)
         shared = of_several if outputs.batch_size > 1 else lambda: True
@@ -754,21 +753,20 @@ def _is_of_parameter(constant: Tensor) -> bool:
     return isinstance(constant, nn.Parameter) or isinstance(base_of(constant), nn.Parameter)
 
 
-def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> Iterator[tuple[Node, bool]]:
-    """Yield the operations between a loss and the module, each with whether it is behind what is not linear."""
+def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> dict[Node, bool]:
+    """Return the operations between a loss and the module, each with whether one way to it is behind no linear one."""
     pending = [(root.node, root.number, False) for root in roots]
-    seen: set[tuple[Node, bool]] = set()
+    found: dict[Node, bool] = {}
     while pending:
         node, number, is_behind = pending.pop()
         if (node, number) in outputs.values or node.name() in TAPS or not depends(node):
             continue
         is_behind = is_behind or not is_linear(operation(node), inputs_of(node, depends))
-        if (node, is_behind) in seen:
+        if found.get(node) in {True, is_behind}:
             continue
-        if (node, not is_behind) not in seen:
-            yield node, is_behind
-        seen.add((node, is_behind))
+        found[node] = is_behind
         pending += [(child, output, is_behind) for child, output in parents(node)]
+    return found
 
 
 def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> Bounds | None:
