@@ -239,10 +239,10 @@ _NOT_TELLING = operations("Slice Alias Clone View UnsafeView ReshapeAlias")
 """Operations that come and go with the sizes of a batch."""
 
 _MOVING = _NOT_TELLING | operations(
-    "Squeeze Unsqueeze Expand Permute Transpose T Select Unbind Split SplitWithSizes UnsafeSplit Index MaskedSelect"
+    "Squeeze Unsqueeze Expand Permute Transpose T Select Unbind Split SplitWithSizes UnsafeSplit Index MaskedSelect "
+    "Stack Cat"
 )
-_JOINING = operations("Add Stack Cat")
-"""Operations of as many values as there are samples, where a loop computes these."""
+"""Operations that put the samples' values elsewhere, of which a loop over samples has others than a matrix."""
 
 _BY_INDEX = operations(
     "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
@@ -439,7 +439,7 @@ class Places:
                 continue
             pending.pop()
             name, found = operation(top[0]), [self._place(edge) for edge in below]
-            joins = name in _MOVING or (len(found) > 1 and name in _JOINING)
+            joins = name in _MOVING or (name == "Add" and len(found) > 1)  # as many as there are samples
             self._known[top[0]] = frozenset().union(*found) if joins else frozenset([hash((name, *found))])
         return self._place(value)
 

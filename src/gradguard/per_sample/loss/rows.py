@@ -518,7 +518,7 @@ class SampleRows:
         return [] if is_halved or self._dim_of_samples(whole, [*along]) is not None else sizes[: max(1, len(sizes) - 1)]
 
     @property
-    def adding(self) -> list[str]:
+    def _adding(self) -> list[str]:
         """The operations that add rows up, from the rows up to the root."""
         return [name for step in self.path.steps if (name := operation(step.node)) in MEANS | _ADDING]
 
@@ -584,7 +584,7 @@ class SampleRows:
             )  # as of gradient=torch.full((B,), 1 / B)
         inner = inner if share is None else 1.0
         weights, size, rows = sums * inner, size * inner, rows * inner
-        reduced = fused == 1 or self.adding[-1:] in (["Mean"],)
+        reduced = fused == 1 or self._adding[-1:] in (["Mean"],)
         return LossTerm(
             weights,
             size,
@@ -638,7 +638,7 @@ class SampleRows:
         behind = [] if path.output is not None else self.behind
         nodes = [*behind, *[step.node for step in path.steps]]
         return RowWeights(
-            kind=tuple(sorted({operation(node) for node in behind} - _MOVING)),
+            kind=(*sorted({operation(node) for node in behind} - _MOVING), "to", *self._adding),
             each=by_sample(samples, weights / scaled, batch_size),
             counts=counts,
             distinct=() if len(few) > _FEW or (path.weighing and len(nonzero) == 1) else tuple(few.tolist()),

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ class Mixture:
     each element gains where an operation adds 1. Where one w explains all batches, no c tells of another sample.
 
     Attributes:
-        constants: A, a row for each element; a column with NaN explains nothing.
+        constants: A, a row for each element, and its first column of ones; a column with NaN explains nothing.
         bounds: Where c lies.
         words: The refusal where it is not explained.
     """
@@ -174,6 +174,7 @@ class SharedValue:
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
         mixture: A sum of several constants, which is compared by what explains it; the value is none then.
+        among: How many values there are in its place, and which of them it is: a loop over samples has one of each.
         seen: How many samples have it: several that have the same, each another, or one alone, of which both may be so.
     """
 
@@ -184,6 +185,7 @@ class SharedValue:
     places: tuple[Hashable, ...] = ()
     seen: Literal["several", "each", "one"] = "several"
     mixture: "Mixture | None" = None
+    among: tuple[int, int] = (1, 0)
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
@@ -202,8 +204,12 @@ class SharedValue:
             return False
         mine = mine.flatten().float() if mine.dtype is torch.bool else mine.flatten()
         theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
-        rounding = torch.zeros_like(mine) if self.bounds is None else self.bounds.rounding.flatten().to(mine.device)
-        close = (mine - theirs).abs() <= 2 * rounding + 1e-12 * theirs.abs()
+        if self.bounds is not None:  # what is not known must not contradict what is
+            low, high, rounding = (one.flatten() for one in (self.bounds.low, self.bounds.high, self.bounds.rounding))
+            near = rounding.nan_to_num(0.0, 0.0) + 1e-12 * theirs.abs()
+            is_within = (theirs >= low - near) & (theirs <= high + near)
+            return bool(self.bounds.are_known.any()) and bool(is_within.all())
+        close = (mine - theirs).abs() <= 1e-12 * theirs.abs()
         return bool((close | (mine == theirs) | mine.isnan()).all())
 
 
@@ -243,13 +249,13 @@ class SharedValues:
 
     def __init__(self) -> None:
         self.strict = False
-        self._kept: dict[Hashable, _KeptValue] = {}
+        self._kept: dict[Hashable, list[_KeptValue]] = {}
         self._owned: set[Hashable] = set()  # kinds of loss and places of what was seen to be each sample's own
         self._of_each: set[Hashable] = set()  # those where samples of a batch had values of their own
         self._mixtures: dict[Hashable, Mixture] = {}
         self._new_mixtures: dict[Hashable, Mixture] = {}
         self.declared: list[Tensor | float] = []
-        self._new: dict[Hashable, _KeptValue] = {}
+        self._new: dict[Hashable, list[_KeptValue]] = {}
 
     def declare(self, value: Tensor | float) -> None:
         """Take a value for the user's own, until `end`."""
@@ -272,35 +278,42 @@ class SharedValues:
                 and that samples share one is held against all.
         """
         for one in found:
-            kept, place = self._kept.get(one.key), (kind, one.key)
-            is_known = kept is not None and kept.is_same(one, batch_size)
             if one.mixture is not None:
                 if words := self._unexplained(one.key, one.mixture, batch_size, one.seen == "several"):
                     return words
                 continue
+            place = kind, one.key, one.among if batch_size > 1 else ()
             if one.seen == "each":
                 self._of_each.add(place)
                 continue
             is_own = place in self._owned or (one.seen == "one" and place in self._of_each)
             if is_own or any(map(one.is_of, self.declared)):
                 continue
+            kept = self._kept.get(one.key)
+            new = self._new.setdefault(one.key, [*(kept or ())])
+            same = next((i for i, old in enumerate(new) if old.is_same(one, batch_size)), None)
             if batch_size > 1 and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
-                is_known, kept = False, _kept(math.nan, batch_size)
-            if kept is None or is_known:
-                new = kept if kept and kept.samples > 1 else _kept(one.value, batch_size, one.places)
-                self._new[one.key] = replace(new.narrowed(one), samples=max(new.samples, batch_size))
-            elif max(batch_size, kept.samples) == 1:  # each is its only sample's own, or it changes
-                self._new[one.key] = _kept(math.nan, 1)
+                kept, same = [_kept(math.nan, batch_size)], None
+            if same is not None:
+                old = new[same] if new[same].samples > 1 else _kept(one.value, batch_size, one.places)
+                new[same] = replace(old.narrowed(one), samples=max(old.samples, batch_size))
+            elif kept is None:
+                new.append(_kept(one.value, batch_size, one.places).narrowed(one))
+            elif max(batch_size, *[old.samples for old in kept]) == 1:  # each is its only sample's own, or it changes
+                self._new[one.key] = [_kept(math.nan, 1)]
             elif (is_shared := one.is_shared()) is True or (is_shared == "unclear" and self.strict):
-                return _words(kept, one)
+                return _words(kept[-1], one)
             elif is_shared is False:
                 self._owned.add(place)
+                if self._owned.issuperset((kind, one.key, (one.among[0], i)) for i in range(one.among[0])):
+                    self._owned.add((kind, one.key, ()))  # so is that of a sample alone
         return ""
 
     def _unexplained(self, key: Hashable, mixture: Mixture, batch_size: int, are_alike: bool) -> str:
         """Return the refusal of a sum that known constants do not explain with weights that fit all batches.
 
-        In private training none are taken: weights that fit the first batch need not be those of its neighbours.
+        In private training a number alone is taken: weights of other constants that fit the first batch need not be
+        those of its neighbours.
 
         Args:
             key: Where it is.
@@ -309,7 +322,9 @@ class SharedValues:
             are_alike: Whether all samples have the same sum: the first such batch, or one of one, shows no weights.
         """
         before = self._mixtures.get(key)
-        if (self.strict and batch_size > 1) or (before and len(before.constants.T) != len(mixture.constants.T)):
+        if self.strict:
+            mixture = replace(mixture, constants=mixture.constants[:, :1])
+        if before is not None and len(before.constants.T) != len(mixture.constants.T):
             return mixture.refusal
         joined = mixture if before is None else before.joined(mixture)
         self._new_mixtures[key] = thinned = joined.thinned()
@@ -361,6 +376,14 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 
 
 _Look = Callable[[Value, Sequence[int]], Callable[[], bool | Unsettled]]
+
+
+class _Use(NamedTuple):
+    """An operation that takes a value, and what looks whether samples share it there."""
+
+    node: Node
+    value: Tensor | float
+    is_shared: Callable[[], bool | Unsettled]
 
 
 class LossConstants:
@@ -479,10 +502,9 @@ class LossConstants:
     def _sums(self) -> list[tuple[Hashable, Value, Bounds]]:
         """The sums of the unseen constants in values, each after its place."""
         sums, known, depends = list[tuple[Hashable, Value, Bounds]](), self._known, self._depends
-        counted: Counter[Hashable] = Counter()
         for end in self._ends:
             wholes, normalized = self._wholes
-            counted[below := self._places.of(end)] += 1
+            below = self._places.of(end)
             if end not in wholes or not _places_of_rows(end, self._outputs):
                 continue
             bounds = _subtracted(end, known, depends)
@@ -491,7 +513,7 @@ class LossConstants:
             if bounds is not None and end in normalized:
                 bounds = _but_for_a_number(bounds, wholes[end].middle, normalized[end])
             if bounds is not None:
-                sums.append(((below, counted[below]), end, bounds))
+                sums.append((below, end, bounds))
         return sums
 
     @functools.cached_property
@@ -510,41 +532,45 @@ class LossConstants:
 
     def _added(self, look: _Look) -> Iterator[SharedValue]:
         """Yield the constants that operations add and do not save, where they may be alike for all samples."""
-        for place, value, bounds in [*self._sums, *self._summands]:
+        sums, counted = [*self._sums, *self._summands], Counter[Hashable]()
+        of_each = Counter(place for place, _, _ in sums)
+        for place, value, bounds in sums:
+            among, counted[place] = (of_each[place], counted[place]), counted[place] + 1
             if value in self._mixed and self._outputs.batch_size > 1:
                 continue
             sizes, shape, places = bounds.sizes, shape_of(*value), _places_of_rows(value, self._outputs)
             keys = {dim: ("added", place, shape[:dim], shape[dim + 1 :]) for dim in places}
             alike = next((dim for dim in places if sizes[dim] == 1), None)
             if alike is None:
-                yield from (SharedValue(key, math.nan, seen="each") for key in keys.values())
+                yield from (SharedValue(key, math.nan, seen="each", among=among) for key in keys.values())
                 continue
             seen = "several" if _are_of_several(bounds, alike) else "one"
             bounds = bounds.alike(alike)
             low, high = bounds.low.max(), bounds.high.min()
             bounds = Bounds(low, high) if low <= high and bool(bounds.middle.isfinite().all()) else bounds
             constant = bounds.middle if bounds.low.dim() else float(bounds.middle)
-            yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen)
+            yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen, among=among)
 
     def shared(self) -> Iterator[SharedValue]:
         """Yield what all samples may share, by where it acts on their values: whatever else the loss is made of."""
         roots, outputs, depends = self._roots, self._outputs, self._depends
-        counted: Counter[Hashable] = Counter()
-        numbers: defaultdict[Hashable, list[tuple[Node, float]]] = defaultdict(list)
-        tensors: defaultdict[tuple[Hashable, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
-        several = outputs.batch_size > 1
+        uses: defaultdict[Hashable, dict[Hashable, list[_Use]]] = defaultdict(dict)
 
         def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool | Unsettled]:
             is_reduced = functools.partial(_is_reduced, value, outputs, depends)
+            several = outputs.batch_size > 1
             return functools.partial(_is_shared, outputs, *value, sizes, is_reduced) if several else lambda: True
+
+        def use(node: Node, value: Tensor | float, is_shared: Callable[[], bool | Unsettled], *key: Hashable) -> None:
+            place = operation(node), self._places.of((node, 0)), *key
+            same = _place(value) if isinstance(value, Tensor) else value
+            uses[place].setdefault(same, []).append(_Use(node, value, is_shared))
 
         for node, is_behind in self._nodes.items():
             name = operation(node)
-            counted[acting := (name, self._places.of((node, 0)))] += 1
-            place = *acting, counted[acting]
             labelled = name in LABELLED or name == "MultiMarginLoss"
             if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
-                yield SharedValue((*place, weight.shape), weight)
+                use(node, weight, lambda: True, weight.shape)
             for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
                 places = places_of(shape_of(*value), outputs.batch_size)
                 sizes, constant = own_sizes(constant), _unrepeated(constant)
@@ -554,30 +580,21 @@ class LossConstants:
                 if is_own or (constant.numel() == 1 and not is_behind):
                     continue
                 if not _is_of_parameter(constant):
-                    yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
-                    tensors[acting, i, _place(constant)].append((node, constant))
+                    use(node, constant, look(value, sizes), i, constant.shape)
             for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
-                yield SharedValue((*place, i, "single"), constant, look((node, 0), [1] * len(shape_of(node))))
-                tensors[acting, i, _place(constant)].append((node, constant))
+                use(node, constant, look((node, 0), [1] * len(shape_of(node))), i, "single")
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(shape_of(node), outputs.batch_size))]:
-                    yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
+                    use(node, columns, look((node, 0), sizes), "columns", columns.shape)
             for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
-                whole = look((node, 0), [1] * len(shape_of(node)))
-                yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
-                numbers[acting, setting].append((node, value))
+                use(node, value, look((node, 0), [1] * len(shape_of(node))), setting, outputs.values_of_each)
+        for key, values in uses.items():
+            for number, of in enumerate(values.values()):
+                is_shared = functools.partial(_is_shared_by, outputs, of)
+                yield SharedValue(key, of[0].value, is_shared, among=(len(values), number))
         edges = [((root.node, root.number), "root") for root in roots]
         edges += [(edge, operation(node)) for node in self._nodes for edge in parents(node)]
         yield from _places_taken(edges, self._nodes, outputs, depends)
-        for key, found in numbers.items() if several else ():
-            if len(found) > 1:
-                yield SharedValue((key, "each"), found[0][1], functools.partial(_is_of_each, outputs, found))
-        counted.clear()
-        for (acting, i, _), found in tensors.items() if several else ():
-            if len(found) > 1:
-                counted[acting] += 1
-                of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
-                yield SharedValue((acting, i, "each", counted[acting], found[0][1].shape), found[0][1], of_each)
         if self._ends:  # else nothing is added unseen, and no value need be computed again to know
             yield from self._added(look)
             yield from self._mixtures()
@@ -821,6 +838,14 @@ def _unrepeated(constant: Tensor) -> Tensor:
 def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
     """Tell whether operations for one sample each take the same number, as in a loop over samples."""
     return len({value for _, value in found}) == 1 and _is_of_several(outputs, [node for node, _ in found])
+
+
+def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:
+    """Tell whether samples share a value: in one of the operations that take it, or as several take it, one of each."""
+    found: list[bool | Unsettled] = [use.is_shared() for use in uses]
+    if True in found or (len(uses) > 1 and _is_of_several(outputs, [use.node for use in uses])):
+        return True
+    return max(found, key=bool)
 
 
 def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:

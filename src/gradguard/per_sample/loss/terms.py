@@ -160,8 +160,7 @@ def loss_parts(
             _refuse_cut(ends)
         terms = [end.term(scale) for end in ends]
         rows = [end.weights(scale) for end in ends]
-        kinds = [(*each.kind, "to", *end.adding) for each, end in zip(rows, ends, strict=True)]
-        together = _averaged_together(_joined(found_paths, terms, kinds))
+        together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
         loss = _Loss(together, _totals(together), rows, outputs.values_of_each, reduction)
