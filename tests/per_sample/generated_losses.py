@@ -956,7 +956,9 @@ class Case:
     @property
     def may_keep_a_number(self):
         """Whether a number may be taken for the user's, or a count, until a batch in which it makes a difference."""
-        constant = any(t.combine in DIVIDED and t.divisor == "constant" for t in (*self.terms, *self.others))
+        constant = self.divided or any(
+            t.combine in DIVIDED and t.divisor == "constant" for t in (*self.terms, *self.others)
+        )
         return self.reduction == "token_mean" and (self.by_a_number or constant) and not self.private
 
     @property

@@ -8,6 +8,7 @@ their Jacobian. The operations between are affine, so the constant is :math:`v -
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from gradguard.per_sample.loss.loss_graph import (
     operation,
     operations,
     parents,
-    pull,
     saved,
     shape_of,
     signed,
@@ -65,7 +65,10 @@ _INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Exp": torch.log, "Sigmoid": torch.logit, "Tanh": torch.atanh, "Sqrt": torch.square, "Relu": torch.clone,
     "Reciprocal": torch.reciprocal,
 }  # fmt: skip
-"""Functions of operations that save their results alone, inverted where they have a derivative."""
+"""Inverses of operations that save their results alone, each of which rises or falls throughout."""
+
+_RANGES = {"Exp": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Sqrt": (0.0, math.inf)}
+"""The results that operations have, where there are others."""
 
 
 def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, Tensor]]:
@@ -207,8 +210,13 @@ class Bounds:
     @classmethod
     def around(cls, values: Tensor, rounding: Tensor) -> "Bounds":
         """Return those of values, of which NaN are not known."""
-        low, high = values - rounding, values + rounding
-        return cls(low.nan_to_num(-torch.inf), high.nan_to_num(torch.inf))
+        return cls.between(values - rounding, values + rounding)
+
+    @classmethod
+    def between(cls, low: Tensor, high: Tensor) -> "Bounds":
+        """Return bounds, of which NaN bounds nothing."""
+        endless = torch.inf
+        return cls(low.nan_to_num(-endless, endless, -endless), high.nan_to_num(endless, endless, -endless))
 
     def alike(self, dim: int) -> "Bounds":
         """Return those of the numbers along a dimension, which are the same."""
@@ -244,6 +252,11 @@ class Bounds:
         return not bool(((self.middle - self.middle.round()).abs() > self.rounding).any())
 
     @property
+    def are_known(self) -> Tensor:
+        """Which of the numbers have two bounds."""
+        return self.low.isfinite() & self.high.isfinite()
+
+    @property
     def middle(self) -> Tensor:
         """The numbers; NaN where they are not known."""
         return (self.low + self.high) / 2
@@ -261,19 +274,22 @@ def _wide(tensor: Tensor) -> torch.dtype:
 def recovered_values(nodes: Sequence[Node]) -> dict[Value, Bounds]:
     """Return the values that follow from results of functions, by where they were computed.
 
-    What the result does not show of a value, its derivative does not either: rounding of one is as large as the other
-    is small, and a value is not known where the derivative is 0.
+    A rounded result is that of all values between two: what it does not show, as where a function is flat, is within.
     """
     found: dict[Value, Bounds] = {}
     for node in nodes:
         if (inverse := _INVERSES.get(operation(node))) is not None:
             result = saved(node, "result").detach()
-            slope = pull(node, 0, 0, torch.ones_like(result)).abs()
-            rounding = 16 * torch.finfo(result.dtype).eps * result.abs() / slope
-            bounds = Bounds.around(inverse(result).where(slope > 0, torch.nan), rounding)
+            limits, wide = torch.finfo(result.dtype), result.to(_wide(result))
+            rounding = 16 * limits.eps * wide.abs() + limits.tiny
+            least, most = _RANGES.get(operation(node), (-math.inf, math.inf))
+            one, other = (inverse(each.clamp(least, most)) for each in (wide - rounding, wide + rounding))
+            low, high = torch.minimum(one, other), torch.maximum(one, other)
             if operation(node) == "Relu":
-                bounds = Bounds(bounds.low, bounds.high.where(slope > 0, 0.0))  # what it leaves out is at most 0
-            found[parents(node)[0]] = bounds
+                low = low.where(wide > 0, -math.inf)  # what it leaves out is at most 0
+            elif operation(node) == "Reciprocal":
+                low, high = low.where(wide != 0, -math.inf), high.where(wide != 0, math.inf)
+            found[parents(node)[0]] = Bounds.between(low.to(result.dtype), high.to(result.dtype))
     return found
 
 
@@ -339,7 +355,7 @@ def where_added(part: Value, value: Value, constant: Bounds, known: Container[Va
     Raises:
         Unreadable: If a backward from there cannot be run.
     """
-    is_known = constant.low.isfinite() & constant.high.isfinite()
+    is_known = constant.are_known
     middle, rounding = (torch.where(is_known, one, 0.0) for one in (constant.middle, constant.rounding))
     factors = torch.where(is_known, reached(part, value, known, depends), 0.0)
     with _reading(value, _behind(value, known, depends)):

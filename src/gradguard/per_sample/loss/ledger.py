@@ -37,7 +37,7 @@ class RowWeights:
     """The weights of the rows where one path ends.
 
     Attributes:
-        kind: The operations that the rows come from, and those that add them up.
+        kind: The operations that the rows come from, and those that add them up, after "to".
         each: The sum of each sample's weights [B].
         counts: How many of each sample's rows count [B].
         distinct: The weights that rows have; empty if there are many.
@@ -229,7 +229,18 @@ class Ledger:
         close = _CLOSE + 2 * page.precision
         for kind, new in page.entries.items():
             old = self._entries.get(kind)
-            yield kind, new if old is None else self._both(old, new, close)
+            if old is not None or not (beside := self._beside(kind, new)):
+                yield kind, new if old is None else self._both(old, new, close)
+                continue
+            both = [(other, self._both(self._entries[other], new, close)) for other in beside]
+            other, found = next((one for one in both if isinstance(one[1], Entry)), both[0])
+            yield from ((kind, found), (other, found))
+
+    def _beside(self, kind: tuple[str, ...], new: Entry) -> list[tuple[str, ...]]:
+        """Return the kinds of the same rows that may be these: one sample's are added up by other operations."""
+        rows = kind[: kind.index("to")]
+        of_rows = [other for other in self._entries if other[: other.index("to")] == rows]
+        return [other for other in of_rows if not (new.read and self._entries[other].read)]
 
     def _both(self, old: Entry, new: Entry, close: float) -> Entry | str:
         kept = old.kept.narrowed(new.kept, close)

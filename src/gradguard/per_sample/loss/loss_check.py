@@ -405,7 +405,7 @@ class LossCheck:
             return ""
         try:
             constants = LossConstants(roots, outputs, Dependence())
-            return constants.hidden() or self._shared.objection(constants.shared(make.kind), outputs.batch_size)
+            return constants.hidden() or self._shared.objection(constants.shared(), outputs.batch_size, make.kind)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             return _failed(error)
 

@@ -238,6 +238,12 @@ def scalars(node: Node) -> list[float]:
 _NOT_TELLING = operations("Slice Alias Clone View UnsafeView ReshapeAlias")
 """Operations that come and go with the sizes of a batch."""
 
+_MOVING = _NOT_TELLING | operations(
+    "Squeeze Unsqueeze Expand Permute Transpose T Select Unbind Split SplitWithSizes UnsafeSplit Index MaskedSelect "
+    "Stack Cat"
+)
+"""Operations that put the samples' values elsewhere, of which a loop over samples has others than a matrix."""
+
 _BY_INDEX = operations(
     "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
 )
@@ -403,6 +409,45 @@ class Dependence:
             self._known[top] = top.name() in TAPS or any([self._known[child] for child in children])
             pending.pop()
         return self._known[node]
+
+
+class Places:
+    """Knows where an operation acts on the samples' values: by the operations below it, down to the module.
+
+    What is above it, how many samples there are, and whether a loop or a matrix holds them, makes no difference.
+
+    Args:
+        ends: The values that the module returned.
+        depends: Knows which values depend on the samples.
+    """
+
+    def __init__(self, ends: Container[tuple[Node, int]], depends: Dependence) -> None:
+        self._ends, self._depends = ends, depends
+        self._known: dict[Node, frozenset[int]] = {}
+
+    def of(self, value: tuple[Node, int]) -> frozenset[int]:
+        """Return a value's place."""
+        pending = [value]
+        while pending:
+            top = pending[-1]
+            if self._is_end(top) or top[0] in self._known:
+                pending.pop()
+                continue
+            below = [edge for edge in parents(top[0]) if self._depends(edge[0])]
+            if unknown := [edge for edge in below if not self._is_end(edge) and edge[0] not in self._known]:
+                pending += unknown
+                continue
+            pending.pop()
+            name, found = operation(top[0]), [self._place(edge) for edge in below]
+            joins = name in _MOVING or (name == "Add" and len(found) > 1)  # as many as there are samples
+            self._known[top[0]] = frozenset().union(*found) if joins else frozenset([hash((name, *found))])
+        return self._place(value)
+
+    def _is_end(self, value: tuple[Node, int]) -> bool:
+        return value in self._ends or value[0].name() in TAPS
+
+    def _place(self, value: tuple[Node, int]) -> frozenset[int]:
+        return frozenset() if self._is_end(value) else self._known[value[0]]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     TAPS,
     Dependence,
+    Places,
     Root,
     Unreadable,
     dims_of,
@@ -93,9 +94,6 @@ Unsettled = Literal["own here", "unclear"]
 _MOST_ELEMENTS = 4096
 """Elements by which weights are found, and that are kept; all of a batch are compared."""
 
-_SPARE = 8
-"""Elements beyond those that any weights would explain, by which weights are known."""
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -105,15 +103,13 @@ class Mixture:
     each element gains where an operation adds 1. Where one w explains all batches, no c tells of another sample.
 
     Attributes:
-        constants: A, a row for each element that is known; a column with NaN explains nothing.
-        total: c.
-        rounding: How far each element of c may be off.
+        constants: A, a row for each element, and its first column of ones; a column with NaN explains nothing.
+        bounds: Where c lies.
         words: The refusal where it is not explained.
     """
 
     constants: Tensor
-    total: Tensor
-    rounding: Tensor
+    bounds: Bounds
     words: str
 
     @functools.cached_property
@@ -123,29 +119,32 @@ class Mixture:
 
     def joined(self, other: "Mixture") -> "Mixture":
         """Return the elements of two batches, of as many constants."""
-        return Mixture(
-            torch.cat((self.constants, other.constants)),
-            torch.cat((self.total, other.total)),
-            torch.cat((self.rounding, other.rounding)),
-            other.words,
-        )
+        both = zip((self.constants, *self._ends), (other.constants, *other._ends), strict=True)
+        constants, low, high = map(torch.cat, both)
+        return Mixture(constants, Bounds(low, high), other.words)
 
     def thinned(self) -> "Mixture":
         """Return some of the elements, in memory of their own."""
-        step = 1 + len(self.total) // _MOST_ELEMENTS
-        constants, total, rounding = (one[::step].clone() for one in (self.constants, self.total, self.rounding))
-        return Mixture(constants, total, rounding, self.words)
+        step = 1 + len(self.constants) // _MOST_ELEMENTS
+        constants, low, high = (one[::step].clone() for one in (self.constants, *self._ends))
+        return Mixture(constants, Bounds(low, high), self.words)
+
+    @property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        return self.bounds.low, self.bounds.high
 
     @functools.cached_property
-    def solved(self) -> tuple[Tensor, int]:
-        """The weights w, and how many elements any weights would explain."""
-        found = torch.linalg.lstsq(self.columns.cpu(), self.total[:, None].cpu(), driver="gelsd")
-        return found.solution[:, 0].to(self.total), int(found.rank)
+    def weights(self) -> Tensor:
+        """The weights w, by the elements that are known."""
+        is_known, total = self.bounds.are_known, self.bounds.middle
+        found = torch.linalg.lstsq(self.columns[is_known].cpu(), total[is_known, None].cpu(), driver="gelsd")
+        return found.solution[:, 0].to(total)
 
     @functools.cached_property
     def is_coarse(self) -> bool:
         """Whether c is rounded so much that weights which explain it would say little."""
-        return bool(len(self.total)) and bool((self.rounding > 1e-4 * self.total.abs().max()).any())
+        total, rounding = (one[self.bounds.are_known] for one in (self.bounds.middle, self.bounds.rounding))
+        return bool(len(total)) and bool((rounding > 1e-4 * total.abs().max()).any())
 
     @property
     def refusal(self) -> str:
@@ -154,10 +153,12 @@ class Mixture:
         return self.words + (coarse if self.is_coarse else "")
 
     def is_explained(self, weights: Tensor) -> bool:
-        """Tell whether weights give c, which is known well enough."""
-        scale = 1e-9 * (self.columns.abs() @ weights.abs() + self.total.abs())
-        near = (self.columns @ weights - self.total).abs() <= 8 * self.rounding + scale
-        return not self.is_coarse and bool(near.all())
+        """Tell whether weights give c, which is known well enough; what is known of an element may be its least."""
+        found = self.columns @ weights
+        most = self.bounds.middle.nan_to_num(0.0, 0.0, 0.0).abs()
+        near = 7 * self.bounds.rounding.nan_to_num(0.0, 0.0, 0.0) + 1e-9 * (self.columns.abs() @ weights.abs() + most)
+        is_within = (found >= self.bounds.low - near) & (found <= self.bounds.high + near)
+        return not self.is_coarse and bool(is_within.all())
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class SharedValue:
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
         mixture: A sum of several constants, which is compared by what explains it; the value is none then.
+        among: How many values there are in its place, and which of them it is: a loop over samples has one of each.
         seen: How many samples have it: several that have the same, each another, or one alone, of which both may be so.
     """
 
@@ -183,6 +185,7 @@ class SharedValue:
     places: tuple[Hashable, ...] = ()
     seen: Literal["several", "each", "one"] = "several"
     mixture: "Mixture | None" = None
+    among: tuple[int, int] = (1, 0)
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
@@ -201,8 +204,12 @@ class SharedValue:
             return False
         mine = mine.flatten().float() if mine.dtype is torch.bool else mine.flatten()
         theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
-        rounding = torch.zeros_like(mine) if self.bounds is None else self.bounds.rounding.flatten().to(mine.device)
-        close = (mine - theirs).abs() <= 2 * rounding + 1e-12 * theirs.abs()
+        if self.bounds is not None:  # what is not known must not contradict what is
+            low, high, rounding = (one.flatten() for one in (self.bounds.low, self.bounds.high, self.bounds.rounding))
+            near = rounding.nan_to_num(0.0, 0.0) + 1e-12 * theirs.abs()
+            is_within = (theirs >= low - near) & (theirs <= high + near)
+            return bool(self.bounds.are_known.any()) and bool(is_within.all())
+        close = (mine - theirs).abs() <= 1e-12 * theirs.abs()
         return bool((close | (mine == theirs) | mine.isnan()).all())
 
 
@@ -242,13 +249,13 @@ class SharedValues:
 
     def __init__(self) -> None:
         self.strict = False
-        self._kept: dict[Hashable, _KeptValue] = {}
-        self._owned: set[Hashable] = set()  # places of what was seen to be each sample's own
-        self._of_each: set[Hashable] = set()  # places where samples of a batch had values of their own
+        self._kept: dict[Hashable, list[_KeptValue]] = {}
+        self._owned: set[Hashable] = set()  # kinds of loss and places of what was seen to be each sample's own
+        self._of_each: set[Hashable] = set()  # those where samples of a batch had values of their own
         self._mixtures: dict[Hashable, Mixture] = {}
         self._new_mixtures: dict[Hashable, Mixture] = {}
         self.declared: list[Tensor | float] = []
-        self._new: dict[Hashable, _KeptValue] = {}
+        self._new: dict[Hashable, list[_KeptValue]] = {}
 
     def declare(self, value: Tensor | float) -> None:
         """Take a value for the user's own, until `end`."""
@@ -261,56 +268,68 @@ class SharedValues:
         self._new, self._new_mixtures = {}, {}
         self.declared.clear()
 
-    def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
-        """Return why the values of a batch cannot be accepted; "" if they can."""
+    def objection(self, found: Iterable[SharedValue], batch_size: int, kind: Hashable = None) -> str:
+        """Return why the values of a batch cannot be accepted; "" if they can.
+
+        Args:
+            found: The values.
+            batch_size: Number of samples.
+            kind: Tells losses of other operations apart: that a value is each sample's own is known of one kind alone,
+                and that samples share one is held against all.
+        """
         for one in found:
-            kept = self._kept.get(one.key)
-            is_known = kept is not None and kept.is_same(one, batch_size)
             if one.mixture is not None:
-                if words := self._unexplained(one.key, one.mixture, batch_size == 1 or one.seen == "several"):
+                if words := self._unexplained(one.key, one.mixture, batch_size, one.seen == "several"):
                     return words
                 continue
+            place = kind, one.key, one.among if batch_size > 1 else ()
             if one.seen == "each":
-                self._of_each.add(one.key)
+                self._of_each.add(place)
                 continue
-            is_own = one.key in self._owned or (one.seen == "one" and one.key in self._of_each)
+            is_own = place in self._owned or (one.seen == "one" and place in self._of_each)
             if is_own or any(map(one.is_of, self.declared)):
                 continue
+            kept = self._kept.get(one.key)
+            new = self._new.setdefault(one.key, [*(kept or ())])
+            same = next((i for i, old in enumerate(new) if old.is_same(one, batch_size)), None)
             if batch_size > 1 and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
-                is_known, kept = False, _kept(math.nan, batch_size)
-            if kept is None or is_known:
-                new = kept if kept and kept.samples > 1 else _kept(one.value, batch_size, one.places)
-                self._new[one.key] = replace(new.narrowed(one), samples=max(new.samples, batch_size))
-            elif max(batch_size, kept.samples) == 1:  # each is its only sample's own, or it changes
-                self._new[one.key] = _kept(math.nan, 1)
+                kept, same = [_kept(math.nan, batch_size)], None
+            if same is not None:
+                old = new[same] if new[same].samples > 1 else _kept(one.value, batch_size, one.places)
+                new[same] = replace(old.narrowed(one), samples=max(old.samples, batch_size))
+            elif kept is None:
+                new.append(_kept(one.value, batch_size, one.places).narrowed(one))
+            elif max(batch_size, *[old.samples for old in kept]) == 1:  # each is its only sample's own, or it changes
+                self._new[one.key] = [_kept(math.nan, 1)]
             elif (is_shared := one.is_shared()) is True or (is_shared == "unclear" and self.strict):
-                return _words(kept, one)
+                return _words(kept[-1], one)
             elif is_shared is False:
-                self._owned.add(one.key)
+                self._owned.add(place)
+                if self._owned.issuperset((kind, one.key, (one.among[0], i)) for i in range(one.among[0])):
+                    self._owned.add((kind, one.key, ()))  # so is that of a sample alone
         return ""
 
-    def _unexplained(self, key: Hashable, mixture: Mixture, are_alike: bool) -> str:
+    def _unexplained(self, key: Hashable, mixture: Mixture, batch_size: int, are_alike: bool) -> str:
         """Return the refusal of a sum that known constants do not explain with weights that fit all batches.
+
+        In private training a number alone is taken: weights of other constants that fit the first batch need not be
+        those of its neighbours.
 
         Args:
             key: Where it is.
             mixture: The sum and the constants.
-            are_alike: Whether all samples have the same sum, or there is one: the first such batch shows no weights.
+            batch_size: Number of samples.
+            are_alike: Whether all samples have the same sum: the first such batch, or one of one, shows no weights.
         """
         before = self._mixtures.get(key)
+        if self.strict:
+            mixture = replace(mixture, constants=mixture.constants[:, :1])
         if before is not None and len(before.constants.T) != len(mixture.constants.T):
             return mixture.refusal
-        if before is not None and mixture.is_explained(before.solved[0]):
-            return ""
         joined = mixture if before is None else before.joined(mixture)
         self._new_mixtures[key] = thinned = joined.thinned()
-        weights, rank = thinned.solved
-        is_known = joined.is_explained(weights)
-        if is_known and self.strict:  # constants that no batch had until now must not explain whatever is added
-            is_known = len(thinned.total) >= rank + _SPARE and (
-                before is None or len(thinned.columns.unique(dim=0)) > rank
-            )
-        return "" if is_known or (before is None and are_alike) else mixture.refusal
+        is_first = before is None and (are_alike or batch_size == 1)
+        return "" if is_first or joined.is_explained(thinned.weights) else mixture.refusal
 
 
 _MANY_SAMPLES = 8
@@ -359,6 +378,14 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 _Look = Callable[[Value, Sequence[int]], Callable[[], bool | Unsettled]]
 
 
+class _Use(NamedTuple):
+    """An operation that takes a value, and what looks whether samples share it there."""
+
+    node: Node
+    value: Tensor | float
+    is_shared: Callable[[], bool | Unsettled]
+
+
 class LossConstants:
     """The values that a loss takes beside the rows of the samples, as its graph shows them, but for weights of rows.
 
@@ -370,7 +397,8 @@ class LossConstants:
 
     def __init__(self, roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> None:
         self._roots, self._outputs, self._depends = roots, outputs, depends
-        self._nodes = dict(_nodes(roots, outputs, depends))
+        self._nodes = _nodes(roots, outputs, depends)
+        self._places = Places(outputs.values, depends)
 
     @functools.cached_property
     def _known(self) -> dict[Value, Tensor]:
@@ -439,24 +467,24 @@ class LossConstants:
                 )
         return found
 
-    def _mixtures(self, kind: Hashable) -> Iterator[SharedValue]:
+    def _mixtures(self) -> Iterator[SharedValue]:
         """Yield the constants in values of `_mixed`, as other constants of the samples explain them."""
         known, depends = self._known, self._depends
-        for number, end, bounds in self._sums if self._mixed else ():
+        for place, end, bounds in self._sums if self._mixed else ():
             if end not in self._mixed:
                 continue
-            is_known = bounds.low.isfinite() & bounds.high.isfinite()
             beside = [one.nan_to_num(0.0) for node in self._nodes for _, one in constants_beside(node, depends)]
             beside += [self._own(value, other) for _, value, other in self._sums if value not in self._mixed]
             columns = [torch.ones_like(bounds.low), *self._gains(end)]
             columns += [one for constant in beside for one in summed_in(end, constant, known, depends)]
             if (dim := self._wholes[1].get(end)) is not None:
                 columns = [one.double() - one.double().mean(dim, keepdim=True) for one in columns]
-            constants = torch.stack([one.broadcast_to(bounds.low.shape)[is_known].double() for one in columns], 1)
-            total, rounding = (one[is_known].double() for one in (bounds.middle, bounds.rounding))
-            mixture = Mixture(constants, total, rounding, self._mixed[end])
+            constants = torch.stack([one.broadcast_to(bounds.low.shape).double().flatten() for one in columns], 1)
+            each = Bounds(bounds.low.double().flatten(), bounds.high.double().flatten())
             seen = "several" if all(size == 1 for size in bounds.sizes) else "each"
-            yield SharedValue((kind, "mixture", number), math.nan, mixture=mixture, seen=seen)
+            yield SharedValue(
+                ("mixture", place), math.nan, mixture=Mixture(constants, each, self._mixed[end]), seen=seen
+            )
 
     def _own(self, value: Value, bounds: Bounds) -> Tensor:
         """Return what was added to a value, or NaN where it is no sample's own: a statistic explains nothing."""
@@ -471,11 +499,12 @@ class LossConstants:
         return [reached(part, end, self._known, self._depends) for part in parts]
 
     @functools.cached_property
-    def _sums(self) -> list[tuple[int, Value, Bounds]]:
-        """The sums of the unseen constants in values, each after its number and its place."""
-        sums, known, depends = list[tuple[int, Value, Bounds]](), self._known, self._depends
-        for number, end in enumerate(self._ends):
+    def _sums(self) -> list[tuple[Hashable, Value, Bounds]]:
+        """The sums of the unseen constants in values, each after its place."""
+        sums, known, depends = list[tuple[Hashable, Value, Bounds]](), self._known, self._depends
+        for end in self._ends:
             wholes, normalized = self._wholes
+            below = self._places.of(end)
             if end not in wholes or not _places_of_rows(end, self._outputs):
                 continue
             bounds = _subtracted(end, known, depends)
@@ -484,7 +513,7 @@ class LossConstants:
             if bounds is not None and end in normalized:
                 bounds = _but_for_a_number(bounds, wholes[end].middle, normalized[end])
             if bounds is not None:
-                sums.append((number, end, bounds))
+                sums.append((below, end, bounds))
         return sums
 
     @functools.cached_property
@@ -493,56 +522,55 @@ class LossConstants:
         return {end: parts_of(end, self._known, self._depends) for end in self._ends}
 
     @functools.cached_property
-    def _summands(self) -> list[tuple[int, Value, Bounds]]:
+    def _summands(self) -> list[tuple[Hashable, Value, Bounds]]:
         """The unseen constants where they were added, where operations have changed the sums since."""
-        found = list[tuple[int, Value, Bounds]]()
-        for number, end, bounds in self._sums:
-            for place, part in enumerate(self._parts[end] if end not in self._mixed else (), 1):
-                its = where_added(part, end, bounds, self._known, self._depends)
-                found.append((number + place * len(self._ends), part, its))
+        found = list[tuple[Hashable, Value, Bounds]]()
+        for place, end, bounds in self._sums:
+            for number, part in enumerate(self._parts[end] if end not in self._mixed else ()):
+                found.append(((place, number), part, where_added(part, end, bounds, self._known, self._depends)))
         return found
 
-    def _added(self, kind: Hashable, look: _Look) -> Iterator[SharedValue]:
+    def _added(self, look: _Look) -> Iterator[SharedValue]:
         """Yield the constants that operations add and do not save, where they may be alike for all samples."""
-        for number, value, bounds in [*self._sums, *self._summands]:
+        sums, counted = [*self._sums, *self._summands], Counter[Hashable]()
+        of_each = Counter(place for place, _, _ in sums)
+        for place, value, bounds in sums:
+            among, counted[place] = (of_each[place], counted[place]), counted[place] + 1
             if value in self._mixed and self._outputs.batch_size > 1:
                 continue
             sizes, shape, places = bounds.sizes, shape_of(*value), _places_of_rows(value, self._outputs)
-            keys = {dim: (kind, "added", number, shape[:dim], shape[dim + 1 :]) for dim in places}
+            keys = {dim: ("added", place, shape[:dim], shape[dim + 1 :]) for dim in places}
             alike = next((dim for dim in places if sizes[dim] == 1), None)
             if alike is None:
-                yield from (SharedValue(key, math.nan, seen="each") for key in keys.values())
+                yield from (SharedValue(key, math.nan, seen="each", among=among) for key in keys.values())
                 continue
             seen = "several" if _are_of_several(bounds, alike) else "one"
             bounds = bounds.alike(alike)
             low, high = bounds.low.max(), bounds.high.min()
             bounds = Bounds(low, high) if low <= high and bool(bounds.middle.isfinite().all()) else bounds
             constant = bounds.middle if bounds.low.dim() else float(bounds.middle)
-            yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen)
+            yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen, among=among)
 
-    def shared(self, kind: Hashable) -> Iterator[SharedValue]:
-        """Yield what all samples may share.
-
-        Args:
-            kind: Tells losses of other operations apart.
-        """
+    def shared(self) -> Iterator[SharedValue]:
+        """Yield what all samples may share, by where it acts on their values: whatever else the loss is made of."""
         roots, outputs, depends = self._roots, self._outputs, self._depends
-        counted: Counter[str] = Counter()
-        numbers: defaultdict[tuple[str, Hashable], list[tuple[Node, float]]] = defaultdict(list)
-        tensors: defaultdict[tuple[str, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
-        several = outputs.batch_size > 1
+        uses: defaultdict[Hashable, dict[Hashable, list[_Use]]] = defaultdict(dict)
 
         def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool | Unsettled]:
             is_reduced = functools.partial(_is_reduced, value, outputs, depends)
+            several = outputs.batch_size > 1
             return functools.partial(_is_shared, outputs, *value, sizes, is_reduced) if several else lambda: True
+
+        def use(node: Node, value: Tensor | float, is_shared: Callable[[], bool | Unsettled], *key: Hashable) -> None:
+            place = operation(node), self._places.of((node, 0)), *key
+            same = _place(value) if isinstance(value, Tensor) else value
+            uses[place].setdefault(same, []).append(_Use(node, value, is_shared))
 
         for node, is_behind in self._nodes.items():
             name = operation(node)
-            counted[name] += 1
-            place = kind, name, counted[name]
             labelled = name in LABELLED or name == "MultiMarginLoss"
             if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
-                yield SharedValue((*place, weight.shape), weight)
+                use(node, weight, lambda: True, weight.shape)
             for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
                 places = places_of(shape_of(*value), outputs.batch_size)
                 sizes, constant = own_sizes(constant), _unrepeated(constant)
@@ -552,35 +580,24 @@ class LossConstants:
                 if is_own or (constant.numel() == 1 and not is_behind):
                     continue
                 if not _is_of_parameter(constant):
-                    yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
-                    tensors[name, i, _place(constant)].append((node, constant))
+                    use(node, constant, look(value, sizes), i, constant.shape)
             for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
-                yield SharedValue((*place, i, "single"), constant, look((node, 0), [1] * len(shape_of(node))))
-                tensors[name, i, _place(constant)].append((node, constant))
+                use(node, constant, look((node, 0), [1] * len(shape_of(node))), i, "single")
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(shape_of(node), outputs.batch_size))]:
-                    yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
+                    use(node, columns, look((node, 0), sizes), "columns", columns.shape)
             for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
-                whole = look((node, 0), [1] * len(shape_of(node)))
-                yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
-                numbers[name, setting].append((node, value))
+                use(node, value, look((node, 0), [1] * len(shape_of(node))), setting, outputs.values_of_each)
+        for key, values in uses.items():
+            for number, of in enumerate(values.values()):
+                is_shared = functools.partial(_is_shared_by, outputs, of)
+                yield SharedValue(key, of[0].value, is_shared, among=(len(values), number))
         edges = [((root.node, root.number), "root") for root in roots]
         edges += [(edge, operation(node)) for node in self._nodes for edge in parents(node)]
-        yield from _places_taken(edges, self._nodes, outputs, depends, kind)
-        for (name, setting), found in numbers.items() if several else ():
-            if len(found) > 1:
-                yield SharedValue(
-                    (kind, name, setting, "each"), found[0][1], functools.partial(_is_of_each, outputs, found)
-                )
-        counted.clear()
-        for (name, i, _), found in tensors.items() if several else ():
-            if len(found) > 1:
-                counted[name] += 1
-                of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
-                yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
+        yield from _places_taken(edges, self._nodes, outputs, depends)
         if self._ends:  # else nothing is added unseen, and no value need be computed again to know
-            yield from self._added(kind, look)
-            yield from self._mixtures(kind)
+            yield from self._added(look)
+            yield from self._mixtures()
 
 
 def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
@@ -624,7 +641,7 @@ def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
 
 def _are_of_several(bounds: Bounds, dim: int) -> bool:
     """Tell whether numbers that are alike along a dimension are known twice there, and are alike by no chance."""
-    known, alike = bounds.low.isfinite() & bounds.high.isfinite(), bounds.alike(dim)
+    known, alike = bounds.are_known, bounds.alike(dim)
     for other in range(known.dim()):
         if other != dim and alike.sizes[other] == 1:
             known, alike = known.any(other, keepdim=True), alike.alike(other)
@@ -676,7 +693,6 @@ def _places_taken(
     nodes: Container[Node],
     outputs: Outputs,
     depends: Dependence,
-    kind: Hashable,
 ) -> Iterator[SharedValue]:
     """Yield the places that operations take along a dimension, such as a column, each for who uses the result."""
     counted: Counter[Hashable] = Counter()
@@ -691,7 +707,7 @@ def _places_taken(
             among = []
         if shape[dim] == 1 or (outputs.batch_size == 1 and dim in among):
             continue
-        place = kind, "taken", user, operation(node), len(shape), among == [dim]
+        place = "taken", user, operation(node), len(shape), among == [dim]
         counted[place] += 1
         of_several = functools.partial(_is_for_several, outputs, (node, number), dim, among)
         shared = of_several if outputs.batch_size > 1 else lambda: True
@@ -754,21 +770,20 @@ def _is_of_parameter(constant: Tensor) -> bool:
     return isinstance(constant, nn.Parameter) or isinstance(base_of(constant), nn.Parameter)
 
 
-def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> Iterator[tuple[Node, bool]]:
-    """Yield the operations between a loss and the module, each with whether it is behind what is not linear."""
+def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> dict[Node, bool]:
+    """Return the operations between a loss and the module, each with whether one way to it is behind no linear one."""
     pending = [(root.node, root.number, False) for root in roots]
-    seen: set[tuple[Node, bool]] = set()
+    found: dict[Node, bool] = {}
     while pending:
         node, number, is_behind = pending.pop()
         if (node, number) in outputs.values or node.name() in TAPS or not depends(node):
             continue
         is_behind = is_behind or not is_linear(operation(node), inputs_of(node, depends))
-        if (node, is_behind) in seen:
+        if found.get(node) in {True, is_behind}:
             continue
-        if (node, not is_behind) not in seen:
-            yield node, is_behind
-        seen.add((node, is_behind))
+        found[node] = is_behind
         pending += [(child, output, is_behind) for child, output in parents(node)]
+    return found
 
 
 def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> Bounds | None:
@@ -823,6 +838,14 @@ def _unrepeated(constant: Tensor) -> Tensor:
 def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
     """Tell whether operations for one sample each take the same number, as in a loop over samples."""
     return len({value for _, value in found}) == 1 and _is_of_several(outputs, [node for node, _ in found])
+
+
+def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:
+    """Tell whether samples share a value: in one of the operations that take it, or as several take it, one of each."""
+    found: list[bool | Unsettled] = [use.is_shared() for use in uses]
+    if True in found or (len(uses) > 1 and _is_of_several(outputs, [use.node for use in uses])):
+        return True
+    return max(found, key=bool)
 
 
 def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:
