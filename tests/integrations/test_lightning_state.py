@@ -197,7 +197,7 @@ def test_a_state_of_other_optimizers_is_refused():
     fit(Automatic(), one)
     fit(Manual(), two)
     one.load_state_dict(two.state_dict())
-    with pytest.raises(InvalidValueError, match=r"on the optimizers \[0, 1\].* here they are on \[0\]"):
+    with pytest.raises(InvalidValueError, match=r"on the optimizers \[0, 1\].* this run on \[0\]"):
         fit(Automatic(), one)
 
 
