@@ -357,7 +357,7 @@ def test_what_is_detached_does_nothing_more():
         (
             {"extra_state": [torch.optim.SGD([torch.ones(1)])]},
             InvalidTypeError,
-            r"extra_state has an optimizer, .*: make one that steps",
+            r"extra_state has an optimizer, .* Pass one optimizer that steps all",
         ),
     ],
 )
@@ -438,7 +438,7 @@ def test_several_optimizers_are_refused_and_told_of_the_way():
     both = [torch.optim.SGD([p]) for p in model.parameters()]
     with pytest.raises(
         InvalidTypeError,
-        match=r"optimizer is a list, .*: make one that steps all \(Muon .*`gradguard explain resilience`\)",
+        match=r"optimizer is a list, .* Pass one optimizer that steps all of them \(Muon .*`gradguard explain resilience`\)",
     ):
         SpikeRecovery(model, both)
 
