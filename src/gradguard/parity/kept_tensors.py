@@ -55,19 +55,22 @@ def averages_in(local: Sequence[LocalParameter], known: Sequence[Any] = ()) -> l
         kept = tensors(value)
         return [getattr(one, "shape", None) for one in kept] == shapes and own.isdisjoint(map(_memory, kept))
 
-    found = [
-        KeptTensors(kind, kind, lambda one=one, name=name: dict(zip(names, tensors(vars(one)[name]), strict=True)))
-        for one in _plain_objects(known)
-        for name, value in _attributes(one)
-        if is_average(value)
-        for kind in [f"{type(one).__name__}.{name}"]
-    ]
-    return sorted(found, key=lambda one: one.kind)
+    def found() -> list[KeptTensors]:
+        return [
+            KeptTensors(kind, kind, lambda one=one, name=name: dict(zip(names, tensors(vars(one)[name]), strict=True)))
+            for one in _plain_objects(known)
+            for name, value in _attributes(one)
+            if is_average(value)
+            for kind in [f"{type(one).__name__}.{name}"]
+        ]
+
+    if found():
+        gc.collect()  # an average of an earlier run may be garbage that is still there
+    return sorted(found(), key=lambda one: one.kind)
 
 
 def _plain_objects(known: Sequence[Any]) -> list[Any]:
     """Return other objects with attributes: neither modules nor optimizers, nor PyTorch's or gradguard's."""
-    gc.collect()  # an average of an earlier run may be garbage that is still there
     every, others = all_objects(), (nn.Module, Optimizer, type, ModuleType)
     kinds = {one for one in set(map(type, every)) if one.__dictoffset__ and not issubclass(one, others)}
     kinds = {one for one in kinds if one.__module__.partition(".")[0] not in ("torch", "gradguard")}
