@@ -10,7 +10,7 @@ from refusals import check_refusals
 from threads import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gradguard as gg
 from cases import random
@@ -96,3 +96,36 @@ def test_a_gradient_laid_out_unlike_its_parameter_that_some_lack(run, placements
     assert run(lambda mesh: clip_unlike(mesh, own, placements, [])) == pytest.approx([right] * WORLD, rel=1e-6)
     found = run(lambda mesh: clip_unlike(mesh, own, placements, [1]))
     check_refusals(found, "DistributedError", "is laid out unlike its parameter and None on some of the ranks")
+
+
+SUMS = {
+    "1": lambda named: gg.clip_grad_norm_(named, 1.0, 1.0),
+    "2": lambda named: gg.clip_grad_norm_(named, 1.0),
+    "inf": lambda named: gg.clip_grad_norm_(named, 1.0, math.inf),
+    "adaptive": lambda named: gg.ClipAdaptive(1e9)(named).norm,
+}
+
+
+def clip_sums_without(mesh, call, absent):
+    """A sum over a slice of the mesh, so that two replicas of it have summands 1 and 2."""
+    rank, tp = dist.get_rank(), mesh["shard"]
+    a = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate(), Shard(0)], src_data_rank=None))
+    w = nn.Parameter(distribute_tensor(torch.zeros(2, 2), tp, [Shard(1)], src_data_rank=None))
+    if rank not in absent:
+        w.grad = DTensor.from_local(torch.full((2, 2), 1.0 + rank % 2), tp, [Partial()], run_check=False)
+    try:
+        return float(SUMS[call]([("a", a), ("w", w)]))
+    except DistributedError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("call", SUMS)
+def test_replicas_of_a_sum_that_lack_a_summand(run, call):
+    """A replica that lacked a summand got zeros for it, and the norm was that of neither replica."""
+    whole = run(lambda mesh: clip_sums_without(mesh, call, []))
+    assert whole == pytest.approx([{"1": 12.0, "inf": 3.0}.get(call, 6.0)] * WORLD, rel=1e-6)
+    both = run(lambda mesh: clip_sums_without(mesh, call, [0, 2]))
+    assert both == pytest.approx([{"1": 8.0, "inf": 2.0}.get(call, 4.0)] * WORLD, rel=1e-6)
+    for absent in ([2], [1], [2, 3], [0, 3]):
+        found = run(lambda mesh, absent=absent: clip_sums_without(mesh, call, absent))
+        check_refusals(found, "DistributedError", "`w`, a sum over processes, is None on some of the ranks")

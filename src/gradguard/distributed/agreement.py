@@ -39,6 +39,10 @@ _IN_A_WORD = 32
 _LISTS = 64
 """Different lists that are kept in the store: two that differ are enough for a message."""
 
+_OUT_OF_STEP = (
+    "The process group cannot be used any more, because its ranks still wait in different collectives: end the program."
+)
+
 _failures: Counter[str] = Counter()  # of each process group
 _calls: Counter[str] = Counter()
 _last_numbers = [0]
@@ -196,7 +200,7 @@ def together(
     except RuntimeError as error:  # torch.distributed's own errors are subclasses
         raise DistributedError(_who_is_missing(union, signature, error, task)) from error
     if difference is not None:
-        raise DistributedError(f"{difference}. {_what_to_do(task)}.")
+        raise DistributedError(f"{difference}. {_what_to_do(task)}. {_OUT_OF_STEP}")
 
 
 def _difference_while_waiting(

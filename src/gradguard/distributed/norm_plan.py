@@ -224,29 +224,47 @@ class NormPlan:
             DistributedError: On all processes, if one lacks a part of a gradient that the others cannot know.
         """
         most, least = torch.full((2, len(self.weights)), -torch.inf, dtype=torch.float64, device="cpu")
-        lacks, needs_all = torch.zeros_like(most), torch.zeros_like(most)
+        lacks, needs = torch.zeros_like(most), torch.zeros_like(most)  # 2: on all processes, 1: alike in replicas
         for i, (place, gradient) in enumerate(zip(self.places, grads_of(tensors), strict=True)):
             if gradient is None or not self._placements[i].kinds:
                 lacks[place] = 1.0
                 continue
             most[place] = zlib.crc32(repr(moves[i]).encode()) + 1 if i in moves else 0
             least[place] = -most[place]
-            needs_all[place] = i in moves and not may_lack_summands(moves[i])
-        most, least, lacks, needs_all = self.reducer.largest(most, least, lacks, needs_all)
+            if i in moves:
+                may_lack, is_on_all = may_lack_summands(moves[i]), len(self._placements[i].ranks) == self.reducer.world
+                needs[place] = 2 - may_lack - (may_lack and is_on_all)
+        most, least, lacks, needs = self.reducer.largest(most, least, lacks, needs)
         for place in (most > -least).nonzero().flatten().tolist():
             raise UnsupportedGradientError(
                 f"the gradient of {called(self.names, place)} is laid out differently on two processes, whose parts "
                 "cannot be told then: lay it out as the parameter, or in one way on all."
             )
-        for place in (needs_all * lacks).nonzero().flatten().tolist():
+        lacking = needs * lacks
+        for place in (lacking == 2).nonzero().flatten().tolist():
             raise DistributedError(
                 f"the gradient of {called(self.names, place)} is laid out unlike its parameter and None on some of the "
                 "ranks: their part of it cannot be told. Fill missing ones with zeros."
             )
+        if (lacking == 1).any():
+            self._compare_replicas(moves, set((lacking == 1).nonzero().flatten().tolist()))
         is_new = bool(((most > 0) & (most != self._codes)).any())
         self._codes = torch.where(most > 0, most, self._codes)
         self._due = {i for i, place in enumerate(self.places) if most[place] > 0}
         return is_new
+
+    def _compare_replicas(self, moves: Mapping[int, Any], summed: Collection[int]) -> None:
+        """Raise on all processes if replicas of a sum, at one of the places ``summed``, lack different summands."""
+        own = [(i, place) for i, place in enumerate(self.places) if place in summed]
+        mine = {(place, tuple(self._placements[i].mesh.get_coordinate())): i in moves for i, place in own}
+        found = gather_objects(self.reducer.union, mine)
+        for place, at in sorted({key for its in found for key in its}):
+            if len({its[place, at] for its in found if (place, at) in its}) > 1:
+                raise DistributedError(
+                    f"the gradient of {called(self.names, place)}, a sum over processes, is None on some of the ranks, "
+                    "and not on those that have the same summand in other replicas: their norm cannot be told. Fill "
+                    "missing ones with zeros."
+                )
 
     def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Names) -> None:
         for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
