@@ -16,7 +16,7 @@ from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.step_rows import bound_on, by_optimizer, in_order, taken_steps
 from gradguard.threshold_rules import LockInAlarm
 
-__all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]
+__all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share", "lost_from"]
 
 
 @once
@@ -128,3 +128,15 @@ def _merged(episodes: list[Episode]) -> list[Finding]:
         for episode in later:
             first.join(episode)
     return [first.finding() for first, *_ in groups.values()]
+
+
+def lost_from(record: Record) -> int | None:
+    """Return the first step of an error that tells of losses or norms that rose and stayed high; None without one.
+
+    Args:
+        record: The record of a run.
+    """
+    rose = (EXPLODING.name, DIVERGING.name)
+    return min(
+        (one.first_step for one in findings(record) if one.severity == "error" and one.kind in rose), default=None
+    )

@@ -9,6 +9,7 @@ from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
 from gradguard.monitoring.judge.insurance import insurance
 from gradguard.monitoring.judge.norm_statistics import are_scaled, drift_of
 from gradguard.monitoring.judge.numbers import capital, number, only, percent, plain_threshold
+from gradguard.monitoring.judge.scale_free import reads_signs_alone
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.step_rows import bound_on, by_optimizer, taken_steps, usable_norms
 
@@ -73,7 +74,8 @@ def recommend(record: Record) -> Recommendation:
     healthy, and a constant is insurance     constant  `insurance`: it does not bind in calm times; where norms are
                                                        uneven, a low one that trains better, with an experiment
     healthy, and most norms are equal        unknown   none: something scales gradients, and was not seen
-    healthy otherwise                        nothing   none
+    healthy otherwise, or the optimizer      nothing   none
+    reads signs alone
     bad_batches, exploding_time              constant  the norm that leaves ordinary steps alone
     unknown                                  unknown   none
     parts that are frozen, in a run that     unknown   none: whether they are to stay as they are is asked
@@ -146,6 +148,9 @@ def _share_above(threshold: float, norms: Sequence[float]) -> float:
 
 
 def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
+    if reads_signs_alone(record):
+        why = "The optimizer reads the signs of gradients alone, which a clip leaves as they are: it changes no step."
+        return Recommendation("nothing", "There is nothing to clip.", why, usable_steps=len(norms))
     threshold, drift = insurance(record), drift_of(record)
     kept = _of_clip_in_use(record, norms, threshold)
     if kept is not None:

@@ -8,6 +8,7 @@ from operator import mul
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
 from gradguard.monitoring.judge.causes.rate import GROWN
+from gradguard.monitoring.judge.health import lost_from
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
 from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, RunSignals, middle, period_of
 
@@ -97,7 +98,9 @@ def bad_batches(signals: RunSignals) -> Sign | None:
         which = f"A batch every {period} steps is"
         where = f"something that comes back every {period} steps, such as one bad file or shard of an epoch"
     near = {place + k for place in places for k in range(4)}
-    calm = median([norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5])
+    lost = lost_from(signals.record)  # what comes after the damage is no ordinary step
+    known = [place for place, i in enumerate(signals.numbers) if place >= 5 and (lost is None or i < lost)]
+    calm = median([norm for place in known if (norm := signals.norms[place]) and place not in near])
     threshold = float(f"{min(calm, signals.low_threshold):.1e}") if calm else None
     clip = f" Until then, clip at {plain_threshold(threshold)}." if threshold else ""
     words = (
