@@ -794,3 +794,15 @@ def test_takes_a_clamp_of_torchs_that_clamps_nothing():
     for size in (6, 5):
         step(clipper, lambda _, out, b: F.gaussian_nll_loss(out, b.y, out.square() + 0.1), Batch(size, size))
         step(clipper, lambda _, out, b: (1 - F.cosine_similarity(out, b.y)).mean(), Batch(size, size))
+
+
+def test_refuses_the_classes_of_a_batch_however_many_they_are():
+    def present(_, out, b):
+        chosen = b.labels.unique()
+        return F.cross_entropy(out[:, chosen], torch.searchsorted(chosen, b.labels))
+
+    clipper, few, all_classes = clipper_of(), Batch(6, 1), Batch(5, 2)
+    few.labels, all_classes.labels = torch.tensor([0, 1, 0, 1, 1, 0]), torch.tensor([0, 1, 2, 1, 0])
+    step(clipper, present, few)
+    with pytest.raises(UnsupportedGradientError, match="has changed since an earlier batch"):
+        step(clipper, present, all_classes)

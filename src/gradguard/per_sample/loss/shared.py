@@ -618,7 +618,7 @@ class LossConstants:
                 use(node, constant, look((node, 0), [1] * len(shape_of(node))), i, "single")
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(shape_of(node), outputs.batch_size))]:
-                    use(node, columns, look((node, 0), sizes), "columns", columns.shape)
+                    use(node, columns, look((node, 0), sizes), "columns", columns.dim())
             for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
                 use(node, value, look((node, 0), [1] * len(shape_of(node))), setting, outputs.values_of_each)
         for key, values in uses.items():
