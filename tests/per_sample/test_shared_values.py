@@ -771,3 +771,38 @@ def test_labels_that_are_alike_in_each_batch_are_each_samples_own(private):
         batch = Batch(4, number)
         batch.y = torch.full_like(batch.y, label)
         step(clipper, loss, batch)
+
+
+def centred_unrecorded(out, b):
+    out = out * 1.0
+    out.detach().sub_(out.detach().mean())
+    return out.exp().mean()
+
+
+def clamped_by_torch(out, b):
+    return F.gaussian_nll_loss(out, b.y, out.square(), eps=b.y.std().item())
+
+
+@pytest.mark.parametrize("loss", [centred_unrecorded, clamped_by_torch])
+def test_refuses_a_value_changed_in_place_outside_the_graph(loss):
+    with pytest.raises(UnsupportedGradientError, match="changed in place"):
+        step(clipper_of(), lambda _, out, b: loss(out, b), Batch(6, 1))
+
+
+def test_takes_a_clamp_of_torchs_that_clamps_nothing():
+    clipper = clipper_of()
+    for size in (6, 5):
+        step(clipper, lambda _, out, b: F.gaussian_nll_loss(out, b.y, out.square() + 0.1), Batch(size, size))
+        step(clipper, lambda _, out, b: (1 - F.cosine_similarity(out, b.y)).mean(), Batch(size, size))
+
+
+def test_refuses_the_classes_of_a_batch_however_many_they_are():
+    def present(_, out, b):
+        chosen = b.labels.unique()
+        return F.cross_entropy(out[:, chosen], torch.searchsorted(chosen, b.labels))
+
+    clipper, few, all_classes = clipper_of(), Batch(6, 1), Batch(5, 2)
+    few.labels, all_classes.labels = torch.tensor([0, 1, 0, 1, 1, 0]), torch.tensor([0, 1, 2, 1, 0])
+    step(clipper, present, few)
+    with pytest.raises(UnsupportedGradientError, match="has changed since an earlier batch"):
+        step(clipper, present, all_classes)

@@ -126,6 +126,11 @@ def hides_constant(node: Node, depends: Dependence) -> bool:
     return not known and 0 < len(inputs_of(node, depends)) < len(node.next_functions)
 
 
+def puts_unseen(node: Node, depends: Dependence) -> bool:
+    """Tell whether an operation may put constants among values that it passes on, which it does not save."""
+    return operation(node) == "MaskedFill" or hides_constant(node, depends)
+
+
 def is_affine(node: Node, depends: Dependence) -> bool:
     """Tell whether a value is a linear function of one value of the samples, or of several, and a constant."""
     inputs, name = inputs_of(node, depends), operation(node)
@@ -134,17 +139,17 @@ def is_affine(node: Node, depends: Dependence) -> bool:
 
 def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
     """Return the values of the samples that operations saved or that follow from these, by where they were computed."""
-    found: dict[Value, Tensor] = {}
+    found, copied = dict[Value, Tensor](), dict[Value, Tensor]()
     for node in nodes:
         for tensor in saved_tensors(node):
             if tensor.requires_grad:
                 edge = get_gradient_edge(tensor)
                 found[edge.node, edge.output_nr] = tensor.detach()
                 if operation(edge.node) == "Clone":  # of what an operation in place has written over
-                    found[parents(edge.node)[0]] = tensor.detach()
+                    copied[parents(edge.node)[0]] = tensor.detach()
         if (again := _again(node)) is not None:
             found.setdefault((node, 0), again)
-    return found
+    return copied | found
 
 
 def _again(node: Node) -> Tensor | None:
@@ -494,6 +499,11 @@ def _behind(value: Value, known: Container[Value], depends: Dependence) -> list[
     nodes = {*_affine(value, known, depends)}
     edges = [value, *[edge for node in nodes for edge in parents(node) if depends(edge[0])]]
     return [*dict.fromkeys(e for e in edges if (e in known and e != value) or e[0] not in nodes)]
+
+
+def affine_below(value: Value, known: Container[Value], depends: Dependence) -> list[Node]:
+    """Return the affine operations from a value to the known ones that are nearest."""
+    return [*_affine(value, known, depends)]
 
 
 def _affine(value: Value, known: Container[Value], depends: Dependence) -> Iterator[Node]:

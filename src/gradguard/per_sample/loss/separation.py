@@ -67,6 +67,7 @@ class Outputs:
         self._edges: list[GradientEdge] = []
         self._axes: list[BatchAxis] = []
         self._numbers: list[GradientEdge] = []
+        self._given: list[Tensor] = []
 
     def add(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
         """Add what a call has returned.
@@ -82,12 +83,22 @@ class Outputs:
                 self.values_of_each += tensor.numel() / self.batch_size
                 self._edges.append(get_gradient_edge(tensor))
                 self._axes.append(axis)
+                self._given.append(tensor)
                 self._held[self._edges[-1].node, self._edges[-1].output_nr] = tensor.detach(), version_of(tensor)
 
     @property
     def held(self) -> dict[tuple[Node, int], Tensor]:
         """The values themselves, but for those that were changed in place."""
         return {edge: tensor for edge, (tensor, version) in self._held.items() if version_of(tensor) == version}
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether one was changed in place by an operation that its graph does not record."""
+        kept = zip(self._edges, self._held.values(), self._given, strict=False)
+        return any(
+            version_of(tensor) != version and get_gradient_edge(given).node is edge.node
+            for edge, (tensor, version), given in kept
+        )
 
     @property
     def values(self) -> set[tuple[Node, int]]:
@@ -114,6 +125,7 @@ class Outputs:
         both = Outputs(self.batch_size, self.batch_first and other.batch_first, self._pulls and other._pulls)
         both._edges, both._axes = self._edges + other._edges, self._axes + other._axes
         both._numbers, both._held = self._numbers + other._numbers, self._held | other._held
+        both._given = self._given + other._given
         both.values_of_each = self.values_of_each + other.values_of_each
         return both
 

@@ -25,6 +25,7 @@ from gradguard.per_sample.loss.beside import (
     added,
     adds_unseen,
     adds_unseen_below,
+    affine_below,
     constants_beside,
     is_affine,
     is_told,
@@ -33,6 +34,7 @@ from gradguard.per_sample.loss.beside import (
     own_sizes,
     parts_of,
     places_of,
+    puts_unseen,
     reached,
     recovered_values,
     summed_in,
@@ -75,6 +77,9 @@ _SHOWING = operations(
     "Cumprod Cummax Cummin Xlogy Atan2 Logaddexp Logaddexp2 Digamma LinalgSvd"
 )
 """Operations that save every constant that they take, or whose constant follows from values that are known."""
+
+_ENDING = operations("Mean Sum NllLoss LogSoftmax MseLoss BinaryCrossEntropyWithLogits")
+"""Operations of the losses where no value lies between what the module returned and a function that saves it."""
 
 _TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
 """Operations that take places along a dimension, which their settings, or the numbers of their results, tell."""
@@ -402,7 +407,7 @@ class LossConstants:
 
     @functools.cached_property
     def _known(self) -> dict[Value, Tensor]:
-        return self._outputs.held | known_values([*self._nodes])
+        return known_values([*self._nodes]) | self._outputs.held
 
     @functools.cached_property
     def _ends(self) -> list[Value]:
@@ -413,6 +418,29 @@ class LossConstants:
         edges = [(edge, is_affine(node, depends)) for node in self._nodes for edge in parents(node)]
         ends = dict.fromkeys(edge for edge, affine in edges if edge in self._known or not affine)
         return [end for end in ends if adds_unseen_below(end, self._known, depends)]
+
+    @functools.cached_property
+    def _untouched(self) -> list[Value]:
+        """The values that follow from known ones by operations that add no constant."""
+        if all(operation(node) in _ENDING for node in self._nodes):  # nothing lies between outputs and functions
+            return []
+        depends, wholes = self._depends, self._wholes[0]
+        found = []
+        for value in dict.fromkeys(edge for node in self._nodes for edge in parents(node) if edge in wholes):
+            chain = [] if value in self._outputs.values else affine_below(value, self._known, depends)
+            if chain and not any(adds_unseen(n, depends) or puts_unseen(n, depends) for n in chain):
+                found.append(value)
+        return found
+
+    def _is_changed(self, value: Value) -> bool:
+        """Tell whether a value of `_untouched` is another than its operations make of the values below."""
+        (wholes, normalized), known = self._wholes, self._known
+        if (apart := added(value, wholes[value], known, self._depends)) is None:
+            return False
+        bounds = apart[1]
+        if value in normalized:
+            bounds = _but_for_a_number(bounds, wholes[value].middle, normalized[value])
+        return bool(((bounds.low > 0) | (bounds.high < 0)).any())
 
     @functools.cached_property
     def _wholes(self) -> tuple[dict[Value, Bounds], dict[Value, int]]:
@@ -430,6 +458,11 @@ class LossConstants:
         for node in self._nodes:
             if operation(node) not in _SHOWING:
                 return f"its graph does not show all numbers that {node.name()} takes"
+        if self._outputs.are_changed or any(map(self._is_changed, self._untouched)):
+            return (
+                "a value in it was changed in place where its graph does not record it, as under torch.no_grad(), by "
+                ".detach() or .data, or by an eps of torch's. Compute it anew instead, as in output - output.detach()"
+            )
         for end in self._ends:
             told = is_told(end, self._known, self._outputs.values, self._depends)
             if end not in self._wholes[0] or not told:
@@ -585,7 +618,7 @@ class LossConstants:
                 use(node, constant, look((node, 0), [1] * len(shape_of(node))), i, "single")
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(shape_of(node), outputs.batch_size))]:
-                    use(node, columns, look((node, 0), sizes), "columns", columns.shape)
+                    use(node, columns, look((node, 0), sizes), "columns", columns.dim())
             for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
                 use(node, value, look((node, 0), [1] * len(shape_of(node))), setting, outputs.values_of_each)
         for key, values in uses.items():
