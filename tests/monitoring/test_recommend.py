@@ -52,8 +52,8 @@ DECISIONS = {
     "calm, Adam": (run(CALM, "Adam"), "constant", r"norm=\d", "As insurance"),
     "calm, Rprop": (run(CALM, "Rprop"), "nothing", None, "nothing to clip.*reads the signs of gradients alone"),
     "lost to bad batches": (
-        run([norm * (100 if i > 200 and i % 40 == 39 else 1) * (1 if i < 400 else 1e6) for i, norm in enumerate(CALM)],
-            losses=[90.0 if i > 200 and i % 40 == 39 else 2.3 - i / 600 if i < 400 else 2e5 for i in range(600)]),
+        run([norm * (100 if i > 100 and i % 40 == 39 else 1) * (1 if i < 250 else 1e6) for i, norm in enumerate(CALM)],
+            losses=[90.0 if i > 100 and i % 40 == 39 else 2.3 - i / 600 if i < 250 else 2e5 for i in range(600)]),
         "constant", r"norm=(0\.9|1\.)", "Clip at .*norm of an ordinary step"),
     "converging": (run(falling(CALM, 1e6)), "nothing", None, "nothing to clip.*went from .* would let jumps"),
     "heavy tails": (run(log_normal(600, spread=0.6)), "constant", r"norm=\d", "As insurance"),

@@ -411,7 +411,7 @@ class Dependence:
         return self._known[node]
 
 
-class Places:
+class ValuePlaces:
     """Knows where an operation acts on the samples' values: by the operations below it, down to the module.
 
     What is above it, how many samples there are, and whether a loop or a matrix holds them, makes no difference.

@@ -44,9 +44,9 @@ from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     TAPS,
     Dependence,
-    Places,
     Root,
     Unreadable,
+    ValuePlaces,
     dims_of,
     inputs_of,
     is_linear,
@@ -403,7 +403,7 @@ class LossConstants:
     def __init__(self, roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> None:
         self._roots, self._outputs, self._depends = roots, outputs, depends
         self._nodes = _nodes(roots, outputs, depends)
-        self._places = Places(outputs.values, depends)
+        self._places = ValuePlaces(outputs.values, depends)
 
     @functools.cached_property
     def _known(self) -> dict[Value, Tensor]:
