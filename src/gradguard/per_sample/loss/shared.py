@@ -427,6 +427,8 @@ class LossConstants:
         depends, wholes = self._depends, self._wholes[0]
         found = []
         for value in dict.fromkeys(edge for node in self._nodes for edge in parents(node) if edge in wholes):
+            if not (depends(value[0]) and wholes[value].low.numel()):
+                continue
             chain = [] if value in self._outputs.values else affine_below(value, self._known, depends)
             if chain and not any(adds_unseen(n, depends) or puts_unseen(n, depends) for n in chain):
                 found.append(value)
