@@ -1,4 +1,4 @@
-"""What other test files have left alive is not looked through for schedulers: millions of objects, at each save."""
+"""What other tests have left alive is not looked through for schedulers and averages: millions of objects, at each save."""
 
 import gc
 
@@ -9,6 +9,8 @@ from gradguard.parity import step_parity as steps
 
 
 @pytest.fixture(autouse=True)
-def _only_what_this_file_has_made(monkeypatch):
+def _only_what_this_test_has_made(monkeypatch):
+    gc.collect()
+    gc.freeze()
     for module in (steps, kept_tensors):
         monkeypatch.setattr(module, "all_objects", gc.get_objects)  # which has none that the collector has frozen

@@ -537,11 +537,8 @@ def test_a_scheduler_that_the_collector_has_frozen_is_put_back(monkeypatch):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     update = lambda: (optimizer.step(), scheduler.step(), optimizer.zero_grad())  # noqa: E731
     step = lambda: F.mse_loss(model(X), Y).backward()  # noqa: E731
-    gc.freeze()  # as servers do before they fork
-    try:
-        gg.save_gradients(None, model, step, optimizer=optimizer, update=update, steps=2, perturbed=1)
-    finally:
-        gc.unfreeze()
+    gc.freeze()  # as servers do before they fork; what other tests have left stays frozen, too
+    gg.save_gradients(None, model, step, optimizer=optimizer, update=update, steps=2, perturbed=1)
     assert scheduler.last_epoch == 0
 
 
