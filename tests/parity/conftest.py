@@ -1,4 +1,4 @@
-"""What other tests have left alive is not looked through for schedulers and averages: millions of objects, at each save."""
+"""What other tests have left alive is not looked through, at each save, for schedulers: millions of objects."""
 
 import gc
 

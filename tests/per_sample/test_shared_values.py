@@ -806,3 +806,53 @@ def test_refuses_the_classes_of_a_batch_however_many_they_are():
     step(clipper, present, few)
     with pytest.raises(UnsupportedGradientError, match="has changed since an earlier batch"):
         step(clipper, present, all_classes)
+
+
+def in_a_loop(number):
+    return lambda c, out, b: sum(torch.tanh(o[0] - number(b)) for o in out) / len(out)
+
+
+def of_a_distribution(spread):
+    return lambda c, out, b: -torch.distributions.Normal(out[:, 0], spread(b)).log_prob(b.y[:, 0]).mean()
+
+
+ONE_NUMBER = {"a loop over samples": in_a_loop, "a distribution": of_a_distribution}
+
+
+@pytest.mark.parametrize("name", ONE_NUMBER)
+def test_a_number_that_is_told_sample_by_sample_is_shared_whatever_the_size(name):
+    clipper, other = clipper_of(), clipper_of()
+    of_the_batch = ONE_NUMBER[name](lambda b: float(b.y.mean()))
+    step(clipper, of_the_batch, Batch(12, 0))
+    for number, size in enumerate((12, 9, 12), 1):
+        with pytest.raises(UnsupportedGradientError, match="all samples share"):
+            step(clipper, of_the_batch, Batch(size, number))
+        clipper.discard()
+    for number, size in enumerate((12, 3, 1, 9)):
+        step(other, ONE_NUMBER[name](lambda b: 0.7), Batch(size, number))
+
+
+def test_private_training_takes_no_statistic_for_the_gradient_of_backward():
+    clipper, batch = clipper_of(), Batch(5, 0)
+    clipper.refuse_ambiguous_losses()
+    clipper.module(batch.x).sin().mean().backward(batch.y.mean())
+    with pytest.raises(UnsupportedGradientError, match="all samples share"):
+        clipper.clip_and_accumulate()
+    clipper.discard()
+    clipper.module(batch.x).sin().mean().backward(torch.ones((), dtype=torch.float64))
+    clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == 5
+
+
+def test_outputs_that_are_changed_in_place_unseen_are_refused():
+    clipper, batch = clipper_of(), Batch(5, 0)
+
+    def loss(c, out, b):
+        with torch.no_grad():
+            out -= out.max()
+        return out.exp().mean()
+
+    with pytest.raises(UnsupportedGradientError, match="changed in place"):
+        step(clipper, loss, batch)
+    clipper.discard()
+    step(clipper, lambda c, out, b: out.mul_(2.0).exp().mean(), batch)

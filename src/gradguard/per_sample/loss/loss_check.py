@@ -1,5 +1,6 @@
 """Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -405,7 +406,8 @@ class LossCheck:
             return ""
         try:
             constants = LossConstants(roots, outputs, Dependence())
-            return constants.hidden() or self._shared.objection(constants.shared(), outputs.batch_size, make.kind)
+            shared = itertools.chain(constants.given() if self._shared.strict else (), constants.shared())
+            return constants.hidden() or self._shared.objection(shared, outputs.batch_size, make.kind)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             return _failed(error)
 

@@ -11,6 +11,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ class Silent(Unreadable):
         self.samples = samples
 
 
+class _Held(NamedTuple):
+    """A tensor that a call has returned, its values, and its version then."""
+
+    given: Tensor
+    value: Tensor
+    version: int
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was changed in place since."""
+        return version_of(self.value) != self.version
+
+    @property
+    def node(self) -> Node:
+        """The operation that its graph names now: another one if what changed it was recorded."""
+        return get_gradient_edge(self.given).node
+
+
 class Outputs:
     """The values that a module returned to the code that computes the loss.
 
@@ -63,11 +82,10 @@ class Outputs:
         self.values_of_each = 0.0
         self.declared: Sequence[Tensor | float] = ()
         self.coincide = False
-        self._held: dict[tuple[Node, int], tuple[Tensor, int]] = {}
+        self._held: dict[tuple[Node, int], _Held] = {}
         self._edges: list[GradientEdge] = []
         self._axes: list[BatchAxis] = []
         self._numbers: list[GradientEdge] = []
-        self._given: list[Tensor] = []
 
     def add(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
         """Add what a call has returned.
@@ -83,22 +101,18 @@ class Outputs:
                 self.values_of_each += tensor.numel() / self.batch_size
                 self._edges.append(get_gradient_edge(tensor))
                 self._axes.append(axis)
-                self._given.append(tensor)
-                self._held[self._edges[-1].node, self._edges[-1].output_nr] = tensor.detach(), version_of(tensor)
+                held = _Held(tensor, tensor.detach(), version_of(tensor))
+                self._held[self._edges[-1].node, self._edges[-1].output_nr] = held
 
     @property
     def held(self) -> dict[tuple[Node, int], Tensor]:
         """The values themselves, but for those that were changed in place."""
-        return {edge: tensor for edge, (tensor, version) in self._held.items() if version_of(tensor) == version}
+        return {edge: held.value for edge, held in self._held.items() if not held.is_written}
 
     @property
     def are_changed(self) -> bool:
         """Whether one was changed in place by an operation that its graph does not record."""
-        kept = zip(self._edges, self._held.values(), self._given, strict=False)
-        return any(
-            version_of(tensor) != version and get_gradient_edge(given).node is edge.node
-            for edge, (tensor, version), given in kept
-        )
+        return any(held.is_written and held.node is node for (node, _), held in self._held.items())
 
     @property
     def values(self) -> set[tuple[Node, int]]:
@@ -125,7 +139,6 @@ class Outputs:
         both = Outputs(self.batch_size, self.batch_first and other.batch_first, self._pulls and other._pulls)
         both._edges, both._axes = self._edges + other._edges, self._axes + other._axes
         both._numbers, both._held = self._numbers + other._numbers, self._held | other._held
-        both._given = self._given + other._given
         both.values_of_each = self.values_of_each + other.values_of_each
         return both
 

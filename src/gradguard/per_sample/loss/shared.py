@@ -540,7 +540,7 @@ class LossConstants:
         for end in self._ends:
             wholes, normalized = self._wholes
             below = self._places.of(end)
-            if end not in wholes or not _places_of_rows(end, self._outputs):
+            if end not in wholes or not (_places_of_rows(end, self._outputs) or shape_of(*end) == ()):
                 continue
             bounds = _subtracted(end, known, depends)
             if bounds is None and (apart := added(end, wholes[end], known, depends)) is not None:
@@ -568,12 +568,15 @@ class LossConstants:
     def _added(self, look: _Look) -> Iterator[SharedValue]:
         """Yield the constants that operations add and do not save, where they may be alike for all samples."""
         sums, counted = [*self._sums, *self._summands], Counter[Hashable]()
-        of_each = Counter(place for place, _, _ in sums)
+        of_each, alone = Counter(place for place, _, _ in sums), defaultdict[Hashable, list[Bounds]](list)
         for place, value, bounds in sums:
             among, counted[place] = (of_each[place], counted[place]), counted[place] + 1
             if value in self._mixed and self._outputs.batch_size > 1:
                 continue
             sizes, shape, places = bounds.sizes, shape_of(*value), _places_of_rows(value, self._outputs)
+            if not shape:  # one sample's, in a loop
+                alone[place].append(bounds)
+                continue
             keys = {dim: ("added", place, shape[:dim], shape[dim + 1 :]) for dim in places}
             alike = next((dim for dim in places if sizes[dim] == 1), None)
             if alike is None:
@@ -585,6 +588,21 @@ class LossConstants:
             bounds = Bounds(low, high) if low <= high and bool(bounds.middle.isfinite().all()) else bounds
             constant = bounds.middle if bounds.low.dim() else float(bounds.middle)
             yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen, among=among)
+        for place, each in alone.items():
+            low, high = max(float(one.low) for one in each), min(float(one.high) for one in each)
+            if low > high or not math.isfinite(low + high):
+                yield SharedValue(("added", place, "alone"), math.nan, seen="each")
+                continue
+            bounds = Bounds(*torch.tensor((low, high), dtype=torch.float64, device="cpu"))
+            seen = "several" if len(each) > 1 else "one"
+            yield SharedValue(("added", place, "alone"), (low + high) / 2, lambda: True, bounds, seen=seen)
+
+    def given(self) -> Iterator[SharedValue]:
+        """Yield the gradients that backward was given, but for those of a sum and of a mean over values."""
+        for number, root in enumerate(self._roots):
+            wanted = [1.0, 1 / max(1, root.gradient.numel())]
+            if not any(bool(((root.gradient - one).abs() <= 1e-6 * one).all()) for one in wanted):
+                yield SharedValue(("gradient", number), root.gradient, lambda: "unclear")
 
     def shared(self) -> Iterator[SharedValue]:
         """Yield what all samples may share, by where it acts on their values: whatever else the loss is made of."""
@@ -609,13 +627,17 @@ class LossConstants:
             for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
                 places = places_of(shape_of(*value), outputs.batch_size)
                 sizes, constant = own_sizes(constant), _unrepeated(constant)
+                is_one = outputs.batch_size > 1 and _is_one_number(constant)
+                if is_one:
+                    sizes, constant = [1] * len(sizes), constant[(slice(1),) * constant.dim()]
                 is_own = (
                     places and all(sizes[dim] > 1 for dim in (0, *places)) and not _is_reduced(value, outputs, depends)
                 )
-                if is_own or (constant.numel() == 1 and not is_behind):
+                if is_own or (constant.numel() == 1 and not is_behind and not is_one):
                     continue
+                by_chance = is_one and outputs.batch_size < _MANY_SAMPLES
                 if not _is_of_parameter(constant):
-                    use(node, constant, look(value, sizes), i, constant.shape)
+                    use(node, constant, (lambda: "unclear") if by_chance else look(value, sizes), i, constant.shape)
             for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
                 use(node, constant, look((node, 0), [1] * len(shape_of(node))), i, "single")
             for columns, sizes in _columns_of(node):
@@ -868,6 +890,13 @@ def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
 def _unrepeated(constant: Tensor) -> Tensor:
     """Return a constant with one of the values that it repeats along a dimension."""
     return constant[tuple(slice(size) for size in own_sizes(constant))]
+
+
+def _is_one_number(constant: Tensor) -> bool:
+    """Tell whether a constant of several elements is one number in all of them, and no label."""
+    first = constant.flatten()[:1]
+    is_a_number = constant.numel() > 1 and constant.is_floating_point()
+    return is_a_number and bool((constant == first).all() & (first != first.round()))
 
 
 def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
