@@ -148,9 +148,11 @@ def refuse(kind: type[GradguardError], *cases: tuple[object, str]) -> None:
         GradguardError: If a case holds: an error of ``kind`` with the words of the first one.
 
     Example:
-        >>> refuse(InvalidValueError, (False, "the first is not the case"), (True, "the second is."))
-        Traceback (most recent call last):
-        gradguard.errors.InvalidValueError: the second is.
+        >>> try:
+        ...     refuse(InvalidValueError, (False, "the first is not the case"), (True, "the second is."))
+        ... except InvalidValueError as error:
+        ...     print(error)
+        the second is.
     """
     for holds, words in cases:
         if holds:
