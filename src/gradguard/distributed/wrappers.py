@@ -1,6 +1,5 @@
 """Modules that wrap a model: how FSDP1 and DDP treat its gradients, and the prefixes that all add to its names."""
 
-import gc
 import sys
 import time
 import weakref
@@ -19,6 +18,7 @@ from gradguard.distributed.agreement import warn_of_waiting
 from gradguard.distributed.engines.megatron import refuse_experts, refuse_parts
 from gradguard.distributed.processes import largest_over
 from gradguard.errors import DistributedError, InvalidValueError, UnsupportedGradientError
+from gradguard.living import alive
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import (
     default_store,
@@ -252,7 +252,7 @@ def _wrappers() -> list[nn.Module]:
     if is_alone or torch.compiler.is_compiling():  # a graph cannot look; code outside it can
         return []
     if _living is None:
-        found = [m for m in all_objects() if issubclass(type(m), nn.Module) and _is_wrapper(m)]
+        found = [m for m in alive(nn.Module) if _is_wrapper(m)]
         _living = weakref.WeakSet(found)
         register_module_module_registration_hook(_note)
     return list(_living)
@@ -264,18 +264,6 @@ def _wrappers_of(parameters: Iterable[Tensor], wrappers: Sequence[nn.Module]) ->
     for wrapper in wrappers:
         if own := [p for p in wrapper.parameters() if id(p) in wanted]:
             yield wrapper, own
-
-
-def all_objects() -> list[Any]:
-    """Return the objects of the garbage collector, frozen ones too: a wrapper that is missed is a wrong number."""
-    if not gc.get_freeze_count():
-        return gc.get_objects()
-    gc.collect()  # or what is garbage by now would be frozen too
-    gc.unfreeze()
-    try:
-        return gc.get_objects()
-    finally:
-        gc.freeze()
 
 
 def _note(module: nn.Module, name: str, part: nn.Module | None) -> None:

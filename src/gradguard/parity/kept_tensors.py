@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.distributed.placements import local_part
-from gradguard.distributed.wrappers import all_objects
+from gradguard.living import all_objects
 from gradguard.parity.shards import LocalParameter
 
 

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import local_part
-from gradguard.distributed.wrappers import all_objects
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import listen_to_scale
+from gradguard.living import Living, alive
 from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.parity.backward_replay import add_signs, scale_gradients
 from gradguard.parity.kept_tensors import KeptTensors, averages_in, kept_by
@@ -143,6 +143,8 @@ class StepNotes:
         self.left_out = {one.words: None for one in others if not [*self._averages(0, one)]}
         self._before: dict[str, Tensor] = {}
         self.taken: dict[str, Tensor] = {}
+        if optimizers:
+            _schedulers.look()
 
     def start(self) -> Noted:
         """Note the state before the first forward, which changes buffers."""
@@ -323,7 +325,7 @@ class TrainingSteps:
         self._stages = ComparedStages()
         for one in optimizers:
             trained_by(one, self._notes.stepped)
-        found = [one for one in (*schedulers_of(optimizers), *_alive(torch.amp.GradScaler)) if one not in others]
+        found = [one for one in (*schedulers_of(optimizers), *alive(torch.amp.GradScaler)) if one not in others]
         self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
         self._scale, self._unscaled = 1.0, set[int]()
@@ -458,18 +460,14 @@ def taken_off_by(optimizer: Optimizer) -> float:
     return 1.0 if scale is None else 1 / float(scale)
 
 
+_schedulers = Living(torch.optim.lr_scheduler.LRScheduler)
+
+
 def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
     """Return the live schedulers of PyTorch that belong to ``optimizers``, in the order of their counts."""
     known = {id(one) for one in optimizers}
-    found = [one for one in _alive(torch.optim.lr_scheduler.LRScheduler) if id(vars(one).get("optimizer")) in known]
+    found = [one for one in _schedulers() if id(vars(one).get("optimizer")) in known]
     return sorted(found, key=lambda one: one.last_epoch)
-
-
-def _alive(kind: type) -> list[Any]:
-    """Return the objects of a class that exist."""
-    every = all_objects()
-    kinds = {one for one in set(map(type, every)) if issubclass(one, kind)}
-    return [one for one in every if type(one) in kinds]
 
 
 def enabled_scalers(others: Sequence[Any]) -> list[torch.amp.GradScaler]:
