@@ -15,7 +15,7 @@ import gradguard as gg
 from cases import random
 from sharded import Entry, laid_out, parameter
 
-COUNT = 6
+COUNT = 36
 ENTRIES = [Entry(random(5, 3, seed=i), "rows" if i % 2 else "hsdp") for i in range(COUNT)]
 
 

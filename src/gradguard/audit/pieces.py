@@ -77,7 +77,8 @@ class Piece:
 
     def fill(self, value: float) -> None:
         """Let the whole gradient have this value in each element, summands added up."""
-        self._local.fill_(value if self._adds_up(value) else 0.0)
+        is_zero = any(operation == "sum" and at > 0 for operation, at in self._shard.reduced)  # of sums all but one are
+        self._local.fill_(0.0 if is_zero else value)
         if self._real < self._local.numel():
             self._local.flatten()[self._real :].zero_()
 
@@ -98,7 +99,7 @@ class Piece:
             The coefficient, and how sure it is; NaN for a gradient that is laid out anew in another way.
         """
         now = getattr(self._parameters[0], self._attribute, None)
-        before = self._before if now is None else self._before_as(now)
+        before = self._before if now is None else part_in_layout_of(now, self._before, self._grad, TASK)
         if before is None:
             return Applied(self._names[0], math.nan, 0.0, 0.0, computed)
         tolerance = 2e-2 if before.dtype in (torch.float16, torch.bfloat16) else 1e-4
@@ -111,18 +112,10 @@ class Piece:
         residual = float(torch.linalg.vector_norm(after - coefficient * before)) / math.sqrt(square)
         return Applied(self._names[0], coefficient, residual, tolerance, computed)
 
-    def _before_as(self, now: Any) -> Tensor | None:
-        """Return the gradient before the clip in the layout of ``now``; None if the two cannot be compared."""
-        return part_in_layout_of(now, self._before, self._grad, TASK)
-
     def _part_of(self, tensor: Any) -> Tensor:
         """Return what this process holds of it in a parameter or its gradient."""
         local = local_part(tensor)
         return local if self._offset is None else local.view(-1)[self._offset :][: math.prod(self._shard.own)]
-
-    def _adds_up(self, value: float) -> bool:
-        """Tell whether this process' summand is the value; of sums all but one are zero."""
-        return not any(operation == "sum" and at > 0 for operation, at in self._shard.reduced)
 
 
 def _wide(tensor: Tensor) -> Tensor:

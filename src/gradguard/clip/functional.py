@@ -157,8 +157,8 @@ def get_total_norm(
     **Edge cases.** No tensors, or only empty ones, give 0. ``None`` entries are left out, so that
     ``[p.grad for p in model.parameters()]`` works. The same tensor twice counts once. NaN gives NaN; inf gives inf.
     DTensors give one true norm in one all-reduce. Which entries are None may differ from process to process, but each
-    must have one on the widest mesh: a list of gradients does not tell where missing ones lie. Parameters do:
-    ``clip_grad_norm_(parameters, float("inf"))`` measures without that limit.
+    must have one on the widest mesh, and a Partial entry that is None on some is refused: a list of gradients does not
+    tell where missing ones lie. Parameters do: ``clip_grad_norm_(parameters, float("inf"))`` measures without that.
 
     Args:
         tensors: The gradients themselves (or any tensors): one, an iterable, ``(name, tensor)`` pairs or a mapping.
@@ -173,7 +173,7 @@ def get_total_norm(
         InvalidValueError: If ``norm_type`` is not above 0.
         InvalidTypeError: If ``tensors`` is of another type; a module has parameters *and* gradients, so say which.
         NonFiniteGradientError: Under ``error_if_nonfinite``.
-        DistributedError: If processes that hold parts of the tensors do not call together.
+        DistributedError: If processes that hold parts of the tensors do not call together, or lack a Partial one.
 
     Example:
         >>> import gradguard as gg, torch
@@ -220,6 +220,7 @@ def clip_grad_value_(
     complex                           real and imaginary parts are clamped each by itself
     no gradients, or all empty        nothing happens
     DTensors                          each process clamps its part; only the other policies add up a norm
+    Partial gradients                 added up first, by all processes of their mesh: each must have them
     ================================  ==========================================================================
 
     Args:

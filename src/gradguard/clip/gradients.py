@@ -2,6 +2,7 @@
 
 import types
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ from gradguard.distributed.norm_plan import (
     present_gradients,
 )
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
+from gradguard.distributed.processes import rank_and_size
 from gradguard.distributed.reduction import NormReduction
 from gradguard.distributed.reduction_group import ONE_STAGE, Stages, several_processes
 from gradguard.distributed.settings import Setting
@@ -84,6 +86,7 @@ def gradients_of(
     tensors: Sequence[Tensor],
     stages: Stages = ONE_STAGE,
     module: nn.Module | None = None,
+    call: int = 0,
 ) -> Gradients:
     """Return the gradients of ``tensors``, each once, in order of first appearance.
 
@@ -92,22 +95,34 @@ def gradients_of(
         tensors: The parameters.
         stages: The pipeline stages, if there are some.
         module: The module that they come from, if it is known: it tells what wraps it.
+        call: As for `NormPlan.hold`.
+
+    Raises:
+        UnsupportedGradientError: If one cannot be clipped. Where norms are added up, all processes refuse then.
     """
     planned = plan_for(tensors, names, stages, module)
     if planned is not None:
         plan, tensors, names = planned
-        held = plan.hold(tensors, names)
+        held = plan.hold(tensors, names, call)
         if not any(gradient.numel() for gradient in held.gradients):
             refuse_main_gradients(tensors)
         grads = Gradients(
             held.parameters, held.gradients, range(len(held.gradients)), held.names, reduction=held.reduction
         )
-        check_admitted(grads.gradients, grads.name, writes=True)
+        try:
+            check_admitted(grads.gradients, grads.name, writes=True)
+        except UnsupportedGradientError as error:
+            if call:
+                raise
+            nothing = [torch.empty(0, device="cpu") for _ in grads.gradients]
+            return replace(grads, gradients=nothing, reduction=held.reduction.refusing(error))
         return grads
     return _own_parts(names, tensors, module)
 
 
-def _own_parts(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
+def _own_parts(
+    names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None, call: int = 0
+) -> Gradients:
     """Return this process' part of each gradient; of all where one is laid out unlike its parameter."""
     positions, kept = present_gradients(tensors, [tensor.grad for tensor in tensors])
     if not kept:
@@ -116,7 +131,7 @@ def _own_parts(names: Sequence[str] | None, tensors: Sequence[Tensor], module: n
         for i, gradient in zip(positions, kept, strict=True):
             check_alike(gradient, tensors[i], called(names, i))
             if is_sharded(gradient) and not is_laid_out_as(gradient, tensors[i]):
-                return gradients_of(names, tensors, module=module)
+                return gradients_of(names, tensors, module=module, call=call)
         kept = list(map(local_part, kept))
     with_grad = tensors if len(kept) == len(tensors) else [tensors[i] for i in positions]
     grads = Gradients(with_grad, kept, positions, names)
@@ -127,7 +142,8 @@ def _own_parts(names: Sequence[str] | None, tensors: Sequence[Tensor], module: n
 def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
     """Return this process' part of each gradient, for what is done to each element by itself; no communication.
 
-    (Except where a gradient is laid out unlike its parameter, Partial for instance, and must be added up first.)
+    (Except where a gradient is laid out unlike its parameter, Partial for instance, and must be added up first. A
+    process without it does not come, so these calls are counted: one that comes to a later call is refused.)
 
     Args:
         names: The names of the parameters, if they have some.
@@ -136,7 +152,13 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
     """
     if several_processes():
         check_wrappers(tensors, None)
-    return _own_parts(names, tensors, module)
+    rank = rank_and_size()[0]
+    _local_calls[rank] += any_sharded(tensors)
+    return _own_parts(names, tensors, module, _local_calls[rank])
+
+
+_local_calls: Counter[int] = Counter()
+"""How many `local_gradients` of DTensors a rank has asked for: as many as the others if all clip alike."""
 
 
 def gradients_among(tensors: Parameters) -> Gradients:

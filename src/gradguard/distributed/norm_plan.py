@@ -26,6 +26,7 @@ from gradguard.distributed.placements import (
     any_sharded,
     check_alike,
     is_laid_out_as,
+    is_partial,
     local_part,
     placement_of,
     placements_of,
@@ -98,7 +99,7 @@ class NormPlan:
     ) -> None:
         self._placements = placements
         self._moved: dict[int, Any] = {}
-        moves = self._moves(tensors)
+        moves = self._moves(grads_of(tensors))
         where = meeting_device(tensors)
         is_wide = not {t.dtype for t in tensors}.isdisjoint(_WIDE)
         holders_of = {p: _holders(p, union) for p in set(placements)}
@@ -164,26 +165,35 @@ class NormPlan:
         self._layouts = now
         return True
 
-    def hold(self, tensors: Sequence[Tensor], names: Names) -> HeldParts:
+    def hold(self, tensors: Sequence[Tensor], names: Names, call: int = 0) -> HeldParts:
         """Return what this process holds of the gradients of the parameters that the plan is for.
 
-        A gradient that is laid out unlike its parameter, Partial for instance, is brought in line and replaced.
+        A gradient that is laid out unlike its parameter, Partial for instance, is brought in line and replaced. One
+        that cannot be is a refusal, which the reduction tells the other processes.
 
         Args:
             tensors: The parameters.
             names: Their names, as they are called now.
+            call: The number of a call to which processes come only where gradients must be brought in line; 0 of one
+                whose norms are added up.
         """
         present, gradients = present_gradients(tensors, grads_of(tensors))
         if len(present) < len(tensors):
             gradients = list(map(dict(zip(present, gradients, strict=True)).get, range(len(tensors))))
-        specs = specs_of(gradients)
+        specs, refusal = specs_of(gradients), None
         if self.reducer.moves or not are_known(specs, self._specs):
-            self._look_at_layouts(tensors)
-            self._bring_in_line(tensors, gradients, names)
+            refusal = _refusal_of(tensors, gradients, names)
+            if refusal is not None:
+                gradients = [None for _ in tensors]
+            self._look_at_layouts(gradients, call, refusal)
+            if refusal is not None and call:
+                raise refusal
+            self._bring_in_line(tensors, gradients)
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
         shares, balance = self._of_present(gradients)
         part = NormReduction(self.reducer, self.weights, shares, balance, copies=self._copies)
+        part = part if refusal is None else part.refusing(refusal)
         if self._alike:
             parts = _parts(gradients, self._fillers)
             return HeldParts(tensors, parts, names, part)
@@ -194,26 +204,28 @@ class NormPlan:
                 parts[place] = local_part(gradient)
         return HeldParts(parameters, parts, self.names, part)
 
-    def _moves(self, tensors: Sequence[Any]) -> dict[int, Any]:
+    def _moves(self, gradients: Sequence[Any]) -> dict[int, Any]:
         """Return, by position, the placements of gradients that are laid out unlike their parameters."""
         return {
             i: spec.placements
-            for i, (spec, placement) in enumerate(zip(specs_of(grads_of(tensors)), self._placements, strict=True))
-            if spec and placement.kinds and spec.placements != placement.kinds
+            for i, (spec, placement) in enumerate(zip(specs_of(gradients), self._placements, strict=True))
+            if spec and placement.kinds and spec.placements != placement.kinds and spec.mesh == placement.mesh
         }
 
-    def _look_at_layouts(self, tensors: Sequence[Tensor]) -> None:
+    def _look_at_layouts(self, gradients: Sequence[Tensor | None], call: int, refusal: Exception | None) -> None:
         """Agree on the layouts of gradients, and on those that this process gets a part of though it has none."""
-        moves = self._moves(tensors)
+        moves = self._moves(gradients)
         is_new = any(self._moved.get(i) != placements for i, placements in moves.items())
         if is_new and not self.reducer.moves:
             self.reducer.begin_moves()
-        if self.reducer.moves and self._asks:
-            is_new = self._ask_for_layouts(tensors, moves)
+        if self.reducer.moves and (self._asks or call):
+            is_new = self._ask_for_layouts(gradients, moves, call, refusal)
         if is_new:
             self._agree_on(moves)
 
-    def _ask_for_layouts(self, tensors: Sequence[Tensor], moves: Mapping[int, Any]) -> bool:
+    def _ask_for_layouts(
+        self, gradients: Sequence[Tensor | None], moves: Mapping[int, Any], call: int, refusal: Exception | None
+    ) -> bool:
         """Find out which gradients are laid out unlike their parameters on any process.
 
         Returns:
@@ -221,20 +233,21 @@ class NormPlan:
 
         Raises:
             UnsupportedGradientError: On all processes, if a gradient is laid out differently on two of them.
-            DistributedError: On all processes, if one lacks a part of a gradient that the others cannot know.
+            DistributedError: On all processes, if one lacks a part of a gradient that the others cannot know, refuses
+                its gradients, or comes to another call.
         """
         most, least = torch.full((2, len(self.weights)), -torch.inf, dtype=torch.float64, device="cpu")
         lacks, needs = torch.zeros_like(most), torch.zeros_like(most)  # 2: on all processes, 1: alike in replicas
-        for i, (place, gradient) in enumerate(zip(self.places, grads_of(tensors), strict=True)):
+        for i, (place, gradient) in enumerate(zip(self.places, gradients, strict=True)):
             if gradient is None or not self._placements[i].kinds:
                 lacks[place] = 1.0
                 continue
-            most[place] = zlib.crc32(repr(moves[i]).encode()) + 1 if i in moves else 0
+            most[place] = _code(moves[i]) if i in moves else 0
             least[place] = -most[place]
             if i in moves:
                 may_lack, is_on_all = may_lack_summands(moves[i]), len(self._placements[i].ranks) == self.reducer.world
                 needs[place] = 2 - may_lack - (may_lack and is_on_all)
-        most, least, lacks, needs = self.reducer.largest(most, least, lacks, needs)
+        most, least, lacks, needs = self.reducer.agreed_largest(most, least, lacks, needs, call=call, refusal=refusal)
         for place in (most > -least).nonzero().flatten().tolist():
             raise UnsupportedGradientError(
                 f"the gradient of {called(self.names, place)} is laid out differently on two processes, whose parts "
@@ -266,13 +279,7 @@ class NormPlan:
                     "missing ones with zeros."
                 )
 
-    def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Names) -> None:
-        for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
-            gradient = gradients[i]
-            if spec and expected and spec.mesh is expected.mesh:
-                continue
-            if gradient is not None and spec is not expected:
-                check_alike(gradient, tensors[i], called(names, i))
+    def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Any]) -> None:
         for i, placements in self._moved.items():
             gradient = gradients[i]
             is_due = gradient is not None and not is_laid_out_as(gradient, tensors[i])
@@ -290,6 +297,27 @@ class NormPlan:
         mask[torch.tensor(list(self.places), dtype=torch.int64, device="cpu")] = own
         where = self._shares.device
         return self._shares * move(mask, where), move((self._balances * own).sum(), where)
+
+
+def _refusal_of(
+    tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], names: Names
+) -> UnsupportedGradientError | None:
+    """Return why a gradient cannot be brought in line with its parameter; None if all can."""
+    try:
+        for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
+            gradient = gradients[i]
+            if spec and expected and spec.mesh is expected.mesh:
+                continue
+            if gradient is not None and spec is not expected:
+                check_alike(gradient, tensors[i], called(names, i))
+    except UnsupportedGradientError as error:
+        return error
+    return None
+
+
+def _code(placements: Any) -> float:
+    """Return a number above 0 for a layout, the same on all processes."""
+    return zlib.crc32(repr(placements).encode()) + 1.0
 
 
 def called(names: Names, place: int) -> str:
@@ -370,7 +398,8 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     Which of them are None may differ from process to process, so that nothing but their number is agreed on.
 
     Raises:
-        DistributedError: If another process does not come, or comes with another number of gradients.
+        DistributedError: If another process does not come, comes with another number of gradients, or lacks one that
+            is a sum over processes.
         InvalidValueError: If no process group holds them all, or one is destroyed.
         UnsupportedGradientError: If FSDP1 keeps them such that their norm cannot be told.
     """
@@ -384,6 +413,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         gradients = [g if i in first else None for i, g in enumerate(gradients)]
     there = [g for g in gradients if g is not None]
     placements = [None if g is None else placement_of(g) for g in gradients]
+    sums = {i: spec.placements for i, spec in enumerate(specs_of(gradients)) if spec and is_partial(spec)}
     union = _union_of_kinds(frozenset(p for p in placements if p is not None))
     if union is None:
         return None
@@ -391,15 +421,36 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     where = next((g.device for g in there if not g.is_cpu), torch.device("cpu"))
     reducer, copies = _kept(_reducers, key) or (None, NO_COPIES)
     if reducer is None or reducer.union.group is not union.group:
-        reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where)
+        reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where, bool(sums))
         names = [f"number {i}" for i in range(len(gradients))]
         copies = Copies(torch.arange(len(gradients), device="cpu"), names)  # of a missing one none knows who holds it
         _keep(_reducers, key, (reducer, copies))
+    elif sums and not reducer.moves:
+        reducer.begin_moves()
+    if reducer.moves:
+        _check_sums(reducer, sums, len(gradients))
     shares = [0.0 if p is None else _share(_holders(p, union), p.is_whole) for p in placements]
     shares = torch.tensor(shares, dtype=torch.float64, device=reducer.device)
     balance = balances(placements, union, dist.get_rank()).sum()
     part = NormReduction(reducer, shares.abs(), shares, balance.to(reducer.device), copies=copies)
-    return [torch.empty(0, device="cpu") if g is None else local_part(added_up(g)) for g in gradients], part
+    nothing = torch.empty(0, device="cpu")
+    return [
+        nothing if g is None else local_part(added_up(g) if i in sums else g) for i, g in enumerate(gradients)
+    ], part
+
+
+def _check_sums(reducer: Reducer, sums: Mapping[int, Any], count: int) -> None:
+    """Raise on all processes if what is a sum on one is missing, or laid out differently, on another."""
+    codes = torch.zeros(count, dtype=torch.float64, device="cpu")
+    for i, placements in sums.items():
+        codes[i] = _code(placements)
+    most, least = reducer.agreed_largest(codes, -codes)
+    for i in (most != -least).nonzero().flatten().tolist():
+        raise DistributedError(
+            f"tensor {i} is a Partial sum on some of the ranks, and None or laid out differently on others, which "
+            "cannot tell their part of it. Fill missing ones with zeros, or measure the parameters, which show it: "
+            'clip_grad_norm_(parameters, float("inf")) writes no gradient but those that it adds up.'
+        )
 
 
 def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:

@@ -153,8 +153,8 @@ def sharded_as(local: Tensor, mesh: Any, placements: Sequence[Any], shape: Any, 
 
 
 def is_partial(tensor: Any) -> bool:
-    """Tell whether ``tensor``, a DTensor, is the sum (or average, maximum ...) of what its processes hold."""
-    return any([p.is_partial() for p in spec_of(tensor).placements])
+    """Tell whether a DTensor, or one of this spec, is the sum (average, maximum ...) of what its processes hold."""
+    return any([p.is_partial() for p in tensor.placements])
 
 
 def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:

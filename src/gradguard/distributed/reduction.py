@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradguard.distributed.agreement import agree, device_of, together
+from gradguard.distributed.agreement import agree, device_of, gather_objects, together
 from gradguard.distributed.reduction_group import MOST_RANKS, ReductionGroup, check_alive
 from gradguard.distributed.settings import Settings, difference, digest
 from gradguard.errors import DistributedError, UnsupportedGradientError
@@ -31,6 +31,8 @@ _BITS = 900
 SAFE_ORDER = 6
 """Up to this order, powers of the norms of float32 gradients stay in the range of float64."""
 
+SHORTEST = 64
+"""Numbers of the shortest all-reduce: gloo ends a process that gets more numbers than its own list has."""
 
 APART = 0.005
 """Copies of one gradient are not equal if their norms vary by more than this part of them."""
@@ -148,21 +150,65 @@ class Reducer:
             agree(self.union, self._signature, (), self.device)
         self.moves = True
 
-    def largest(self, *values: Tensor) -> list[Tensor]:
-        """Return the largest of each value on any process: one all-reduce."""
-        vector = torch.cat(values)
-        if not self.is_alone:
-            self.run(vector, dist.ReduceOp.MAX)
-        return [*vector.split([*map(len, values)])]
+    def agreed_largest(self, *values: Tensor, call: int = 0, refusal: Exception | None = None) -> list[Tensor]:
+        """Return the largest of each value on any process: one all-reduce, for which the host waits.
 
-    def run(self, vector: Tensor, operation: Any) -> None:
-        """All-reduce ``vector``.
+        Args:
+            values: Values on the CPU.
+            call: A number that the others must come with, too.
+            refusal: Why this process, and so all of them, must refuse.
+
+        Raises:
+            DistributedError: If another process refuses, or comes with another list or number.
+        """
+        if self.is_alone:
+            return [*values]
+        told = torch.cat([self.number[:1], self.number.new_full((1,), call)])
+        found, most, same = self.largest([move(one, self.device) for one in values], told, refusal)
+        if not same.all():
+            raise self.difference(refusal, bool(most.isinf().any()))
+        return [move(one, values[0].device) for one in found]
+
+    def largest(
+        self, values: Sequence[Tensor], told: Tensor, refusal: Exception | None
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Return the largest of each value, the largest of each number ``told``, and whether all told the same."""
+        vector = torch.cat([_unless(refusal, told), -told, *values])
+        most, least, *found = self.run(vector, dist.ReduceOp.MAX).split([len(told), len(told), *map(len, values)])
+        return found, most, (most == told) & (least == -told)
+
+    def run(self, vector: Tensor, operation: Any) -> Tensor:
+        """Return the all-reduced ``vector``, which may be written.
 
         Raises:
             DistributedError: If another process does not come.
         """
-        reduce = partial(dist.all_reduce, vector, operation, self.union.group)
-        together(reduce, self.union, self._signature, known=True, on_host=vector.is_cpu)
+        sent = torch.nn.functional.pad(vector, (0, max(0, SHORTEST - len(vector))))
+        reduce = partial(dist.all_reduce, sent, operation, self.union.group)
+        together(reduce, self.union, self._signature, known=True, on_host=sent.is_cpu)
+        return sent[: len(vector)]
+
+    def difference(self, refusal: Exception | None, is_refused: bool) -> Exception:
+        """Return the error of this process where not all have reduced the same. A collective if one refuses.
+
+        Args:
+            refusal: Why this process refuses.
+            is_refused: Whether any does.
+        """
+        if not is_refused:
+            return DistributedError(
+                "another rank clipped another list of gradients in this place: every rank must clip the same lists in "
+                "the same order."
+            )
+        said = gather_objects(self.union, refusal and str(refusal), self._signature)
+        ranks = dist.get_process_group_ranks(self.union.group)
+        rank, words = next((rank, words) for rank, words in zip(ranks, said, strict=True) if words)
+        return refusal or DistributedError(f"rank {rank} refuses, and so do the others: {words}")
+
+
+def _unless(refusal: Exception | None, told: Tensor) -> Tensor:
+    """Return numbers that processes compare: infinite ones tell that this one refuses."""
+    return told if refusal is None else torch.full_like(told, math.inf)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,6 +222,7 @@ class NormReduction:
         balance: A number that adds up to 0 over the processes if replicas have the same gradients: 0-dim.
         settings: The rule and its arguments, which must be the same on all processes.
         copies: The gradients that must be equal on all that hold them, by the norms that were measured first.
+        refusal: Why this process refuses its gradients, so that all do once the norms have been added up.
     """
 
     reducer: Reducer
@@ -184,6 +231,17 @@ class NormReduction:
     balance: Tensor
     settings: Settings = ()
     copies: Copies = NO_COPIES
+    refusal: Exception | None = None
+
+    def refusing(self, error: Exception) -> "NormReduction":
+        """Return a reduction in which this process refuses its gradients.
+
+        Raises:
+            Exception: At once, if no other process takes part.
+        """
+        if self.reducer.is_alone:
+            raise error
+        return replace(self, refusal=error)
 
     def of(self, positions: Sequence[int]) -> "NormReduction":
         """Return the reduction of some of the gradients; every process must take the same ones."""
@@ -202,9 +260,11 @@ class NormReduction:
         It is one all-reduce, and a second if some orders are infinite and some are not.
 
         Raises:
-            DistributedError: If another process does not come, reduces something else, for something else, or lacks a
-                gradient that it must have. On an accelerator the last three give NaN instead, so that nothing waits.
-            UnsupportedGradientError: If copies differ by some percent; NaN on an accelerator, too.
+            DistributedError: If another process does not come, refuses its gradients, reduces something else, for
+                something else, or lacks a gradient that it must have. On an accelerator all but the first give NaN
+                instead, so that nothing waits.
+            UnsupportedGradientError: If copies differ by some percent (NaN on an accelerator, too), or this process
+                refuses its gradients.
         """
         if self.reducer.is_alone or not measured:
             return [norms for norms, _ in measured], self.shares != 0
@@ -226,17 +286,17 @@ class NormReduction:
         # The mean of the squares of powers is the square of their mean if, and only if, all copies are equal.
         squares = encode(first[at], weights[at], 2 * order, reducer.wide) if len(at) else first[:0]
         mine = digest(self.settings, reducer.device)
-        vector = torch.cat([*parts, squares, self.shares, self.balance.view(1), reducer.number, mine])
-        reducer.run(vector, dist.ReduceOp.SUM)
-        lengths = [*map(len, parts), len(squares), len(self.shares), 1, 2, 2]
-        *added, squares, share, remainder, numbers, alike = vector.split(lengths)
+        told = _unless(self.refusal, reducer.number)  # in front, where other lists have theirs
+        sent = [told, mine, self.balance.view(1), self.shares, squares, *parts]
+        reduced = reducer.run(torch.cat(sent), dist.ReduceOp.SUM).split([*map(len, sent)])
+        numbers, alike, remainder, share, squares, *added = reduced
         norms = [decode(x, share, order, reducer.wide) for x, (_, order) in zip(added, measured, strict=True)]
         apart = at > 0
         if len(at):
             spread = decode(squares, share[at], 2 * order, reducer.wide) / norms[0][at]
             apart = (spread > (1 + (order * APART) ** 2) ** (0.5 / order)) & (share[at] > 0)
         is_told = numbers == reducer.world * reducer.number, alike == reducer.world * mine, remainder == 0
-        return self._checked(norms, is_told, apart), share != 0
+        return self._checked(norms, is_told, apart, numbers), share != 0
 
     def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
         # NaN is told beside: backends differ on the maximum of it.
@@ -244,37 +304,36 @@ class NormReduction:
         device, at = self.reducer.device, self.copies.at.to(self.reducer.device)
         told = torch.cat([self.reducer.number[:1], digest(self.settings, device)[:1]])
         least = torch.where(self.shares[at] > 0, -parts[0][at], -math.inf)  # of copies; one that is missing is none
-        vector = torch.cat([*parts, least, told, -told])
-        self.reducer.run(vector, dist.ReduceOp.MAX)
-        *largest, least, most_told, least_told = vector.split([*map(len, parts), len(least), 2, 2])
-        number, agreed = (most_told == told) & (least_told == -told)
+        (least, *largest), numbers, (number, agreed) = self.reducer.largest([least, *parts], told, self.refusal)
         most = largest[0][at]
         norms = [torch.where(nan > 0, math.nan, x) for x, nan in (part.chunk(2) for part in largest)]
-        return self._checked(norms, (number, agreed, agreed), most + least > 2 * APART * most)
+        return self._checked(norms, (number, agreed, agreed), most + least > 2 * APART * most, numbers)
 
-    def _checked(self, norms: list[Tensor], is_told: tuple[Tensor, Tensor, Tensor], apart: Tensor) -> list[Tensor]:
+    def _checked(
+        self, norms: list[Tensor], is_told: tuple[Tensor, Tensor, Tensor], apart: Tensor, numbers: Tensor
+    ) -> list[Tensor]:
         """Return the norms; NaN where something is wrong and the host must not wait.
 
         Args:
             norms: The norms.
             is_told: Whether all processes reduced the same list, by the same rule, and replicas have it alike.
             apart: Whether the processes' gradients differ, for each of the copies.
+            numbers: The numbers of the list, of which some are infinite if a process refuses.
 
         Raises:
             DistributedError: If one of ``is_told`` is false.
-            UnsupportedGradientError: If copies differ.
+            UnsupportedGradientError: If copies differ, or this process refuses its gradients.
         """
         same, agreed, balanced = map(torch.all, is_told)
         sound = same & agreed & balanced & ~apart.any()
         if not are_readable(sound):
+            if self.refusal is not None:
+                raise self.refusal
             return [torch.where(sound, x, math.nan) for x in norms]
         if sound:
             return norms
         if not same:
-            raise DistributedError(
-                "another rank clipped another list of gradients in this place: every rank must clip the same lists in "
-                "the same order."
-            )
+            raise self.reducer.difference(self.refusal, bool(numbers.isinf().any()))
         if not agreed:
             raise DistributedError(
                 f"{difference(self.reducer.union, self.settings)}: every rank must clip by the same rule with the same "

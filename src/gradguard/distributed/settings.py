@@ -6,7 +6,6 @@ equal if, and only if, their mean is h and the mean of their squares the square 
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
 
@@ -61,14 +60,11 @@ def _digest_of_words(words: str, device: torch.device) -> Tensor:
 
 def difference(union: ReductionGroup, settings: Settings) -> str:
     """Return a sentence on the processes that clip in another way than most. A collective."""
-    said = list(map(str, gather_objects(union, _in_words(settings))))
+    own = ", ".join(str(float(s)) if isinstance(s, Tensor) else repr(s) for s in settings)
+    said = list(map(str, gather_objects(union, f"({own})")))
     usual = Counter(said).most_common(1)[0][0]
     ranks = dist.get_process_group_ranks(union.group)
     others = [rank for rank, one in zip(ranks, said, strict=True) if one != usual]
     first = next(one for one in said if one != usual)
     plural = "ranks" if len(others) > 1 else "rank"
     return f"{plural} {listed(others, MOST_RANKS)} came with {first} where rank {ranks[said.index(usual)]} has {usual}"
-
-
-def _in_words(settings: Sequence[Setting]) -> str:
-    return "(" + ", ".join(str(float(s)) if isinstance(s, Tensor) else repr(s) for s in settings) + ")"

@@ -1,6 +1,5 @@
 """The rest of a training step: what the optimizer takes, its state, and by how much weights change, step after step."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -38,6 +37,7 @@ from gradguard.parity.vectors import Vector, norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
 from gradguard.state.optimizer_copy import OptimizerCopy
+from gradguard.state.snapshot_parts import OtherState
 from gradguard.torch_private import gradients_are_scaled, scaler_states_of
 
 
@@ -51,13 +51,13 @@ class TrainingState:
     """
 
     def __init__(self, local: Sequence[LocalParameter], optimizers: Sequence[Optimizer], others: Sequence[Any]) -> None:
-        self._weights, self._others, copier = [one.parameter for one in local], others, Copier()
+        self._weights, copier = [one.parameter for one in local], Copier()
         self._kept = [copier.tensor(p) for p in self._weights]
         self._optimizers = [OptimizerCopy(one) for one in optimizers]
-        for one in self._optimizers:
-            one.take(copier)
-        self._of_others = [copy.deepcopy(one.state_dict()) for one in others]
-        self._of_scalers = [(one, copy.deepcopy({**scaler_states_of(one)})) for one in enabled_scalers(others)]
+        self._others = list(map(OtherState, others))
+        for part in (*self._optimizers, *self._others):
+            part.take(copier)
+        self._of_scalers = [(one, copier.copy(scaler_states_of(one))) for one in enabled_scalers(others)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -70,16 +70,14 @@ class TrainingState:
             one.restore(restorer)
             for p in one.parameters.values():
                 p.grad = None
-        for other, state in zip(self._others, self._of_others, strict=True):
-            other.load_state_dict(copy.deepcopy(state))
+        for other in self._others:
+            other.restore(restorer)
         self.restore_scalers()
 
     def restore_scalers(self) -> None:
         """Let each GradScaler have unscaled as before, which its ``state_dict`` does not hold."""
         for scaler, states in self._of_scalers:
-            now = scaler_states_of(scaler)
-            now.clear()
-            now.update(copy.deepcopy(states))
+            Restorer().restored(states, scaler_states_of(scaler))
 
 
 @dataclass(frozen=True)

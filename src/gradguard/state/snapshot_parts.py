@@ -269,7 +269,7 @@ class OtherState(SnapshotPart):
         """Keep its state."""
         self._kept = copier.copy(self._save())
 
-    def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
+    def restore(self, restorer: Restorer, rewind_schedule: bool = True) -> None:
         """Hand the state back, as a copy that the object may keep."""
         if rewind_schedule or self.driven is None:
             self._load(Restorer().restored(self._kept))
