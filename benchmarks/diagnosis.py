@@ -2,7 +2,7 @@
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
                                [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum
-                                     twelve_fields second_dozen third_dozen half_dozen]
+                                     twelve_fields second_dozen third_dozen half_dozen tenth_set]
 
 Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
@@ -51,6 +51,7 @@ import diagnosis_new_fields_tasks
 import diagnosis_optimizer_tasks
 import diagnosis_second_dozen_tasks
 import diagnosis_tasks
+import diagnosis_tenth_set_tasks
 import diagnosis_third_dozen_tasks
 import diagnosis_twelve_fields_tasks
 import diagnosis_unseen_tasks
@@ -73,6 +74,7 @@ SETS = {
     "second_dozen": diagnosis_second_dozen_tasks,
     "third_dozen": diagnosis_third_dozen_tasks,
     "half_dozen": diagnosis_half_dozen_tasks,
+    "tenth_set": diagnosis_tenth_set_tasks,
 }
 
 CLEARLY = 1.15
