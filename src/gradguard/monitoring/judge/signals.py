@@ -262,7 +262,8 @@ class RunSignals:
             return UNKNOWN
         first = without_none(self.losses)[:10]  # before a rate or a batch can have moved it
         has_no_floor = min(first) < 0 < max(first) + 2 * found.noise and found.final > 0.5 * min(found.best, 0.0)
-        if max(map(abs, found.levels)) < (_ROUND_ZERO if has_no_floor else 2.0) * found.noise:
+        noise = min(found.noise, self.curve_until(self.count // 8).noise)  # what grows leaves 0 far behind
+        if max(map(abs, found.levels)) < (_ROUND_ZERO if has_no_floor else 2.0) * noise:
             return UNKNOWN  # around 0, as where returns are compared with their mean
         return found
 
@@ -295,7 +296,7 @@ class RunSignals:
     @property
     def learns(self) -> bool:
         """Whether the loss has fallen, and not only at once while the first weight, which reads the data, shrank."""
-        return self.curve.has_fallen and not (self.curve.stands_still and self.first_growth < 1)
+        return self.curve.has_fallen and not (self.curve.stands_still and self.first_growth <= 1)
 
     @property
     def first_growth(self) -> float:

@@ -283,7 +283,7 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
     if rising:
         evidence.append(signals.seen(f"The median gradient norm rose {number(rising)} times, step by step."))
     end = "the loss falls without end" if runs_away else "the loss does not settle"
-    return Sign(tuple(evidence), {"end": end})
+    return Sign(tuple(evidence), {"end": end}, "certain" if runs_away and signals.ends_lost else "")
 
 
 def _wander(signals: RunSignals) -> bool:
