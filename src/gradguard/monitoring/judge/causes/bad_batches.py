@@ -44,6 +44,9 @@ SOARS = 5.0
 """From the second quarter of the run to the last: norms that rise so far under a falling loss come near no bound of it,
 even where the rate decays."""
 
+BOUNDLESS = 1e6
+"""Times the first losses, below 0: no bound lies so far away."""
+
 AS_FAST = 1.7
 """From the middle of the run to its end: a weight that grows as fast in both halves has twice that."""
 
@@ -332,6 +335,8 @@ def _runs_away(signals: RunSignals, curve: Curve, grown: bool) -> str:
     """Whether the loss falls below 0 while norms soar, ever faster while a weight grows, or no slower while all do."""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
     quarter = len(levels) // 4
+    if -curve.best > BOUNDLESS * abs(curve.start):
+        return f"The loss falls below 0 without a floor in sight, to {number(curve.best)}."
     if curve.best >= 0 or quarter < 3:
         return ""
     second, third, last = (levels[-k * quarter - 1] - levels[(1 - k) * quarter - 1] for k in (3, 2, 1))

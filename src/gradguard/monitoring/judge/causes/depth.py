@@ -125,7 +125,8 @@ def explodes_in_time(signals: RunSignals) -> Sign | None:
     recurrent = _recurrent(signals)
     known = [norm for norm in signals.norms if norm]
     radius = max((_radius(signals, layer) or 0.0 for layer in recurrent), default=0.0)
-    broke = signals.ends_lost and (radius > AMPLIFIES or signals.begins_exploded(recurrent))
+    begins = signals.begins_exploded(recurrent)
+    broke = signals.ends_lost and (radius > AMPLIFIES or begins)
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     largest, least = max(known), LEARNED * signals.curve.start
@@ -134,7 +135,7 @@ def explodes_in_time(signals: RunSignals) -> Sign | None:
     low = unlearned[len(unlearned) // 10]
     differs = len(recurrent) < len(signals.layers)  # else the largest share is always theirs
     leaps = differs and largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
-    explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
+    explodes = begins or (leaps and largest > EXPLODES_IN_TIME * low)  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     fails = signals.ends_lost or signals.curve.fallen <= 0.5  # neither where the loss means no progress
     if not amplifies and not broke and not explodes and not (leaps and fails):
