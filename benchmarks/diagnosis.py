@@ -15,8 +15,9 @@ well warns.
 With `--follow` the first advice is followed to the letter: the learning rate times the factor that it gives, the clip
 that it proposes, and, where it names the right cause and that is no matter of numbers, the fault removed. It *helps*
 where the held-out loss falls by a tenth or more of what the fault has cost, and *harms* where it rises by 5 % or more,
-and does so in the geometric mean of four other seeds, which leave out the chance that chose this one. A followed run
-is judged again: *told again* where the same cause stands first though it helped.
+and does so in the geometric mean of four other seeds, which leave out the chance that chose this one. A clip that
+binds on no step of the record leaves the run as it is, bit for bit, and is not run. A followed run is judged again:
+*told again* where the same cause stands first though it helped.
 
 Runs that lie in DIR already are not made again. Each scenario has a folder of its own there: a run takes the newest
 record beside its own for the one that it follows.
@@ -238,6 +239,8 @@ def follow(scenario: Scenario, page: dict[str, Any], loss: float, records: Path)
     advice = advice_of(page, scenario)
     if advice == Followed():
         return {"outcome": "nothing to follow", "advice": "", "after": loss}
+    if advice == Followed(clip=advice.clip) and float(advice.clip.partition("=")[2]) >= (page["max_norm"] or math.inf):
+        return {"outcome": "no change", "advice": advice.words, "after": loss, "again": False}  # it binds nowhere
     record, after = run(scenario, records, advice)
     twin = run(scenario, records, Followed(fixed=True))[1]
     gained = loss - after if math.isfinite(loss) else math.inf * (1 if math.isfinite(after) else 0)
