@@ -296,12 +296,15 @@ class RunSignals:
     @property
     def learns(self) -> bool:
         """Whether the loss has fallen, and not only at once while the first weight, which reads the data, shrank."""
-        return self.curve.has_fallen and not (self.curve.stands_still and self.first_growth <= 1)
+        return self.curve.has_fallen and not (self.curve.stands_still and self.first_growth < 1)
 
     @property
     def first_growth(self) -> float:
-        """How many times its first norm the first weight has at the end, which reads the data; 1 if not known."""
-        return next(iter(self.growths()), 1.0)
+        """How many times its first norm the first weight has at the end, which reads the data; 1 if not known.
+
+        Where no weight ever had a gradient, none has read anything: 0.
+        """
+        return next(iter(self.growths()), 0.0 if self.lines and not self.layers else 1.0)
 
     @cached_property
     def is_stuck(self) -> bool:

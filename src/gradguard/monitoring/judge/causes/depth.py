@@ -64,7 +64,7 @@ def vanishes_along_depth(signals: RunSignals) -> Sign | None:
 def _end_of_slope(gradients: list[float]) -> int:
     """How many layers from the input lie below a thousandth of the top, where gradients fall from layer to layer."""
     falls, top = _rising_share(gradients), max(gradients)
-    if falls < 0.75 or not all(gradients):  # a layer that begins at 0 lets nothing through, and soon does
+    if falls < 0.75:
         return 0
     return next((k for k, gradient in enumerate(gradients) if gradient > SLOPE * top), len(gradients))
 
@@ -138,7 +138,7 @@ def explodes_in_time(signals: RunSignals) -> Sign | None:
     explodes = begins or (leaps and largest > EXPLODES_IN_TIME * low)  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     fails = signals.ends_lost or signals.curve.fallen <= 0.5  # neither where the loss means no progress
-    if not amplifies and not broke and not explodes and not (leaps and fails):
+    if not amplifies and not explodes and not (leaps and fails):
         return None
     names = tuple(layer.name for layer in recurrent)
     words = f"Gradient norms run from {number(low)} to {number(largest)}."

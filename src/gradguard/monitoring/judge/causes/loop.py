@@ -61,7 +61,7 @@ def summed_micro_batches(signals: RunSignals) -> Sign | None:
     usual = round(statistics.median(several))
     if signals.record.meta.get("loss_factor", 1.0) <= 1.5 / usual:
         return None
-    sick = signals.ends_lost or curve.fallen < 0.1 or curve.final - curve.best > 3 * curve.error or too_long(signals)
+    sick = signals.ends_lost or curve.final - curve.best > 3 * curve.error or too_long(signals)
     seen = signals.seen(f"For each step backward() was called {usual} times, and the loss was not divided by {usual}.")
     return Sign((seen,), {"count": usual}, "certain" if sick else "possible", rate_factor=1 / usual)
 
@@ -128,7 +128,7 @@ def frozen(signals: RunSignals) -> Sign | None:
     share = signals.elements(still) / max(1, signals.elements(own))
     groups = {signals.params[place].get("group", 0) for place in own}
     idle_groups = groups - {signals.params[place].get("group", 0) for place in own if place not in still}
-    hardly = curve.is_known and curve.fallen <= 0.3
+    hardly = curve.fallen <= 0.3
     if not idle_groups and (share < MISSING_SHARE or not hardly):
         return None
     names = [signals.name(place) for place in still]
