@@ -1,7 +1,6 @@
 """Twelve more fields with two faults each, written and frozen before any of their records was judged."""
 
 import copy
-import math
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ TASKS = Tasks()
 
 @TASKS.add("raw_data__milligrams", "not_started__shuffled")
 def grades(run: Run) -> float:
-    """How good a wine is, in five grades that have an order, by one score and four bounds; SGD with Nesterov, epochs."""
+    """How good a wine is, in five ordered grades, by one score and four bounds; SGD with Nesterov, epochs."""
     g = fixed(run.seed)
     truth, scale = torch.randn(9, generator=g) / 2, 10 ** (1.5 * torch.rand(9, generator=g) + 1.5)
     model, bounds = mlp(9, 40, 40, 1, act=nn.GELU), nn.Parameter(torch.tensor([-1.5, -0.5, 0.5, 1.5]))

@@ -32,7 +32,7 @@ EVEN, WILD = 0.1, 0.25
 that does not has heavy tails with outliers."""
 
 CAME_BACK = 5.0
-"""Times its best level: a loss that was back there afterwards follows something that moves: targets, returns, a rival."""
+"""Times its best level: a loss that was back there afterwards follows something that moves (targets, returns)."""
 
 LEFT = 0.1
 """Of its start: with less of the loss left, norms are small because of what has been learned, and no step on the way to
