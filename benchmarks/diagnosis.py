@@ -2,7 +2,7 @@
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
                                [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum
-                                     twelve_fields second_dozen third_dozen half_dozen]
+                                     twelve_fields second_dozen third_dozen half_dozen tenth_set]
 
 Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
@@ -15,8 +15,9 @@ well warns.
 With `--follow` the first advice is followed to the letter: the learning rate times the factor that it gives, the clip
 that it proposes, and, where it names the right cause and that is no matter of numbers, the fault removed. It *helps*
 where the held-out loss falls by a tenth or more of what the fault has cost, and *harms* where it rises by 5 % or more,
-and does so in the geometric mean of four other seeds, which leave out the chance that chose this one. A followed run
-is judged again: *told again* where the same cause stands first though it helped.
+and does so in the geometric mean of four other seeds, which leave out the chance that chose this one. A clip that
+binds on no step of the record leaves the run as it is, bit for bit, and is not run. A followed run is judged again:
+*told again* where the same cause stands first though it helped.
 
 Runs that lie in DIR already are not made again. Each scenario has a folder of its own there: a run takes the newest
 record beside its own for the one that it follows.
@@ -51,6 +52,7 @@ import diagnosis_new_fields_tasks
 import diagnosis_optimizer_tasks
 import diagnosis_second_dozen_tasks
 import diagnosis_tasks
+import diagnosis_tenth_set_tasks
 import diagnosis_third_dozen_tasks
 import diagnosis_twelve_fields_tasks
 import diagnosis_unseen_tasks
@@ -73,6 +75,7 @@ SETS = {
     "second_dozen": diagnosis_second_dozen_tasks,
     "third_dozen": diagnosis_third_dozen_tasks,
     "half_dozen": diagnosis_half_dozen_tasks,
+    "tenth_set": diagnosis_tenth_set_tasks,
 }
 
 CLEARLY = 1.15
@@ -236,6 +239,8 @@ def follow(scenario: Scenario, page: dict[str, Any], loss: float, records: Path)
     advice = advice_of(page, scenario)
     if advice == Followed():
         return {"outcome": "nothing to follow", "advice": "", "after": loss}
+    if advice == Followed(clip=advice.clip) and float(advice.clip.partition("=")[2]) >= (page["max_norm"] or math.inf):
+        return {"outcome": "no change", "advice": advice.words, "after": loss, "again": False}  # it binds nowhere
     record, after = run(scenario, records, advice)
     twin = run(scenario, records, Followed(fixed=True))[1]
     gained = loss - after if math.isfinite(loss) else math.inf * (1 if math.isfinite(after) else 0)

@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 UNSEEN = ("unseen", "optimizers", "new_fields", "common_mistakes", "forum", "twelve_fields", "second_dozen",
-          "third_dozen", "half_dozen")  # fmt: skip
+          "third_dozen", "half_dozen", "tenth_set")  # fmt: skip
 CLEARLY = 1.15
 Rows = dict[str, dict[str, Any]]
 

@@ -648,6 +648,15 @@ CASES = {
         run(falling(), meta={"params": params(["codes.weight", *NAMES[1:]], shape=(64, 16))},
             tensors=lines([0.0, *TENTH[1:]], absent=[0])),
         "no_gradient", "1 of 10 parameters never get a gradient up to codes.weight"),
+    "a loss without a floor that ends in numbers that are lost": (
+        lost(run([2.0 - math.exp(i / 20) for i in range(COUNT)], [math.exp(i / 40) for i in range(COUNT)]), NAN_AT),
+        "drift", "falls below 0"),
+    "a loss a million times below 0": (
+        run([2.0 - min(1e8, math.exp(min(i, 60) / 3)) for i in range(COUNT)]), "drift", "without a floor in sight"),
+    "first steps that raised a loss which fell below its start": (
+        run([1.0, 1.0, 1.0, *flat(3, 2.5, 0.02), *flat(COUNT - 6, 0.8, 0.02)],
+            [1.0, 1.0, 1.0, *flat(3, 5.0), *calm(COUNT - 6)]),
+        "healthy", "well"),
     "a loss without a floor, under a rate that decays": (
         run([-math.exp(i / 30) if i < 200 else -(math.exp(200 / 30) + 20 * (i - 200) - (i - 200) ** 2 / 25)
              for i in range(COUNT)], [x * math.exp(min(i, 300) / 40) for i, x in enumerate(calm())]),

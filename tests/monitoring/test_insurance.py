@@ -83,12 +83,18 @@ def test_uneven_norms_alone_have_a_low_one_only_where_the_first_were_not_far_sma
 
 @pytest.mark.parametrize(
     "loss",
-    [lambda i: None, lambda i: 1.0, lambda i: 0.2 + 2 * abs(math.cos(i / 100))],
-    ids=["unknown", "flat", "came back"],
+    [lambda i: None, lambda i: 1.0, lambda i: 0.2 + 2 * abs(math.cos(i / 100)), lambda i: 2 * math.exp(-i / 100) + 0.1],
+    ids=["unknown", "flat", "came back", "nearly all learned"],
 )
 def test_a_loss_that_says_little_of_what_is_learned_leaves_insurance(loss):
     norms = [60.0 if i % 90 == 60 else norm for i, norm in enumerate(noise())]
     assert insurance(record(norms, "AdamW", loss)) > 1.2
+
+
+def test_uneven_norms_that_rise_have_none():
+    draws = random.Random(1)
+    norms = [(1 + i / 50) * math.exp(draws.gauss(0.0, 0.4)) for i in range(400)]
+    assert insurance(record(norms, "Adam")) is None
 
 
 @pytest.mark.parametrize("norms", [[], [None] * 20, [0.0] * 20])

@@ -112,7 +112,7 @@ def test_what_is_called_insurance_leaves_nearly_all_steps_alone(norms):
 
 
 def test_a_low_threshold_is_never_called_free():
-    found = recommend(run(HEAVY, losses=[2 * math.exp(-i / 100) + 0.2 for i in range(600)]))
+    found = recommend(run(HEAVY, losses=[2 * math.exp(-i / 100) + 0.3 for i in range(600)]))
     assert found.clip_share is not None
     assert found.clip_share > 0.5
     assert found.experiment

@@ -32,7 +32,11 @@ EVEN, WILD = 0.1, 0.25
 that does not has heavy tails with outliers."""
 
 CAME_BACK = 5.0
-"""Times its best level: a loss that was back there afterwards follows something that moves."""
+"""Times its best level: a loss that was back there afterwards follows something that moves (targets, returns)."""
+
+LEFT = 0.1
+"""Of its start: with less of the loss left, norms are small because of what has been learned, and no step on the way to
+it was so short."""
 
 _FIRST = 5  # norms that say how a run began
 
@@ -47,8 +51,9 @@ def insurance(record: Record) -> float | None:
     they converge: their median falls below a fifth                  None: a constant would bind at the beginning of the
                                                                      run, or bound nothing at its end
     the loss falls; the optimizer cancels a scale; and there are     the 10th percentile: it binds on most steps, and
-    outliers, the local spread is above 0.25 and the first norms     no large one fills the moments
-    are no third of the median, or they are above 3 times it
+    outliers, the local spread is above 0.25 under norms that do     no large one fills the moments
+    not rise and were no third of the median at first, or they
+    were above 3 times it
     the loss falls; it cancels none; outliers, a spread above 0.4    the 25th percentile, or what still takes weights
                                                                      twice as far as they went, if that is lower
     they rise, and have no outliers                                  None: a constant would bind at the end of the run
@@ -57,8 +62,8 @@ def insurance(record: Record) -> float | None:
     ===============================================================  ===================================================
 
     The last row is insurance. The second and third are what trains better on the tasks of
-    `benchmarks/recommendation.py` whose loss falls and stays near its best: an LSTM under Adam whose first norms are
-    ten times the later ones ends at half the loss.
+    `benchmarks/recommendation.py` whose loss falls, stays near its best and has a tenth left: an LSTM under Adam whose
+    first norms are ten times the later ones ends at half the loss.
 
     **Guarantees**: never above the largest norm of a step that was taken, but for rounding up to two digits;
     multiplying every norm by a constant multiplies it by that, to two digits.
@@ -83,17 +88,18 @@ def insurance(record: Record) -> float | None:
     converges = ends is not None and ends[1] < CONVERGED * ends[0]
     if converges:
         return None
+    rises = ends is not None and not out and ends[1] > ends[0]
     taken = [norm for norm in taken_steps(record).column("norm") if norm]
     warm_up = taken[: len(taken) - len(norms)]  # which is not among the usable ones
     if is_scale_free(record):
         first, usual = statistics.median(taken[:_FIRST]), statistics.median(norms)
-        spreads = spread > UNEVEN_SPREAD and first * UNEVEN_START >= usual
+        spreads = spread > UNEVEN_SPREAD and first * UNEVEN_START >= usual and not rises
         uneven, share = (out or spreads or first > UNEVEN_START * usual), EVEN
     else:
         uneven, share = (out and spread > HEAVY_SPREAD), WILD
     if uneven and _learns(record):
         return _rounded_up(min(sorted(norms)[int(share * len(norms))], signals_of(record).low_threshold))
-    if ends is not None and not out and ends[1] > ends[0]:
+    if rises:
         return None
     ordinary = [norm for place, norm in enumerate(norms) if place not in out]
     # nor does it bind in the warm-up: one step that is shorter takes the run another way, by chance for worse
@@ -113,12 +119,12 @@ def _outliers(norms: Sequence[float]) -> set[int]:
 
 
 def _learns(record: Record) -> bool:
-    """Whether the loss falls and stays near its best: that of moving targets, of returns or of a rival says little."""
+    """Whether the loss falls, stays near its best and has a tenth left: else low norms are of what has been learned."""
     curve = signals_of(record).curve
     if not curve.has_fallen:
         return False
     since = curve.levels[curve.levels.index(curve.best) :]
-    return not curve.is_positive or max(since) < CAME_BACK * curve.best
+    return not curve.is_positive or (max(since) < CAME_BACK * curve.best and curve.final >= LEFT * curve.start)
 
 
 def _rounded_up(value: float) -> float:

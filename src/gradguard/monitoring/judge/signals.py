@@ -262,7 +262,8 @@ class RunSignals:
             return UNKNOWN
         first = without_none(self.losses)[:10]  # before a rate or a batch can have moved it
         has_no_floor = min(first) < 0 < max(first) + 2 * found.noise and found.final > 0.5 * min(found.best, 0.0)
-        if max(map(abs, found.levels)) < (_ROUND_ZERO if has_no_floor else 2.0) * found.noise:
+        noise = min(found.noise, self.curve_until(self.count // 8).noise)  # what grows leaves 0 far behind
+        if max(map(abs, found.levels)) < (_ROUND_ZERO if has_no_floor else 2.0) * noise:
             return UNKNOWN  # around 0, as where returns are compared with their mean
         return found
 
@@ -299,8 +300,11 @@ class RunSignals:
 
     @property
     def first_growth(self) -> float:
-        """How many times its first norm the first weight has at the end, which reads the data; 1 if not known."""
-        return next(iter(self.growths()), 1.0)
+        """How many times its first norm the first weight has at the end, which reads the data; 1 if not known.
+
+        Where no weight ever had a gradient, none has read anything: 0.
+        """
+        return next(iter(self.growths()), 0.0 if self.lines and not self.layers else 1.0)
 
     @cached_property
     def is_stuck(self) -> bool:

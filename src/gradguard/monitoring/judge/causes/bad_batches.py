@@ -40,12 +40,15 @@ SETTLES = 0.3
 CALMS = 0.7
 """From the second quarter of the run to the last: norms that fall below that share come of weights that settle."""
 
-SOARS = 5.0
-"""From the second quarter of the run to the last: norms that rise so far under a falling loss come near no bound of it,
-even where the rate decays."""
+BOUNDLESS = 1e6
+"""Times the first losses, below 0: no bound lies so far away."""
 
 AS_FAST = 1.7
 """From the middle of the run to its end: a weight that grows as fast in both halves has twice that."""
+
+SOARS = 5.0
+"""From the second quarter of the run to the last: norms that rise so far under a falling loss come near no bound of it,
+even where the rate decays."""
 
 CARRIES_ON = 4.0
 """Times the root of the number of steps: a momentum of 0.9 takes steps of chance so far."""
@@ -85,8 +88,7 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     lost = _grew_for_nothing(signals, places[len(places) // 2])
     if not broken and (lost or not _are_exceptions(signals, places)):
         return None
-    sure = period or (signals.ends_lost and signals.leaps_out_of_calm(places[0]))
-    certainty = "possible" if _are_harmless(signals, places) else "certain" if sure else "likely"
+    certainty = "possible" if _are_harmless(signals, places) else "certain" if period else "likely"
     numbers = [signals.named(place) for place in places]
     times = statistics.median(signals.times(place) for place in places)
     steps = ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
@@ -265,7 +267,7 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
     if signals.count < 100 or not curve.is_known:
         return None
     grown, rising = _growing_weight(signals), _rising_norms(signals)
-    runs_away = _runs_away(signals, curve, grown is not None)
+    runs_away = _runs_away(signals, curve)
     if not runs_away and _wander(signals):
         return None
     since = curve.levels[curve.levels.index(curve.best) :]
@@ -274,7 +276,7 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
     at_once = leap > AT_ONCE * (max(since) - curve.best) or level_changes(signals) is not None
     lost = above > max(3 * curve.error, 0.25 * abs(curve.best)) and not at_once
     grows = grown and _norm_growth(signals) > CALMS and (lost or (rising and not curve.has_fallen))
-    if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
+    if not (grows or runs_away or (rising and lost)):
         return None
     evidence = [signals.seen(runs_away)] if runs_away else []
     if grown:
@@ -283,7 +285,7 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
     if rising:
         evidence.append(signals.seen(f"The median gradient norm rose {number(rising)} times, step by step."))
     end = "the loss falls without end" if runs_away else "the loss does not settle"
-    return Sign(tuple(evidence), {"end": end})
+    return Sign(tuple(evidence), {"end": end}, "certain" if runs_away and signals.ends_lost else "")
 
 
 def _wander(signals: RunSignals) -> bool:
@@ -328,20 +330,22 @@ def _norm_growth(signals: RunSignals) -> float:
     return middle(norms[-size:]) / middle(norms[size : 2 * size])
 
 
-def _runs_away(signals: RunSignals, curve: Curve, grown: bool) -> str:
-    """Whether the loss falls below 0 while norms soar, ever faster while a weight grows, or no slower while all do."""
+def _runs_away(signals: RunSignals, curve: Curve) -> str:
+    """Whether the loss falls below 0 out of all bounds, ever faster, or no slower while norms or weights grow."""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
     quarter = len(levels) // 4
+    if -curve.best > BOUNDLESS * abs(curve.start):
+        return f"The loss falls below 0 without a floor in sight, to {number(curve.best)}."
     if curve.best >= 0 or quarter < 3:
         return ""
     second, third, last = (levels[-k * quarter - 1] - levels[(1 - k) * quarter - 1] for k in (3, 2, 1))
     rise = _norm_growth(signals)
     rose = rise > 1.2
-    weights = [layer.weights for layer in signals.layers if len(layer.weights) > 3]
-    grew = bool(weights) and all(one[-1] > AS_FAST * one[len(one) // 2] for one in weights)
     faster = second > curve.error and last > FASTER * third > FASTER**2 * second
     as_fast = third > curve.error and last > 0.9 * third and -curve.best > 3 * abs(curve.start)
-    if rise <= SOARS and not (faster and (rose or grew or grown)) and not (as_fast and (rose or grew)):
+    weights = [layer.weights for layer in signals.layers if len(layer.weights) > 3]
+    grew = bool(weights) and all(one[-1] > AS_FAST * one[len(one) // 2] for one in weights)
+    if rise <= SOARS and not faster and not (as_fast and (rose or grew)):
         return ""
     pace = "faster and faster" if faster else "no slower in the end" if as_fast else "without a floor in sight"
     grows = "norms of gradients rise" if rose else "weights grow"

@@ -248,6 +248,13 @@ CAUSES = (
         "No learning rate fits all layers as long as their gradients differ so.",
     ),
     Row(
+        "drift", bad_batches.grows_without_end, "likely",
+        "Weights and gradients grow all through the run, step by step, and {end}.",
+        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model "
+        "itself, or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
+        "It is no single batch and no single step: nothing leapt before.",
+    ),
+    Row(
         "nonfinite_growth", lost("growth"), "likely", _GREW, "{advice}",
         "It is no bad sample and no bad operation: numbers grew step by step before.",
     ),
@@ -271,13 +278,6 @@ CAUSES = (
         "Nothing is learnt over time: {params} lets hardly anything through from one step of a sequence to the next.",
         f"{_ORTHOGONAL}, whose gates let gradients through.",
         "A higher learning rate does not help: gradients are lost on their way through the sequence.",
-    ),
-    Row(
-        "drift", bad_batches.grows_without_end, "likely",
-        "Weights and gradients grow all through the run, step by step, and {end}.",
-        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model "
-        "itself, or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
-        "It is no single batch and no single step: nothing leapt before.",
     ),
     Row(
         "data_shift", bad_batches.level_changes, "likely",

@@ -150,7 +150,6 @@ def clips_twice(signals: RunSignals) -> Sign | None:
     if not binding:
         return None
     coefficient = statistics.median([*compress(twice.column("coefficient"), bound_on(twice))] or [1.0])
-    harmed = len(binding) > 1 or coefficient < STARVING or signals.curve.fallen < 0.3
     words = f"{len(clips)} clips act on the same steps: {shares_in_words(clips, len(twice))}"
     seen = signals.seen(capital(f"{words}; together they multiply gradients by {coefficient:.2g}."))
-    return Sign((seen,), {"count": len(clips), "clip": binding[0].name}, "" if harmed else "possible")
+    return Sign((seen,), {"count": len(clips), "clip": binding[0].name}, "" if coefficient < STARVING else "possible")

@@ -64,7 +64,7 @@ def vanishes_along_depth(signals: RunSignals) -> Sign | None:
 def _end_of_slope(gradients: list[float]) -> int:
     """How many layers from the input lie below a thousandth of the top, where gradients fall from layer to layer."""
     falls, top = _rising_share(gradients), max(gradients)
-    if falls < 0.75 or not all(gradients):  # a layer that begins at 0 lets nothing through, and soon does
+    if falls < 0.75:
         return 0
     return next((k for k, gradient in enumerate(gradients) if gradient > SLOPE * top), len(gradients))
 
@@ -125,7 +125,8 @@ def explodes_in_time(signals: RunSignals) -> Sign | None:
     recurrent = _recurrent(signals)
     known = [norm for norm in signals.norms if norm]
     radius = max((_radius(signals, layer) or 0.0 for layer in recurrent), default=0.0)
-    broke = signals.ends_lost and (radius > AMPLIFIES or signals.begins_exploded(recurrent))
+    begins = signals.begins_exploded(recurrent)
+    broke = signals.ends_lost and (radius > AMPLIFIES or begins)
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     largest, least = max(known), LEARNED * signals.curve.start
@@ -134,10 +135,10 @@ def explodes_in_time(signals: RunSignals) -> Sign | None:
     low = unlearned[len(unlearned) // 10]
     differs = len(recurrent) < len(signals.layers)  # else the largest share is always theirs
     leaps = differs and largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
-    explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
+    explodes = begins or (leaps and largest > EXPLODES_IN_TIME * low)  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     fails = signals.ends_lost or signals.curve.fallen <= 0.5  # neither where the loss means no progress
-    if not amplifies and not broke and not explodes and not (leaps and fails):
+    if not amplifies and not explodes and not (leaps and fails):
         return None
     names = tuple(layer.name for layer in recurrent)
     words = f"Gradient norms run from {number(low)} to {number(largest)}."

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
+from gradguard.monitoring.judge.causes.rate import too_long
 from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.signals import RunSignals
@@ -60,8 +61,7 @@ def summed_micro_batches(signals: RunSignals) -> Sign | None:
     usual = round(statistics.median(several))
     if signals.record.meta.get("loss_factor", 1.0) <= 1.5 / usual:
         return None
-    rises = curve.final - curve.best > 3 * curve.error
-    sick = signals.ends_lost or curve.fallen < 0.1 or rises
+    sick = signals.ends_lost or curve.final - curve.best > 3 * curve.error or too_long(signals)
     seen = signals.seen(f"For each step backward() was called {usual} times, and the loss was not divided by {usual}.")
     return Sign((seen,), {"count": usual}, "certain" if sick else "possible", rate_factor=1 / usual)
 
@@ -128,7 +128,7 @@ def frozen(signals: RunSignals) -> Sign | None:
     share = signals.elements(still) / max(1, signals.elements(own))
     groups = {signals.params[place].get("group", 0) for place in own}
     idle_groups = groups - {signals.params[place].get("group", 0) for place in own if place not in still}
-    hardly = curve.is_known and curve.fallen <= 0.3
+    hardly = curve.fallen <= 0.3
     if not idle_groups and (share < MISSING_SHARE or not hardly):
         return None
     names = [signals.name(place) for place in still]

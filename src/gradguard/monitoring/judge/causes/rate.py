@@ -89,7 +89,8 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     usual_peak, start = max(signals.loss.known(30), default=0.0), curve.start
     least = _FAR_OVERSHOT * start if curve.final < 0.5 * start else _OVERSHOT * start
     highest = max(1.2 * (signals.losses[0] or 0.0), usual_peak, least, start + 6 * min(curve.noise, start))
-    if loss < highest or curve.final < 0.15 * start:
+    recovered = curve.has_fallen and curve.final - curve.best < curve.error
+    if loss < highest or curve.final < 0.15 * start or recovered:
         return None
     norm = max(signals.norm.known(place - 2, place + 2), default=math.nan)
     if loss < _FAR_OVERSHOT * start and norm < _WITH_NORMS * middle(signals.norm.known(0, 5)):
@@ -158,8 +159,6 @@ def gone(signals: RunSignals) -> Sign | None:
     if signals.ends_lost or not signals.curve.is_known or signals.count - place < 0.3 * signals.count:
         return None
     before = signals.curve_until(max(place, 12))
-    if not before.is_known:
-        return None
     if not before.is_falling and place > 0.25 * signals.count:
         return None
     step = signals.named(place)
