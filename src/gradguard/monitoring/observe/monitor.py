@@ -294,7 +294,7 @@ class Monitor(Observer):
         if given.spread and given.shared is None:  # nobody has measured
             return None
         gradients, clips = self._clips.step(
-            optimizer, given, self._places.of(optimizer, given.parameters), clipped=clipped
+            optimizer, given, self._places_of(optimizer, given.parameters), clipped=clipped
         )
         return gradients, clips, Skip()
 
@@ -313,7 +313,7 @@ class Monitor(Observer):
             return None
         if not told or len(before.parameters) == len(result.names):
             given = StepGradients(before.parameters, [], shared=before.shared)
-            places = self._places.of(optimizer, before.parameters)
+            places = self._places_of(optimizer, before.parameters)
             gradients, clips = self._clips.step(optimizer, given, places, now=now, clipped=before.clips)
         else:
             nowhere, late = [-1] * len(result.names), not result.tensor_norms.is_cpu

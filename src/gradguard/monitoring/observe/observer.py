@@ -9,9 +9,10 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_not
 from pathlib import Path
@@ -34,7 +35,14 @@ from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.losses import Losses
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
-from gradguard.monitoring.observe.meta import Places, living_modules, living_optimizers, meta_line, name_parameters
+from gradguard.monitoring.observe.meta import (
+    LastPlaces,
+    Places,
+    living_modules,
+    living_optimizers,
+    meta_line,
+    name_parameters,
+)
 from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured
@@ -98,12 +106,33 @@ def safely(method: Callable) -> Callable:
     return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
 
+@dataclass(slots=True)
+class OptimizerTrack:
+    """What is known of one optimizer.
+
+    Attributes:
+        place: Its number among the optimizers of the record.
+        optimizer: The optimizer, not kept alive.
+        turn: How many steps it has made: one that takes every second turn has its schedule too.
+        last: The number of its last step; None before that.
+        places: The places of the parameters of its last step in the names.
+        sampled: Some elements of its weights.
+    """
+
+    place: int
+    optimizer: Callable[[], Optimizer | None]
+    turn: int = 0
+    last: int | None = None
+    places: LastPlaces = field(default_factory=LastPlaces)
+    sampled: Sampled = field(default_factory=Sampled)
+
+
 class _Running(threading.local):
     """A step, as far as it runs in this thread.
 
     Attributes:
         step: The step that is open; None outside one.
-        optimizer: Its optimizer, not kept alive.
+        track: Its optimizer.
         with_clips: The step with the script's clips within it; None where there are none.
         moving: Some of the weights before it.
         scale: The GradScaler's part while its ``scaler.step`` runs.
@@ -113,7 +142,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.step: StepMeasurement | None = None
-        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        self.track = OptimizerTrack(0, lambda: None)
         self.with_clips: StepMeasurement | None = None
         self.moving: Moving | None = None
         self.scale: ScalerFacts | None = None
@@ -163,12 +192,10 @@ class Observer(Listener):
         self._ended = threading.Event()  # the thread that writes the end, and whether it has
         # What is trained, once it is known.
         self._places: Any = None  # `Places`, from the first line on
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._tracks: weakref.WeakKeyDictionary[Optimizer, OptimizerTrack] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
         # What was seen.
         self._steps = self._backwards = 0  # of backwards up to as many as matter
-        self._turns = Counter[int]()  # steps of each optimizer: one that takes every second turn has its schedule too
-        self._last_steps: dict[int, int] = {}  # the number of the last one of each optimizer
         self._steps_at_update = -1
         self._losses, self._clips, self._shared = Losses(), HeardClips(), SharedNorms()
         self._logits: dict[str, Tensor] = {}  # the largest of each attention since the last step
@@ -177,7 +204,7 @@ class Observer(Listener):
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
         self._schedule = Schedule(diagnostics_every)
-        self._sampled, self._watching_updates = Sampled(), 0.0  # seconds
+        self._watching_updates = 0.0  # seconds
         self.path: Path | None = None
         self._buffer = None if callable(path) else self._open(path)  # once it is known where to write
 
@@ -221,7 +248,7 @@ class Observer(Listener):
 
     def _are_cleared(self) -> bool:
         """Whether no parameter of an optimizer has a gradient, though a backward came before."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self._tracks for group in optimizer.param_groups]
         return bool(groups) and all(p.grad is None for group in groups for p in group["params"])
 
     def _look_at_graph(self, loss: Tensor) -> None:
@@ -258,7 +285,7 @@ class Observer(Listener):
 
     def _look_within(self) -> None:
         """Keep what a clip of the script does within a step, before the step can clear the gradients."""
-        step, optimizer = self._thread.step, self._thread.optimizer()
+        step, optimizer = self._thread.step, self._thread.track.optimizer()
         if step is not None and optimizer is not None:
             parameters = parameters_of(optimizer)
             given = given_gradients(parameters, are_spread(parameters), None)
@@ -268,7 +295,7 @@ class Observer(Listener):
     def _note(self, event: ClipEvent) -> None:
         """Keep what a clip within a step tells."""
         step = self._thread.step
-        if step is not None and self._thread.optimizer() is event.optimizer:
+        if step is not None and self._thread.track.optimizer() is event.optimizer:
             clips, skip = told_by_guard(step.clips, step.skip, event)
             self._thread.step = step._replace(clips=clips, skip=skip)
 
@@ -325,9 +352,9 @@ class Observer(Listener):
         elif (seen := self._measured(optimizer, given)) is not None:
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
             told, self._logits, self._told = (self._logits, self._told), {}, {}
-            step = self._begun(optimizer, *seen, kept, *told)
-            thread.step, thread.optimizer = step, weakref.ref(optimizer)
-            self._look_at_weights(optimizer, given, step)
+            thread.track = track = self._track_of(optimizer)
+            thread.step = step = self._begun(optimizer, *seen, kept, *told)
+            self._look_at_weights(optimizer, track, given, step)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
             self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
 
@@ -335,7 +362,11 @@ class Observer(Listener):
         """Return the facts known before a step; None if the step is not recorded."""
         if not given.parameters:  # it has nothing to do yet
             return None
-        return *self._clips.step(optimizer, given, self._places.of(optimizer, given.parameters)), Skip()
+        return *self._clips.step(optimizer, given, self._places_of(optimizer, given.parameters)), Skip()
+
+    def _places_of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> array:
+        """Return the places of the parameters in a step of an optimizer, for the record."""
+        return self._track_of(optimizer).places.of(parameters, self._places)
 
     def _begun(
         self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping
@@ -373,9 +404,11 @@ class Observer(Listener):
         if (step := self._thread.step) is not None:
             self._thread.step = step._replace(clips=step.clips._replace(applied=ScriptClip.told(event)))
 
-    def _look_at_weights(self, optimizer: Optimizer, given: StepGradients, step: StepMeasurement) -> None:
+    def _look_at_weights(
+        self, optimizer: Optimizer, track: OptimizerTrack, given: StepGradients, step: StepMeasurement
+    ) -> None:
         """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
-        now, turn = time.perf_counter(), self._turns[step.optimizer or 0]
+        now, turn = time.perf_counter(), track.turn
         elapsed = now - self._started
         full, moves = self._schedule.due(turn, elapsed), self._watching_updates <= FREE + SHARE * elapsed
         if not (full or moves) or not given.parameters:
@@ -386,9 +419,7 @@ class Observer(Listener):
             self._thread.step = step._replace(diagnostics=found._replace(seconds=time.perf_counter() - now))
         if full or moves:
             began = time.perf_counter()  # a look at the thread's own time would be a call of the system
-            self._thread.moving = Moving(
-                optimizer, given.parameters, self._sampled.of(optimizer, given.parameters), turn
-            )
+            self._thread.moving = Moving(optimizer, given.parameters, track.sampled.of(given.parameters), turn)
             self._watching_updates += time.perf_counter() - began
 
     def on_stepped(self, optimizer: Optimizer) -> None:
@@ -420,18 +451,18 @@ class Observer(Listener):
             self._schedule.spent(diagnostics.seconds + time.perf_counter() - now)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
             skip = skip._replace(by_scaler=copied(found_inf))
-        turn = self._add(self._buffer, step, now, skip, diagnostics, moved)
+        turn = self._add(self._buffer, thread.track, step, now, skip, diagnostics, moved)
         if turn < KEPT_STEPS and self._backwards:
             self._kept.after_step(optimizer)
 
-    def _add(self, buffer: RecordBuffer, step: StepMeasurement, now: float, *ended: Any) -> int:
+    def _add(self, buffer: RecordBuffer, track: OptimizerTrack, step: StepMeasurement, now: float, *ended: Any) -> int:
         """Record a step that ``ended`` (its skip, diagnostics, moves); return how many its optimizer had before."""
-        place, wall = step.optimizer or 0, now - self._started
+        wall = now - self._started
         with self._lock:  # several threads may train at once
-            number, turn = self._steps, self._turns[place]
+            number, turn = self._steps, track.turn
             step = StepMeasurement._make((number, step[1], turn, wall, *ended, *step[7:]))
             buffer.add(self._completed(step))
-            self._last_steps[place], self._steps, self._turns[place] = number, number + 1, turn + 1
+            track.last, self._steps, track.turn = number, number + 1, turn + 1
         self._active = self._active and not buffer.sinks.lost
         return turn
 
@@ -448,10 +479,9 @@ class Observer(Listener):
     @safely
     def on_recover(self, event: RecoveryEvent) -> None:
         """Note behind the last step of an optimizer what was done about spikes."""
-        if self._buffer is not None and event.optimizer in self._optimizers:
-            place = self._place_of(event.optimizer)
-            if (index := self._last_steps.get(place or 0)) is not None:
-                self._buffer.add(recovery(index, event, place))
+        track = self._tracks.get(event.optimizer)
+        if self._buffer is not None and track is not None and track.last is not None:
+            self._buffer.add(recovery(track.last, event, self._place_of(event.optimizer)))
 
     # --- a GradScaler -------------------------------------------------------------------------------------------------
 
@@ -485,7 +515,7 @@ class Observer(Listener):
             if self._is_open(optimizer) and self._buffer is not None:
                 skip = Skip(by_guard=True, by_scaler=1.0)
                 begun = self._begun(optimizer, GradientNorms([], total=math.inf), Clips(), skip, None, {}, {})
-                self._add(self._buffer, begun, time.perf_counter(), begun.skip, None, None)
+                self._add(self._buffer, self._track_of(optimizer), begun, time.perf_counter(), begun.skip, None, None)
             self._forget(self._parameters(optimizer))
         self._thread.scale, self._thread.reached = None, True
 
@@ -522,7 +552,7 @@ class Observer(Listener):
         parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         names = name_parameters(parameters, modules)
         for place, optimizer in enumerate(optimizers):
-            self._optimizers[optimizer] = place
+            self._tracks[optimizer] = OptimizerTrack(place, weakref.ref(optimizer))
         self._count = len(optimizers) - 1
         self._places = Places(parameters)
         if self._buffer is not None:
@@ -531,10 +561,16 @@ class Observer(Listener):
         with suppress(Exception):  # somebody's half-built module must not end the watch
             self._unowned = Unowned(modules, parameters, [] if graph is None else graph.living())
 
+    def _track_of(self, optimizer: Optimizer) -> OptimizerTrack:
+        """Return what is known of an optimizer; one that came later gets a place of its own."""
+        if (track := self._tracks.get(optimizer)) is None:
+            self._count += 1
+            track = self._tracks[optimizer] = OptimizerTrack(self._count, weakref.ref(optimizer))
+        return track
+
     def _place_of(self, optimizer: Optimizer) -> int | None:
-        """Which optimizer this is, where the script has several; one that came later gets a number of its own."""
-        if (place := self._optimizers.get(optimizer)) is None:
-            place = self._optimizers[optimizer] = self._count = self._count + 1
+        """Return which optimizer this is, where the script has several."""
+        place = self._track_of(optimizer).place
         return place if self._count > 0 else None
 
     def _begins_in_child(self) -> bool:
