@@ -174,10 +174,11 @@ def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
     return norms[:count].tolist()
 
 
-def memory_of(tensors: Sequence[Tensor]) -> bytearray | None:
+def memory_of(tensors: Sequence[Tensor]) -> bytes | None:
     """Return the address, length and dtype of each tensor's memory; None if the kernels cannot take all of them."""
-    blocks = Blocks.of(tensors)
-    return None if blocks is None else blocks._room
+    library, tensors = _library_for(tensors), tensors if isinstance(tensors, list) else list(tensors)
+    at, _, _, memory = _room(len(tensors), threading.get_ident())
+    return bytes(memory) if library is not None and library.collect(tensors, -1, *at) else None
 
 
 class SampledBlocks:

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -108,7 +107,7 @@ def safely(method: Callable) -> Callable:
 
 @dataclass(slots=True)
 class OptimizerTrack:
-    """What is known of one optimizer.
+    """Facts of one optimizer, kept from step to step.
 
     Attributes:
         place: Its number among the optimizers of the record.
@@ -349,32 +348,36 @@ class Observer(Listener):
             return
         if not self._is_open(optimizer):
             self._forget(given.parameters)
-        elif (seen := self._measured(optimizer, given)) is not None:
+        elif (seen := self._measured(optimizer, track := self._track_of(optimizer), given)) is not None:
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
             told, self._logits, self._told = (self._logits, self._told), {}, {}
-            thread.track = track = self._track_of(optimizer)
-            thread.step = step = self._begun(optimizer, *seen, kept, *told)
+            thread.track, thread.step = track, (step := self._begun(optimizer, track, *seen, kept, *told))
             self._look_at_weights(optimizer, track, given, step)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
             self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
 
-    def _measured(self, optimizer: Optimizer, given: StepGradients) -> tuple[GradientNorms, Clips, Skip] | None:
+    def _measured(
+        self, optimizer: Optimizer, track: OptimizerTrack, given: StepGradients
+    ) -> tuple[GradientNorms, Clips, Skip] | None:
         """Return the facts known before a step; None if the step is not recorded."""
         if not given.parameters:  # it has nothing to do yet
             return None
-        return *self._clips.step(optimizer, given, self._places_of(optimizer, given.parameters)), Skip()
-
-    def _places_of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> array:
-        """Return the places of the parameters in a step of an optimizer, for the record."""
-        return self._track_of(optimizer).places.of(parameters, self._places)
+        return *self._clips.step(optimizer, given, track.places.of(given.parameters, self._places)), Skip()
 
     def _begun(
-        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping
+        self,
+        optimizer: Optimizer,
+        track: OptimizerTrack,
+        gradients: GradientNorms,
+        clips: Clips,
+        skip: Skip,
+        kept: Any,
+        *told: Mapping,
     ) -> StepMeasurement:
         """Return a step that begins, with whether its gradients were ``kept`` and the logits and numbers ``told``."""
         origin, self._origin = self._origin, None
         lr, losses, scale = optimizer.param_groups[0].get("lr"), self._losses.take(), self._thread.scale
-        place = self._place_of(optimizer)  # each may have a scaler of its own
+        place = self._place_of(track)
         ended = 0, 0.0, skip, None, None  # so far
         return StepMeasurement(
             self._steps, gradients, *ended, clips, scale, place, losses, copied(lr), kept, origin, *told
@@ -383,7 +386,7 @@ class Observer(Listener):
     def _look_at_setup(
         self, buffer: RecordBuffer, optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool
     ) -> None:
-        place, sure, last = self._place_of(optimizer), self._backwards >= IDLE_STEPS, self._last_step
+        place, sure, last = self._place_of(self._track_of(optimizer)), self._backwards >= IDLE_STEPS, self._last_step
         events = list(self._idle.before_step(optimizer, place, parameters, has_gradients, sure, last))
         if self._unowned is not None:
             events += self._unowned.before_step(optimizer, parameters, last)
@@ -481,7 +484,7 @@ class Observer(Listener):
         """Note behind the last step of an optimizer what was done about spikes."""
         track = self._tracks.get(event.optimizer)
         if self._buffer is not None and track is not None and track.last is not None:
-            self._buffer.add(recovery(track.last, event, self._place_of(event.optimizer)))
+            self._buffer.add(recovery(track.last, event, self._place_of(track)))
 
     # --- a GradScaler -------------------------------------------------------------------------------------------------
 
@@ -514,8 +517,9 @@ class Observer(Listener):
         if skipped is not None and bool(skipped):  # the scaler has waited for it already
             if self._is_open(optimizer) and self._buffer is not None:
                 skip = Skip(by_guard=True, by_scaler=1.0)
-                begun = self._begun(optimizer, GradientNorms([], total=math.inf), Clips(), skip, None, {}, {})
-                self._add(self._buffer, self._track_of(optimizer), begun, time.perf_counter(), begun.skip, None, None)
+                track = self._track_of(optimizer)  # each may have a scaler of its own
+                begun = self._begun(optimizer, track, GradientNorms([], total=math.inf), Clips(), skip, None, {}, {})
+                self._add(self._buffer, track, begun, time.perf_counter(), begun.skip, None, None)
             self._forget(self._parameters(optimizer))
         self._thread.scale, self._thread.reached = None, True
 
@@ -568,10 +572,9 @@ class Observer(Listener):
             track = self._tracks[optimizer] = OptimizerTrack(self._count, weakref.ref(optimizer))
         return track
 
-    def _place_of(self, optimizer: Optimizer) -> int | None:
+    def _place_of(self, track: OptimizerTrack) -> int | None:
         """Return which optimizer this is, where the script has several."""
-        place = self._track_of(optimizer).place
-        return place if self._count > 0 else None
+        return track.place if self._count > 0 else None
 
     def _begins_in_child(self) -> bool:
         """Begin anew in a forked child, if that has a record of its own: all but hooks and patches was the parent's."""

@@ -105,7 +105,7 @@ class Sampled:
     """
 
     def __init__(self) -> None:
-        self._memory: bytearray | None = None
+        self._memory: bytes | None = None
         self._samples: Samples | None = None
 
     def of(self, parameters: Sequence[Tensor]) -> Samples:
