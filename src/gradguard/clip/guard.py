@@ -39,7 +39,7 @@ LossT = TypeVar("LossT", Tensor, float)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenStep:
     """An optimizer step that was taken.
 
     Attributes:
@@ -59,7 +59,7 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedStep:
     """An optimizer step that was left out.
 
     Attributes:
@@ -84,7 +84,7 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
+class DeferredStep:
     """An optimizer step of which only the device knows whether it was left out.
 
     Attributes:
@@ -108,7 +108,7 @@ class Deferred:
         counts.decided_on_device(self.skipped, self.spike)
 
 
-StepOutcome = Taken | Skipped | Deferred
+StepOutcome = TakenStep | SkippedStep | DeferredStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class _GuardStep:
         waits: Whether a GradScaler has begun it and the optimizer has not, which it may never do.
     """
 
-    outcome: StepOutcome = Taken()
+    outcome: StepOutcome = TakenStep()
     clip: ClipResult | None = None
     snapshot: OptimizerSnapshot | None = None
     unjudged: tuple[Decision, UpdateSize] | None = None
@@ -297,7 +297,7 @@ class Guard(OfOneOptimizer):
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
-        if isinstance(self._step.outcome, Skipped):  # an evaluation after the one that ended the step
+        if isinstance(self._step.outcome, SkippedStep):  # an evaluation after the one that ended the step
             self._cancel()
             return True
         in_backward = is_in_backward()
@@ -313,7 +313,7 @@ class Guard(OfOneOptimizer):
             decide = self.clipper.decide_at_once if at_once else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
         self.last = decision.result
-        self._step = replace(self._step, clip=decision.result, outcome=Taken())
+        self._step = replace(self._step, clip=decision.result, outcome=TakenStep())
         update = self._update_of(decision) if number == 0 else None
         try:
             outcome = self._act(decision, scale, overflow, number, update)
@@ -324,12 +324,12 @@ class Guard(OfOneOptimizer):
                 self._step.snapshot.restore()
             raise
         self._step = replace(self._step, outcome=outcome)
-        if isinstance(outcome, Skipped):
+        if isinstance(outcome, SkippedStep):
             self._cancel()
         self._tell(decision)
         if not self._attached:  # detached from another thread meanwhile: `_after` will not come
             self._count(decision.result, outcome)
-        return isinstance(outcome, Skipped)
+        return isinstance(outcome, SkippedStep)
 
     def _update_of(self, decision: Decision) -> Tensor | None:
         """Return how far the step will move the weights, for spikes; None if nobody asks, or it shows only afterwards.
@@ -357,7 +357,7 @@ class Guard(OfOneOptimizer):
         spike = self._spike_watch.judge(result, bad, 0, size.measure(decision.gradients))
         if spike is not None and bool(spike):
             self._spike_watch.undo_clipper()
-            self._step = replace(self._step, outcome=Skipped("spike"))
+            self._step = replace(self._step, outcome=SkippedStep("spike"))
             if is_heard():
                 undone = "undid the step behind this one, because the norm of its update is a spike"
                 event = RecoveryEvent(self.optimizer, "rolled_back", undone, lost=1, recovery=1)
@@ -391,7 +391,7 @@ class Guard(OfOneOptimizer):
             bad = self._spike_watch.bad_on_any(bad)
         if not skips_bad and spike is None:
             self._clip(decision, folds, scale, self._policy)
-            return Taken()
+            return TakenStep()
         if not skips_bad:
             bad = torch.zeros_like(bad)
         elif kernel is not None and decision.coefficient is not None:
@@ -401,15 +401,15 @@ class Guard(OfOneOptimizer):
         if kernel is None or not kernel.skips_safely():
             outcome = self._look(bad, spike, reason)
         else:  # the optimizer's kernel clips, or leaves the step out: only the device knows which
-            outcome = Deferred(bad, reason) if spike is None else Deferred(bad | spike, reason, spike)
+            outcome = DeferredStep(bad, reason) if spike is None else DeferredStep(bad | spike, reason, spike)
             kernel.skip_if(outcome.skipped)
-        if not isinstance(outcome, Skipped):
+        if not isinstance(outcome, SkippedStep):
             self._clip(decision, folds, scale, policy)
         self._spike_watch.undo_clipper(outcome.spike)
         return outcome
 
     @staticmethod
-    def _look(bad: Tensor, spike: Tensor | None, reason: SkipReason) -> Taken | Skipped:
+    def _look(bad: Tensor, spike: Tensor | None, reason: SkipReason) -> TakenStep | SkippedStep:
         """Return the outcome of a step that the host decides: for ``bad`` gradients it is left out by ``reason``.
 
         Raises:
@@ -423,8 +423,8 @@ class Guard(OfOneOptimizer):
             )
         skip, spiked = (bool(bad), False) if spike is None else torch.stack([bad, spike]).tolist()  # one look
         if spiked:
-            return Skipped("spike")
-        return Skipped(reason) if skip else Taken(reason)
+            return SkippedStep("spike")
+        return SkippedStep(reason) if skip else TakenStep(reason)
 
     def _clip(
         self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None, policy: GuardPolicy
@@ -463,7 +463,7 @@ class Guard(OfOneOptimizer):
             self._proxy.leave()
         self._judge_update()
         step, self._step = self._step, _GuardStep(self._step.outcome)  # which keeps nothing of the optimizer alive
-        if isinstance(step.outcome, Skipped) and step.snapshot is not None:
+        if isinstance(step.outcome, SkippedStep) and step.snapshot is not None:
             step.snapshot.restore()
         self._spike_watch.end()
         if step.clip is not None:
@@ -500,7 +500,7 @@ class Guard(OfOneOptimizer):
         with torch.no_grad():
             decision = self.clipper.decide(self._guarded.gradients(self._proxy, self._policy))
         self.last = decision.result
-        self._step = _GuardStep(Skipped("grad_scaler"))
+        self._step = _GuardStep(SkippedStep("grad_scaler"))
         self._tell(decision)
         self._count(self.last, self._step.outcome)
 
