@@ -690,13 +690,16 @@ def test_samples_are_kept_and_compared_as_torch_does(dtype):
     before, twin = torch.cat(views), torch.cat(views)
     changes = torch.full_like(before, math.nan)
     blocks = SampledBlocks.of(views, before, changes)
+    assert blocks is not None
     for scale in (1e-3, 0.0, 1e30):  # the last one's squares leave float32
         for weight in weights:
             weight.add_(torch.randn_like(weight), alpha=scale)
         norms = blocks.moved()
         assert torch.equal(changes, torch.cat(views) - twin)
         counts = [view.numel() for view in views]
-        assert norms == Blocks.of([*changes.split(counts), *twin.split(counts)]).norms(2.0).tolist()
+        parts = Blocks.of([*changes.split(counts), *twin.split(counts)])
+        assert parts is not None
+        assert norms == parts.norms(2.0).tolist()
         blocks.take()
         twin = torch.cat(views)
         assert torch.equal(before, twin)
