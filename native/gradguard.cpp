@@ -36,7 +36,7 @@ API int gg_use_level(int level) {
   use = kernels_at(level);
   return level_of(use);
 }
-API int gg_interface() { return 4; }
+API int gg_interface() { return 5; }
 
 // ---- subnormal numbers ----
 // Where a thread flushes them to 0 (torch.set_flush_denormal), it does not while this lives: some threads of a pool do
@@ -188,6 +188,50 @@ API int gg_norm(const List* list, int order_code, double* norm, double* norms, c
   }
   *norm = norm_of(all, order);
   return DONE;
+}
+
+// ---- samples: every so-many-th element of each tensor, all of one dtype, side by side in `before` and `changes` ----
+struct SampleList {
+  const uint64_t* at;      // the first element of each
+  const int64_t* numel;    // how many are looked at
+  const int64_t* stride;   // elements from one to the next
+  char *before, *changes;
+  int64_t count, dtype;
+};
+template <class F> static int for_samples(const SampleList* list, const Threads* threads, const F& each) {
+  Room<int64_t> first(list->count + 1);
+  if (!first.at) return NO_MEMORY;
+  for (int64_t t = 0; t < list->count; ++t) first[t + 1] = first[t] + list->numel[t];
+  for_tasks(list->count, first[list->count], threads, [&](int64_t t) { each(t, first[t]); });
+  return DONE;
+}
+template <class T> static int take(const SampleList* list, const Threads* threads) {
+  return for_samples(list, threads, [&](int64_t t, int64_t first) {
+    const T* now = (const T*)list->at[t];
+    T* before = (T*)list->before + first;
+    for (int64_t i = 0; i < list->numel[t]; ++i) before[i] = now[i * list->stride[t]];
+  });
+}
+template <class T> static int moved(const SampleList* list, double* norms, const Threads* threads) {
+  return for_samples(list, threads, [&](int64_t t, int64_t first) {
+    const T* now = (const T*)list->at[t];
+    T *before = (T*)list->before + first, *changes = (T*)list->changes + first;
+    for (int64_t i = 0; i < list->numel[t]; ++i) changes[i] = now[i * list->stride[t]] - before[i];
+    Sum of_change = {}, of_weight = {};
+    use->squares[list->dtype](changes, list->numel[t], &of_change);
+    use->squares[list->dtype](before, list->numel[t], &of_weight);
+    norms[t] = root(of_change), norms[list->count + t] = root(of_weight);
+  });
+}
+// Before a step: keep what the elements are. After it: what it has changed them by, and the 2-norm of the changes of
+// each tensor, then of what its elements were. Of float32 and float64.
+API int gg_take(const SampleList* list, const Threads* threads) {
+  Subnormals kept;
+  return list->dtype == F64 ? take<double>(list, threads) : take<float>(list, threads);
+}
+API int gg_moved(const SampleList* list, double* norms, const Threads* threads) {
+  Subnormals kept;
+  return list->dtype == F64 ? moved<double>(list, norms, threads) : moved<float>(list, norms, threads);
 }
 
 // ---- writes ----

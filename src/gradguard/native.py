@@ -20,7 +20,7 @@ from gradguard.torch_private import exchange_table, parallel_for
 __all__ = ["NativeStatus", "status"]
 
 LIBRARY = Path(__file__).parent / "lib" / "libgradguard.so"
-INTERFACE = 4
+INTERFACE = 5
 """The version of the functions below; the library says which one it has."""
 
 _LEVELS = {
@@ -74,6 +74,20 @@ class List(ctypes.Structure):
     )
 
 
+class SampleList(ctypes.Structure):
+    """Some elements of each of several tensors: ``SampleList`` of native/gradguard.cpp."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("numel", ctypes.c_void_p),
+        ("stride", ctypes.c_void_p),
+        ("before", ctypes.c_void_p),
+        ("changes", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+    )
+
+
 class _Threads(ctypes.Structure):
     _fields_ = (("count", ctypes.c_int64), ("parallel", ctypes.c_void_p))
 
@@ -89,6 +103,8 @@ _SIGNATURES = {
     "gg_clamp": [_P, _P, _P, _P, _P],
     "gg_exceeds": [_P, _P, _P, _P, _P],
     "gg_nonfinite": [_P, _P, _P, _P],
+    "gg_take": [_P, _P],
+    "gg_moved": [_P, _P, _P],
     "gg_unit_norms": [_P, _P, _P],
     "gg_unit_scale": [_P, _P, _P],
     "gg_unit_clip": [_P, _P, _D, _D, _P, _P, _P, _P],

@@ -22,7 +22,7 @@ from forked_python import run_python
 from gradguard import native
 from gradguard.clip.adaptive import decide_units
 from gradguard.clip.gradients import gradients_of
-from gradguard.tensors.kernels import Blocks, UnitBlocks, representable
+from gradguard.tensors.kernels import Blocks, SampledBlocks, UnitBlocks, representable
 from gradguard.tensors.nonfinite import count_nonfinite
 from gradguard.tensors.norms import tensor_norms, total_norm
 from gradguard.tensors.scaling import clamp_, exceeds, scale_
@@ -681,3 +681,35 @@ def test_flags_that_change_bits_are_refused(monkeypatch, tmp_path, name, flag):
     monkeypatch.setenv(name, f"-g {flag}")
     with pytest.raises(RuntimeError, match=f"{name} has {flag}, which would give other bits"):
         build(tmp_path / "library.so")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_samples_are_kept_and_compared_as_torch_does(dtype):
+    weights = [torch.randn(300, 7, dtype=dtype), torch.randn((), dtype=dtype), torch.zeros(3, dtype=dtype)]
+    views = [weights[0].view(-1)[::3], weights[1].view(-1), weights[2], torch.empty(0)]
+    before, twin = torch.cat(views), torch.cat(views)
+    changes = torch.full_like(before, math.nan)
+    blocks = SampledBlocks.of(views, before, changes)
+    assert blocks is not None
+    for scale in (1e-3, 0.0, 1e30):  # the last one's squares leave float32
+        for weight in weights:
+            weight.add_(torch.randn_like(weight), alpha=scale)
+        norms = blocks.moved()
+        assert torch.equal(changes, torch.cat(views) - twin)
+        counts = [view.numel() for view in views]
+        parts = Blocks.of([*changes.split(counts), *twin.split(counts)])
+        assert parts is not None
+        assert norms == parts.norms(2.0).tolist()
+        blocks.take()
+        twin = torch.cat(views)
+        assert torch.equal(before, twin)
+    weights[0][0, 0] = math.nan
+    assert math.isnan(blocks.moved()[0])
+
+
+def test_samples_of_other_dtypes_and_mirrored_ones_are_left_to_torch():
+    short, long = torch.ones(3).bfloat16(), torch.ones(3, dtype=torch.float64)
+    mirrored = torch.ones(2, dtype=torch.complex64).conj().imag
+    for views in ([short], [torch.ones(3), long], [mirrored], [torch.empty(0)]):
+        before = torch.cat(views)
+        assert SampledBlocks.of(views, before, torch.empty_like(before)) is None

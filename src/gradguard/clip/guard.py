@@ -2,7 +2,7 @@
 
 import threading
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -39,30 +39,79 @@ LossT = TypeVar("LossT", Tensor, float)
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """The result of one optimizer step: taken, or left out and why.
+class TakenStep:
+    """An optimizer step that was taken.
 
     Attributes:
-        skipped: Whether it was left out; 0-dim on the device where only that knows.
-        reason: The reason, if it was, unless ``spike`` is it.
-        spike: Whether it was left out as a spike.
+        reason: The reason for which it could have been left out; None where none could.
     """
 
-    skipped: Tensor | bool = False
     reason: SkipReason | None = None
-    spike: Tensor | bool = False
+    skipped: ClassVar[bool] = False
+    spike: ClassVar[bool] = False
+
+    def why(self) -> None:
+        """Return None: it was not left out."""
+
+    def count(self, counts: Counts) -> None:
+        """Add it to ``counts``."""
+        counts.decided(False)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """An optimizer step that was left out.
+
+    Attributes:
+        reason: The reason.
+    """
+
+    reason: SkipReason
+    skipped: ClassVar[bool] = True
+
+    @property
+    def spike(self) -> bool:
+        """Whether that is for a spike."""
+        return self.reason == "spike"
+
+    def why(self) -> SkipReason:
+        """Return the reason."""
+        return self.reason
+
+    def count(self, counts: Counts) -> None:
+        """Add it to ``counts``, which may raise if there are too many in a row."""
+        counts.decided(True, self.spike)
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredStep:
+    """An optimizer step of which only the device knows whether it was left out.
+
+    Attributes:
+        skipped: Whether it was; 0-dim bool on the device.
+        reason: The reason, if it was, unless ``spike`` is it.
+        spike: Whether it was left out as a spike; False where nobody looks for them.
+    """
+
+    skipped: Tensor
+    reason: SkipReason
+    spike: Tensor | Literal[False] = False
 
     def why(self) -> SkipReason | None:
-        """Return why the step was left out, None if it was taken; the host waits where only the device knows."""
+        """Return why it was left out, None if it was taken; the host waits."""
         if not bool(self.skipped):
             return None
         return "spike" if bool(self.spike) else self.reason
 
+    def count(self, counts: Counts) -> None:
+        """Add it to ``counts``, which may raise some steps late."""
+        counts.decided_on_device(self.skipped, self.spike)
 
-TAKEN = StepOutcome()
+
+StepOutcome = TakenStep | SkippedStep | DeferredStep
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _GuardStep:
     """The step that is running, or the last one; each has its own.
 
@@ -74,7 +123,7 @@ class _GuardStep:
         waits: Whether a GradScaler has begun it and the optimizer has not, which it may never do.
     """
 
-    outcome: StepOutcome = TAKEN
+    outcome: StepOutcome = TakenStep()
     clip: ClipResult | None = None
     snapshot: OptimizerSnapshot | None = None
     unjudged: tuple[Decision, UpdateSize] | None = None
@@ -239,7 +288,8 @@ class Guard(OfOneOptimizer):
         if self._proxy is not None:
             return self._proxy.enter()
         if closure and (self._policy in ("skip", "raise") or (self.spikes is not None and self.spikes.act)):
-            self._step.snapshot = OptimizerSnapshot(optimizer)  # evaluated when weights may have moved already
+            # It is evaluated when weights may have moved already.
+            self._step = _GuardStep(snapshot=OptimizerSnapshot(optimizer))
         return None
 
     @torch.no_grad()
@@ -247,7 +297,7 @@ class Guard(OfOneOptimizer):
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
-        if self._step.outcome.skipped is True:  # an evaluation after the one that ended the step
+        if isinstance(self._step.outcome, SkippedStep):  # an evaluation after the one that ended the step
             self._cancel()
             return True
         in_backward = is_in_backward()
@@ -262,37 +312,39 @@ class Guard(OfOneOptimizer):
             at_once = self._policy != "raise" and self.spikes is None
             decide = self.clipper.decide_at_once if at_once else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
-        self.last = self._step.clip = decision.result
-        self._step.outcome, update = TAKEN, None
-        if number == 0:
-            update = self._update_of(decision, is_alone=self._step.snapshot is None)
+        self.last = decision.result
+        self._step = replace(self._step, clip=decision.result, outcome=TakenStep())
+        update = self._update_of(decision) if number == 0 else None
         try:
-            self._step.outcome = self._act(decision, scale, overflow, number, update)
+            outcome = self._act(decision, scale, overflow, number, update)
         except NonFiniteGradientError as error:
             if in_backward:
                 tell_what_has_stepped(error)
             if self._step.snapshot is not None:
                 self._step.snapshot.restore()
             raise
+        self._step = replace(self._step, outcome=outcome)
+        if isinstance(outcome, SkippedStep):
+            self._cancel()
         self._tell(decision)
         if not self._attached:  # detached from another thread meanwhile: `_after` will not come
-            self._count(decision.result, self._step.outcome)
-        return self._step.outcome.skipped is True
+            self._count(decision.result, outcome)
+        return isinstance(outcome, SkippedStep)
 
-    def _update_of(self, decision: Decision, is_alone: bool) -> Tensor | None:
+    def _update_of(self, decision: Decision) -> Tensor | None:
         """Return how far the step will move the weights, for spikes; None if nobody asks, or it shows only afterwards.
 
         Args:
             decision: The decision on the gradients.
-            is_alone: Whether the step has no closure, which may do anything.
         """
         if self.spikes is None or not self.spikes.updates:
             return None
-        grads, coefficient = decision.gradients, decision.coefficient
+        grads, coefficient, snapshot = decision.gradients, decision.coefficient, self._step.snapshot
+        is_alone = snapshot is None  # without a closure, which may do anything
         if self._proxy is not None and is_alone and grads.reduction is None and coefficient is not None:
             return rehearsed_update(self.optimizer, coefficient)
-        self._step.unjudged = decision, UpdateSize(self._guarded.parameters)
-        self._step.snapshot = self._step.snapshot or OptimizerSnapshot(self.optimizer)
+        unjudged = decision, UpdateSize(self._guarded.parameters)
+        self._step = replace(self._step, unjudged=unjudged, snapshot=snapshot or OptimizerSnapshot(self.optimizer))
         return None
 
     def _judge_update(self) -> None:
@@ -305,7 +357,7 @@ class Guard(OfOneOptimizer):
         spike = self._spike_watch.judge(result, bad, 0, size.measure(decision.gradients))
         if spike is not None and bool(spike):
             self._spike_watch.undo_clipper()
-            self._step.outcome = StepOutcome(True, "spike", True)
+            self._step = replace(self._step, outcome=SkippedStep("spike"))
             if is_heard():
                 undone = "undid the step behind this one, because the norm of its update is a spike"
                 event = RecoveryEvent(self.optimizer, "rolled_back", undone, lost=1, recovery=1)
@@ -339,7 +391,7 @@ class Guard(OfOneOptimizer):
             bad = self._spike_watch.bad_on_any(bad)
         if not skips_bad and spike is None:
             self._clip(decision, folds, scale, self._policy)
-            return TAKEN
+            return TakenStep()
         if not skips_bad:
             bad = torch.zeros_like(bad)
         elif kernel is not None and decision.coefficient is not None:
@@ -347,25 +399,18 @@ class Guard(OfOneOptimizer):
         reason: SkipReason = "nonfinite" if overflow is None else "grad_scaler"
         policy: GuardPolicy = "propagate" if skips_bad else self._policy
         if kernel is None or not kernel.skips_safely():
-            skip, spiked = self._look(bad, spike)
-            if spiked:
-                self._spike_watch.undo_clipper()
-                return self._skip_on_host(StepOutcome(True, "spike", True))
-            if skip:
-                return self._skip_on_host(StepOutcome(True, reason))
+            outcome = self._look(bad, spike, reason)
+        else:  # the optimizer's kernel clips, or leaves the step out: only the device knows which
+            outcome = DeferredStep(bad, reason) if spike is None else DeferredStep(bad | spike, reason, spike)
+            kernel.skip_if(outcome.skipped)
+        if not isinstance(outcome, SkippedStep):
             self._clip(decision, folds, scale, policy)
-            return StepOutcome(False, reason)
-        # The optimizer's kernel clips, or leaves the step out: only the device knows which.
-        skipped = bad if spike is None else bad | spike
-        kernel.skip_if(skipped)
-        self._clip(decision, folds, scale, policy)
-        if spike is not None:
-            self._spike_watch.undo_clipper(spike)
-        return StepOutcome(skipped, reason, False if spike is None else spike)
+        self._spike_watch.undo_clipper(outcome.spike)
+        return outcome
 
     @staticmethod
-    def _look(bad: Tensor, spike: Tensor | bool | None) -> tuple[bool, bool]:
-        """Return whether the step is to be skipped because it is not finite, and whether as a spike.
+    def _look(bad: Tensor, spike: Tensor | None, reason: SkipReason) -> TakenStep | SkippedStep:
+        """Return the outcome of a step that the host decides: for ``bad`` gradients it is left out by ``reason``.
 
         Raises:
             UnsupportedGradientError: If a CUDA graph is being recorded, in which the host can read nothing.
@@ -376,14 +421,10 @@ class Guard(OfOneOptimizer):
                 "expected a fused optimizer and a rule of one coefficient for all gradients, such as ClipByGlobalNorm, "
                 'or Guard(..., nonfinite="propagate") without spikes=.'
             )
-        if not isinstance(spike, Tensor):
-            return bool(bad), bool(spike)
-        skip, spiked = torch.stack([bad, spike]).tolist()  # one look
-        return skip, spiked
-
-    def _skip_on_host(self, outcome: StepOutcome) -> StepOutcome:
-        self._cancel()
-        return outcome
+        skip, spiked = (bool(bad), False) if spike is None else torch.stack([bad, spike]).tolist()  # one look
+        if spiked:
+            return SkippedStep("spike")
+        return SkippedStep(reason) if skip else TakenStep(reason)
 
     def _clip(
         self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None, policy: GuardPolicy
@@ -411,7 +452,7 @@ class Guard(OfOneOptimizer):
             self._proxy.skip()
             return
         if self._step.snapshot is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
-            self._step.snapshot = OptimizerSnapshot(self.optimizer)
+            self._step = replace(self._step, snapshot=OptimizerSnapshot(self.optimizer))
         elif isinstance(self.optimizer, torch.optim.LBFGS):
             self._step.snapshot.hide_gradients()  # so that its search ends
 
@@ -422,7 +463,7 @@ class Guard(OfOneOptimizer):
             self._proxy.leave()
         self._judge_update()
         step, self._step = self._step, _GuardStep(self._step.outcome)  # which keeps nothing of the optimizer alive
-        if step.outcome.skipped is True and step.snapshot is not None:
+        if isinstance(step.outcome, SkippedStep) and step.snapshot is not None:
             step.snapshot.restore()
         self._spike_watch.end()
         if step.clip is not None:
@@ -433,11 +474,7 @@ class Guard(OfOneOptimizer):
         """Count a step that has ended; only here, so that one that an error ends leaves no count."""
         self._counts.begin(clip)
         try:
-            if isinstance(outcome.skipped, Tensor):
-                spike = outcome.spike if isinstance(outcome.spike, Tensor) else None
-                self._counts.decided_on_device(outcome.skipped, spike)
-            else:
-                self._counts.decided(outcome.skipped, bool(outcome.spike))
+            outcome.count(self._counts)
         except NonFiniteGradientError as error:
             if is_in_backward():
                 tell_what_has_stepped(error)
@@ -463,7 +500,7 @@ class Guard(OfOneOptimizer):
         with torch.no_grad():
             decision = self.clipper.decide(self._guarded.gradients(self._proxy, self._policy))
         self.last = decision.result
-        self._step = _GuardStep(StepOutcome(True, "grad_scaler"))
+        self._step = _GuardStep(SkippedStep("grad_scaler"))
         self._tell(decision)
         self._count(self.last, self._step.outcome)
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -61,19 +61,19 @@ class Counts:
         if skip and not spike and self._on_device is None:
             self.check(self._in_a_row)
 
-    def decided_on_device(self, skip: Tensor, spike: Tensor | None = None) -> None:
+    def decided_on_device(self, skip: Tensor, spike: Tensor | Literal[False] = False) -> None:
         """Note a decision that only the device knows; too many skips in a row are an error some steps late.
 
         Args:
             skip: Whether the step is skipped; 0-dim bool.
-            spike: Whether that is for a finite spike; 0-dim bool, None where nobody looks for them.
+            spike: Whether that is for a finite spike; 0-dim bool, False where nobody looks for them.
         """
         if self._on_device is None:
             refuse_capture(skip.device, "the count of skipped steps")
             self._on_device = torch.zeros(2, dtype=torch.int64, device=skip.device)
             self._on_device[0] += self._skipped
             self._on_device[1] += self._in_a_row
-        self._follow(skip if spike is None else skip & ~spike, skip, self._on_device)
+        self._follow(skip if spike is False else skip & ~spike, skip, self._on_device)
         self._late.push(self._on_device[1].reshape(1))
 
     @staticmethod

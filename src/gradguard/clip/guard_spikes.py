@@ -121,11 +121,11 @@ class SpikeWatch:
             self._spikes.take_back()
         self.end()
 
-    def undo_clipper(self, spike: Tensor | None = None) -> None:
-        """Give the clipper the state back that it had before this step; where ``spike`` is true, if it is given."""
+    def undo_clipper(self, spike: Tensor | bool = True) -> None:
+        """Give the clipper the state back that it had before this step, where ``spike`` is true."""
         before = self._step.clipper
-        if before:
-            state = before if spike is None else _chosen(spike, before, self._clipper.state_dict())
+        if before and spike is not False:
+            state = before if spike is True else _chosen(spike, before, self._clipper.state_dict())
             self._clipper.load_state_dict(state)
 
 

@@ -174,10 +174,48 @@ def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
     return norms[:count].tolist()
 
 
-def memory_of(tensors: Sequence[Tensor]) -> bytearray | None:
+def memory_of(tensors: Sequence[Tensor]) -> bytes | None:
     """Return the address, length and dtype of each tensor's memory; None if the kernels cannot take all of them."""
-    blocks = Blocks.of(tensors)
-    return None if blocks is None else blocks._room
+    library, tensors = _library_for(tensors), tensors if isinstance(tensors, list) else list(tensors)
+    at, _, _, memory = _room(len(tensors), threading.get_ident())
+    return bytes(memory) if library is not None and library.collect(tensors, -1, *at) else None
+
+
+class SampledBlocks:
+    """Some elements of each of several tensors, before they are written and after.
+
+    Args:
+        library: The kernels.
+        views: The elements of each, as one dimension that shares its memory; they are kept alive.
+        before: Gets all of these as they are at `take`, side by side.
+        changes: Gets what has been added to them since.
+    """
+
+    def __init__(self, library: native.Library, views: Sequence[Tensor], before: Tensor, changes: Tensor) -> None:
+        self._library, self._kept = library, (views, before, changes)
+        at, numel = array("Q", [one.data_ptr() for one in views]), array("q", [one.numel() for one in views])
+        stride, self._norms = array("q", [one.stride(0) for one in views]), array("d", bytes(16 * len(views) + 8))
+        self._rows, self._where_norms = (at, numel, stride), self._norms.buffer_info()[0]
+        rows = [row.buffer_info()[0] for row in self._rows]
+        rooms = before.data_ptr(), changes.data_ptr()
+        self._list = native.SampleList(*rows, *rooms, len(views), DTYPES.index(before.dtype))
+        self._where = ctypes.addressof(self._list)
+
+    @staticmethod
+    def of(views: Sequence[Tensor], before: Tensor, changes: Tensor) -> "SampledBlocks | None":
+        """Return them for the kernels, or None if these cannot take them: those of one dtype, float32 or float64."""
+        library, kinds = _library_for(views), {(one.dtype, one.is_neg()) for one in views if one.numel()}
+        known = before.is_cpu and before.dtype in (torch.float32, torch.float64) and kinds == {(before.dtype, False)}
+        return SampledBlocks(library, views, before, changes) if known and library is not None else None
+
+    def take(self) -> None:
+        """Keep what the elements are now."""
+        self._library.call("gg_take", self._where)
+
+    def moved(self) -> list[float]:
+        """Return the 2-norm of what has been added to those of each tensor since, then of what these were."""
+        self._library.call("gg_moved", self._where, self._where_norms)
+        return self._norms[:-1].tolist()
 
 
 class UnitBlocks(_Collected):

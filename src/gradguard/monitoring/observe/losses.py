@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -24,8 +25,8 @@ class Losses:
     """
 
     def __init__(self) -> None:
-        self._losses: dict[threading.Thread, deque[Any]] = {}
-        self._stepping = weakref.WeakSet[threading.Thread]()
+        self._of_thread = _OfThread()
+        self._unclaimed: dict[int, deque[Any]] = {}  # of the threads that have made no step
         self.scales = False  # whether a GradScaler is at work, and the last losses that it scaled
         self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
 
@@ -43,9 +44,12 @@ class Losses:
         return not self.scales and type(loss) is float and math.isfinite(loss)
 
     def _keep(self, loss: Any) -> None:
-        self._losses.setdefault(threading.current_thread(), deque(maxlen=MOST_LOSSES)).append(loss)
-        if len(self._losses) > MOST_LOSSES:  # threads that are gone
-            self._losses.pop(next(iter(self._losses)), None)
+        thread = self._of_thread
+        thread.losses.append(loss)
+        if not thread.steps:
+            self._unclaimed[id(thread.losses)] = thread.losses
+            if len(self._unclaimed) > MOST_LOSSES:  # threads that are gone
+                self._unclaimed.pop(next(iter(self._unclaimed)), None)
 
     def _number(self, loss: Tensor, weight: Tensor | None) -> Any:
         """Return ``loss`` as it was before a GradScaler scaled it, weighted; None if that is not known or no scalar."""
@@ -74,7 +78,7 @@ class Losses:
     @property
     def waiting(self) -> bool:
         """Whether a loss is kept whose step has not come."""
-        return bool(self._threads())
+        return any((self._of_thread.losses, *self._unclaimed.values()))
 
     def keep_last(self) -> None:
         """Forget all but the last: the step of the others never came."""
@@ -83,15 +87,20 @@ class Losses:
 
     def take(self) -> list[Any]:
         """Return the losses of the step that this thread makes, and forget them."""
-        self._stepping.add(threading.current_thread())
+        thread = self._of_thread
+        thread.steps = True
+        self._unclaimed.pop(id(thread.losses), None)
         return self.clear()
 
     def clear(self) -> list[Any]:
         """Return the losses of the next step of this thread, and forget them."""
-        threads = self._threads()
-        found = [loss for thread in threads for loss in self._losses.pop(thread, ())]
-        return found if len(threads) == 1 or threading.current_thread() not in threads else []
+        own = self._of_thread.losses
+        others = [self._unclaimed.pop(key, own) for key in list(self._unclaimed) if key != id(own)]
+        mine, *rest = [[losses.popleft() for _ in range(len(losses))] for losses in (own, *others)]
+        theirs = list(chain(*rest))
+        return [] if mine and theirs else mine or theirs
 
-    def _threads(self) -> list[threading.Thread]:
-        here = threading.current_thread()
-        return [thread for thread in list(self._losses) if thread is here or thread not in self._stepping]
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.losses, self.steps = deque[Any](maxlen=MOST_LOSSES), False

@@ -120,24 +120,29 @@ class Places:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._known = {id(p): (weakref.ref(p), place) for place, p in enumerate(parameters)}
-        self._last: weakref.WeakKeyDictionary[Optimizer, tuple[list[weakref.ref], array]] = weakref.WeakKeyDictionary()
 
-    def of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> array:
-        """Return the place of each, -1 for one that came later; the last array where they are those of the last step.
-
-        Args:
-            optimizer: Whose parameters they are.
-            parameters: Those of its step.
-        """
-        last, places = self._last.get(optimizer, ([], array("q")))
-        if len(last) != len(parameters) or not all(map(is_, map(call, last), parameters)):
-            places = array("q", map(self._place, parameters))
-            self._last[optimizer] = list(map(weakref.ref, parameters)), places
-        return places
+    def of(self, parameters: Sequence[Tensor]) -> array:
+        """Return the place of each, -1 for one that came later."""
+        return array("q", map(self._place, parameters))
 
     def _place(self, parameter: Tensor) -> int:
         known, place = self._known.get(id(parameter), (None, -1))
         return place if known is not None and known() is parameter else -1
+
+
+class LastPlaces:
+    """The `Places` of the parameters in the last step of an optimizer, which are hardly ever those of other ones."""
+
+    def __init__(self) -> None:
+        self._last = list[weakref.ref](), array("q")
+
+    def of(self, parameters: Sequence[Tensor], places: Places) -> array:
+        """Return the place of each of ``parameters``; the last array where they are those of the last step."""
+        last, found = self._last
+        if len(last) != len(parameters) or not all(map(is_, map(call, last), parameters)):
+            found = places.of(parameters)
+            self._last = list(map(weakref.ref, parameters)), found
+        return found
 
 
 def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[str]:

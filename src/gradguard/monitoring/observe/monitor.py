@@ -23,7 +23,13 @@ from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import StepClips, StepGradients, told_by_guard
 from gradguard.monitoring.observe.measure import Norms, gradient_norms
 from gradguard.monitoring.observe.meta import living_modules, parameters_of, program_facts, rank_and_world
-from gradguard.monitoring.observe.observer import Observer, check_callable, given_gradients, safely
+from gradguard.monitoring.observe.observer import (
+    Observer,
+    OptimizerTrack,
+    check_callable,
+    given_gradients,
+    safely,
+)
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
@@ -284,21 +290,24 @@ class Monitor(Observer):
         orders = getattr(getattr(self._guard, "clipper", None), "orders", None)
         return orders is None or orders() == {2.0}
 
-    def _measured(self, optimizer: Optimizer, given: StepGradients) -> tuple[GradientNorms, Clips, Skip] | None:
+    def _measured(
+        self, optimizer: Optimizer, track: OptimizerTrack, given: StepGradients
+    ) -> tuple[GradientNorms, Clips, Skip] | None:
         before, clipped = self._before, None
         if before is not None:
-            if (seen := self._guarded(optimizer, before)) is not None:
+            if (seen := self._guarded(optimizer, track, before)) is not None:
                 return seen
             given = StepGradients(before.parameters, grads_of(before.parameters), given.spread, before.shared)
             clipped = before.clips
         if given.spread and given.shared is None:  # nobody has measured
             return None
-        gradients, clips = self._clips.step(
-            optimizer, given, self._places.of(optimizer, given.parameters), clipped=clipped
-        )
+        places = track.places.of(given.parameters, self._places)
+        gradients, clips = self._clips.step(optimizer, given, places, clipped=clipped)
         return gradients, clips, Skip()
 
-    def _guarded(self, optimizer: Optimizer, before: "_BeforeGuard") -> tuple[GradientNorms, Clips, Skip] | None:
+    def _guarded(
+        self, optimizer: Optimizer, track: OptimizerTrack, before: "_BeforeGuard"
+    ) -> tuple[GradientNorms, Clips, Skip] | None:
         """Return the guard's outcome at this step; None if it has none."""
         event, self._guard_event = self._guard_event, None
         result = getattr(self._guard, "last", None)
@@ -313,7 +322,7 @@ class Monitor(Observer):
             return None
         if not told or len(before.parameters) == len(result.names):
             given = StepGradients(before.parameters, [], shared=before.shared)
-            places = self._places.of(optimizer, before.parameters)
+            places = track.places.of(before.parameters, self._places)
             gradients, clips = self._clips.step(optimizer, given, places, now=now, clipped=before.clips)
         else:
             nowhere, late = [-1] * len(result.names), not result.tensor_norms.is_cpu
@@ -325,12 +334,19 @@ class Monitor(Observer):
         return gradients, *((clips, Skip()) if event is None else told_by_guard(clips, Skip(), event))
 
     def _begun(
-        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping
+        self,
+        optimizer: Optimizer,
+        track: OptimizerTrack,
+        gradients: GradientNorms,
+        clips: Clips,
+        skip: Skip,
+        kept: Any,
+        *told: Mapping,
     ) -> StepMeasurement:
         if skip.by_scaler is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
             clips, skip = told_by_guard(clips, skip, self._guard_event)
             self._guard_event, self._result = None, getattr(self._guard, "last", None)
-        step = super()._begun(optimizer, gradients, clips, skip, kept, *told)
+        step = super()._begun(optimizer, track, gradients, clips, skip, kept, *told)
         before, self._factor = self._factor, None if step.scale is None else step.scale.factor
         if before is not None and self._factor is not None:
             self._lines.add(scale_update(self._last_step, before, self._factor))

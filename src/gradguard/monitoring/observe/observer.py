@@ -9,9 +9,9 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_not
 from pathlib import Path
@@ -34,7 +34,14 @@ from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.losses import Losses
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
-from gradguard.monitoring.observe.meta import Places, living_modules, living_optimizers, meta_line, name_parameters
+from gradguard.monitoring.observe.meta import (
+    LastPlaces,
+    Places,
+    living_modules,
+    living_optimizers,
+    meta_line,
+    name_parameters,
+)
 from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured
@@ -98,12 +105,33 @@ def safely(method: Callable) -> Callable:
     return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
 
+@dataclass(slots=True)
+class OptimizerTrack:
+    """Facts of one optimizer, kept from step to step.
+
+    Attributes:
+        place: Its number among the optimizers of the record.
+        optimizer: The optimizer, not kept alive.
+        turn: How many steps it has made: one that takes every second turn has its schedule too.
+        last: The number of its last step; None before that.
+        places: The places of the parameters of its last step in the names.
+        sampled: Some elements of its weights.
+    """
+
+    place: int
+    optimizer: Callable[[], Optimizer | None]
+    turn: int = 0
+    last: int | None = None
+    places: LastPlaces = field(default_factory=LastPlaces)
+    sampled: Sampled = field(default_factory=Sampled)
+
+
 class _Running(threading.local):
     """A step, as far as it runs in this thread.
 
     Attributes:
         step: The step that is open; None outside one.
-        optimizer: Its optimizer, not kept alive.
+        track: Its optimizer.
         with_clips: The step with the script's clips within it; None where there are none.
         moving: Some of the weights before it.
         scale: The GradScaler's part while its ``scaler.step`` runs.
@@ -113,7 +141,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.step: StepMeasurement | None = None
-        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        self.track = OptimizerTrack(0, lambda: None)
         self.with_clips: StepMeasurement | None = None
         self.moving: Moving | None = None
         self.scale: ScalerFacts | None = None
@@ -163,12 +191,10 @@ class Observer(Listener):
         self._ended = threading.Event()  # the thread that writes the end, and whether it has
         # What is trained, once it is known.
         self._places: Any = None  # `Places`, from the first line on
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._tracks: weakref.WeakKeyDictionary[Optimizer, OptimizerTrack] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
         # What was seen.
         self._steps = self._backwards = 0  # of backwards up to as many as matter
-        self._turns = Counter[int]()  # steps of each optimizer: one that takes every second turn has its schedule too
-        self._last_steps: dict[int, int] = {}  # the number of the last one of each optimizer
         self._steps_at_update = -1
         self._losses, self._clips, self._shared = Losses(), HeardClips(), SharedNorms()
         self._logits: dict[str, Tensor] = {}  # the largest of each attention since the last step
@@ -177,7 +203,7 @@ class Observer(Listener):
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
         self._schedule = Schedule(diagnostics_every)
-        self._sampled, self._watching_updates = Sampled(), 0.0  # seconds
+        self._watching_updates = 0.0  # seconds
         self.path: Path | None = None
         self._buffer = None if callable(path) else self._open(path)  # once it is known where to write
 
@@ -221,7 +247,7 @@ class Observer(Listener):
 
     def _are_cleared(self) -> bool:
         """Whether no parameter of an optimizer has a gradient, though a backward came before."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self._tracks for group in optimizer.param_groups]
         return bool(groups) and all(p.grad is None for group in groups for p in group["params"])
 
     def _look_at_graph(self, loss: Tensor) -> None:
@@ -258,7 +284,7 @@ class Observer(Listener):
 
     def _look_within(self) -> None:
         """Keep what a clip of the script does within a step, before the step can clear the gradients."""
-        step, optimizer = self._thread.step, self._thread.optimizer()
+        step, optimizer = self._thread.step, self._thread.track.optimizer()
         if step is not None and optimizer is not None:
             parameters = parameters_of(optimizer)
             given = given_gradients(parameters, are_spread(parameters), None)
@@ -268,7 +294,7 @@ class Observer(Listener):
     def _note(self, event: ClipEvent) -> None:
         """Keep what a clip within a step tells."""
         step = self._thread.step
-        if step is not None and self._thread.optimizer() is event.optimizer:
+        if step is not None and self._thread.track.optimizer() is event.optimizer:
             clips, skip = told_by_guard(step.clips, step.skip, event)
             self._thread.step = step._replace(clips=clips, skip=skip)
 
@@ -322,28 +348,36 @@ class Observer(Listener):
             return
         if not self._is_open(optimizer):
             self._forget(given.parameters)
-        elif (seen := self._measured(optimizer, given)) is not None:
+        elif (seen := self._measured(optimizer, track := self._track_of(optimizer), given)) is not None:
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
             told, self._logits, self._told = (self._logits, self._told), {}, {}
-            step = self._begun(optimizer, *seen, kept, *told)
-            thread.step, thread.optimizer = step, weakref.ref(optimizer)
-            self._look_at_weights(optimizer, given, step)
+            thread.track, thread.step = track, (step := self._begun(optimizer, track, *seen, kept, *told))
+            self._look_at_weights(optimizer, track, given, step)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
             self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
 
-    def _measured(self, optimizer: Optimizer, given: StepGradients) -> tuple[GradientNorms, Clips, Skip] | None:
+    def _measured(
+        self, optimizer: Optimizer, track: OptimizerTrack, given: StepGradients
+    ) -> tuple[GradientNorms, Clips, Skip] | None:
         """Return the facts known before a step; None if the step is not recorded."""
         if not given.parameters:  # it has nothing to do yet
             return None
-        return *self._clips.step(optimizer, given, self._places.of(optimizer, given.parameters)), Skip()
+        return *self._clips.step(optimizer, given, track.places.of(given.parameters, self._places)), Skip()
 
     def _begun(
-        self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip, kept: Any, *told: Mapping
+        self,
+        optimizer: Optimizer,
+        track: OptimizerTrack,
+        gradients: GradientNorms,
+        clips: Clips,
+        skip: Skip,
+        kept: Any,
+        *told: Mapping,
     ) -> StepMeasurement:
         """Return a step that begins, with whether its gradients were ``kept`` and the logits and numbers ``told``."""
         origin, self._origin = self._origin, None
         lr, losses, scale = optimizer.param_groups[0].get("lr"), self._losses.take(), self._thread.scale
-        place = self._place_of(optimizer)  # each may have a scaler of its own
+        place = self._place_of(track)
         ended = 0, 0.0, skip, None, None  # so far
         return StepMeasurement(
             self._steps, gradients, *ended, clips, scale, place, losses, copied(lr), kept, origin, *told
@@ -352,7 +386,7 @@ class Observer(Listener):
     def _look_at_setup(
         self, buffer: RecordBuffer, optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool
     ) -> None:
-        place, sure, last = self._place_of(optimizer), self._backwards >= IDLE_STEPS, self._last_step
+        place, sure, last = self._place_of(self._track_of(optimizer)), self._backwards >= IDLE_STEPS, self._last_step
         events = list(self._idle.before_step(optimizer, place, parameters, has_gradients, sure, last))
         if self._unowned is not None:
             events += self._unowned.before_step(optimizer, parameters, last)
@@ -373,9 +407,11 @@ class Observer(Listener):
         if (step := self._thread.step) is not None:
             self._thread.step = step._replace(clips=step.clips._replace(applied=ScriptClip.told(event)))
 
-    def _look_at_weights(self, optimizer: Optimizer, given: StepGradients, step: StepMeasurement) -> None:
+    def _look_at_weights(
+        self, optimizer: Optimizer, track: OptimizerTrack, given: StepGradients, step: StepMeasurement
+    ) -> None:
         """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
-        now, turn = time.perf_counter(), self._turns[step.optimizer or 0]
+        now, turn = time.perf_counter(), track.turn
         elapsed = now - self._started
         full, moves = self._schedule.due(turn, elapsed), self._watching_updates <= FREE + SHARE * elapsed
         if not (full or moves) or not given.parameters:
@@ -386,9 +422,7 @@ class Observer(Listener):
             self._thread.step = step._replace(diagnostics=found._replace(seconds=time.perf_counter() - now))
         if full or moves:
             began = time.perf_counter()  # a look at the thread's own time would be a call of the system
-            self._thread.moving = Moving(
-                optimizer, given.parameters, self._sampled.of(optimizer, given.parameters), turn
-            )
+            self._thread.moving = Moving(optimizer, given.parameters, track.sampled.of(given.parameters), turn)
             self._watching_updates += time.perf_counter() - began
 
     def on_stepped(self, optimizer: Optimizer) -> None:
@@ -420,18 +454,18 @@ class Observer(Listener):
             self._schedule.spent(diagnostics.seconds + time.perf_counter() - now)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
             skip = skip._replace(by_scaler=copied(found_inf))
-        turn = self._add(self._buffer, step, now, skip, diagnostics, moved)
+        turn = self._add(self._buffer, thread.track, step, now, skip, diagnostics, moved)
         if turn < KEPT_STEPS and self._backwards:
             self._kept.after_step(optimizer)
 
-    def _add(self, buffer: RecordBuffer, step: StepMeasurement, now: float, *ended: Any) -> int:
+    def _add(self, buffer: RecordBuffer, track: OptimizerTrack, step: StepMeasurement, now: float, *ended: Any) -> int:
         """Record a step that ``ended`` (its skip, diagnostics, moves); return how many its optimizer had before."""
-        place, wall = step.optimizer or 0, now - self._started
+        wall = now - self._started
         with self._lock:  # several threads may train at once
-            number, turn = self._steps, self._turns[place]
+            number, turn = self._steps, track.turn
             step = StepMeasurement._make((number, step[1], turn, wall, *ended, *step[7:]))
             buffer.add(self._completed(step))
-            self._last_steps[place], self._steps, self._turns[place] = number, number + 1, turn + 1
+            track.last, self._steps, track.turn = number, number + 1, turn + 1
         self._active = self._active and not buffer.sinks.lost
         return turn
 
@@ -448,10 +482,9 @@ class Observer(Listener):
     @safely
     def on_recover(self, event: RecoveryEvent) -> None:
         """Note behind the last step of an optimizer what was done about spikes."""
-        if self._buffer is not None and event.optimizer in self._optimizers:
-            place = self._place_of(event.optimizer)
-            if (index := self._last_steps.get(place or 0)) is not None:
-                self._buffer.add(recovery(index, event, place))
+        track = self._tracks.get(event.optimizer)
+        if self._buffer is not None and track is not None and track.last is not None:
+            self._buffer.add(recovery(track.last, event, self._place_of(track)))
 
     # --- a GradScaler -------------------------------------------------------------------------------------------------
 
@@ -484,8 +517,9 @@ class Observer(Listener):
         if skipped is not None and bool(skipped):  # the scaler has waited for it already
             if self._is_open(optimizer) and self._buffer is not None:
                 skip = Skip(by_guard=True, by_scaler=1.0)
-                begun = self._begun(optimizer, GradientNorms([], total=math.inf), Clips(), skip, None, {}, {})
-                self._add(self._buffer, begun, time.perf_counter(), begun.skip, None, None)
+                track = self._track_of(optimizer)  # each may have a scaler of its own
+                begun = self._begun(optimizer, track, GradientNorms([], total=math.inf), Clips(), skip, None, {}, {})
+                self._add(self._buffer, track, begun, time.perf_counter(), begun.skip, None, None)
             self._forget(self._parameters(optimizer))
         self._thread.scale, self._thread.reached = None, True
 
@@ -522,7 +556,7 @@ class Observer(Listener):
         parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         names = name_parameters(parameters, modules)
         for place, optimizer in enumerate(optimizers):
-            self._optimizers[optimizer] = place
+            self._tracks[optimizer] = OptimizerTrack(place, weakref.ref(optimizer))
         self._count = len(optimizers) - 1
         self._places = Places(parameters)
         if self._buffer is not None:
@@ -531,11 +565,16 @@ class Observer(Listener):
         with suppress(Exception):  # somebody's half-built module must not end the watch
             self._unowned = Unowned(modules, parameters, [] if graph is None else graph.living())
 
-    def _place_of(self, optimizer: Optimizer) -> int | None:
-        """Which optimizer this is, where the script has several; one that came later gets a number of its own."""
-        if (place := self._optimizers.get(optimizer)) is None:
-            place = self._optimizers[optimizer] = self._count = self._count + 1
-        return place if self._count > 0 else None
+    def _track_of(self, optimizer: Optimizer) -> OptimizerTrack:
+        """Return what is known of an optimizer; one that came later gets a place of its own."""
+        if (track := self._tracks.get(optimizer)) is None:
+            self._count += 1
+            track = self._tracks[optimizer] = OptimizerTrack(self._count, weakref.ref(optimizer))
+        return track
+
+    def _place_of(self, track: OptimizerTrack) -> int | None:
+        """Return which optimizer this is, where the script has several."""
+        return track.place if self._count > 0 else None
 
     def _begins_in_child(self) -> bool:
         """Begin anew in a forked child, if that has a record of its own: all but hooks and patches was the parent's."""

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
 from gradguard.monitoring.observe.step_rules import Rule, Taken, rule_of
-from gradguard.tensors.kernels import Blocks, memory_of
+from gradguard.tensors.kernels import SampledBlocks, memory_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -72,7 +71,6 @@ class Samples:
         before: All of them as they were at the last look.
         changes: Room for what a step does to all of them.
         parts: The part of each weight in ``changes``, then in ``before``.
-        blocks: These parts for the kernels, which find them at one place each time; None where no kernel takes them.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -83,27 +81,42 @@ class Samples:
         self.before = torch.cat(self.views)  # in the widest of their dtypes
         self.changes = torch.empty_like(self.before)
         self.parts = [*self.changes.split(self.counts), *self.before.split(self.counts)]
-        self.blocks = Blocks.of(self.parts)
+        self._blocks = SampledBlocks.of(self.views, self.before, self.changes)
+
+    def take(self) -> None:
+        """Keep what they are now."""
+        if self._blocks is None:
+            torch.cat(self.views, out=self.before)
+        else:
+            self._blocks.take()
+
+    def moved(self) -> Norms:
+        """Return the 2-norm of what a step has done to each since, then of each before it."""
+        if self._blocks is not None:
+            return self._blocks.moved()
+        torch.cat(self.views, out=self.changes).sub_(self.before)
+        return gradient_norms(self.parts)
 
 
 class Sampled:
-    """The `Samples` of each optimizer, made anew where one of its weights has other memory.
+    """The `Samples` of an optimizer, made anew where one of its weights has other memory.
 
     They keep that memory alive, so that no other weight gets its address before the next look.
     """
 
     def __init__(self) -> None:
-        self._known = WeakKeyDictionary[Optimizer, tuple[bytearray, Samples]]()
+        self._memory: bytes | None = None
+        self._samples: Samples | None = None
 
-    def of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Samples:
-        """Return the samples of ``parameters``, those of a step of ``optimizer``, as they are now."""
-        memory, (known, samples) = memory_of(parameters), self._known.pop(optimizer, (None, None))
-        if samples is None or memory is None or memory != known:
+    def of(self, parameters: Sequence[Tensor]) -> Samples:
+        """Return the samples of ``parameters``, those of a step of the optimizer, as they are now."""
+        memory, samples, self._samples = memory_of(parameters), self._samples, None
+        if samples is None or memory is None or memory != self._memory:
             samples = Samples(parameters)
         else:
-            torch.cat(samples.views, out=samples.before)
+            samples.take()
         if memory is not None:  # else nobody could tell whether they still are the weights
-            self._known[optimizer] = memory, samples
+            self._memory, self._samples = memory, samples
         return samples
 
 
@@ -132,10 +145,8 @@ class Moving:
     def moved(self) -> Moved:
         """Return what the step has done."""
         samples = self._samples
-        torch.cat(samples.views, out=samples.changes).sub_(samples.before)
+        norms, n, over_rule = samples.moved(), len(samples.counts), None
         added = [kept.float() - left for kept, left in self._momenta]
-        blocks, n, over_rule = samples.blocks, len(samples.counts), None
-        norms = gradient_norms(samples.parts) if blocks is None else blocks.norms(2.0).tolist()
         if self._rule is not None:
             with suppress(Exception):  # a subclass may keep another state, or other settings
                 over_rule = self._over_rule(self._rule, samples.parts[:n], samples.parts[n:])

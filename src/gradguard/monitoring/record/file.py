@@ -318,8 +318,6 @@ def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
     if isinstance(value, float):
         text = form % value
         return text if "." in text or "e" in text else _whole(text)
-    if type(value) is int:
-        return str(value)
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, list | tuple):
@@ -330,7 +328,7 @@ def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
             return f"[{text}]"
         return f"[{', '.join([_json(one, in_list, SCALAR) for one in value])}]"
     if isinstance(value, dict):
-        return _form(tuple(map(str, value))) % tuple(map(_json, value.values()))
+        return _form(tuple(map(str, value))) % tuple([_PLAIN.get(type(one), _json)(one) for one in value.values()])
     return json.dumps(value, default=_refuse)
 
 
@@ -344,6 +342,10 @@ def _form(keys: tuple[str, ...]) -> str:
 def _string(text: str) -> str:
     """Write a string: an argument that is not UTF-8 arrives with surrogates, which no file can hold."""
     return encode_basestring(text.encode("utf-8", "backslashreplace").decode("utf-8"))
+
+
+_PLAIN: dict[type, Callable[[Any], str]] = {int: str, str: _string}
+"""Values of a line that need no look at what they are."""
 
 
 def _whole(text: str) -> str:
