@@ -681,6 +681,8 @@ class PerSampleGradientClipper:
         """Compare one sample with all others of its batch beside it, in float64."""
         if recorded.before is None:
             return None
+        if self.loss_reduction == "token_mean" and None in recorded.call.pattern.output_axes:
+            return None  # a mean over tokens that the module returns is compared but for the sample's share of it
         with undisturbed(recorded.module):
             recorded.before.restore()
             others = [i for i in range(recorded.batch_size) if i != sample]

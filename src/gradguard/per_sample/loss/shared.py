@@ -693,7 +693,7 @@ def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
     """Return the dimensions along which samples may lie, or rows that were chosen of them."""
     shape = shape_of(*value)
     places = places_of(shape, outputs.batch_size)
-    return [*places, 0] if 0 not in places and shape and shape[0] > 1 else places
+    return [*places, 0] if 0 not in places and shape and shape[0] else places
 
 
 def _are_of_several(bounds: Bounds, dim: int) -> bool:
