@@ -39,7 +39,7 @@ def test_importing_gradguard_loads_nothing_else():
 @pytest.mark.slow
 def test_a_clip_loads_clipping_alone():
     after = modules_after("import torch, gradguard as gg; gg.clip_grad_norm_" + LOADED)
-    rooms = {"clip", "listeners", "distributed", "module_hooks", "tensors", "threshold_formulas"}
+    rooms = {"clip", "listeners", "living", "distributed", "module_hooks", "tensors", "threshold_formulas"}
     floors = {"arguments", "errors", "native", "policies", "replacements", "torch_private", "words"}
     assert of_gradguard(after) <= {f"gradguard.{name}" for name in rooms | floors}
     assert not {"rich", "jinja2", "plotly", "dp_accounting"} & after
