@@ -21,9 +21,14 @@ def all_objects() -> list[Any]:
         gc.freeze()
 
 
-def alive(kind: type) -> list[Any]:
-    """Return the objects of a class, or of one below it, that exist."""
-    every = all_objects()
+def alive(kind: type, frozen: bool = True) -> list[Any]:
+    """Return the objects of a class, or of one below it, that exist.
+
+    Args:
+        kind: The class.
+        frozen: Whether objects that ``gc.freeze`` has put apart belong to them.
+    """
+    every = all_objects() if frozen else gc.get_objects()
     kinds = {one for one in set(map(type, every)) if issubclass(one, kind)}
     return list(itertools.compress(every, map(kinds.__contains__, map(type, every))))  # of millions of objects
 

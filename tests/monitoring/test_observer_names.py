@@ -24,9 +24,10 @@ def network(*sizes: int) -> nn.Module:
 def test_names_do_not_depend_on_the_order_in_which_the_collector_holds_things(monkeypatch, tmp_path, seed):
     critic, actor, scale = network(2, 3), network(2, 5, 1), nn.Parameter(torch.zeros(()))
     optimizers = [torch.optim.Adam(parameters) for parameters in (critic.parameters(), actor.parameters(), [scale])]
-    living = meta._living
+    living = meta.alive
     shuffle = random.Random(seed).sample
-    monkeypatch.setattr(meta, "_living", lambda base: (found := living(base)) and shuffle(found, len(found)))
+    shuffled = lambda *of, **which: (found := living(*of, **which)) and shuffle(found, len(found))  # noqa: E731
+    monkeypatch.setattr(meta, "alive", shuffled)
     gc.collect()
     order = meta.living_optimizers(optimizers[1])
     assert [optimizers.index(one) for one in order] == [1, 2, 0]

@@ -539,6 +539,17 @@ def test_a_scheduler_that_the_collector_has_frozen_is_put_back():
     assert scheduler.last_epoch == 0
 
 
+def test_schedulers_in_a_chain_are_put_back():
+    model = network()
+    optimizer = adamw(model)
+    parts = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    chain = torch.optim.lr_scheduler.ChainedScheduler(parts, optimizer)
+    update = lambda: (optimizer.step(), chain.step(), optimizer.zero_grad())  # noqa: E731
+    step = lambda: F.mse_loss(model(X), Y).backward()  # noqa: E731
+    gg.save_gradients(None, model, step, optimizer=optimizer, update=update, steps=2, perturbed=1)
+    assert [one.last_epoch for one in parts] == [0, 0]
+
+
 # What a state is besides the optimizer's, and what is left out.
 
 

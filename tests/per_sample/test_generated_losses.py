@@ -7,6 +7,7 @@ with its reason; one that has been mended must be taken from it.
 from dataclasses import replace
 
 import pytest
+import torch
 from generated_losses import (
     NORMALISED,
     OVER_ALL_ROWS,
@@ -142,12 +143,19 @@ def test_what_wide_draws_found_wrong(seed):
 BEHIND = {
     17730027: "a mask leaves one sample of the batch, which a statistic of all is added to",
     17750059: "a relu is shut for all samples of each batch but one of a single sample",
+    31030663: "rows are chosen of one sample of a later batch, which a statistic was subtracted from before",
 }
 
 
 @pytest.mark.parametrize("seed", BEHIND, ids=BEHIND.get)
 def test_what_draws_behind_a_function_found_wrong(seed):
     assert glance(draw_behind(seed)).kind in ("refused", "told later")
+
+
+def test_half_precision_is_no_reason_to_believe_in_equal_shares_of_a_token_mean():
+    case = draw_widely(31065716)  # over ragged rows, inside the module, in bfloat16
+    outcomes = [trial(replace(case, dtype=dtype)) for dtype in (torch.bfloat16, torch.float64)]
+    assert [outcome.kind for outcome in outcomes] == ["false refusal"] * 2
 
 
 @pytest.mark.parametrize("reductions", [("mean", "sum"), ("token_mean",)], ids=str)

@@ -18,7 +18,7 @@ from gradguard.distributed.norm_plan import (
     plan_for_gradients,
     present_gradients,
 )
-from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
+from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part, specs_of
 from gradguard.distributed.processes import rank_and_size
 from gradguard.distributed.reduction import NormReduction
 from gradguard.distributed.reduction_group import ONE_STAGE, Stages, several_processes
@@ -152,13 +152,17 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
     """
     if several_processes():
         check_wrappers(tensors, None)
-    rank = rank_and_size()[0]
-    _local_calls[rank] += any_sharded(tensors)
-    return _own_parts(names, tensors, module, _local_calls[rank])
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)] if any_sharded(tensors) else []
+    mesh = next((spec.mesh for spec in specs_of(sharded[:1]) if spec), None)
+    if mesh is None:
+        return _own_parts(names, tensors, module)
+    place = rank_and_size()[0], hash(mesh)
+    _local_calls[place] += 1
+    return _own_parts(names, tensors, module, _local_calls[place])
 
 
-_local_calls: Counter[int] = Counter()
-"""How many `local_gradients` of DTensors a rank has asked for: as many as the others if all clip alike."""
+_local_calls: Counter[tuple[int, int]] = Counter()
+"""How many `local_gradients` a rank has asked for, by the mesh of the first DTensor: as many as the mesh's others."""
 
 
 def gradients_among(tensors: Parameters) -> Gradients:

@@ -1,6 +1,7 @@
 """The rest of a training step: what the optimizer takes, its state, and by how much weights change, step after step."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -182,11 +183,11 @@ class StepNotes:
     def _note_settings(self, t: int) -> None:
         """Note what a scheduler and a layer that is frozen have left: the next step, which may not be saved, has it."""
         groups = _groups(self._optimizers)
-        of_schedulers = {
-            id(p): _numbers(one.state_dict(), f"{type(one).__name__}.")
-            for one in schedulers_of(self._optimizers)  # now: a script may make another at any time
-            for p in parameters_of(one.optimizer)
-        }
+        of_schedulers = defaultdict[int, dict[str, float]](dict)
+        for one in schedulers_of(self._optimizers):  # now: a script may make another at any time
+            numbers = _numbers(one.state_dict(), f"{type(one).__name__}.")
+            for p in parameters_of(one.optimizer):
+                of_schedulers[id(p)] |= numbers  # a warm-up and a decay, say
         for model, p in zip(self._local, self.stepped, strict=True):
             if p.name in self.settings:
                 of = id(p.parameter)
@@ -462,10 +463,10 @@ _schedulers = Living(torch.optim.lr_scheduler.LRScheduler)
 
 
 def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Return the live schedulers of PyTorch that belong to ``optimizers``, in the order of their counts."""
+    """Return the live schedulers of PyTorch that belong to ``optimizers``, by their counts, a chain's as 0."""
     known = {id(one) for one in optimizers}
     found = [one for one in _schedulers() if id(vars(one).get("optimizer")) in known]
-    return sorted(found, key=lambda one: one.last_epoch)
+    return sorted(found, key=lambda one: getattr(one, "last_epoch", 0))
 
 
 def enabled_scalers(others: Sequence[Any]) -> list[torch.amp.GradScaler]:

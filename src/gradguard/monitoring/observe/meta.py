@@ -1,6 +1,5 @@
 """The first line of a record: versions, the machine, the processes, and the parameters by name."""
 
-import gc
 import os
 import platform
 import subprocess
@@ -9,7 +8,6 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from itertools import compress
 from operator import call, is_
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.optim import Optimizer
 from gradguard.distributed.placements import placements_of
 from gradguard.distributed.processes import joined_rank_and_size
 from gradguard.distributed.wrappers import named_parameters
+from gradguard.living import alive
 from gradguard.monitoring.observe.graph_facts import GraphFacts
 from gradguard.monitoring.record.file import SCHEMA, Line
 from gradguard.monitoring.record.record_lines import known_fields
@@ -77,7 +76,7 @@ def _number(name: str, otherwise: int) -> int:
 
 def living_modules() -> list[nn.Module]:
     """Return every module that exists and is not part of another one."""
-    modules = [module for module in _living(nn.Module) if _is_set_up(module)]
+    modules = [module for module in alive(nn.Module, frozen=False) if _is_set_up(module)]
     parts = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in parts]
 
@@ -109,14 +108,7 @@ def living_optimizers(first: Optimizer) -> list[Optimizer]:
 
 def all_optimizers() -> list[Optimizer]:
     """Return every optimizer that exists."""
-    return [thing for thing in _living(Optimizer) if hasattr(thing, "param_groups")]
-
-
-def _living(base: type) -> list[Any]:
-    """Every object of ``base`` or a class below, but for those that the collector has frozen."""
-    things = gc.get_objects()
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, base)}
-    return list(compress(things, map(kinds.__contains__, map(type, things))))  # millions of them: no Python for each
+    return [thing for thing in alive(Optimizer, frozen=False) if hasattr(thing, "param_groups")]
 
 
 class Places:
