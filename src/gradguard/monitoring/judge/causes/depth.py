@@ -64,7 +64,7 @@ def vanishes_along_depth(signals: RunSignals) -> Sign | None:
 def _end_of_slope(gradients: list[float]) -> int:
     """How many layers from the input lie below a thousandth of the top, where gradients fall from layer to layer."""
     falls, top = _rising_share(gradients), max(gradients)
-    if falls < 0.75:
+    if falls < 0.75 or not all(gradients):  # a layer that begins at 0 lets nothing through, and soon does
         return 0
     return next((k for k, gradient in enumerate(gradients) if gradient > SLOPE * top), len(gradients))
 

@@ -55,7 +55,7 @@ def _reason(signals: RunSignals, place: int) -> str:
     operation, _ = _origin(signals, place)
     if operation == "data":
         return "data"
-    at_first = 0 < place <= 2  # right after the first update, which the rate makes
+    at_first = 0 < place <= 2 and signals.rates[place - 1]  # right after the first update, which the rate makes
     if _growth(signals, place)[0] <= GROWN:
         if _is_small(signals, place):
             return "small type"

@@ -159,6 +159,8 @@ def gone(signals: RunSignals) -> Sign | None:
     if signals.ends_lost or not signals.curve.is_known or signals.count - place < 0.3 * signals.count:
         return None
     before = signals.curve_until(max(place, 12))
+    if not before.is_known:
+        return None
     if not before.is_falling and place > 0.25 * signals.count:
         return None
     step = signals.named(place)
