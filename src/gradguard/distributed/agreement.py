@@ -54,8 +54,7 @@ def device_of(group: Any, wanted: torch.device) -> torch.device:
     kinds = device_types_of(group)
     if wanted.type in kinds:
         return wanted
-    kind = next(kind for kind in kinds if kind != "cpu") if "cpu" not in kinds else "cpu"
-    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ def _difference_while_waiting(
             difference = told_difference(store)
             if difference is not None:
                 return difference
-            warn_of_waiting(store, waited, partial(_ranks_missing, store, ranks), _what_to_do(task))
+            warn_of_waiting(store, waited, partial(_missing, store, ranks), _what_to_do(task))
         seconds = min(2 * seconds, _LONGEST_BETWEEN)
 
 
@@ -279,10 +278,6 @@ def warn_of_waiting(store: Any, waited: float, who: Callable[[], str], what: str
         )
 
 
-def _ranks_missing(store: Any, ranks: Sequence[int]) -> str:
-    return f"rank {listed(_missing(store, ranks), MOST_RANKS)}"
-
-
 def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError, task: str) -> str:
     """Ask the others, through the store that they met in, what they were about to do."""
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -294,18 +289,16 @@ def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: Runt
         store = dist.PrefixStore(f"gradguard/{name}/{_failures[name]}", default_store())
         found = _survey(store, union, signature)
     except dist.DistNetworkError:  # the store has gone with the process that kept it, or whose launcher did
-        found = {"missing": "0"} if me and 0 in dist.get_process_group_ranks(union.group) else {}
+        found = {"missing": "rank 0"} if me and 0 in dist.get_process_group_ranks(union.group) else {}
     except Exception:  # whatever else, the first error is the one to tell
         return general
     if found.get("missing"):
         when = f"when rank {me} came to {task}" if task else f"on rank {me}'s clip"
-        return f"rank {found['missing']} did not come, or much later, {when}: {general}"
-    if "difference" in found:
-        return f"{found['difference']}. {general}"
-    return general
+        return f"{found['missing']} did not come, or much later, {when}: {general}"
+    return f"{found['difference']}. {general}" if found.get("difference") else general
 
 
-def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapping[str, Any]:
+def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapping[str, str]:
     """Who has failed as well, and with which lists: the first to come waits for the others and tells them."""
     # Thousands share one store: each process writes and reads a few numbers, however many there are.
     if store.check(["found"]):  # it comes much later than the others, who have gone
@@ -316,23 +309,15 @@ def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapp
     if store.add("came", 1) > 1:
         store.wait(["found"], timedelta(seconds=3 * _PATIENCE))
         return json.loads(store.get("found"))
-    _wait_for_all(store, len(ranks))
-    found: dict[str, Any] = {"missing": listed(_missing(store, ranks), MOST_RANKS)}
-    difference = told_difference(store)
-    if difference is not None:
-        found["difference"] = difference
-    store.set("found", json.dumps(found))
-    return found
-
-
-def _wait_for_all(store: Any, count: int) -> None:
-    """Wait until all have come, nobody has for a while, or twice as long is over."""
     start = last = time.monotonic()
     came = 0
-    while came < count and time.monotonic() < min(last + _PATIENCE, start + 2 * _PATIENCE):
+    while came < len(ranks) and time.monotonic() < min(last + _PATIENCE, start + 2 * _PATIENCE):
         time.sleep(0.05)
         before, came = came, store.add("came", 0)
-        last = time.monotonic() if came > before else last
+        last = time.monotonic() if came > before else last  # until nobody has come for a while
+    found = {"missing": _missing(store, ranks), "difference": told_difference(store) or ""}
+    store.set("found", json.dumps(found))
+    return found
 
 
 def _tell_presence(store: Any, ranks: Sequence[int]) -> None:
@@ -340,10 +325,11 @@ def _tell_presence(store: Any, ranks: Sequence[int]) -> None:
     store.add(f"here/{at // _IN_A_WORD}", 1 << at % _IN_A_WORD)
 
 
-def _missing(store: Any, ranks: Sequence[int]) -> list[int]:
-    """The ranks that have not told their presence, by now."""
+def _missing(store: Any, ranks: Sequence[int]) -> str:
+    """Return in words the ranks that have not told their presence by now; an empty string if all have."""
     words = [store.add(f"here/{i}", 0) for i in range((len(ranks) - 1) // _IN_A_WORD + 1)]
-    return [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
+    missing = [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
+    return f"rank {listed(missing, MOST_RANKS)}" if missing else ""
 
 
 def tell_list(store: Any, union: ReductionGroup, signature: Sequence[str], known: bool = False) -> None:

@@ -125,15 +125,12 @@ class NormPlan:
         self._fillers = [torch.empty_like(widest) for _ in range(count)]
         of_all = list(map(_share, holders, whole))
         shares = [0.0] * count
-        for place, part in zip(self.places, _parts(tensors), strict=True):
+        for place, part in zip(self.places, _parts(tensors, tensors), strict=True):
             self._fillers[place] = part.new_empty(0)
             shares[place] = of_all[place]
         self.weights = torch.tensor(of_all, dtype=torch.float64, device=device).abs()
         self._shares = torch.tensor(shares, dtype=torch.float64, device=device)
-        copied = [i for i, share in enumerate(of_all) if share > 0]
-        self._copies = Copies(
-            torch.tensor(copied, dtype=torch.int64, device="cpu"), [called(self.names, i) for i in copied]
-        )
+        self._copies = Copies.named({i: called(self.names, i) for i, share in enumerate(of_all) if share > 0})
         self._asks = device.type == "cpu"  # where the host waits anyhow
         self._codes = torch.zeros(count, dtype=torch.float64, device="cpu")  # of layouts unlike the parameters'
         self._due: Collection[int] = ()
@@ -185,18 +182,29 @@ class NormPlan:
             refusal = _refusal_of(tensors, gradients, names)
             if refusal is not None:
                 gradients = [None for _ in tensors]
-            self._look_at_layouts(gradients, call, refusal)
+            moves = self._moves(gradients)
+            is_new = any(self._moved.get(i) != placements for i, placements in moves.items())
+            if is_new and not self.reducer.moves:
+                self.reducer.begin_moves()
+            if self.reducer.moves and (self._asks or call):
+                is_new = self._ask_for_layouts(gradients, moves, call, refusal)
+            if is_new:
+                self._agree_on(moves)
             if refusal is not None and call:
                 raise refusal
             self._bring_in_line(tensors, gradients)
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
-        shares, balance = self._of_present(gradients)
+        shares, balance = self._shares, self.balance_of_all
+        if type(None) in set(map(type, gradients)):
+            own = torch.tensor([g is not None for g in gradients], dtype=torch.float64, device="cpu")
+            mask = torch.ones(len(self._fillers), dtype=torch.float64, device="cpu")
+            mask[torch.tensor(list(self.places), dtype=torch.int64, device="cpu")] = own
+            shares, balance = shares * move(mask, shares.device), move((self._balances * own).sum(), shares.device)
         part = NormReduction(self.reducer, self.weights, shares, balance, copies=self._copies)
         part = part if refusal is None else part.refusing(refusal)
         if self._alike:
-            parts = _parts(gradients, self._fillers)
-            return HeldParts(tensors, parts, names, part)
+            return HeldParts(tensors, _parts(gradients, self._fillers), names, part)
         parameters, parts = list(self._fillers), list(self._fillers)
         for place, parameter, gradient in zip(self.places, tensors, gradients, strict=True):
             parameters[place] = parameter
@@ -211,17 +219,6 @@ class NormPlan:
             for i, (spec, placement) in enumerate(zip(specs_of(gradients), self._placements, strict=True))
             if spec and placement.kinds and spec.placements != placement.kinds and spec.mesh == placement.mesh
         }
-
-    def _look_at_layouts(self, gradients: Sequence[Tensor | None], call: int, refusal: Exception | None) -> None:
-        """Agree on the layouts of gradients, and on those that this process gets a part of though it has none."""
-        moves = self._moves(gradients)
-        is_new = any(self._moved.get(i) != placements for i, placements in moves.items())
-        if is_new and not self.reducer.moves:
-            self.reducer.begin_moves()
-        if self.reducer.moves and (self._asks or call):
-            is_new = self._ask_for_layouts(gradients, moves, call, refusal)
-        if is_new:
-            self._agree_on(moves)
 
     def _ask_for_layouts(
         self, gradients: Sequence[Tensor | None], moves: Mapping[int, Any], call: int, refusal: Exception | None
@@ -287,16 +284,6 @@ class NormPlan:
             right = laid_out_as(gradient if is_due else None, tensors[i], placements)
             if is_due or (gradient is None and i in self._due):
                 tensors[i].grad = gradients[i] = right
-
-    def _of_present(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """The shares of the gradients that this process has, and their balance."""
-        if type(None) not in set(map(type, gradients)):
-            return self._shares, self.balance_of_all
-        own = torch.tensor([g is not None for g in gradients], dtype=torch.float64, device="cpu")
-        mask = torch.ones(len(self._fillers), dtype=torch.float64, device="cpu")
-        mask[torch.tensor(list(self.places), dtype=torch.int64, device="cpu")] = own
-        where = self._shares.device
-        return self._shares * move(mask, where), move((self._balances * own).sum(), where)
 
 
 def _refusal_of(
@@ -414,16 +401,20 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     there = [g for g in gradients if g is not None]
     placements = [None if g is None else placement_of(g) for g in gradients]
     sums = {i: spec.placements for i, spec in enumerate(specs_of(gradients)) if spec and is_partial(spec)}
-    union = _union_of_kinds(frozenset(p for p in placements if p is not None))
-    if union is None:
-        return None
+    kinds = (frozenset(p for p in placements if p is not None),)
+    union = _kept(_unions, kinds)
+    if union is None or not is_alive(union.group):
+        union = reduction_group_of(*kinds)
+        if union is None:
+            return None
+        _keep(_unions, kinds, union)
     key = ("gradients", len(gradients), id(union.group))
     where = next((g.device for g in there if not g.is_cpu), torch.device("cpu"))
     reducer, copies = _kept(_reducers, key) or (None, NO_COPIES)
     if reducer is None or reducer.union.group is not union.group:
         reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where, bool(sums))
-        names = [f"number {i}" for i in range(len(gradients))]
-        copies = Copies(torch.arange(len(gradients), device="cpu"), names)  # of a missing one none knows who holds it
+        # Of a missing one no process knows who holds it.
+        copies = Copies.named({i: f"number {i}" for i in range(len(gradients))})
         _keep(_reducers, key, (reducer, copies))
     elif sums and not reducer.moves:
         reducer.begin_moves()
@@ -451,16 +442,6 @@ def _check_sums(reducer: Reducer, sums: Mapping[int, Any], count: int) -> None:
             "cannot tell their part of it. Fill missing ones with zeros, or measure the parameters, which show it: "
             'clip_grad_norm_(parameters, float("inf")) writes no gradient but those that it adds up.'
         )
-
-
-def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:
-    """The union of gradients laid out in these ways, whose process groups live."""
-    union = _kept(_unions, (placements,))
-    if union is None or not is_alive(union.group):
-        union = reduction_group_of(placements)
-        if union is not None:
-            _keep(_unions, (placements,), union)
-    return union
 
 
 def _kept(cache: dict[tuple, Any], key: tuple) -> Any:
@@ -507,13 +488,11 @@ def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:
     return all(map(operator.is_, specs, known)) or all([s is None or s is k for s, k in zip(specs, known, strict=True)])
 
 
-def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor] | None = None) -> list[Tensor]:
+def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor]) -> list[Tensor]:
     """Return the part of each on this process; of ``missing`` where there is none."""
-    if missing is None:
-        missing = tensors  # type: ignore[assignment]
-    parts = local_tensors(tensors, missing)  # type: ignore[arg-type]
+    parts = local_tensors(tensors, missing)
     if not _ORDINARY.issuperset(map(type, parts)):  # one that a collective has not delivered yet
-        parts = [m if t is None else local_part(t) for m, t in zip(missing, tensors, strict=True)]  # type: ignore[arg-type]
+        parts = [m if t is None else local_part(t) for m, t in zip(missing, tensors, strict=True)]
     return parts
 
 
