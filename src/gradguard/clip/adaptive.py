@@ -400,7 +400,7 @@ def decide_units(
     threshold: float | Tensor,
     eps: float,
     *,
-    at_once: bool,
+    at_once: bool = False,
 ) -> UnitClip:
     """Return what an adaptive clip will do; where gradients are spread over processes, in one all-reduce.
 

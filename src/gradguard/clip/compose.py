@@ -269,7 +269,19 @@ class Groups(_Composite):
         self._open = rest is ...
         clippers = [clipper for _, clipper in pairs] + ([] if isinstance(rest, EllipsisType) else [rest])
         labels = [_label(selection, i) for i, (selection, _) in enumerate(pairs)] + ["rest"] * (not self._open)
-        _check(clippers, labels)
+        for label, clipper in zip(labels, clippers, strict=True):
+            if clipper is not None and not isinstance(clipper, Clipper):
+                raise InvalidTypeError(
+                    f"the clipper of {label!r} is {clipper!r}: expected a clipper such as ClipByGlobalNorm(1.0), or "
+                    "None to exempt the group."
+                )
+        if _has_one_twice([clipper for clipper in clippers if clipper is not None]):
+            raise InvalidValueError(
+                "two groups have the same clipper object, whose state would follow both: make one for each, or put "
+                "both into one group with a tuple of patterns."
+            )
+        if len(set(labels)) < len(labels):
+            raise InvalidValueError(f"two groups have the same name, among {', '.join(labels)}: names tell them apart.")
         self.members: dict[str, Clipper | None] = dict(zip(labels, clippers, strict=True))
         self._names = KnownNames()
         self._checked: object = None  # the parameters that `learn` has last seen
@@ -427,28 +439,6 @@ def _label(selection: Selection, index: int) -> str:
     if isinstance(selection, tuple) and all(isinstance(part, str) for part in selection):
         return ", ".join(cast("tuple[str, ...]", selection))
     return f"group {index}"
-
-
-def _check(clippers: Sequence[Any], labels: Sequence[str]) -> None:
-    """Check the members of groups.
-
-    Raises:
-        InvalidTypeError: If one is neither a clipper nor None.
-        InvalidValueError: If a label or a clipper comes twice.
-    """
-    for label, clipper in zip(labels, clippers, strict=True):
-        if clipper is not None and not isinstance(clipper, Clipper):
-            raise InvalidTypeError(
-                f"the clipper of {label!r} is {clipper!r}: expected a clipper such as ClipByGlobalNorm(1.0), or None "
-                "to exempt the group."
-            )
-    if _has_one_twice([clipper for clipper in clippers if clipper is not None]):
-        raise InvalidValueError(
-            "two groups have the same clipper object, whose state would follow both: make one for each, or put both "
-            "into one group with a tuple of patterns."
-        )
-    if len(set(labels)) < len(labels):
-        raise InvalidValueError(f"two groups have the same name, among {', '.join(labels)}: names tell them apart.")
 
 
 def _has_one_twice(clippers: Iterable[Clipper]) -> bool:

@@ -189,7 +189,7 @@ def gradients_among(tensors: Parameters) -> Gradients:
             grads = Gradients(spread[0], spread[0], range(len(entries)), names, reduction=spread[1])
             check_admitted(grads.gradients, grads.name, writes=False)
             return grads
-        given = [e for e in given if e is not None and not (isinstance(e, tuple) and e and e[-1] is None)]
+        given = [e for e, entry in zip(given, entries, strict=True) if entry is not None]
     names, values = named_tensors(cast("Parameters", given), "tensors")
     first = first_places(values)
     kept = [values[i] for i in first]

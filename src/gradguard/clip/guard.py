@@ -611,19 +611,6 @@ def give_back(owner: Any) -> None:
     _owners.discard(owner)
 
 
-def _refuse_wrapper(optimizer: object) -> None:
-    from gradguard.integrations import (
-        wrapped_optimizers,
-    )  # the one import that goes up: only integrations know trainers
-
-    wrapped_optimizers.refuse_owned(optimizer)
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # it may look like a plain one
-        call = wrapped_optimizers.what_serves(optimizer)
-        advice = "" if call is None else f". {call}"
-        kind = type(optimizer).__name__
-        raise InvalidTypeError(f"optimizer is {kind}, which wraps another: pass wrapper.optimizer{advice}.")
-
-
 def guard_of(optimizer: Optimizer) -> Guard | None:
     """Return the guard that is attached to ``optimizer``, None if there is none."""
     known = _guards.get(optimizer)
@@ -636,7 +623,16 @@ def check_hookable(optimizer: object) -> None:
     Raises:
         InvalidTypeError: If the optimizer cannot be hooked or wraps another.
     """
-    _refuse_wrapper(optimizer)
+    from gradguard.integrations import (
+        wrapped_optimizers,
+    )  # the one import that goes up: only integrations know trainers
+
+    wrapped_optimizers.refuse_owned(optimizer)
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # it may look like a plain one
+        call = wrapped_optimizers.what_serves(optimizer)
+        advice = "" if call is None else f". {call}"
+        kind = type(optimizer).__name__
+        raise InvalidTypeError(f"optimizer is {kind}, which wraps another: pass wrapper.optimizer{advice}.")
     if not runs_hooks(optimizer):
         raise InvalidTypeError(
             f"optimizer is {type(optimizer).__name__}, whose step() runs no hooks: expected a torch.optim.Optimizer. "

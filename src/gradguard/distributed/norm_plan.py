@@ -28,7 +28,6 @@ from gradguard.distributed.placements import (
     is_laid_out_as,
     is_partial,
     local_part,
-    placement_of,
     placements_of,
 )
 from gradguard.distributed.redistribute import added_up, laid_out_as
@@ -395,53 +394,45 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
             check_gradients(gradients)
             refuse_megatron_gradients()
         return None
-    first = first_places(gradients)
-    if len(first) < len(gradients):
-        gradients = [g if i in first else None for i, g in enumerate(gradients)]
-    there = [g for g in gradients if g is not None]
-    placements = [None if g is None else placement_of(g) for g in gradients]
-    sums = {i: spec.placements for i, spec in enumerate(specs_of(gradients)) if spec and is_partial(spec)}
-    kinds = (frozenset(p for p in placements if p is not None),)
+    count, first = len(gradients), {i: g for i in first_places(gradients) if (g := gradients[i]) is not None}
+    there = [*first.values()]
+    placement_at = dict(zip(first, placements_of(there), strict=True))
+    sums = {i: spec.placements for i, spec in zip(first, specs_of(there), strict=True) if spec and is_partial(spec)}
+    kinds = (frozenset(placement_at.values()),)
     union = _kept(_unions, kinds)
     if union is None or not is_alive(union.group):
         union = reduction_group_of(*kinds)
         if union is None:
             return None
         _keep(_unions, kinds, union)
-    key = ("gradients", len(gradients), id(union.group))
-    where = next((g.device for g in there if not g.is_cpu), torch.device("cpu"))
+    key = ("gradients", count, id(union.group))
     reducer, copies = _kept(_reducers, key) or (None, NO_COPIES)
     if reducer is None or reducer.union.group is not union.group:
-        reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where, bool(sums))
+        reducer = Reducer(union, [f"{count} gradients"], True, meeting_device(there), bool(sums))
         # Of a missing one no process knows who holds it.
-        copies = Copies.named({i: f"number {i}" for i in range(len(gradients))})
+        copies = Copies.named({i: f"number {i}" for i in range(count)})
         _keep(_reducers, key, (reducer, copies))
     elif sums and not reducer.moves:
         reducer.begin_moves()
     if reducer.moves:
-        _check_sums(reducer, sums, len(gradients))
+        codes = torch.zeros(count, dtype=torch.float64, device="cpu")
+        for i, kinds in sums.items():
+            codes[i] = _code(kinds)
+        most, least = reducer.agreed_largest(codes, -codes)
+        for i in (most != -least).nonzero().flatten().tolist():
+            raise DistributedError(
+                f"tensor {i} is a Partial sum on some of the ranks, and None or laid out differently on others, which "
+                "cannot tell their part of it. Fill missing ones with zeros, or measure the parameters, which show it: "
+                'clip_grad_norm_(parameters, float("inf")) writes no gradient but those that it adds up.'
+            )
+    placements = [*map(placement_at.get, range(count))]
     shares = [0.0 if p is None else _share(_holders(p, union), p.is_whole) for p in placements]
     shares = torch.tensor(shares, dtype=torch.float64, device=reducer.device)
     balance = balances(placements, union, dist.get_rank()).sum()
     part = NormReduction(reducer, shares.abs(), shares, balance.to(reducer.device), copies=copies)
     nothing = torch.empty(0, device="cpu")
-    return [
-        nothing if g is None else local_part(added_up(g) if i in sums else g) for i, g in enumerate(gradients)
-    ], part
-
-
-def _check_sums(reducer: Reducer, sums: Mapping[int, Any], count: int) -> None:
-    """Raise on all processes if what is a sum on one is missing, or laid out differently, on another."""
-    codes = torch.zeros(count, dtype=torch.float64, device="cpu")
-    for i, placements in sums.items():
-        codes[i] = _code(placements)
-    most, least = reducer.agreed_largest(codes, -codes)
-    for i in (most != -least).nonzero().flatten().tolist():
-        raise DistributedError(
-            f"tensor {i} is a Partial sum on some of the ranks, and None or laid out differently on others, which "
-            "cannot tell their part of it. Fill missing ones with zeros, or measure the parameters, which show it: "
-            'clip_grad_norm_(parameters, float("inf")) writes no gradient but those that it adds up.'
-        )
+    parts = {i: local_part(added_up(g) if i in sums else g) for i, g in first.items()}
+    return [parts.get(i, nothing) for i in range(count)], part
 
 
 def _kept(cache: dict[tuple, Any], key: tuple) -> Any:

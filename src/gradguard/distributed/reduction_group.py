@@ -140,10 +140,10 @@ def reduction_group_of(placements: Iterable[Placement], stages: Stages = ONE_STA
         InvalidValueError: If no process group holds all of them, or one is destroyed, or ``stages`` says that
             parameters differ between processes over which they are spread.
     """
-    spread = list({id(p): p for p in placements if p.ranks}.values())  # sets of thousands of ranks: each once
+    spread = each_once(p for p in placements if p.ranks)  # sets of thousands of ranks
     if not spread and stages.group is None:
         return None
-    meshes = _meshes_of(spread)
+    meshes = each_once(p.mesh for p in spread if p.mesh is not None)
     for mesh in meshes:
         _check_mesh(mesh)
     me = frozenset([dist.get_rank()])
@@ -185,7 +185,7 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
         InvalidValueError: If they are: the norm would be that of this stage alone.
     """
     taking_part = dist.get_process_group_ranks(union.group)
-    for root in _roots_of(_meshes_of(placements)):
+    for root in _roots_of(p.mesh for p in placements if p.mesh is not None):
         for dim, name in enumerate(root.mesh_dim_names or ()):
             is_pipeline = name.lower() in _PIPELINE and root.size(dim) > 1
             if is_pipeline and not varies_along(root.mesh, taking_part)[dim]:
@@ -196,12 +196,13 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
                 )
 
 
-def _meshes_of(placements: Iterable[Placement]) -> list[Any]:
-    return list({id(p.mesh): p.mesh for p in placements if p.mesh is not None}.values())
-
-
 def _roots_of(meshes: Iterable[Any]) -> list[Any]:
-    return list({id(root): root for root in map(root_mesh_of, meshes)}.values())
+    return each_once(map(root_mesh_of, meshes))
+
+
+def each_once(objects: Iterable[Any]) -> list[Any]:
+    """Return the objects, each once, in order of first appearance."""
+    return list({id(one): one for one in objects}.values())
 
 
 def varies_along(grid: Tensor, ranks: Iterable[int]) -> list[bool]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradguard.arguments import check_number, check_whole
 from gradguard.clip.clipper import Decision, describe
 from gradguard.clip.gradients import Gradients, measured, norms_of, total_of
-from gradguard.clip.thresholds.threshold_rule import StatefulClipper, counter
+from gradguard.clip.thresholds.threshold_rule import StatefulClipper, counter, empty_history
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
@@ -108,7 +108,7 @@ class AdaGC(PerTensorRule, StatefulClipper):
         self._last: tuple[tuple[str, ...], Tensor] | None = None
         self._listed: dict[int, weakref.ref[Tensor]] = {}  # those without names, by their places
         StatefulClipper.__init__(
-            self, step=counter(), averages=_nothing_yet(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu")
+            self, step=counter(), averages=empty_history(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu")
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class AdaGC(PerTensorRule, StatefulClipper):
         averages, seen = self.state["averages"], self.state["seen"]
         self.names += names
         with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
-            new = _nothing_yet(len(names)).to(averages)
+            new = empty_history(len(names)).to(averages)
             self.state["averages"] = torch.cat([averages, new])
             self.state["seen"] = torch.cat([seen, torch.zeros_like(new, dtype=seen.dtype)])
 
@@ -227,7 +227,3 @@ class AdaGC(PerTensorRule, StatefulClipper):
                     "knows tensors without names by their places in the list. Pass the model or "
                     "model.named_parameters()."
                 )
-
-
-def _nothing_yet(length: int) -> Tensor:
-    return torch.full((length,), torch.inf, dtype=torch.float64, device="cpu")
