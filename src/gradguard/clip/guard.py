@@ -211,7 +211,8 @@ class Guard(OfOneOptimizer):
         self.optimizer, self.clipper, self.spikes = optimizer, clipper, check_spikes(spikes)
         self._policy: GuardPolicy = nonfinite
         # Who helps it.
-        self._guarded = GuardedParameters(optimizer, clipper, model, stages)  # which the clipper may refuse
+        self._guarded = GuardedParameters(optimizer, clipper, model, stages)
+        self._guarded.look()  # at what the clipper may refuse
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
         self._spike_watch = SpikeWatch(spikes, clipper)
         # What outlives a step.
@@ -262,7 +263,7 @@ class Guard(OfOneOptimizer):
         if number == 0:
             self._spike_watch.begin(self.steps + 1, in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        grads = self._guarded.gradients(self._proxy, self._policy)
+        grads = self._guarded.gradients(self._policy, self._proxy)
         with refused_by_name(grads):
             # A spike's gradients are left as they are, for `SpikeRecovery`, and an error leaves everything.
             at_once = self._policy != "raise" and self.spikes is None
@@ -453,7 +454,7 @@ class Guard(OfOneOptimizer):
         if not self._attached or not self._step.waits or step.skipped is None:
             return
         with torch.no_grad():
-            decision = self.clipper.decide(self._guarded.gradients(self._proxy, self._policy))
+            decision = self.clipper.decide(self._guarded.gradients(self._policy, self._proxy))
         self.last = decision.result
         self._step = _GuardStep(StepOutcome(skipped=True, reason="grad_scaler"))
         self._tell(decision)

@@ -234,24 +234,24 @@ def _difference(union: ReductionGroup, text: bytes, lengths: Mapping[int, int], 
     theirs, expected = (json.loads(t)[0] for t in texts_of(union, text, lengths, device))
     ranks = dist.get_process_group_ranks(union.group)
     return (
-        f"rank {ranks[other]} came with another list of gradients than rank {ranks[first]}: "
-        f"{_first_difference(theirs, expected)}. Pass the same parameters in the same order on every "
-        "rank; if they differ on purpose, as pipeline stages do, name their group: process_group= or mesh=."
+        f"{_another_list(ranks[other], theirs, ranks[first], expected)}. Pass the same parameters in the same order on "
+        "every rank; if they differ on purpose, as pipeline stages do, name their group: process_group= or mesh=."
     )
 
 
-def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
-    if one == other:
-        return "the names of what stages share differ"
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return f"parameter {i} is {a} instead of {b}" + (
-                f" (of {len(one)} instead of {len(other)})" if len(one) != len(other) else ""
-            )
-    longer = one if len(one) > len(other) else other
-    at = min(len(one), len(other))
-    more = "it also has" if longer is one else "it lacks"
-    return f"{len(one)} parameters instead of {len(other)}: {more} {longer[at]}"
+def _another_list(rank: int, theirs: Sequence[str], other: int, expected: Sequence[str]) -> str:
+    """Say how the list of one rank differs from that of another."""
+    pairs = zip(theirs, expected, strict=False)
+    if theirs == expected:
+        how = "the names of what stages share differ"
+    elif (i := next((i for i, (a, b) in enumerate(pairs) if a != b), None)) is not None:
+        also = "" if len(theirs) == len(expected) else f" (of {len(theirs)} instead of {len(expected)})"
+        how = f"parameter {i} is {theirs[i]} instead of {expected[i]}{also}"
+    elif len(theirs) > len(expected):
+        how = f"{len(theirs)} parameters instead of {len(expected)}: it also has {theirs[len(expected)]}"
+    else:
+        how = f"{len(theirs)} parameters instead of {len(expected)}: it lacks {expected[len(theirs)]}"
+    return f"rank {rank} came with another list of gradients than rank {other}: {how}"
 
 
 def _what_to_do(task: str) -> str:
@@ -359,9 +359,6 @@ def told_difference(store: Any) -> str | None:
                     f"rank {new} came with new parameters, rank {old} with those that it has clipped before (or rank "
                     f"{new} has gradients laid out anew, Partial for instance, of which rank {old} has none)"
                 )
-            return (
-                f"rank {rank} came with another list of gradients than rank {one}: "
-                f"{_first_difference(theirs, expected)}"
-            )
+            return _another_list(rank, theirs, one, expected)
         first_of[stage] = tuple(its)  # type: ignore[assignment]
     return None

@@ -63,13 +63,41 @@ class Stages:
                 f"shared is {type(shared).__name__}: expected a mapping from a name, the same on every stage, to a "
                 "parameter, such as shared={'embedding': model.embedding.weight}."
             )
-        group = _stages_group(process_group, mesh)
-        if shared and group is None:
+        if process_group is None and mesh is None:
+            if shared:
+                raise InvalidValueError(
+                    "shared says which weights several pipeline stages hold: name the stages with process_group= or "
+                    "mesh=. On one process, tied weights count once by themselves."
+                )
+            return ONE_STAGE
+        if process_group is not None and mesh is not None:
+            raise InvalidValueError("process_group and mesh both name the pipeline stages: leave one out.")
+        if not dist.is_available() or not dist.is_initialized():
             raise InvalidValueError(
-                "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. "
-                "On one process, tied weights count once by themselves."
+                "a process group was given, but torch.distributed is not initialized: call init_process_group first, "
+                "or leave process_group and mesh out on one process."
             )
-        return Stages(group, None if mesh is None else root_mesh_of(mesh), shared)
+        if mesh is not None:
+            if not hasattr(mesh, "get_group"):
+                raise InvalidTypeError(f"mesh is {type(mesh).__name__}: expected a DeviceMesh, such as mesh['pp'].")
+            if mesh.ndim != 1:
+                raise InvalidValueError(
+                    f"mesh has {mesh.ndim} dimensions: expected the one along which parameters differ, such as "
+                    "mesh['pp']."
+                )
+            process_group = mesh.get_group()
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise InvalidValueError(
+                f"process_group does not contain this process (rank {dist.get_rank()}): pass the group of its own "
+                "stage chain, and call on the members only."
+            )
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise InvalidTypeError(
+                f"process_group is {type(process_group).__name__}: expected what dist.new_group or mesh.get_group "
+                "returned."
+            )
+        check_alive(process_group)
+        return Stages(process_group, None if mesh is None else root_mesh_of(mesh), shared)
 
 
 ONE_STAGE = Stages()
@@ -78,37 +106,6 @@ ONE_STAGE = Stages()
 def several_processes() -> bool:
     """Tell whether `torch.distributed` joins this process with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _stages_group(process_group: Any, mesh: Any) -> Any:
-    if process_group is None and mesh is None:
-        return None
-    if process_group is not None and mesh is not None:
-        raise InvalidValueError("process_group and mesh both name the pipeline stages: leave one out.")
-    if not dist.is_available() or not dist.is_initialized():
-        raise InvalidValueError(
-            "a process group was given, but torch.distributed is not initialized: call init_process_group first, or "
-            "leave process_group and mesh out on one process."
-        )
-    if mesh is not None:
-        if not hasattr(mesh, "get_group"):
-            raise InvalidTypeError(f"mesh is {type(mesh).__name__}: expected a DeviceMesh, such as mesh['pp'].")
-        if mesh.ndim != 1:
-            raise InvalidValueError(
-                f"mesh has {mesh.ndim} dimensions: expected the one along which parameters differ, such as mesh['pp']."
-            )
-        process_group = mesh.get_group()
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidValueError(
-            f"process_group does not contain this process (rank {dist.get_rank()}): pass the group of its own stage "
-            "chain, and call on the members only."
-        )
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise InvalidTypeError(
-            f"process_group is {type(process_group).__name__}: expected what dist.new_group or mesh.get_group returned."
-        )
-    check_alive(process_group)
-    return process_group
 
 
 def is_alive(group: Any) -> bool:
