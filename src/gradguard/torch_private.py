@@ -76,10 +76,6 @@ NEEDS = {
     "global_hook_tables": Need("torch.nn.modules.module", _EVERY, "looking at the hooks of all modules"),
     "compiled_module": Need("torch._dynamo.eval_frame", "OptimizedModule", "telling whether a module is compiled"),
     "stop_compiling": Need("a compiled module", "_orig_mod", "running a compiled module as it was before"),
-    "batch_norms": Need("torch.nn.modules.batchnorm", "_BatchNorm", "telling batch normalization"),
-    "instance_norms": Need("torch.nn.modules.instancenorm", "_InstanceNorm", "telling instance normalization"),
-    "dropouts": Need("torch.nn.modules.dropout", "_DropoutNd", "telling dropout"),
-    "transposed_convolutions": Need("torch.nn.modules.conv", "_ConvTransposeNd", "telling transposed convolutions"),
 
     "gradients_are_scaled": Need("torch.amp", "GradScaler._per_optimizer_states grad_scaler.OptState",
                                  "a Guard under GradScaler", _UNSCALED),
@@ -155,11 +151,6 @@ def _needs(function: _F, row: str = "") -> _F:
     functools.update_wrapper(call, function).__name__ = row
     call.__code__ = call.__code__.replace(co_name=row)  # code of its own: the compiler counts recompilations by code
     return call  # type: ignore[return-value]
-
-
-def _kind(row: str) -> Callable[[], Any]:
-    """Return a function that returns the class of a row."""
-    return functools.partial(_find, row)
 
 
 # Arithmetic over many tensors at once.
@@ -534,13 +525,17 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTr
 InstanceNormalization = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 _Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
-batch_norms: Callable[[], type[nn.Module]] = _kind("batch_norms")
+batch_norms: Callable[[], type[nn.Module]] = functools.partial(attrgetter("batchnorm._BatchNorm"), nn.modules)
 """Return the class from which torch's and other packages' batch normalization derives."""
-instance_norms: Callable[[], type[InstanceNormalization]] = _kind("instance_norms")
+instance_norms: Callable[[], type[InstanceNormalization]] = functools.partial(
+    attrgetter("instancenorm._InstanceNorm"), nn.modules
+)
 """Return that of instance normalization."""
-dropouts: Callable[[], type[nn.Dropout]] = _kind("dropouts")
+dropouts: Callable[[], type[nn.Dropout]] = functools.partial(attrgetter("dropout._DropoutNd"), nn.modules)
 """Return that of dropout."""
-transposed_convolutions: Callable[[], type[_Transposed]] = _kind("transposed_convolutions")
+transposed_convolutions: Callable[[], type[_Transposed]] = functools.partial(
+    attrgetter("conv._ConvTransposeNd"), nn.modules
+)
 """Return that of transposed convolutions."""
 
 

@@ -43,7 +43,12 @@ class Reach:
         """
         weights = [local_part(p) if g.numel() else g for p, g in zip(grads.parameters, grads.gradients, strict=True)]
         norms = tensor_norms(weights, order)
-        rates = [self._as_tensor(rate, norms) for rate in self.rates]
+        rates = [
+            move(rate.detach(), norms.device, norms.dtype).reshape(())
+            if isinstance(rate, Tensor)
+            else torch.full((), rate, dtype=norms.dtype, device=norms.device)
+            for rate in self.rates
+        ]
         if len(rates) > 1:  # weights that stand still are no part of what moves, nor are those of another stage
             rate_of = {id(p): rate for group, rate in zip(self.groups, rates, strict=True) for p in group["params"]}
             nothing = torch.zeros_like(rates[0])
@@ -51,12 +56,6 @@ class Reach:
             norms = torch.where(own > 0, norms, 0.0)
         length = norm_of_norms(grads.added_up(norms, order), order) / torch.stack(rates).max()
         return torch.where((length > 0) & length.isfinite(), length, math.inf)
-
-    @staticmethod
-    def _as_tensor(rate: float | Tensor, norms: Tensor) -> Tensor:
-        if isinstance(rate, Tensor):
-            return move(rate.detach(), norms.device, norms.dtype).reshape(())
-        return torch.full((), rate, dtype=norms.dtype, device=norms.device)
 
 
 def with_reach(grads: Gradients, clipper: Clipper, optimizer: Optimizer) -> Gradients:

@@ -130,9 +130,12 @@ class CudaBlocks:
         increment_version(self._tensors)
 
     def _over_chunks(self, kernel: Any, *arguments: Any, **settings: Any) -> None:
+        import triton.language as tl
+
         from gradguard.tensors.cuda_kernels import BLOCK, CHUNK
 
-        settings = {"DTYPE": _triton_type(self._tensors[0].dtype)} | settings | {"CHUNK": CHUNK, "BLOCK": BLOCK}
+        dtype = getattr(tl, str(self._tensors[0].dtype).removeprefix("torch."))
+        settings = {"DTYPE": dtype} | settings | {"CHUNK": CHUNK, "BLOCK": BLOCK}
         _launch(self._device, kernel, self.programs, *self._tables, *arguments, **settings)
 
 
@@ -230,12 +233,6 @@ def _numbers(table: bytes) -> Tensor:
 def _sent(table: Tensor, device: torch.device) -> Tensor:
     """Copy a table without a wait; torch keeps the memory that it is copied from until that is done."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
-
-
-def _triton_type(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 @cache

@@ -194,22 +194,17 @@ class AdaGC(PerTensorRule, StatefulClipper):
         names, device = tuple(names), self.state["averages"].device
         if self._last is None or self._last[0] != names or self._last[1].device != device:
             known = set(self.names)
-            self._learn([name for name in names if name not in known])
+            if new := [name for name in names if name not in known]:  # make room for them
+                self.names += new
+                with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
+                    averages, seen = self.state["averages"], self.state["seen"]
+                    more = empty_history(len(new)).to(averages)
+                    self.state["averages"] = torch.cat([averages, more])
+                    self.state["seen"] = torch.cat([seen, torch.zeros_like(more, dtype=seen.dtype)])
             place = {name: i for i, name in enumerate(self.names)}
             places = torch.tensor([place[name] for name in names], device="cpu")
             self._last = names, places.to(device)
         return self._last[1]
-
-    def _learn(self, names: Sequence[str]) -> None:
-        """Make room for tensors that have not been seen yet."""
-        if not names:
-            return
-        averages, seen = self.state["averages"], self.state["seen"]
-        self.names += names
-        with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
-            new = empty_history(len(names)).to(averages)
-            self.state["averages"] = torch.cat([averages, new])
-            self.state["seen"] = torch.cat([seen, torch.zeros_like(new, dtype=seen.dtype)])
 
     def _refuse_others(self, grads: Gradients) -> None:
         """Raise if a tensor without a name stands where another one stood: averages go by the place in the list.
