@@ -54,7 +54,8 @@ def device_of(group: Any, wanted: torch.device) -> torch.device:
     kinds = device_types_of(group)
     if wanted.type in kinds:
         return wanted
-    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
+    kind = next(kind for kind in kinds if kind != "cpu") if "cpu" not in kinds else "cpu"
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,7 @@ def _difference_while_waiting(
             difference = told_difference(store)
             if difference is not None:
                 return difference
-            warn_of_waiting(store, waited, partial(_missing, store, ranks), _what_to_do(task))
+            warn_of_waiting(store, waited, partial(_ranks_missing, store, ranks), _what_to_do(task))
         seconds = min(2 * seconds, _LONGEST_BETWEEN)
 
 
@@ -234,24 +235,24 @@ def _difference(union: ReductionGroup, text: bytes, lengths: Mapping[int, int], 
     theirs, expected = (json.loads(t)[0] for t in texts_of(union, text, lengths, device))
     ranks = dist.get_process_group_ranks(union.group)
     return (
-        f"{_another_list(ranks[other], theirs, ranks[first], expected)}. Pass the same parameters in the same order on "
-        "every rank; if they differ on purpose, as pipeline stages do, name their group: process_group= or mesh=."
+        f"rank {ranks[other]} came with another list of gradients than rank {ranks[first]}: "
+        f"{_first_difference(theirs, expected)}. Pass the same parameters in the same order on every "
+        "rank; if they differ on purpose, as pipeline stages do, name their group: process_group= or mesh=."
     )
 
 
-def _another_list(rank: int, theirs: Sequence[str], other: int, expected: Sequence[str]) -> str:
-    """Say how the list of one rank differs from that of another."""
-    pairs = zip(theirs, expected, strict=False)
-    if theirs == expected:
-        how = "the names of what stages share differ"
-    elif (i := next((i for i, (a, b) in enumerate(pairs) if a != b), None)) is not None:
-        also = "" if len(theirs) == len(expected) else f" (of {len(theirs)} instead of {len(expected)})"
-        how = f"parameter {i} is {theirs[i]} instead of {expected[i]}{also}"
-    elif len(theirs) > len(expected):
-        how = f"{len(theirs)} parameters instead of {len(expected)}: it also has {theirs[len(expected)]}"
-    else:
-        how = f"{len(theirs)} parameters instead of {len(expected)}: it lacks {expected[len(theirs)]}"
-    return f"rank {rank} came with another list of gradients than rank {other}: {how}"
+def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
+    if one == other:
+        return "the names of what stages share differ"
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return f"parameter {i} is {a} instead of {b}" + (
+                f" (of {len(one)} instead of {len(other)})" if len(one) != len(other) else ""
+            )
+    longer = one if len(one) > len(other) else other
+    at = min(len(one), len(other))
+    more = "it also has" if longer is one else "it lacks"
+    return f"{len(one)} parameters instead of {len(other)}: {more} {longer[at]}"
 
 
 def _what_to_do(task: str) -> str:
@@ -278,6 +279,10 @@ def warn_of_waiting(store: Any, waited: float, who: Callable[[], str], what: str
         )
 
 
+def _ranks_missing(store: Any, ranks: Sequence[int]) -> str:
+    return f"rank {listed(_missing(store, ranks), MOST_RANKS)}"
+
+
 def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError, task: str) -> str:
     """Ask the others, through the store that they met in, what they were about to do."""
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -289,16 +294,18 @@ def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: Runt
         store = dist.PrefixStore(f"gradguard/{name}/{_failures[name]}", default_store())
         found = _survey(store, union, signature)
     except dist.DistNetworkError:  # the store has gone with the process that kept it, or whose launcher did
-        found = {"missing": "rank 0"} if me and 0 in dist.get_process_group_ranks(union.group) else {}
+        found = {"missing": "0"} if me and 0 in dist.get_process_group_ranks(union.group) else {}
     except Exception:  # whatever else, the first error is the one to tell
         return general
     if found.get("missing"):
         when = f"when rank {me} came to {task}" if task else f"on rank {me}'s clip"
-        return f"{found['missing']} did not come, or much later, {when}: {general}"
-    return f"{found['difference']}. {general}" if found.get("difference") else general
+        return f"rank {found['missing']} did not come, or much later, {when}: {general}"
+    if "difference" in found:
+        return f"{found['difference']}. {general}"
+    return general
 
 
-def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapping[str, str]:
+def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapping[str, Any]:
     """Who has failed as well, and with which lists: the first to come waits for the others and tells them."""
     # Thousands share one store: each process writes and reads a few numbers, however many there are.
     if store.check(["found"]):  # it comes much later than the others, who have gone
@@ -309,15 +316,23 @@ def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapp
     if store.add("came", 1) > 1:
         store.wait(["found"], timedelta(seconds=3 * _PATIENCE))
         return json.loads(store.get("found"))
-    start = last = time.monotonic()
-    came = 0
-    while came < len(ranks) and time.monotonic() < min(last + _PATIENCE, start + 2 * _PATIENCE):
-        time.sleep(0.05)
-        before, came = came, store.add("came", 0)
-        last = time.monotonic() if came > before else last  # until nobody has come for a while
-    found = {"missing": _missing(store, ranks), "difference": told_difference(store) or ""}
+    _wait_for_all(store, len(ranks))
+    found: dict[str, Any] = {"missing": listed(_missing(store, ranks), MOST_RANKS)}
+    difference = told_difference(store)
+    if difference is not None:
+        found["difference"] = difference
     store.set("found", json.dumps(found))
     return found
+
+
+def _wait_for_all(store: Any, count: int) -> None:
+    """Wait until all have come, nobody has for a while, or twice as long is over."""
+    start = last = time.monotonic()
+    came = 0
+    while came < count and time.monotonic() < min(last + _PATIENCE, start + 2 * _PATIENCE):
+        time.sleep(0.05)
+        before, came = came, store.add("came", 0)
+        last = time.monotonic() if came > before else last
 
 
 def _tell_presence(store: Any, ranks: Sequence[int]) -> None:
@@ -325,11 +340,10 @@ def _tell_presence(store: Any, ranks: Sequence[int]) -> None:
     store.add(f"here/{at // _IN_A_WORD}", 1 << at % _IN_A_WORD)
 
 
-def _missing(store: Any, ranks: Sequence[int]) -> str:
-    """Return in words the ranks that have not told their presence by now; an empty string if all have."""
+def _missing(store: Any, ranks: Sequence[int]) -> list[int]:
+    """The ranks that have not told their presence, by now."""
     words = [store.add(f"here/{i}", 0) for i in range((len(ranks) - 1) // _IN_A_WORD + 1)]
-    missing = [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
-    return f"rank {listed(missing, MOST_RANKS)}" if missing else ""
+    return [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
 
 
 def tell_list(store: Any, union: ReductionGroup, signature: Sequence[str], known: bool = False) -> None:
@@ -359,6 +373,9 @@ def told_difference(store: Any) -> str | None:
                     f"rank {new} came with new parameters, rank {old} with those that it has clipped before (or rank "
                     f"{new} has gradients laid out anew, Partial for instance, of which rank {old} has none)"
                 )
-            return _another_list(rank, theirs, one, expected)
+            return (
+                f"rank {rank} came with another list of gradients than rank {one}: "
+                f"{_first_difference(theirs, expected)}"
+            )
         first_of[stage] = tuple(its)  # type: ignore[assignment]
     return None

@@ -71,19 +71,25 @@ class GatheredLayers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._sharded: list[tuple[Any, nn.Module, str]] = []  # the layer nearest to each place, upwards, and the place
-        units: dict[str, nn.Module | None] = {}
-        for name, module in model.named_modules():
-            holder = name.rpartition(".")[0]
-            unit = units[name] = module if is_fully_sharded(module) else units[holder] if name else None
-            if unit is not None:
-                self._sharded += [(unit, module, slot) for slot in parameter_slots(module) if _holds(module, slot)]
+        self._sharded = [(unit, module, slot) for unit, module, slot in _own_slots(model) if _holds(module, slot)]
 
     def shard_again(self) -> None:
         """Let the layers that were not gathered then be so no longer."""
         units: dict[int, Any] = {id(unit): unit for unit, module, slot in self._sharded if not _holds(module, slot)}
         for unit in units.values():
             unit.reshard()
+
+
+def _own_slots(model: nn.Module) -> list[tuple[Any, nn.Module, str]]:
+    """Each place of a parameter, with the layer nearest to it, upwards, that was sharded as one."""
+    found: list[tuple[Any, nn.Module, str]] = []
+    units: dict[str, nn.Module | None] = {}
+    for name, module in model.named_modules():
+        holder = name.rpartition(".")[0]
+        units[name] = module if is_fully_sharded(module) else units[holder] if name else None
+        if units[name] is not None:
+            found.extend((units[name], module, slot) for slot in parameter_slots(module))
+    return found
 
 
 def _holds(module: nn.Module, slot: str) -> bool:

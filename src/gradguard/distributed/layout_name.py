@@ -42,19 +42,18 @@ class KnownLayouts:
 
     Args:
         tensors: Tensors on whose device meshes others may lie.
-
-    Attributes:
-        meshes: These meshes, by their names.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         sharded: list[Any] = [t for t in tensors if is_sharded(t)]
-        self.meshes = {layout_name(t).mesh: t.device_mesh for t in sharded}
-        self._placements: dict[str, Any] = {repr(kind): kind for t in sharded for kind in t.placements}
-        if sharded:
-            from torch.distributed.tensor import Replicate, Shard
+        self._meshes = {layout_name(t).mesh: t.device_mesh for t in sharded}
+        self._placements = (_usual_placements() if sharded else {}) | {
+            repr(kind): kind for t in sharded for kind in t.placements
+        }
 
-            self._placements |= {repr(kind): kind for kind in (Replicate(), *map(Shard, range(8)))}
+    def has_mesh(self, mesh: Sequence[Any]) -> bool:
+        """Tell whether there is such a mesh."""
+        return mesh in self._meshes
 
     def laid_out(self, local: Tensor, name: LayoutName, shape: Any, stride: Any) -> Tensor:
         """Return a DTensor of which ``local`` is this process' part; nothing is compared or sent.
@@ -62,7 +61,14 @@ class KnownLayouts:
         Raises:
             ValueError: If the name is none of a layout.
         """
-        mesh = self.meshes[name.mesh]
+        mesh = self._meshes[name.mesh]
         if len(name.placements) != mesh.ndim:
             raise ValueError("a shard has another number of placements than its mesh has dimensions")
         return sharded_as(local, mesh, [self._placements[text] for text in name.placements], shape, stride)
+
+
+def _usual_placements() -> dict[str, Any]:
+    """Return replicas and shards of up to 8 dimensions, by the texts that tell them."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return {repr(kind): kind for kind in (Replicate(), *(Shard(dim) for dim in range(8)))}

@@ -28,6 +28,7 @@ from gradguard.distributed.placements import (
     is_laid_out_as,
     is_partial,
     local_part,
+    placement_of,
     placements_of,
 )
 from gradguard.distributed.redistribute import added_up, laid_out_as
@@ -124,12 +125,15 @@ class NormPlan:
         self._fillers = [torch.empty_like(widest) for _ in range(count)]
         of_all = list(map(_share, holders, whole))
         shares = [0.0] * count
-        for place, part in zip(self.places, _parts(tensors, tensors), strict=True):
+        for place, part in zip(self.places, _parts(tensors), strict=True):
             self._fillers[place] = part.new_empty(0)
             shares[place] = of_all[place]
         self.weights = torch.tensor(of_all, dtype=torch.float64, device=device).abs()
         self._shares = torch.tensor(shares, dtype=torch.float64, device=device)
-        self._copies = Copies.named({i: called(self.names, i) for i, share in enumerate(of_all) if share > 0})
+        copied = [i for i, share in enumerate(of_all) if share > 0]
+        self._copies = Copies(
+            torch.tensor(copied, dtype=torch.int64, device="cpu"), [called(self.names, i) for i in copied]
+        )
         self._asks = device.type == "cpu"  # where the host waits anyhow
         self._codes = torch.zeros(count, dtype=torch.float64, device="cpu")  # of layouts unlike the parameters'
         self._due: Collection[int] = ()
@@ -181,29 +185,18 @@ class NormPlan:
             refusal = _refusal_of(tensors, gradients, names)
             if refusal is not None:
                 gradients = [None for _ in tensors]
-            moves = self._moves(gradients)
-            is_new = any(self._moved.get(i) != placements for i, placements in moves.items())
-            if is_new and not self.reducer.moves:
-                self.reducer.begin_moves()
-            if self.reducer.moves and (self._asks or call):
-                is_new = self._ask_for_layouts(gradients, moves, call, refusal)
-            if is_new:
-                self._agree_on(moves)
+            self._look_at_layouts(gradients, call, refusal)
             if refusal is not None and call:
                 raise refusal
             self._bring_in_line(tensors, gradients)
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
-        shares, balance = self._shares, self.balance_of_all
-        if type(None) in set(map(type, gradients)):
-            own = torch.tensor([g is not None for g in gradients], dtype=torch.float64, device="cpu")
-            mask = torch.ones(len(self._fillers), dtype=torch.float64, device="cpu")
-            mask[torch.tensor(list(self.places), dtype=torch.int64, device="cpu")] = own
-            shares, balance = shares * move(mask, shares.device), move((self._balances * own).sum(), shares.device)
+        shares, balance = self._of_present(gradients)
         part = NormReduction(self.reducer, self.weights, shares, balance, copies=self._copies)
         part = part if refusal is None else part.refusing(refusal)
         if self._alike:
-            return HeldParts(tensors, _parts(gradients, self._fillers), names, part)
+            parts = _parts(gradients, self._fillers)
+            return HeldParts(tensors, parts, names, part)
         parameters, parts = list(self._fillers), list(self._fillers)
         for place, parameter, gradient in zip(self.places, tensors, gradients, strict=True):
             parameters[place] = parameter
@@ -218,6 +211,17 @@ class NormPlan:
             for i, (spec, placement) in enumerate(zip(specs_of(gradients), self._placements, strict=True))
             if spec and placement.kinds and spec.placements != placement.kinds and spec.mesh == placement.mesh
         }
+
+    def _look_at_layouts(self, gradients: Sequence[Tensor | None], call: int, refusal: Exception | None) -> None:
+        """Agree on the layouts of gradients, and on those that this process gets a part of though it has none."""
+        moves = self._moves(gradients)
+        is_new = any(self._moved.get(i) != placements for i, placements in moves.items())
+        if is_new and not self.reducer.moves:
+            self.reducer.begin_moves()
+        if self.reducer.moves and (self._asks or call):
+            is_new = self._ask_for_layouts(gradients, moves, call, refusal)
+        if is_new:
+            self._agree_on(moves)
 
     def _ask_for_layouts(
         self, gradients: Sequence[Tensor | None], moves: Mapping[int, Any], call: int, refusal: Exception | None
@@ -283,6 +287,16 @@ class NormPlan:
             right = laid_out_as(gradient if is_due else None, tensors[i], placements)
             if is_due or (gradient is None and i in self._due):
                 tensors[i].grad = gradients[i] = right
+
+    def _of_present(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """The shares of the gradients that this process has, and their balance."""
+        if type(None) not in set(map(type, gradients)):
+            return self._shares, self.balance_of_all
+        own = torch.tensor([g is not None for g in gradients], dtype=torch.float64, device="cpu")
+        mask = torch.ones(len(self._fillers), dtype=torch.float64, device="cpu")
+        mask[torch.tensor(list(self.places), dtype=torch.int64, device="cpu")] = own
+        where = self._shares.device
+        return self._shares * move(mask, where), move((self._balances * own).sum(), where)
 
 
 def _refusal_of(
@@ -394,45 +408,59 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
             check_gradients(gradients)
             refuse_megatron_gradients()
         return None
-    count, first = len(gradients), {i: g for i in first_places(gradients) if (g := gradients[i]) is not None}
-    there = [*first.values()]
-    placement_at = dict(zip(first, placements_of(there), strict=True))
-    sums = {i: spec.placements for i, spec in zip(first, specs_of(there), strict=True) if spec and is_partial(spec)}
-    kinds = (frozenset(placement_at.values()),)
-    union = _kept(_unions, kinds)
-    if union is None or not is_alive(union.group):
-        union = reduction_group_of(*kinds)
-        if union is None:
-            return None
-        _keep(_unions, kinds, union)
-    key = ("gradients", count, id(union.group))
+    first = first_places(gradients)
+    if len(first) < len(gradients):
+        gradients = [g if i in first else None for i, g in enumerate(gradients)]
+    there = [g for g in gradients if g is not None]
+    placements = [None if g is None else placement_of(g) for g in gradients]
+    sums = {i: spec.placements for i, spec in enumerate(specs_of(gradients)) if spec and is_partial(spec)}
+    union = _union_of_kinds(frozenset(p for p in placements if p is not None))
+    if union is None:
+        return None
+    key = ("gradients", len(gradients), id(union.group))
+    where = next((g.device for g in there if not g.is_cpu), torch.device("cpu"))
     reducer, copies = _kept(_reducers, key) or (None, NO_COPIES)
     if reducer is None or reducer.union.group is not union.group:
-        reducer = Reducer(union, [f"{count} gradients"], True, meeting_device(there), bool(sums))
-        # Of a missing one no process knows who holds it.
-        copies = Copies.named({i: f"number {i}" for i in range(count)})
+        reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where, bool(sums))
+        names = [f"number {i}" for i in range(len(gradients))]
+        copies = Copies(torch.arange(len(gradients), device="cpu"), names)  # of a missing one none knows who holds it
         _keep(_reducers, key, (reducer, copies))
     elif sums and not reducer.moves:
         reducer.begin_moves()
     if reducer.moves:
-        codes = torch.zeros(count, dtype=torch.float64, device="cpu")
-        for i, kinds in sums.items():
-            codes[i] = _code(kinds)
-        most, least = reducer.agreed_largest(codes, -codes)
-        for i in (most != -least).nonzero().flatten().tolist():
-            raise DistributedError(
-                f"tensor {i} is a Partial sum on some of the ranks, and None or laid out differently on others, which "
-                "cannot tell their part of it. Fill missing ones with zeros, or measure the parameters, which show it: "
-                'clip_grad_norm_(parameters, float("inf")) writes no gradient but those that it adds up.'
-            )
-    placements = [*map(placement_at.get, range(count))]
+        _check_sums(reducer, sums, len(gradients))
     shares = [0.0 if p is None else _share(_holders(p, union), p.is_whole) for p in placements]
     shares = torch.tensor(shares, dtype=torch.float64, device=reducer.device)
     balance = balances(placements, union, dist.get_rank()).sum()
     part = NormReduction(reducer, shares.abs(), shares, balance.to(reducer.device), copies=copies)
     nothing = torch.empty(0, device="cpu")
-    parts = {i: local_part(added_up(g) if i in sums else g) for i, g in first.items()}
-    return [parts.get(i, nothing) for i in range(count)], part
+    return [
+        nothing if g is None else local_part(added_up(g) if i in sums else g) for i, g in enumerate(gradients)
+    ], part
+
+
+def _check_sums(reducer: Reducer, sums: Mapping[int, Any], count: int) -> None:
+    """Raise on all processes if what is a sum on one is missing, or laid out differently, on another."""
+    codes = torch.zeros(count, dtype=torch.float64, device="cpu")
+    for i, placements in sums.items():
+        codes[i] = _code(placements)
+    most, least = reducer.agreed_largest(codes, -codes)
+    for i in (most != -least).nonzero().flatten().tolist():
+        raise DistributedError(
+            f"tensor {i} is a Partial sum on some of the ranks, and None or laid out differently on others, which "
+            "cannot tell their part of it. Fill missing ones with zeros, or measure the parameters, which show it: "
+            'clip_grad_norm_(parameters, float("inf")) writes no gradient but those that it adds up.'
+        )
+
+
+def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:
+    """The union of gradients laid out in these ways, whose process groups live."""
+    union = _kept(_unions, (placements,))
+    if union is None or not is_alive(union.group):
+        union = reduction_group_of(placements)
+        if union is not None:
+            _keep(_unions, (placements,), union)
+    return union
 
 
 def _kept(cache: dict[tuple, Any], key: tuple) -> Any:
@@ -479,11 +507,13 @@ def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:
     return all(map(operator.is_, specs, known)) or all([s is None or s is k for s, k in zip(specs, known, strict=True)])
 
 
-def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor]) -> list[Tensor]:
+def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor] | None = None) -> list[Tensor]:
     """Return the part of each on this process; of ``missing`` where there is none."""
-    parts = local_tensors(tensors, missing)
+    if missing is None:
+        missing = tensors  # type: ignore[assignment]
+    parts = local_tensors(tensors, missing)  # type: ignore[arg-type]
     if not _ORDINARY.issuperset(map(type, parts)):  # one that a collective has not delivered yet
-        parts = [m if t is None else local_part(t) for m, t in zip(missing, tensors, strict=True)]
+        parts = [m if t is None else local_part(t) for m, t in zip(missing, tensors, strict=True)]  # type: ignore[arg-type]
     return parts
 
 

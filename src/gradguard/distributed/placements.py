@@ -105,16 +105,22 @@ def placements_of(tensors: Sequence[Tensor]) -> list[Placement]:
 
 
 def _placement_by(spec: Any) -> Placement:
-    mesh, key = spec.mesh, (id(spec.mesh), spec.placements)
+    key = id(spec.mesh), spec.placements
     if key not in _known:  # a placement keeps its mesh alive, so that no other gets its identity
-        from torch.distributed.tensor import Replicate
-
-        kinds = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
-        along = list(zip(kinds, mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
-        words = ", ".join(f"{p!r} over mesh dimension {name} of {size}" for p, name, size in along)
-        replicas = math.prod(size for p, _, size in along if p.is_replicate())
-        _known[key] = Placement(mesh, frozenset(mesh.mesh.flatten().tolist()), replicas, words, kinds)
+        _known[key] = _placement(spec.mesh, spec.placements)
     return _known[key]
+
+
+def _placement(mesh: Any, placements: Sequence[Any]) -> Placement:
+    from torch.distributed.tensor import Replicate
+
+    kinds = tuple(Replicate() if p.is_partial() else p for p in placements)
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    words = ", ".join(
+        f"{p!r} over mesh dimension {name} of {size}" for p, name, size in zip(kinds, names, mesh.shape, strict=True)
+    )
+    replicas = math.prod(size for p, size in zip(kinds, mesh.shape, strict=True) if p.is_replicate())
+    return Placement(mesh, frozenset(mesh.mesh.flatten().tolist()), replicas, words, kinds)
 
 
 def local_part(tensor: Tensor) -> Tensor:

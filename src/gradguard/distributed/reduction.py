@@ -9,7 +9,7 @@ each b: still one all-reduce.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -92,19 +92,14 @@ class Copies:
     at: Tensor
     names: Sequence[str]
 
-    @staticmethod
-    def named(names: Mapping[int, str]) -> "Copies":
-        """Return the copies at these positions."""
-        return Copies(torch.tensor([*names], dtype=torch.int64, device="cpu"), [*names.values()])
-
     def taken(self, positions: Sequence[int]) -> "Copies":
         """Return the copies that are among ``positions``, at their places in it."""
         place = {int(position): i for i, position in enumerate(positions)}
-        held = zip(self.at.tolist(), self.names, strict=True)
-        return Copies.named({place[at]: name for at, name in held if at in place})
+        kept = [(place[at], name) for at, name in zip(self.at.tolist(), self.names, strict=True) if at in place]
+        return Copies(torch.tensor([at for at, _ in kept], dtype=torch.int64, device="cpu"), [name for _, name in kept])
 
 
-NO_COPIES = Copies.named({})
+NO_COPIES = Copies(torch.empty(0, dtype=torch.int64, device="cpu"), ())
 
 
 class Reducer:
@@ -251,7 +246,8 @@ class NormReduction:
     def of(self, positions: Sequence[int]) -> "NormReduction":
         """Return the reduction of some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        return replace(self, weights=self.weights[at], shares=self.shares[at], copies=self.copies.taken(positions))
+        weights, shares, copies = self.weights[at], self.shares[at], self.copies.taken(positions)
+        return replace(self, weights=weights, shares=shares, copies=copies)
 
     def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
         """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""

@@ -63,41 +63,13 @@ class Stages:
                 f"shared is {type(shared).__name__}: expected a mapping from a name, the same on every stage, to a "
                 "parameter, such as shared={'embedding': model.embedding.weight}."
             )
-        if process_group is None and mesh is None:
-            if shared:
-                raise InvalidValueError(
-                    "shared says which weights several pipeline stages hold: name the stages with process_group= or "
-                    "mesh=. On one process, tied weights count once by themselves."
-                )
-            return ONE_STAGE
-        if process_group is not None and mesh is not None:
-            raise InvalidValueError("process_group and mesh both name the pipeline stages: leave one out.")
-        if not dist.is_available() or not dist.is_initialized():
+        group = _stages_group(process_group, mesh)
+        if shared and group is None:
             raise InvalidValueError(
-                "a process group was given, but torch.distributed is not initialized: call init_process_group first, "
-                "or leave process_group and mesh out on one process."
+                "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. "
+                "On one process, tied weights count once by themselves."
             )
-        if mesh is not None:
-            if not hasattr(mesh, "get_group"):
-                raise InvalidTypeError(f"mesh is {type(mesh).__name__}: expected a DeviceMesh, such as mesh['pp'].")
-            if mesh.ndim != 1:
-                raise InvalidValueError(
-                    f"mesh has {mesh.ndim} dimensions: expected the one along which parameters differ, such as "
-                    "mesh['pp']."
-                )
-            process_group = mesh.get_group()
-        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise InvalidValueError(
-                f"process_group does not contain this process (rank {dist.get_rank()}): pass the group of its own "
-                "stage chain, and call on the members only."
-            )
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise InvalidTypeError(
-                f"process_group is {type(process_group).__name__}: expected what dist.new_group or mesh.get_group "
-                "returned."
-            )
-        check_alive(process_group)
-        return Stages(process_group, None if mesh is None else root_mesh_of(mesh), shared)
+        return Stages(group, None if mesh is None else root_mesh_of(mesh), shared)
 
 
 ONE_STAGE = Stages()
@@ -106,6 +78,37 @@ ONE_STAGE = Stages()
 def several_processes() -> bool:
     """Tell whether `torch.distributed` joins this process with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _stages_group(process_group: Any, mesh: Any) -> Any:
+    if process_group is None and mesh is None:
+        return None
+    if process_group is not None and mesh is not None:
+        raise InvalidValueError("process_group and mesh both name the pipeline stages: leave one out.")
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidValueError(
+            "a process group was given, but torch.distributed is not initialized: call init_process_group first, or "
+            "leave process_group and mesh out on one process."
+        )
+    if mesh is not None:
+        if not hasattr(mesh, "get_group"):
+            raise InvalidTypeError(f"mesh is {type(mesh).__name__}: expected a DeviceMesh, such as mesh['pp'].")
+        if mesh.ndim != 1:
+            raise InvalidValueError(
+                f"mesh has {mesh.ndim} dimensions: expected the one along which parameters differ, such as mesh['pp']."
+            )
+        process_group = mesh.get_group()
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidValueError(
+            f"process_group does not contain this process (rank {dist.get_rank()}): pass the group of its own stage "
+            "chain, and call on the members only."
+        )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidTypeError(
+            f"process_group is {type(process_group).__name__}: expected what dist.new_group or mesh.get_group returned."
+        )
+    check_alive(process_group)
+    return process_group
 
 
 def is_alive(group: Any) -> bool:
@@ -137,10 +140,10 @@ def reduction_group_of(placements: Iterable[Placement], stages: Stages = ONE_STA
         InvalidValueError: If no process group holds all of them, or one is destroyed, or ``stages`` says that
             parameters differ between processes over which they are spread.
     """
-    spread = each_once(p for p in placements if p.ranks)  # sets of thousands of ranks
+    spread = list({id(p): p for p in placements if p.ranks}.values())  # sets of thousands of ranks: each once
     if not spread and stages.group is None:
         return None
-    meshes = each_once(p.mesh for p in spread if p.mesh is not None)
+    meshes = _meshes_of(spread)
     for mesh in meshes:
         _check_mesh(mesh)
     me = frozenset([dist.get_rank()])
@@ -182,7 +185,7 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
         InvalidValueError: If they are: the norm would be that of this stage alone.
     """
     taking_part = dist.get_process_group_ranks(union.group)
-    for root in _roots_of(p.mesh for p in placements if p.mesh is not None):
+    for root in _roots_of(_meshes_of(placements)):
         for dim, name in enumerate(root.mesh_dim_names or ()):
             is_pipeline = name.lower() in _PIPELINE and root.size(dim) > 1
             if is_pipeline and not varies_along(root.mesh, taking_part)[dim]:
@@ -193,13 +196,12 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
                 )
 
 
+def _meshes_of(placements: Iterable[Placement]) -> list[Any]:
+    return list({id(p.mesh): p.mesh for p in placements if p.mesh is not None}.values())
+
+
 def _roots_of(meshes: Iterable[Any]) -> list[Any]:
-    return each_once(map(root_mesh_of, meshes))
-
-
-def each_once(objects: Iterable[Any]) -> list[Any]:
-    """Return the objects, each once, in order of first appearance."""
-    return list({id(one): one for one in objects}.values())
+    return list({id(root): root for root in map(root_mesh_of, meshes)}.values())
 
 
 def varies_along(grid: Tensor, ranks: Iterable[int]) -> list[bool]:

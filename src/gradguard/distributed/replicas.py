@@ -33,7 +33,9 @@ def balances(placements: Sequence[Placement | None], union: ReductionGroup, me: 
     for placement, members in positions.items():
         part, holder, holders = _own_part(placement, union, me)
         if holders > 1:
-            found[members] = _balances_at(members, part, holder, holders)
+            numbers = torch.tensor(members, dtype=torch.int64, device="cpu")
+            mine, next_one = (_mixed(numbers, part, j % holders) for j in (holder, holder + 1))
+            found[numbers] = (mine - next_one).double()
     return found
 
 
@@ -46,7 +48,9 @@ def balances_of_moved(moved: Collection[int], union: ReductionGroup, me: int) ->
         me: The global rank of this process.
     """
     holder, holders = sorted(union.stage).index(me), len(union.stage)
-    return _balances_at([*moved], 0, holder, holders)
+    numbers = torch.tensor([*moved], dtype=torch.int64, device="cpu")
+    mine, next_one = (_mixed(numbers, 0, j % holders) for j in (holder, holder + 1))
+    return (mine - next_one).double()
 
 
 def may_lack_summands(placements: Sequence[Any]) -> bool:
@@ -84,8 +88,6 @@ def _slices(placement: Placement, union: ReductionGroup) -> tuple[int, int] | No
     return slices.index(tuple(own[0, fixed].tolist())), len(slices)
 
 
-def _balances_at(positions: Sequence[int], part: int, holder: int, holders: int) -> Tensor:
-    """Differences of integers from -256 to 255, as good as random: sums of millions of them are exact in float64."""
-    numbers = torch.tensor(positions, dtype=torch.int64, device="cpu") + (part << 24)
-    mine, next_one = (hashed(numbers + (j % holders << 44)) >> 55 for j in (holder, holder + 1))
-    return (mine - next_one).double()
+def _mixed(numbers: Tensor, part: int, holder: int) -> Tensor:
+    """Integers from -256 to 255, as good as random: sums of millions of them are exact in float64."""
+    return hashed(numbers + (part << 24) + (holder << 44)) >> 55

@@ -46,7 +46,7 @@ class StageLists:
         own: The place of each tensor of this stage.
         holders: How many processes of all stages hold the same part of each tensor of all stages.
         whole: Whether each of those holds all of it.
-        names: The names of all tensors, with the stage in front where two have one name, or none.
+        names: The names of all tensors.
         one_is_empty: Whether a stage has no parameters.
 
     Raises:
@@ -75,11 +75,7 @@ class StageLists:
                 self.whole[place] &= its_whole
                 if stage == mine:
                     self.own.append(place)
-        times = Counter(name for _, name in entries)
-        self.names = [
-            f"stage{number}.{place if name is None else name}" if name is None or times[name] > 1 else name
-            for place, (number, name) in enumerate(entries)
-        ]
+        self.names = _names_of_stages(entries)
 
 
 def _check_alike(lists: Mapping[int, Sequence[tuple]]) -> None:
@@ -97,3 +93,12 @@ def _check_alike(lists: Mapping[int, Sequence[tuple]]) -> None:
         if len({kind for _, kind in places}) > 1:
             kinds = ", ".join(f"{kind} on stage {number}" for number, kind in places)
             raise InvalidValueError(f"shared[{key!r}] is not one weight: {kinds}.")
+
+
+def _names_of_stages(entries: Sequence[tuple[int, str | None]]) -> list[str]:
+    """Names that tell the parameters of all stages apart: with the stage in front where two have one name, or none."""
+    times = Counter(name for _, name in entries)
+    return [
+        f"stage{number}.{place if name is None else name}" if name is None or times[name] > 1 else name
+        for place, (number, name) in enumerate(entries)
+    ]

@@ -75,8 +75,10 @@ class _KnownWrappers:
 
     @never_compiled
     def _after_forward(self, wrapper: nn.Module, inputs: Any, outputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         found = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
-        if found and torch.is_grad_enabled():
+        if found:
             register_multi_grad_hook(found, self._before_backward, mode="any")
 
     def _before_backward(self, gradient: Tensor) -> None:

@@ -102,7 +102,7 @@ class Unpacker(Copier):
         return PlainCopy(self.keep(self._reader.tensor(stored, pinned=device.type in PINNED)), device)
 
     def _shard(self, stored: StoredShard, device: torch.device) -> WrappedCopy:
-        if stored.mesh not in self._layouts.meshes:
+        if not self._layouts.has_mesh(stored.mesh):
             raise InvalidValueError(
                 f"the snapshot has a tensor on {mesh_in_words(stored.mesh)}, and no parameter of this model is on "
                 "such a one. Shard the model as it was when the snapshot was saved."

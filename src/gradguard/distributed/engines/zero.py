@@ -36,18 +36,7 @@ class ZeRO(Engine):
         Raises:
             UnsupportedGradientError: If there are none, or they are on the host.
         """
-        if not holds_gradients_itself(model):
-            return []
-        engine: Any = model
-        zero, names = engine.optimizer, {id(p): name for name, p in engine.module.named_parameters()}
-        offloaded = getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False)
-        if offloaded or all(tensors is None for tensors in zero.averaged_gradients.values()):
-            raise UnsupportedGradientError(
-                "ZeRO holds no gradients here: expected those of engine.backward(loss) before engine.step(), at a "
-                "boundary of accumulation, and not offloaded to the host."
-            )
-        groups = zero.averaged_gradients.items()
-        return [one for group, tensors in groups for one in _of_group(zero, group, tensors, names)]
+        return _parts_of(model) if holds_gradients_itself(model) else []
 
 
 STEP = "deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step"
@@ -90,6 +79,18 @@ def clip_of_engine(engine: Any) -> tuple[Callable[[], Any], float | None, float]
         return found
 
     return clip, limit, scale
+
+
+def _parts_of(engine: Any) -> list[Held]:
+    zero, names = engine.optimizer, {id(p): name for name, p in engine.module.named_parameters()}
+    offloaded = bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
+    kept = [] if offloaded else [tensors for tensors in zero.averaged_gradients.values() if tensors is not None]
+    if not kept:
+        raise UnsupportedGradientError(
+            "ZeRO holds no gradients here: expected those of engine.backward(loss) before engine.step(), at a boundary "
+            "of accumulation, and not offloaded to the host."
+        )
+    return [one for group, tensors in zero.averaged_gradients.items() for one in _of_group(zero, group, tensors, names)]
 
 
 def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int, str]) -> list[Held]:
