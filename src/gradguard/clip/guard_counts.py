@@ -54,7 +54,7 @@ class Counts:
             NonFiniteGradientError: If there were too many skips in a row.
         """
         counts = self._on_device
-        if isinstance(skip, Tensor):
+        if not isinstance(skip, bool):
             if counts is None:
                 refuse_capture(skip.device, "the count of skipped steps")
                 counts = self._on_device = torch.zeros(2, dtype=torch.int64, device=skip.device)
