@@ -240,7 +240,7 @@ on_the_device = SimpleNamespace(device=torch.device(FIRST))
     [
         (lambda: LockIn().to(FIRST), "the memory of the lock-in alarm"),
         (
-            lambda: Counts(3).decided_on_device(on_the_device),
+            lambda: Counts(3).decided(on_the_device),
             "the count of skipped steps",
         ),
         (lambda: gg.ZClip()._follow(torch.device(FIRST)), "the state of ZClip"),

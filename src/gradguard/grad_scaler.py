@@ -172,13 +172,13 @@ def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
     _call([before() for before, _ in pairs], optimizer, step)
     try:
         result = original(scaler, optimizer, *args, **kwargs)
+        step.overflows = overflows_of(scaler, optimizer)
     except BaseException:  # or a fused optimizer keeps them, and divides again on every later step
         optimizer.__dict__.pop("grad_scale", None)
         optimizer.__dict__.pop("found_inf", None)
-        _call([after() for _, after in pairs], optimizer, step)
         raise
-    step.overflows = overflows_of(scaler, optimizer)
-    _call([after() for _, after in pairs], optimizer, step)
+    finally:
+        _call([after() for _, after in pairs], optimizer, step)
     return result
 
 

@@ -59,8 +59,7 @@ class Living:
         for kind in _below(self._kind):
             if kind not in self._noting:
                 self._wrap(kind)
-        for one in alive(self._kind):
-            self._note(one)
+        self._known.update({id(one): one for one in alive(self._kind)})
 
     def _wrap(self, kind: type) -> None:
         self._noting.add(kind)
@@ -70,13 +69,10 @@ class Living:
 
         @functools.wraps(init)
         def noted(one: Any, *args: Any, **kwargs: Any) -> None:
-            self._note(one)
+            self._known[id(one)] = one
             init(one, *args, **kwargs)
 
         kind.__init__ = noted
-
-    def _note(self, one: Any) -> None:
-        self._known[id(one)] = one
 
 
 def _below(kind: type) -> list[type]:

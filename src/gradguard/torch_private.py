@@ -1,7 +1,8 @@
 """Every private name of torch that gradguard reads: a table, and one function for each use. No other file has one.
 
-A name may go with any release of torch. Importing gradguard never fails for want of one: the function that reads it
-refuses in words, when it is called.
+A name may go with any release of torch. For want of a name in `NEEDS`, importing gradguard does not fail: the function
+that reads it refuses in words, when it is called. Those that torch itself and its extensions are built on, such as
+``_parameters`` of a module or ``_version`` of a tensor, are read as they are.
 
 Seen: torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, on Linux without a GPU, have every name of `NEEDS`. Names that an
 object may lack are read with a default: marks that torch leaves on some objects, and two that FSDP2 has since 2.12.
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -49,24 +50,13 @@ class Need(NamedTuple):
 
 _TREE = "keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_unflatten"
 _STACK = "_len_torch_function_stack _pop_torch_function_stack _push_on_torch_function_stack"
-_HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks"
 _EVERY = "_global_forward_pre_hooks _global_forward_hooks _global_backward_pre_hooks _global_backward_hooks"
 _FLAT = "_handle flat_param _params _fqns _shapes _shard_param_infos _use_orig_params"
 _UNSCALED = "Clip after scaler.unscale_(optimizer) with gg.clip_grad_norm_ meanwhile. "
 
 # fmt: off
 NEEDS = {
-    "foreach_norm": Need("torch", "_foreach_norm", "measuring many tensors at once"),
-    "foreach_mul_": Need("torch", "_foreach_mul_", "scaling many tensors at once"),
-    "foreach_copy_": Need("torch", "_foreach_copy_", "copying many tensors at once"),
-    "foreach_clamp_": Need("torch", "_foreach_clamp_min_ _foreach_clamp_max_", "clamping many tensors at once"),
-    "assert_async": Need("torch", "_assert_async", "a bound that is a tensor", "Pass a number. "),
 
-    "version_of": Need("torch.Tensor", "_version", "noticing that a tensor was changed in place"),
-    "base_of": Need("torch.Tensor", "_base", "telling weights of layers from other constants of a loss"),
-    "hooks_of_tensor": Need("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks", "noticing hooks"),
-    "sparse_values": Need("torch.Tensor", "_values", "clipping sparse gradients"),
-    "sparse_indices": Need("torch.Tensor", "_indices", "clipping sparse gradients"),
     "are_operations_watched": Need("torch._C", "_len_torch_dispatch_stack", "noticing who sees each operation"),
     "tree": Need("torch.utils._pytree", _TREE, "looking into nested arguments"),
 
@@ -77,33 +67,15 @@ NEEDS = {
     "gradients_of": Need("torch.autograd.Variable._execution_engine", "run_backward", "checking gradients"),
     "next_sequence_number": Need("torch.autograd", "_get_sequence_nr",
                                  "naming the module of an operation", "Leave out model=. "),
-    "sequence_number_of": Need("torch.autograd.graph.Node", "_sequence_nr",
-                               "naming the module of an operation", "Leave out model=. "),
-    "input_metadata_of": Need("torch.autograd.graph.Node", "_input_metadata", "reading the graph of a backward"),
 
     "each_operation": Need("torch.utils._python_dispatch", "TorchDispatchMode",
                            "giving each sample the random numbers that it had in its batch"),
     "pop_function_mode": Need("torch._C", _STACK, "noting which functions a forward calls"),
-    "arguments_of": Need("OpOverload", "_schema", "telling which operations draw random numbers"),
-    "returns_a_view": Need("OpOverload", "_schema", "telling which operations compute something"),
-    "changes_its_arguments": Need("OpOverload", "_schema", "telling which operations compute something"),
     "decompositions": Need("torch._decomp", "get_decompositions", "bounding what fused operations round"),
 
-    "parameter_slots": Need("torch.nn.Module", "_parameters", "looking at the parameters of one layer"),
-    "buffer_slots": Need("torch.nn.Module", "_buffers", "looking at the buffers of one layer"),
-    "layer_slots": Need("torch.nn.Module", "_modules", "looking at the layers of one module"),
-    "hook_tables_of": Need("torch.nn.Module", _HOOKS, "looking at the hooks of a module"),
     "global_hook_tables": Need("torch.nn.modules.module", _EVERY, "looking at the hooks of all modules"),
-    "call_slot": Need("torch.nn.Module", "_call_impl", "running a module's own code again for each sample"),
-    "is_compiled": Need("torch.nn.Module", "_compiled_call_impl", "telling whether a module is compiled"),
     "compiled_module": Need("torch._dynamo.eval_frame", "OptimizedModule", "telling whether a module is compiled"),
     "stop_compiling": Need("a compiled module", "_orig_mod", "running a compiled module as it was before"),
-    "renew_recurrent_weights": Need("torch.nn.RNNBase", "_flat_weights_names _flat_weights",
-                                    "per-sample gradients of recurrent layers"),
-    "batch_norms": Need("torch.nn.modules.batchnorm", "_BatchNorm", "telling batch normalization"),
-    "instance_norms": Need("torch.nn.modules.instancenorm", "_InstanceNorm", "telling instance normalization"),
-    "dropouts": Need("torch.nn.modules.dropout", "_DropoutNd", "telling dropout"),
-    "transposed_convolutions": Need("torch.nn.modules.conv", "_ConvTransposeNd", "telling transposed convolutions"),
 
     "gradients_are_scaled": Need("torch.amp", "GradScaler._per_optimizer_states grad_scaler.OptState",
                                  "a Guard under GradScaler", _UNSCALED),
@@ -119,8 +91,6 @@ NEEDS = {
     "traced_inputs": Need("torch._dynamo.symbolic_convert.tls", "current_tx", "noticing a graph break"),
 
     "grads_of": Need("torch._C", "DisableTorchFunctionSubclass", "reading gradients"),
-    "local_tensor_of": Need("torch.distributed.tensor.DTensor", "_local_tensor", "reading what a process holds"),
-    "spec_of": Need("torch.distributed.tensor.DTensor", "_spec", "a norm over processes"),
     "has_usual_shard_order": Need("torch.distributed.tensor.DTensor._spec", "shard_order compute_default_shard_order",
                                   "telling which elements a process holds"),
     "process_groups": Need("torch.distributed.distributed_c10d", "_world.pg_group_ranks", "a norm over processes"),
@@ -183,55 +153,44 @@ def _needs(function: _F, row: str = "") -> _F:
     return call  # type: ignore[return-value]
 
 
-def _read(row: str) -> Callable[[Any], Any]:
-    """Return a function that reads the attribute of a row."""
-    return _needs(attrgetter(NEEDS[row].names), row)
-
-
-def _kind(row: str) -> Callable[[], Any]:
-    """Return a function that returns the class of a row."""
-    return functools.partial(_find, row)
-
-
 # Arithmetic over many tensors at once.
 
-foreach_norm = _bind("foreach_norm")
+foreach_norm = torch._foreach_norm
 """Return the norm of each tensor."""
-foreach_mul_ = _bind("foreach_mul_")
+foreach_mul_ = torch._foreach_mul_
 """Multiply each tensor by a 0-dim factor."""
-foreach_copy_ = _bind("foreach_copy_")
+foreach_copy_ = torch._foreach_copy_
 """Write each source into the tensor at its place."""
-assert_async = _bind("assert_async")
+assert_async = torch._assert_async
 """Let the device fail with a message unless a condition holds."""
 
 
-@_needs
 def foreach_clamp_(tensors: list[Tensor], low: float, high: float) -> None:
     """Clamp each tensor."""
-    raise_to, lower_to = torch._foreach_clamp_min_, torch._foreach_clamp_max_
-    raise_to(tensors, low)
-    lower_to(tensors, high)
+    torch._foreach_clamp_min_(tensors, low)
+    torch._foreach_clamp_max_(tensors, high)
 
 
 # Tensors.
 
-version_of: Callable[[Tensor], int] = _read("version_of")
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor has been written in place: what changed without us is not what we measured."""
-versions_of: Callable[[Iterable[Tensor]], list[int]] = _needs(
-    lambda tensors: list(map(attrgetter("_version"), tensors)), "version_of"
-)
-"""Return that of each of many tensors."""
-base_of: Callable[[Tensor], Tensor | None] = _read("base_of")
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the tensor that a tensor is a view of; None if it is none."""
-hooks_of_tensor: Callable[[Any], list[Any]] = _needs(
-    lambda tensor: [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()],
-    "hooks_of_tensor",
-)
-"""Return the hooks on the gradient of a tensor, and those that run once it is added to ``.grad`` of a leaf."""
-sparse_values: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._values(), "sparse_values")
+sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
 """Return the values of a sparse COO tensor, coalesced or not, in its memory."""
-sparse_indices: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._indices(), "sparse_indices")
+sparse_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
 """Return the indices of a sparse COO tensor, coalesced or not."""
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the `version_of` each of many tensors."""
+    return list(map(version_of, tensors))
+
+
+def hooks_of_tensor(tensor: Any) -> list[Any]:
+    """Return the hooks on the gradient of a tensor, and those that run once it is added to ``.grad`` of a leaf."""
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
 def loader_has_begun(loader: Any) -> bool:
@@ -283,9 +242,9 @@ current_graph_task = _bind("current_graph_task")
 """Return the number of the backward that runs in this thread, or -1: a hook has no other way to tell."""
 next_sequence_number = _bind("next_sequence_number")
 """Return the number that autograd gives to the next node that this thread makes: modules are ranges of them."""
-sequence_number_of: Callable[[Node], int] = _needs(lambda node: node._sequence_nr(), "sequence_number_of")
+sequence_number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
 """Return the number that autograd gave to a node in the thread that made it; leaves have the largest of all."""
-input_metadata_of: Callable[[Node], Sequence[Any]] = _read("input_metadata_of")
+input_metadata_of: Callable[[Node], Sequence[Any]] = attrgetter("_input_metadata")
 """Return shape, dtype and device of what each gradient that a node takes belongs to, before there are any."""
 call_after_backward: Callable[[Callable[[], None]], None] = _bind("call_after_backward")
 """Call a function once the backward that runs in this thread is complete."""
@@ -450,22 +409,15 @@ def pop_function_mode(mode: TorchFunctionMode) -> None:
         torch._C._push_on_torch_function_stack(above.pop())
 
 
-@_needs
-def arguments_of(operation: Any) -> Sequence[Any]:
-    """Return what the schema of an operation says of its arguments: name, default value, whether it is written to."""
-    return operation._schema.arguments
+arguments_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
+"""Return what the schema of an operation says of its arguments: name, default value, whether it is written to."""
+changes_its_arguments: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+"""Tell whether an operation writes to what it was given, by its schema."""
 
 
-@_needs
 def returns_a_view(operation: Any) -> bool:
     """Tell whether an operation returns other views of what it was given, by its schema."""
     return any(one.alias_info is not None for one in operation._schema.returns)
-
-
-@_needs
-def changes_its_arguments(operation: Any) -> bool:
-    """Tell whether an operation writes to what it was given, by its schema."""
-    return operation._schema.is_mutable
 
 
 @_needs
@@ -481,32 +433,30 @@ def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
 # Modules. What their dicts hold by name, None included, and in which order, no public method tells.
 
 
-parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _read("parameter_slots")
+parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 """Return the parameters of a module itself by attribute name: the dict that it reads, also to be written."""
 
 
-@functools.partial(_needs, row="parameter_slots")
 def parameters_at(places: Iterable[tuple[nn.Module, str]]) -> list[nn.Parameter | None]:
     """Return the parameters of modules by attribute name, None where there is none: many in one call."""
     return [module._parameters.get(slot) for module, slot in places]
 
 
-@functools.partial(_needs, row="parameter_slots")
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter | None]:
     """Return the parameters of many modules themselves, one after the other."""
     return [*chain.from_iterable([module._parameters.values() for module in modules])]
 
 
-buffer_slots: Callable[[nn.Module], dict[str, Tensor | None]] = _read("buffer_slots")
+buffer_slots: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """Return the buffers of a module itself by attribute name: the dict that it reads, also to be written."""
-layer_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = _read("layer_slots")
+layer_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 """Return the layers of a module itself by attribute name: the dict that it reads."""
 
 
 _every_table = attrgetter(*_EVERY.split())
 
-hook_tables_of: Callable[[nn.Module], tuple[Mapping[int, Any], ...]] = _needs(
-    attrgetter(*_HOOKS.split()), "hook_tables_of"
+hook_tables_of: Callable[[nn.Module], tuple[Mapping[int, Any], ...]] = attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 )
 """Return the dicts that hold the hooks of one module on its forward and backward."""
 
@@ -529,20 +479,14 @@ def hook_order(module: nn.Module) -> tuple[int, int] | None:
     return next(iter(after)), next(reversed(before))
 
 
-@_needs
 def call_slot() -> str:
     """Return the attribute that a call of a module goes through, hooks included: what stands there is called."""
-    slot = "_call_impl"
-    getattr(nn.Module, slot)
-    return slot
+    return "_call_impl"
 
 
 def is_compiled(part: Any) -> bool:
     """Tell whether ``part`` is a module that was compiled, by `torch.compile` or its own ``compile()``."""
-    return _is_compiled_module(part) or (isinstance(part, nn.Module) and _compiled_call_of(part) is not None)
-
-
-_compiled_call_of = _read("is_compiled")
+    return _is_compiled_module(part) or (isinstance(part, nn.Module) and part._compiled_call_impl is not None)
 
 
 def _is_compiled_module(part: Any) -> bool:
@@ -572,7 +516,6 @@ def stop_compiling(part: nn.Module) -> Callable[[], None]:
     return resume
 
 
-@_needs
 def renew_recurrent_weights(layer: nn.RNNBase) -> None:
     """Let ``layer`` compute with the tensors in its `parameter_slots`."""
     layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
@@ -582,13 +525,17 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTr
 InstanceNormalization = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 _Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
-batch_norms: Callable[[], type[nn.Module]] = _kind("batch_norms")
+batch_norms: Callable[[], type[nn.Module]] = functools.partial(attrgetter("batchnorm._BatchNorm"), nn.modules)
 """Return the class from which torch's and other packages' batch normalization derives."""
-instance_norms: Callable[[], type[InstanceNormalization]] = _kind("instance_norms")
+instance_norms: Callable[[], type[InstanceNormalization]] = functools.partial(
+    attrgetter("instancenorm._InstanceNorm"), nn.modules
+)
 """Return that of instance normalization."""
-dropouts: Callable[[], type[nn.Dropout]] = _kind("dropouts")
+dropouts: Callable[[], type[nn.Dropout]] = functools.partial(attrgetter("dropout._DropoutNd"), nn.modules)
 """Return that of dropout."""
-transposed_convolutions: Callable[[], type[_Transposed]] = _kind("transposed_convolutions")
+transposed_convolutions: Callable[[], type[_Transposed]] = functools.partial(
+    attrgetter("conv._ConvTransposeNd"), nn.modules
+)
 """Return that of transposed convolutions."""
 
 
@@ -736,32 +683,32 @@ def grads_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
         return list(map(_grad_of, tensors))
 
 
-local_tensor_of: Callable[[Any], Tensor] = _read("local_tensor_of")
+local_tensor_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 """Return this process' part of a DTensor; ``to_local()`` takes microseconds (benchmarks/LOG.md)."""
 
 
 def local_tensors(tensors: Sequence[Tensor | None], missing: Sequence[Tensor]) -> list[Tensor]:
     """Return `local_tensor_of` each DTensor, ordinary tensors as they are; of ``missing`` where there is none."""
     with suppress(AttributeError):  # all are DTensors, and there: looking for what may be missing takes twice as long
-        return list(map(attrgetter("_local_tensor"), tensors))
+        return list(map(local_tensor_of, tensors))  # type: ignore[arg-type]
     return [m if t is None else getattr(t, "_local_tensor", t) for t, m in zip(tensors, missing, strict=True)]
 
 
-spec_of: Callable[[Any], Any] = _read("spec_of")
+spec_of: Callable[[Any], Any] = attrgetter("_spec")
 """Return mesh and placements of a DTensor as one object: the same one as long as nobody lays it out anew."""
 
 
 def specs_of(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Return `spec_of` each DTensor, False for ordinary tensors, None where there is none."""
     with suppress(AttributeError):
-        return list(map(attrgetter("_spec"), tensors))
+        return list(map(spec_of, tensors))
     return [None if t is None else getattr(t, "_spec", False) for t in tensors]
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Return `spec_of` each DTensor, which tells shape and dtype too; of ordinary tensors the dtype."""
     with suppress(AttributeError):
-        return list(map(attrgetter("_spec"), tensors))
+        return list(map(spec_of, tensors))
     return [getattr(t, "_spec", None) or t.dtype for t in tensors]
 
 

@@ -347,17 +347,14 @@ def test_the_cap_holds_on_the_device_path(monkeypatch):
 def test_decisions_of_the_host_and_of_the_device_are_counted_together():
     counts, seen = Counts(limit=None), []
     for skip in (True, True, torch.tensor(True), True, torch.tensor(False), False, torch.tensor(True)):
-        if isinstance(skip, bool):
-            counts.decided(skip)
-        else:
-            counts.decided_on_device(skip)
+        counts.decided(skip)
         seen.append((counts.skipped, counts.in_a_row))
     assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (4, 0), (4, 0), (5, 1)]
 
 
 def test_a_spike_neither_lengthens_nor_ends_a_row_of_skips_once_the_device_counts():
     counts, seen = Counts(limit=None), []
-    counts.decided_on_device(torch.tensor(True))
+    counts.decided(torch.tensor(True))
     for skip, spike in ((True, True), (True, False), (False, False), (True, True)):
         counts.decided(skip, spike)
         seen.append((counts.skipped, counts.in_a_row))

@@ -227,7 +227,7 @@ class ClipAdaptive(FixedRule):
         if isinstance(parameters, ListedParameters) and parameters.module is not None:
             parameters = parameters.module
         if isinstance(parameters, nn.Module):
-            self._layouts = {id(p): (weakref.ref(p), layout) for p, layout in unit_layouts(parameters)}
+            self._layouts = unit_layouts(parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to one model: a copy learns its own."""
@@ -248,7 +248,9 @@ class ClipAdaptive(FixedRule):
     def _decide(self, grads: Gradients, scale: float | Tensor, *, at_once: bool) -> Decision:
         limit = check_threshold("threshold", self.threshold)
         kept = [i for i, out in enumerate(self._excluded(grads)) if not out]
-        clip = decide_units(grads, self._units(), kept, at_scale(limit, scale), self.eps, at_once=at_once)
+        # of parameters that still live: an identity may have been used again
+        layouts = {i: layout for i, (parameter, layout) in self._layouts.items() if parameter() is not None}
+        clip = decide_units(grads, layouts, kept, at_scale(limit, scale), self.eps, at_once=at_once)
         if not isinstance(grads, MeasuredGradients):
             grads = with_norms(grads, clip.norms, there=clip.there)
         norms = norms_of(grads, scale)
@@ -265,36 +267,29 @@ class ClipAdaptive(FixedRule):
             return [False] * len(grads.parameters)
         if not self._learned:
             self._exclude.require_match(grads.parameters, grads.names, complete=False)
-        ids = self._exclude.ids()
-        names = self._names.of(grads)
+        ids, names = self._exclude.ids(), self._names.of(grads)
         return [id(p) in ids or self._exclude.fits(n) for p, n in zip(grads.parameters, names, strict=True)]
-
-    def _units(self) -> dict[int, UnitLayout]:
-        """The layouts of parameters that still live: an identity may have been used again."""
-        return {i: layout for i, (parameter, layout) in self._layouts.items() if parameter() is not None}
 
 
 # Units.
 
 
-def unit_layouts(module: nn.Module) -> Iterator[tuple[Tensor, UnitLayout]]:
-    """Yield each parameter whose units are not what its shape alone would tell, with its units."""
+def unit_layouts(module: nn.Module) -> dict[int, tuple[weakref.ref, UnitLayout]]:
+    """Return, by identity, each parameter whose units are not what its shape alone would tell, with its units."""
+    found: dict[int, tuple[weakref.ref, UnitLayout]] = {}
     for layer in module.modules():
+        is_transposed = isinstance(layer, transposed_convolutions())
+        # Hugging Face's, of shape [in, out]; `fully_shard` derives a class of another name.
+        is_conv1d = not isinstance(layer, nn.Conv1d) and any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
+        if not is_transposed and not is_conv1d:
+            continue
+        layout = UnitLayout(dim=1, groups=layer.groups if is_transposed else 1)  # type: ignore[arg-type]
         # Not `layer.weight`: where the weight is parametrized, reading it computes it, which may change buffers.
-        if isinstance(layer, transposed_convolutions()):
+        for name, p in layer.named_parameters():
             # the gains of weight_norm have the size of one in dimension 1
-            yield from ((p, UnitLayout(dim=1, groups=layer.groups)) for p in _weights(layer) if p.shape[1] > 1)
-        elif _is_conv1d_of_hugging_face(layer):
-            yield from ((p, UnitLayout(dim=1)) for p in _weights(layer) if p.dim() == 2)  # [in, out]
-
-
-def _weights(layer: nn.Module) -> list[Tensor]:
-    return [p for name, p in layer.named_parameters() if name in _WEIGHTS and p.dim() > 1]
-
-
-def _is_conv1d_of_hugging_face(layer: nn.Module) -> bool:
-    """Whether ``layer`` is one, or was until `fully_shard` gave it a class of another name."""
-    return not isinstance(layer, nn.Conv1d) and any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
+            if name in _WEIGHTS and p.dim() > 1 and (p.shape[1] > 1 if is_transposed else p.dim() == 2):
+                found[id(p)] = weakref.ref(p), layout
+    return found
 
 
 def rows_of(gradient: Tensor) -> Tensor:
@@ -322,13 +317,6 @@ def writable(parameter: Tensor, rows: Tensor) -> Tensor:
     whole = gradient if is_sharded(parameter) else rows
     parameter.grad = whole.clone(memory_format=torch.contiguous_format)  # expanded rows may need different factors
     return local_part(parameter.grad)
-
-
-def rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the weights that belong to what `rows_of` returns for ``gradient``."""
-    if gradient.layout is torch.sparse_coo and parameter.dim() > 1:
-        return parameter.detach().index_select(0, sparse_indices(gradient)[0])
-    return parameter.detach()
 
 
 # The rule.
@@ -481,12 +469,14 @@ def _measured(
     rows: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
     for i in layouts:
-        gradient, part = grads.gradients[i], local_part(grads.parameters[i])
+        gradient, part = grads.gradients[i], local_part(grads.parameters[i]).detach()
         if gradient.numel():
             rows[i] = rows_of(gradient)
-            weights[i] = rows_like(gradient, part).to(gradient.device)
+            if gradient.layout is torch.sparse_coo and part.dim() > 1:
+                part = part.index_select(0, sparse_indices(gradient)[0])
+            weights[i] = part.to(gradient.device)
         elif i in split and part.numel():
-            weights[i] = part.detach()
+            weights[i] = part
     norms = _norms_by_device(rows, layouts)
     bounds = _norms_by_device(weights, layouts)
     here = {i: n for i, n in norms.items() if i not in split}
@@ -529,11 +519,10 @@ def _added_up(
         here: The norm of each gradient before and after the clip, without split units, and whether a unit is clipped.
         rule: λ and ε.
     """
-    part, home = grads.reduction, here[0].device
-    assert part is not None
+    home = here[0].device
+    assert grads.reduction is not None
     slots = plan.place(units.norms, home), plan.place(units.weights, home)
-    vector, (weights, shares) = torch.cat([*here, *slots]), plan.weights_and_shares(part)
-    (added,), there = replace(part, weights=weights, shares=shares).measure((vector, 2.0))
+    (added,), there = plan.extended(grads.reduction).measure((torch.cat([*here, *slots]), 2.0))
     before, after, binds, gradients, bounds = added.split([*map(len, here), *map(len, slots)])
     factors = unit_factors(gradients, bounds, *rule)
     left = norm_of_norms(torch.cat([after, gradients * factors]))
@@ -635,12 +624,13 @@ class UnitPlan:
         self._weights = self._each(weights)
         self._places: dict[tuple[int, torch.device], Tensor] = {}
 
-    def weights_and_shares(self, part: NormReduction) -> tuple[Tensor, Tensor]:
-        """Return the weights and the shares of the whole vector, for its `NormReduction`."""
+    def extended(self, part: NormReduction) -> NormReduction:
+        """Return the reduction of the whole vector, of which ``part`` is that of the gradients alone."""
         one, none = part.weights.new_ones(1), part.weights.new_zeros(1 + self.offsets[-1])
         weights = torch.cat([part.weights, part.weights, one, self._weights, self._weights])
         # A weight is there whether the gradient is or not.
-        return weights, torch.cat([part.shares, part.shares, none[:1], self._each(part.shares), none[1:]])
+        shares = torch.cat([part.shares, part.shares, none[:1], self._each(part.shares), none[1:]])
+        return replace(part, weights=weights, shares=shares)
 
     def _each(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(self._slots, output_size=self.offsets[-1])
@@ -682,13 +672,23 @@ def unit_plan_for(
         layouts: By identity, the units of parameters that are not what the shape tells.
         kept: The positions of those whose units are asked for.
         name: Returns the name of the one at a position, for messages.
+
+    Raises:
+        UnsupportedGradientError: If the units of one of these cannot be told.
     """
     ids = tuple(map(id, tensors))  # a plan, and its reducer, end with the first of its parameters
     others = tuple((i, layouts[key]) for i, key in enumerate(ids) if key in layouts)
     known, key = _plans.setdefault(reduction.reducer, {}), (ids, others, tuple(kept))
     if key not in known:
-        chosen = set(kept)
-        all_units = [_units_of(i, p, layouts, name, must=i in chosen) for i, p in enumerate(tensors)]
+        chosen, all_units = set(kept), list[HeldUnits]()
+        for i, tensor in enumerate(tensors):
+            try:
+                held = units_held(tensor, layouts.get(id(tensor)) or layout_of(tensor), name(i))
+            except UnsupportedGradientError:  # of one that is left out they need not be known
+                if i in chosen:
+                    raise
+                held = ONE_UNIT
+            all_units.append(held)
         # All have their slots, so that the vectors of processes that exclude others are as long, and tell who does.
         slots, union = [unit.slots for unit in all_units], reduction.reducer.union
         if union.stages is not None:  # this one knows only its own parameters
@@ -697,15 +697,3 @@ def unit_plan_for(
         units = [unit if i in chosen else ONE_UNIT for i, unit in enumerate(all_units)]
         known[key] = UnitPlan(units, slots, reduction.weights)
     return known[key]
-
-
-def _units_of(
-    index: int, tensor: Tensor, layouts: Mapping[int, UnitLayout], name: Callable[[int], str], must: bool
-) -> HeldUnits:
-    """The units of one tensor; of one that is left out they need not be known."""
-    try:
-        return units_held(tensor, layouts.get(id(tensor)) or layout_of(tensor), name(index))
-    except UnsupportedGradientError:
-        if must:
-            raise
-        return ONE_UNIT

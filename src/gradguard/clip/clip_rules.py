@@ -1,7 +1,7 @@
 """The fixed rules as objects: by value, by the norm of each tensor, by the norm of all."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -222,8 +222,7 @@ class ClipByRMS(FixedRule):
         if self._roots is None or self._roots[0] != sizes or self._roots[1].device != norms.device:
             roots = torch.tensor(sizes, dtype=torch.float64, device="cpu").sqrt()
             self._roots = sizes, roots.to(norms.device, norms.dtype)
-        roots = self._roots[1] if grads.reduction is None else grads.reduction.add_up((self._roots[1], 2.0))[0]
-        return roots.clamp(min=1.0)  # an empty tensor is below any bound
+        return grads.added_up(self._roots[1]).clamp(min=1.0)  # an empty tensor is below any bound
 
 
 def _decide_each(
@@ -317,8 +316,10 @@ class ClipByValue(FixedRule):
             if are_readable(clipped, norm) and not bool(clipped) and bool(norm.isfinite()):
                 return
             clamp_(some, *bounds)
-            after = [norm_where(grads.norms, [not may for may in suspect]), move(total_norm(some), norm.device)]
-            coefficient.copy_(torch.where(clipped, total_of(torch.stack(after)) / total_of(grads.norms), 1.0))
+            others = [one for one, may in zip(grads.norms.unbind(), suspect, strict=True) if not may]
+            others = total_of(torch.stack(others) if others else grads.norms[:0])  # no index is copied to the device
+            after = total_of(torch.stack([others, move(total_norm(some), norm.device)]))
+            coefficient.copy_(torch.where(clipped, after / total_of(grads.norms), 1.0))
 
         result = describe(grads, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
         return Decision(grads, result, None, write)
@@ -333,7 +334,11 @@ class ClipByValue(FixedRule):
         outside = torch.zeros_like(before)
         for i in suspect:
             outside[i] = exceeds([grads.gradients[i]], *bounds).to(outside)
-        after = _norms_clamped(grads.gradients, before, suspect, bounds)
+        after = before.clone()
+        for i in suspect:  # one copy of a gradient at a time
+            copy = grads.gradients[i].clone()
+            clamp_([copy], *bounds)
+            after[i] = total_norm([copy])
         before, after, outside = grads.reduction.add_up((before, 2.0), (after, 2.0), (outside, 1.0))
         grads = with_norms(grads, before)
         norms = norms_of(grads, scale)
@@ -353,24 +358,6 @@ def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> lis
         return [True] * len(norms)
     certain = min(-float(low), float(high)) * (1 - 1e-5)
     return [not norm <= certain for norm in norms.tolist()]
-
-
-def _norms_clamped(
-    gradients: Sequence[Tensor], norms: Tensor, some: Sequence[int], bounds: tuple[float | Tensor, float | Tensor]
-) -> Tensor:
-    """The norms as they will be when the gradients at ``some`` are clamped; one copy of a gradient at a time."""
-    after = norms.clone()
-    for i in some:
-        copy = gradients[i].clone()
-        clamp_([copy], *bounds)
-        after[i] = total_norm([copy])
-    return after
-
-
-def norm_where(norms: Tensor, chosen: Sequence[bool]) -> Tensor:
-    """Return the norm of the chosen gradients from that of each; no index is copied to the device."""
-    some = [norm for norm, this in zip(norms.unbind(), chosen, strict=True) if this]
-    return total_of(torch.stack(some) if some else norms[:0])
 
 
 def at_scale(bound: float | Tensor, scale: float | Tensor) -> float | Tensor:

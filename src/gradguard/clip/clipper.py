@@ -83,14 +83,12 @@ class ClipResult:
         names are those of all, and each number is of this process' part. Reading starts no collective: one process may
         read alone.
         """
-        return {self.names[i]: None if self.counts is None else self.counts[i] for i in self._bad_positions()}
+        bad = (~self.tensor_norms.isfinite()).nonzero().flatten().tolist()
+        return {self.names[i]: None if self.counts is None else self.counts[i] for i in bad}
 
     def culprit_names(self) -> list[str]:
         """Return the names of `culprits`."""
-        return [self.names[i] for i in self._bad_positions()]
-
-    def _bad_positions(self) -> list[int]:
-        return (~self.tensor_norms.isfinite()).nonzero().flatten().tolist()
+        return list(self.culprits())
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,12 @@ class Clipper(ABC):
         with refused_by_name(grads):
             decision = self.decide_at_once(grads)
             decision.apply()
-        result = _zeroed(decision) if policy == "zero" else decision.result
+        result = decision.result
+        if policy == "zero":
+            bad = result.nonfinite
+            zero_if_nonfinite_(torch.where(bad, torch.nan, 0.0), current_gradients(decision.gradients))
+            coefficient = torch.where(bad, 0.0, result.coefficient)
+            result = replace(result, coefficient=coefficient, clipped=result.clipped | bad)
         if heard:
             tell(self.event_of(decision, result))
         return result
@@ -423,12 +426,3 @@ def describe(
         locked_in=locked_in,
         group_norms=group_norms,
     )
-
-
-def _zeroed(decision: Decision) -> ClipResult:
-    """Make all gradients 0 if one of them was not finite, and tell it."""
-    result = decision.result
-    bad = result.nonfinite
-    zero_if_nonfinite_(torch.where(bad, torch.nan, 0.0), current_gradients(decision.gradients))
-    coefficient = torch.where(bad, 0.0, result.coefficient)
-    return replace(result, coefficient=coefficient, clipped=result.clipped | bad)

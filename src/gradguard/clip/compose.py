@@ -11,7 +11,6 @@ from torch import Tensor
 from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, choice, describe, load_all
 from gradguard.clip.gradients import (
     Gradients,
-    MeasuredGradients,
     Parameters,
     current_gradients,
     measured,
@@ -33,15 +32,15 @@ class _Composite(Clipper):
         raise NotImplementedError
 
     def choices(self, grads: Gradients) -> Settings:
-        """Return the settings of all members."""
+        """Return the choices of all members."""
         return tuple(chosen for member in self._clippers() for chosen in member.choices(grads))
 
     def leaves(self) -> list[Clipper]:
-        """Return the settings of all members."""
+        """Return the rules that the members are made of."""
         return [leaf for member in self._clippers() for leaf in member.leaves()]
 
     def orders(self) -> set[float]:
-        """Return the settings of all members."""
+        """Return the orders of the norms that the members ask for."""
         return {2.0}.union(*(member.orders() for member in self._clippers()))
 
     def is_per_tensor(self) -> bool:
@@ -270,7 +269,19 @@ class Groups(_Composite):
         self._open = rest is ...
         clippers = [clipper for _, clipper in pairs] + ([] if isinstance(rest, EllipsisType) else [rest])
         labels = [_label(selection, i) for i, (selection, _) in enumerate(pairs)] + ["rest"] * (not self._open)
-        _check(clippers, labels)
+        for label, clipper in zip(labels, clippers, strict=True):
+            if clipper is not None and not isinstance(clipper, Clipper):
+                raise InvalidTypeError(
+                    f"the clipper of {label!r} is {clipper!r}: expected a clipper such as ClipByGlobalNorm(1.0), or "
+                    "None to exempt the group."
+                )
+        if _has_one_twice([clipper for clipper in clippers if clipper is not None]):
+            raise InvalidValueError(
+                "two groups have the same clipper object, whose state would follow both: make one for each, or put "
+                "both into one group with a tuple of patterns."
+            )
+        if len(set(labels)) < len(labels):
+            raise InvalidValueError(f"two groups have the same name, among {', '.join(labels)}: names tell them apart.")
         self.members: dict[str, Clipper | None] = dict(zip(labels, clippers, strict=True))
         self._names = KnownNames()
         self._checked: object = None  # the parameters that `learn` has last seen
@@ -317,7 +328,10 @@ class Groups(_Composite):
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure all gradients once, and let each group's rule decide on its own."""
         grads = self.measure(grads)
-        parts = self._parts_of(grads)
+        positions: list[list[int]] = [[] for _ in self.members]
+        for i, place in enumerate(self._places_of(grads)):
+            positions[place].append(i)
+        parts = [grads.group(own) for own in positions]
         norms = norms_of(grads, scale)
         group_norms = {label: total_of(norms_of(p, scale)) for label, p in zip(self.members, parts, strict=True)}
         decisions = {
@@ -350,12 +364,6 @@ class Groups(_Composite):
         tell()
         result = describe(grads, norms, coefficient, clipped, norm=norm, locked_in=locked_in, group_norms=group_norms)
         return Decision(grads, result, None, write)
-
-    def _parts_of(self, grads: MeasuredGradients) -> list[MeasuredGradients]:
-        positions: list[list[int]] = [[] for _ in self.members]
-        for i, place in enumerate(self._places_of(grads)):
-            positions[place].append(i)
-        return [grads.group(own) for own in positions]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each group's clipper, by the label of the group."""
@@ -398,9 +406,10 @@ class Groups(_Composite):
                 k for k, s in enumerate(self._selectors) if id(parameter) in ids[k] or (s.patterns and s.fits(names))
             ]
             if len(fitting) > 1:
-                doubled[id(parameter)] = f"{_plain(grads, i)} ({' and '.join(repr(labels[k]) for k in fitting)})"
+                name = grads.name(i).strip("`")
+                doubled[id(parameter)] = f"{name} ({' and '.join(repr(labels[k]) for k in fitting)})"
             elif not fitting and self._open:
-                left_out[id(parameter)] = _plain(grads, i)
+                left_out[id(parameter)] = grads.name(i).strip("`")
             places.append(fitting[0] if fitting else len(self._selectors))
         if doubled:
             raise InvalidValueError(
@@ -432,35 +441,9 @@ def _label(selection: Selection, index: int) -> str:
     return f"group {index}"
 
 
-def _check(clippers: Sequence[Any], labels: Sequence[str]) -> None:
-    """Check the members of groups.
-
-    Raises:
-        InvalidTypeError: If one is neither a clipper nor None.
-        InvalidValueError: If a label or a clipper comes twice.
-    """
-    for label, clipper in zip(labels, clippers, strict=True):
-        if clipper is not None and not isinstance(clipper, Clipper):
-            raise InvalidTypeError(
-                f"the clipper of {label!r} is {clipper!r}: expected a clipper such as ClipByGlobalNorm(1.0), or None "
-                "to exempt the group."
-            )
-    if _has_one_twice([clipper for clipper in clippers if clipper is not None]):
-        raise InvalidValueError(
-            "two groups have the same clipper object, whose state would follow both: make one for each, or put both "
-            "into one group with a tuple of patterns."
-        )
-    if len(set(labels)) < len(labels):
-        raise InvalidValueError(f"two groups have the same name, among {', '.join(labels)}: names tell them apart.")
-
-
 def _has_one_twice(clippers: Iterable[Clipper]) -> bool:
     leaves = [id(leaf) for clipper in clippers for leaf in clipper.leaves()]
     return len(set(leaves)) < len(leaves)
-
-
-def _plain(grads: Gradients, index: int) -> str:
-    return grads.name(index).strip("`")
 
 
 def _count(some: Mapping[int, str]) -> str:

@@ -120,7 +120,11 @@ def clip_grad_norm_(
     """
     del foreach
     max_norm, order = check_threshold("max_norm", max_norm), check_order(norm_type)
-    policy = _resolve_policy(error_if_nonfinite, nonfinite)
+    if error_if_nonfinite and nonfinite not in (None, "raise"):
+        raise InvalidValueError(
+            f'error_if_nonfinite=True means nonfinite="raise", but nonfinite={nonfinite!r} was given: leave one out.'
+        )
+    policy = "raise" if error_if_nonfinite else check_policy(nonfinite or "propagate")
     names, tensors = named_tensors(parameters, "parameters")
     stages, module = Stages.named(process_group, mesh, shared), module_of(parameters)
     grads = to_clip_by(gradients_of(names, tensors, stages, module), "clip_grad_norm_", max_norm, order, policy)
@@ -327,11 +331,3 @@ def apply_gradient_clipping(
     else:
         clipper = ClipByGlobalNorm(threshold) if clipping_type == "norm" else ClipByValue(threshold)
     return clipper.for_one_step()(model, nonfinite=policy)
-
-
-def _resolve_policy(error_if_nonfinite: bool, nonfinite: NonFinitePolicy | None) -> NonFinitePolicy:
-    if error_if_nonfinite and nonfinite not in (None, "raise"):
-        raise InvalidValueError(
-            f'error_if_nonfinite=True means nonfinite="raise", but nonfinite={nonfinite!r} was given: leave one out.'
-        )
-    return "raise" if error_if_nonfinite else check_policy(nonfinite or "propagate")

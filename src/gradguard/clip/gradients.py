@@ -50,7 +50,6 @@ class Gradients:
         positions: The place of each in what the user passed.
         names: Names of all that the user passed, or ``None`` if they had none.
         reduction: How the norms of the parts add up over processes; None if every process holds all.
-        wants_each: Whether the user wants the norm of each, which is sent between processes only then.
         reach: How far the optimizer's step moves the weights for each unit of a gradient, if that is known.
     """
 
@@ -59,7 +58,6 @@ class Gradients:
     positions: Sequence[int]
     names: Sequence[str] | None
     reduction: NormReduction | None = field(default=None, kw_only=True)
-    wants_each: bool = field(default=False, kw_only=True)
     reach: "Reach | None" = field(default=None, kw_only=True)
 
     def name(self, index: int) -> str:
@@ -69,6 +67,10 @@ class Gradients:
         gradient = self.gradients[index]
         shape = "nested" if gradient.is_nested else tuple(gradient.shape)
         return f"parameter {self.positions[index]} (shape {shape}, no name: pass model.named_parameters())"
+
+    def added_up(self, norms: Tensor, order: float = 2.0) -> Tensor:
+        """Return the norms of whole tensors, from those of what this process holds of each: ``[len(gradients)]``."""
+        return norms if self.reduction is None else self.reduction.add_up((norms, order))[0]
 
     def plain_names(self) -> tuple[str, ...]:
         """Return the name of each gradient, or its position where the user gave no names."""
@@ -187,7 +189,7 @@ def gradients_among(tensors: Parameters) -> Gradients:
             grads = Gradients(spread[0], spread[0], range(len(entries)), names, reduction=spread[1])
             check_admitted(grads.gradients, grads.name, writes=False)
             return grads
-        given = [e for e in given if e is not None and not (isinstance(e, tuple) and e and e[-1] is None)]
+        given = [e for e, entry in zip(given, entries, strict=True) if entry is not None]
     names, values = named_tensors(cast("Parameters", given), "tensors")
     first = first_places(values)
     kept = [values[i] for i in first]
@@ -228,8 +230,7 @@ def to_clip_by(grads: Gradients, *settings: Setting) -> Gradients:
 @torch.no_grad()
 def norms_in(grads: Gradients, order: float = 2.0) -> Tensor:
     """Return the norm of each gradient, of all its parts on all processes: ``[len(grads.gradients)]``, float64."""
-    norms = tensor_norms(grads.gradients, order)
-    return norms if grads.reduction is None else grads.reduction.add_up((norms, order))[0]
+    return grads.added_up(tensor_norms(grads.gradients, order), order)
 
 
 def current_gradients(grads: Gradients) -> Sequence[Tensor]:
@@ -330,15 +331,16 @@ class MeasuredGradients(Gradients):
 
     def group(self, places: Sequence[int]) -> "MeasuredGradients":
         """Return the gradients at ``places``, with their norms."""
-        parameters, gradients = ([one[i] for i in places] for one in (self.parameters, self.gradients))
-        return MeasuredGradients(
-            parameters,
-            gradients,
-            [self.positions[i] for i in places],
-            self.names,
-            _entries(self.norms, places),
+        parameters, gradients, positions = (
+            [one[i] for i in places] for one in (self.parameters, self.gradients, self.positions)
+        )
+        return replace(
+            self,
+            parameters=parameters,
+            gradients=gradients,
+            positions=positions,
+            norms=_entries(self.norms, places),
             reduction=None if self.reduction is None else self.reduction.of(places),
-            reach=self.reach,
             others={order: _entries(norms, places) for order, norms in self.others.items()},
             there=None if self.there is None else _entries(self.there, places),
         )
@@ -385,13 +387,10 @@ def norms_of(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) 
         >>> norms_of(gradients_of(["weight"], [weight]))
         tensor([5.], dtype=torch.float64)
     """
-    known = None
+    norms = None
     if isinstance(grads, MeasuredGradients):
-        known = grads.norms if order == 2 else grads.others.get(order)
-    return _unscaled(norms_in(grads, order) if known is None else known, scale)
-
-
-def _unscaled(norms: Tensor, scale: float | Tensor) -> Tensor:
+        norms = grads.norms if order == 2 else grads.others.get(order)
+    norms = norms_in(grads, order) if norms is None else norms
     if isinstance(scale, Tensor):
         return norms / move(scale.detach(), norms.device, norms.dtype)
     return norms if scale == 1 else norms / scale

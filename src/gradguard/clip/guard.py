@@ -2,7 +2,7 @@
 
 import threading
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -39,76 +39,32 @@ LossT = TypeVar("LossT", Tensor, float)
 
 
 @dataclass(frozen=True, slots=True)
-class TakenStep:
-    """An optimizer step that was taken.
+class StepOutcome:
+    """Whether an optimizer step was taken.
 
     Attributes:
-        reason: The reason for which it could have been left out; None where none could.
+        skipped: Whether it was left out; 0-dim bool where only the device knows.
+        spike: Whether that is for a spike; a bool if ``skipped`` is one.
+        reason: The reason for which a step without a spike is left out; None where there is none.
     """
 
+    skipped: bool | Tensor = False
+    spike: bool | Tensor = False
     reason: SkipReason | None = None
-    skipped: ClassVar[bool] = False
-    spike: ClassVar[bool] = False
-
-    def why(self) -> None:
-        """Return None: it was not left out."""
-
-    def count(self, counts: Counts) -> None:
-        """Add it to ``counts``."""
-        counts.decided(False)
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedStep:
-    """An optimizer step that was left out.
-
-    Attributes:
-        reason: The reason.
-    """
-
-    reason: SkipReason
-    skipped: ClassVar[bool] = True
 
     @property
-    def spike(self) -> bool:
-        """Whether that is for a spike."""
-        return self.reason == "spike"
-
-    def why(self) -> SkipReason:
-        """Return the reason."""
-        return self.reason
-
-    def count(self, counts: Counts) -> None:
-        """Add it to ``counts``, which may raise if there are too many in a row."""
-        counts.decided(True, self.spike)
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredStep:
-    """An optimizer step of which only the device knows whether it was left out.
-
-    Attributes:
-        skipped: Whether it was; 0-dim bool on the device.
-        reason: The reason, if it was, unless ``spike`` is it.
-        spike: Whether it was left out as a spike; False where nobody looks for them.
-    """
-
-    skipped: Tensor
-    reason: SkipReason
-    spike: Tensor | Literal[False] = False
+    def is_left_out(self) -> bool:
+        """Whether it was left out, as far as the host knows."""
+        return self.skipped is True
 
     def why(self) -> SkipReason | None:
-        """Return why it was left out, None if it was taken; the host waits."""
+        """Return why it was left out, None if it was taken; the host waits where only the device knows."""
         if not bool(self.skipped):
             return None
         return "spike" if bool(self.spike) else self.reason
 
-    def count(self, counts: Counts) -> None:
-        """Add it to ``counts``, which may raise some steps late."""
-        counts.decided_on_device(self.skipped, self.spike)
 
-
-StepOutcome = TakenStep | SkippedStep | DeferredStep
+_SPIKE = StepOutcome(skipped=True, spike=True, reason="spike")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +79,7 @@ class _GuardStep:
         waits: Whether a GradScaler has begun it and the optimizer has not, which it may never do.
     """
 
-    outcome: StepOutcome = TakenStep()
+    outcome: StepOutcome = StepOutcome()
     clip: ClipResult | None = None
     snapshot: OptimizerSnapshot | None = None
     unjudged: tuple[Decision, UpdateSize] | None = None
@@ -255,7 +211,8 @@ class Guard(OfOneOptimizer):
         self.optimizer, self.clipper, self.spikes = optimizer, clipper, check_spikes(spikes)
         self._policy: GuardPolicy = nonfinite
         # Who helps it.
-        self._guarded = GuardedParameters(optimizer, clipper, model, stages)  # which the clipper may refuse
+        self._guarded = GuardedParameters(optimizer, clipper, model, stages)
+        self._guarded.look()  # at what the clipper may refuse
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
         self._spike_watch = SpikeWatch(spikes, clipper)
         # What outlives a step.
@@ -297,7 +254,7 @@ class Guard(OfOneOptimizer):
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
-        if isinstance(self._step.outcome, SkippedStep):  # an evaluation after the one that ended the step
+        if self._step.outcome.is_left_out:  # an evaluation after the one that ended the step
             self._cancel()
             return True
         in_backward = is_in_backward()
@@ -306,14 +263,14 @@ class Guard(OfOneOptimizer):
         if number == 0:
             self._spike_watch.begin(self.steps + 1, in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        grads = self._guarded.gradients(self._proxy, self._policy)
+        grads = self._guarded.gradients(self._policy, self._proxy)
         with refused_by_name(grads):
             # A spike's gradients are left as they are, for `SpikeRecovery`, and an error leaves everything.
             at_once = self._policy != "raise" and self.spikes is None
             decide = self.clipper.decide_at_once if at_once else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
         self.last = decision.result
-        self._step = replace(self._step, clip=decision.result, outcome=TakenStep())
+        self._step = replace(self._step, clip=decision.result, outcome=StepOutcome())
         update = self._update_of(decision) if number == 0 else None
         try:
             outcome = self._act(decision, scale, overflow, number, update)
@@ -324,12 +281,12 @@ class Guard(OfOneOptimizer):
                 self._step.snapshot.restore()
             raise
         self._step = replace(self._step, outcome=outcome)
-        if isinstance(outcome, SkippedStep):
+        if outcome.is_left_out:
             self._cancel()
         self._tell(decision)
         if not self._attached:  # detached from another thread meanwhile: `_after` will not come
             self._count(decision.result, outcome)
-        return isinstance(outcome, SkippedStep)
+        return outcome.is_left_out
 
     def _update_of(self, decision: Decision) -> Tensor | None:
         """Return how far the step will move the weights, for spikes; None if nobody asks, or it shows only afterwards.
@@ -357,7 +314,7 @@ class Guard(OfOneOptimizer):
         spike = self._spike_watch.judge(result, bad, 0, size.measure(decision.gradients))
         if spike is not None and bool(spike):
             self._spike_watch.undo_clipper()
-            self._step = replace(self._step, outcome=SkippedStep("spike"))
+            self._step = replace(self._step, outcome=_SPIKE)
             if is_heard():
                 undone = "undid the step behind this one, because the norm of its update is a spike"
                 event = RecoveryEvent(self.optimizer, "rolled_back", undone, lost=1, recovery=1)
@@ -391,7 +348,7 @@ class Guard(OfOneOptimizer):
             bad = self._spike_watch.bad_on_any(bad)
         if not skips_bad and spike is None:
             self._clip(decision, folds, scale, self._policy)
-            return TakenStep()
+            return StepOutcome()
         if not skips_bad:
             bad = torch.zeros_like(bad)
         elif kernel is not None and decision.coefficient is not None:
@@ -401,15 +358,16 @@ class Guard(OfOneOptimizer):
         if kernel is None or not kernel.skips_safely():
             outcome = self._look(bad, spike, reason)
         else:  # the optimizer's kernel clips, or leaves the step out: only the device knows which
-            outcome = DeferredStep(bad, reason) if spike is None else DeferredStep(bad | spike, reason, spike)
-            kernel.skip_if(outcome.skipped)
-        if not isinstance(outcome, SkippedStep):
+            left_out = bad if spike is None else bad | spike
+            kernel.skip_if(left_out)
+            outcome = StepOutcome(left_out, False if spike is None else spike, reason)
+        if not outcome.is_left_out:
             self._clip(decision, folds, scale, policy)
         self._spike_watch.undo_clipper(outcome.spike)
         return outcome
 
     @staticmethod
-    def _look(bad: Tensor, spike: Tensor | None, reason: SkipReason) -> TakenStep | SkippedStep:
+    def _look(bad: Tensor, spike: Tensor | None, reason: SkipReason) -> StepOutcome:
         """Return the outcome of a step that the host decides: for ``bad`` gradients it is left out by ``reason``.
 
         Raises:
@@ -422,9 +380,7 @@ class Guard(OfOneOptimizer):
                 'or Guard(..., nonfinite="propagate") without spikes=.'
             )
         skip, spiked = (bool(bad), False) if spike is None else torch.stack([bad, spike]).tolist()  # one look
-        if spiked:
-            return SkippedStep("spike")
-        return SkippedStep(reason) if skip else TakenStep(reason)
+        return _SPIKE if spiked else StepOutcome(skip, reason=reason)
 
     def _clip(
         self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None, policy: GuardPolicy
@@ -463,7 +419,7 @@ class Guard(OfOneOptimizer):
             self._proxy.leave()
         self._judge_update()
         step, self._step = self._step, _GuardStep(self._step.outcome)  # which keeps nothing of the optimizer alive
-        if isinstance(step.outcome, SkippedStep) and step.snapshot is not None:
+        if step.outcome.is_left_out and step.snapshot is not None:
             step.snapshot.restore()
         self._spike_watch.end()
         if step.clip is not None:
@@ -474,7 +430,7 @@ class Guard(OfOneOptimizer):
         """Count a step that has ended; only here, so that one that an error ends leaves no count."""
         self._counts.begin(clip)
         try:
-            outcome.count(self._counts)
+            self._counts.decided(outcome.skipped, outcome.spike)
         except NonFiniteGradientError as error:
             if is_in_backward():
                 tell_what_has_stepped(error)
@@ -498,9 +454,9 @@ class Guard(OfOneOptimizer):
         if not self._attached or not self._step.waits or step.skipped is None:
             return
         with torch.no_grad():
-            decision = self.clipper.decide(self._guarded.gradients(self._proxy, self._policy))
+            decision = self.clipper.decide(self._guarded.gradients(self._policy, self._proxy))
         self.last = decision.result
-        self._step = _GuardStep(SkippedStep("grad_scaler"))
+        self._step = _GuardStep(StepOutcome(skipped=True, reason="grad_scaler"))
         self._tell(decision)
         self._count(self.last, self._step.outcome)
 
@@ -656,19 +612,6 @@ def give_back(owner: Any) -> None:
     _owners.discard(owner)
 
 
-def _refuse_wrapper(optimizer: object) -> None:
-    from gradguard.integrations import (
-        wrapped_optimizers,
-    )  # the one import that goes up: only integrations know trainers
-
-    wrapped_optimizers.refuse_owned(optimizer)
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # it may look like a plain one
-        call = wrapped_optimizers.what_serves(optimizer)
-        advice = "" if call is None else f". {call}"
-        kind = type(optimizer).__name__
-        raise InvalidTypeError(f"optimizer is {kind}, which wraps another: pass wrapper.optimizer{advice}.")
-
-
 def guard_of(optimizer: Optimizer) -> Guard | None:
     """Return the guard that is attached to ``optimizer``, None if there is none."""
     known = _guards.get(optimizer)
@@ -681,7 +624,16 @@ def check_hookable(optimizer: object) -> None:
     Raises:
         InvalidTypeError: If the optimizer cannot be hooked or wraps another.
     """
-    _refuse_wrapper(optimizer)
+    from gradguard.integrations import (
+        wrapped_optimizers,
+    )  # the one import that goes up: only integrations know trainers
+
+    wrapped_optimizers.refuse_owned(optimizer)
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # it may look like a plain one
+        call = wrapped_optimizers.what_serves(optimizer)
+        advice = "" if call is None else f". {call}"
+        kind = type(optimizer).__name__
+        raise InvalidTypeError(f"optimizer is {kind}, which wraps another: pass wrapper.optimizer{advice}.")
     if not runs_hooks(optimizer):
         raise InvalidTypeError(
             f"optimizer is {type(optimizer).__name__}, whose step() runs no hooks: expected a torch.optim.Optimizer. "

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,43 +43,34 @@ class Counts:
         self.steps += 1
         self._history.append((self.steps, result))
 
-    def decided(self, skip: bool, spike: bool = False) -> None:
-        """Note a decision that the host knows.
+    def decided(self, skip: bool | Tensor, spike: bool | Tensor = False) -> None:
+        """Note a decision; of one that only the device knows, too many skips in a row are an error some steps late.
 
         Args:
-            skip: Whether the step is skipped.
+            skip: Whether the step is skipped; 0-dim bool where only the device knows.
             spike: Whether that is for a finite spike, which neither lengthens nor ends a row of skips.
 
         Raises:
             NonFiniteGradientError: If there were too many skips in a row.
         """
-        if self._on_device is not None:
-            known = torch.full((), skip, device=self._on_device.device)
-            self._follow(known & (not spike), known, self._on_device)
-        self._skipped += skip
-        self._in_a_row = self._in_a_row + (not spike) if skip else 0
-        if skip and not spike and self._on_device is None:
-            self.check(self._in_a_row)
-
-    def decided_on_device(self, skip: Tensor, spike: Tensor | Literal[False] = False) -> None:
-        """Note a decision that only the device knows; too many skips in a row are an error some steps late.
-
-        Args:
-            skip: Whether the step is skipped; 0-dim bool.
-            spike: Whether that is for a finite spike; 0-dim bool, False where nobody looks for them.
-        """
-        if self._on_device is None:
-            refuse_capture(skip.device, "the count of skipped steps")
-            self._on_device = torch.zeros(2, dtype=torch.int64, device=skip.device)
-            self._on_device[0] += self._skipped
-            self._on_device[1] += self._in_a_row
-        self._follow(skip if spike is False else skip & ~spike, skip, self._on_device)
-        self._late.push(self._on_device[1].reshape(1))
-
-    @staticmethod
-    def _follow(bad: Tensor, skip: Tensor, counts: Tensor) -> None:
-        counts[0].add_(skip)
-        counts[1].add_(bad).mul_(skip)
+        counts = self._on_device
+        if not isinstance(skip, bool):
+            if counts is None:
+                refuse_capture(skip.device, "the count of skipped steps")
+                counts = self._on_device = torch.zeros(2, dtype=torch.int64, device=skip.device)
+                counts[0] += self._skipped
+                counts[1] += self._in_a_row
+            counts[0].add_(skip)
+            counts[1].add_(skip if spike is False else skip & ~spike).mul_(skip)
+            self._late.push(counts[1].reshape(1))
+        elif counts is not None:
+            counts[0] += skip
+            counts[1].add_(skip and not spike).mul_(skip)
+        else:
+            self._skipped += skip
+            self._in_a_row = self._in_a_row + (not spike) if skip else 0
+            if skip and not spike:
+                self.check(self._in_a_row)
 
     def check(self, in_a_row: int) -> None:
         """Raise if ``in_a_row`` skips are too many.

@@ -1,4 +1,4 @@
-"""The parameters of a guarded optimizer, which its clipper learns of, and their gradients at a step."""
+"""The parameters of an optimizer whose steps are clipped, which the clipper learns of, and their gradients."""
 
 from dataclasses import replace
 
@@ -9,10 +9,9 @@ from gradguard.clip.clipper import Clipper, ListedParameters
 from gradguard.clip.gradients import Gradients, gradients_of
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy
-from gradguard.clip.reach import with_reach
+from gradguard.clip.reach import Reach, with_reach
 from gradguard.distributed.reduction_group import Stages
 from gradguard.optimizer_hooks import parameters_of
-from gradguard.policies import GuardPolicy
 
 
 class GuardedParameters:
@@ -20,7 +19,7 @@ class GuardedParameters:
 
     Args:
         optimizer: The optimizer.
-        clipper: Learns of the parameters, and may refuse them.
+        clipper: Learns of the parameters at each `look` that finds new ones, and may refuse them.
         model: Names them; None for the names that the optimizer has.
         stages: The pipeline stages along which they differ.
 
@@ -35,25 +34,26 @@ class GuardedParameters:
         self._optimizer, self._clipper = optimizer, clipper
         self._model_names, self._names = names_in(model, optimizer), list[str]()
         self._stages_learned = False
-        self._look()
 
-    def gradients(self, proxy: OptimizerProxy | None, policy: GuardPolicy) -> Gradients:
+    def gradients(self, policy: str, proxy: OptimizerProxy | None = None, reach: Reach | None = None) -> Gradients:
         """Return the gradients as the clipper compares them.
 
         Args:
+            policy: The policy for gradients that are not finite, or what else all processes must clip by.
             proxy: Lays them out for a fused kernel; None for an optimizer without one.
-            policy: The guard's policy for gradients that are not finite.
+            reach: How far the step moves the weights; None for what the optimizer tells before it steps.
         """
-        new = self._look()
+        new = self.look()
         grads = gradients_of(self._names, self.parameters, self.stages, self.model)
         if proxy is not None and proxy.is_fused():
             grads = replace(grads, gradients=proxy.lay_out(grads.parameters, grads.gradients))
         if self.stages.group is not None and (new or not self._stages_learned):
             self._clipper.learn(ListedParameters(grads, self.model))  # those of all stages
             self._stages_learned = True
-        return self._clipper.compared(with_reach(grads, self._clipper, self._optimizer), policy)
+        grads = with_reach(grads, self._clipper, self._optimizer) if reach is None else replace(grads, reach=reach)
+        return self._clipper.compared(grads, policy)
 
-    def _look(self) -> bool:
+    def look(self) -> bool:
         """Return whether the optimizer has got new parameters, which the clipper is shown."""
         parameters = parameters_of(self._optimizer)
         if list(map(id, parameters)) == list(map(id, self.parameters)):

@@ -1,7 +1,6 @@
 """A guard's part in finite spikes: `SkipSpikes` judges each step, and the clipper forgets a skipped one."""
 
 import warnings
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,19 +13,6 @@ from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.layout import move, wide_dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _WatchedStep:
-    """The step that is running, as spikes see it.
-
-    Attributes:
-        clipper: The clipper's state before it; empty where no step is skipped, or none is running.
-        is_judged: Whether the detector has judged it.
-    """
-
-    clipper: dict[str, Any] = field(default_factory=dict)
-    is_judged: bool = False
-
-
 class SpikeWatch:
     """Judges each step of one guard once, and gives the clipper back the state that it had before a skipped one.
 
@@ -37,7 +23,9 @@ class SpikeWatch:
 
     def __init__(self, spikes: SkipSpikes | None, clipper: Clipper) -> None:
         self._spikes, self._clipper = spikes, clipper
-        self._step = _WatchedStep()
+        self._before: dict[str, Any] = {}
+        """The clipper's state before the step that is running; empty where no step is skipped, or none is running."""
+        self._is_judged = False  # whether the detector has judged that step
         self._late = LateReader(self._tell_nonfinite_loss)
         self._was_told = False
 
@@ -59,7 +47,7 @@ class SpikeWatch:
                 "gradients is known yet: a spike cannot be told there. Step after backward(), or leave spikes= away."
             )
         self._spikes.begin(step)
-        self._step = _WatchedStep(self._clipper.state_dict() if self._spikes.act else {})
+        self._before, self._is_judged = self._clipper.state_dict() if self._spikes.act else {}, False
 
     def judge(self, result: ClipResult, bad: Tensor, evaluation: int, update: Tensor | None) -> Tensor | None:
         """Return whether the step is a spike to be skipped; None if nothing would be.
@@ -83,7 +71,7 @@ class SpikeWatch:
         if update is not None:
             norms.append(move(update, result.norm.device))
         spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)
-        self._step = replace(self._step, is_judged=True)
+        self._is_judged = True
         if isinstance(found := self._spikes.nonfinite_loss, Tensor):
             self._late.push(found.reshape(1))
         else:
@@ -110,23 +98,24 @@ class SpikeWatch:
 
     def end(self) -> None:
         """End the step, taken or not."""
-        self._step = _WatchedStep()
+        self._before, self._is_judged = {}, False
         if self._spikes is not None:
             self._spikes.forget_loss()
 
     def break_off(self) -> None:
         """End a step that an error has ended: drop its loss, and let clipper and detector forget it where they can."""
         self.undo_clipper()
-        if self._spikes is not None and self._step.is_judged:
+        if self._spikes is not None and self._is_judged:
             self._spikes.take_back()
         self.end()
 
     def undo_clipper(self, spike: Tensor | bool = True) -> None:
         """Give the clipper the state back that it had before this step, where ``spike`` is true."""
-        before = self._step.clipper
-        if before and spike is not False:
-            state = before if spike is True else _chosen(spike, before, self._clipper.state_dict())
-            self._clipper.load_state_dict(state)
+        if self._before and spike is not False:
+            before = self._before
+            self._clipper.load_state_dict(
+                before if spike is True else _chosen(spike, before, self._clipper.state_dict())
+            )
 
 
 def _chosen(old_one: Tensor, old: Any, new: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gradguard.clip.clipper import Clipper
@@ -48,7 +48,17 @@ class ClipEachOptimizer:
             The event of the clip.
         """
         parameters = parameters_of(optimizer)
-        clipper, names = self._clipper_of(optimizer, parameters, modules)
+        clipper, known, names = self._clippers.get(optimizer) or (None, [], [])
+        if clipper is None or list(map(id, parameters)) != known:
+            living, names = modules(), names_of(optimizer, {})
+            if self._exclude:
+                selector = Selector(self._exclude, "exclude")
+                named = [entry for module in living for entry in named_parameters(module, remove_duplicate=False)]
+                selector.require_match([p for _, p in named], [name for name, _ in named], complete=True)
+                clipper = self._make(exclude=[p for name, p in named if selector.fits([name])])
+            clipper = clipper or self._make()
+            clipper.learn(nn.ModuleList(living))  # which is gone after this line, and leaves no trace on them
+            self._clippers[optimizer] = clipper, list(map(id, parameters)), names
         if is_in_backward():
             refuse_in_backward(clipper, parameters, ONE_STAGE)
         scale = getattr(optimizer, "grad_scale", None)
@@ -57,22 +67,3 @@ class ClipEachOptimizer:
         decision = clipper.decide(grads, 1.0 if scale is None else scale)
         decision.apply()
         return clipper.event_of(decision, decision.result, optimizer)
-
-    def _clipper_of(
-        self, optimizer: Optimizer, parameters: Sequence[Tensor], modules: Callable[[], Sequence[nn.Module]]
-    ) -> tuple[Clipper, list[str]]:
-        clipper, known, names = self._clippers.get(optimizer) or (None, [], [])
-        if clipper is None or list(map(id, parameters)) != known:
-            living, names = modules(), names_of(optimizer, {})
-            if self._exclude:
-                clipper = self._make(exclude=self._excluded(living))
-            clipper = clipper or self._make()
-            clipper.learn(nn.ModuleList(living))  # which is gone after this line, and leaves no trace on them
-            self._clippers[optimizer] = clipper, list(map(id, parameters)), names
-        return clipper, names
-
-    def _excluded(self, modules: Sequence[nn.Module]) -> list[Tensor]:
-        selector = Selector(self._exclude, "exclude")
-        named = [entry for module in modules for entry in named_parameters(module, remove_duplicate=False)]
-        selector.require_match([p for _, p in named], [name for name, _ in named], complete=True)
-        return [p for name, p in named if selector.fits([name])]

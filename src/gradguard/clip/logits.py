@@ -182,7 +182,9 @@ class AttentionListener:
         self._heard = heard
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            if not _never_attends(module):
+            forward = type(module).forward
+            of_torch = (getattr(forward, "__module__", None) or "").startswith("torch.nn.modules.")
+            if not of_torch or forward is nn.MultiheadAttention.forward:  # torch's other layers compute no attention
                 enter, leave = ForwardHook(self._enter, name), ForwardHook(self._leave, name)
                 self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
                 self._hooks.append(module.register_forward_hook(leave, always_call=True))
@@ -295,13 +297,6 @@ def _call_of_flex(call: AttentionCall, name: str) -> AttentionCall:
             "largest logit. Expected kernel_options without BACKEND='FLASH', or detach() the watch."
         )
     return call
-
-
-def _never_attends(module: nn.Module) -> bool:
-    """Tell whether ``module`` is one of torch's own layers that compute no attention."""
-    forward = type(module).forward
-    of_torch = (getattr(forward, "__module__", None) or "").startswith("torch.nn.modules.")
-    return of_torch and forward is not nn.MultiheadAttention.forward
 
 
 class LogitWatch:

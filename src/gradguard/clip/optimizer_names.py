@@ -1,8 +1,6 @@
 """Names of the parameters of an optimizer."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -34,16 +32,11 @@ def names_of(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
 
     Two of one name (from two models, say) are called by their places: a clipper may keep something under each name.
     """
-    places = [(i, k, p) for i, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
-    own = [name for i, group in enumerate(optimizer.param_groups) for name in _own_names(group, i)]
-    names = [known.get(id(p)) or name for (_, _, p), name in zip(places, own, strict=True)]
+    names, places = list[str](), list[str]()
+    for i, group in enumerate(optimizer.param_groups):
+        numbered = [f"param_groups[{i}]['params'][{k}]" for k in range(len(group["params"]))]
+        own = group.get("param_names") or numbered
+        names += [known.get(id(p)) or name for p, name in zip(group["params"], own, strict=True)]
+        places += numbered
     count = Counter(names)
-    return [
-        name if count[name] == 1 else f"param_groups[{i}]['params'][{k}]"
-        for name, (i, k, _) in zip(names, places, strict=True)
-    ]
-
-
-def _own_names(group: dict[str, Any], position: int) -> Sequence[str]:
-    numbered = [f"param_groups[{position}]['params'][{k}]" for k in range(len(group["params"]))]
-    return group.get("param_names") or numbered
+    return [name if count[name] == 1 else place for name, place in zip(names, places, strict=True)]

@@ -297,6 +297,7 @@ class _Attention:
         query: The layer that makes queries; a `torch.nn.MultiheadAttention` itself.
         key: The layer that makes keys, the same one if it makes queries, keys and values.
         rotary: How many of a head's last dimensions have a key that all heads share (MLA).
+        layers: The layers whose outputs are compared with what attends; of `torch.nn.MultiheadAttention` none.
         measured: Numbers whose maximum over micro-batches and processes is taken: a header, then the largest logit of
             each row that makes queries.
         shape: The size of a head, how many heads and how many key heads, once they are known.
@@ -308,6 +309,7 @@ class _Attention:
     query: Any
     key: Any
     rotary: int = 0
+    layers: list[nn.Linear] = field(init=False)
     measured: Tensor = field(init=False)
     shape: tuple[int, int, int] | None = None
     is_seen: bool = False
@@ -316,6 +318,10 @@ class _Attention:
     _factors: tuple[Tensor, Tensor] | None = None
     """The least and the largest factor of each head's queries and keys in any call."""
     _found: list[Tensor] = field(default_factory=list)
+    _slots: list[tuple[str, Any, str]] = field(init=False)
+    """What the rows of each weight and bias make, the module that has it, and its name there.
+
+    Rows make queries (q), keys (k), or queries, keys and values in this order (qkv)."""
 
     @property
     def title(self) -> str:
@@ -327,30 +333,26 @@ class _Attention:
         """The argument that leaves it alone, for a message."""
         return f"projections={{{self.name!r}: None}}"
 
-    def layers(self) -> list[nn.Linear]:
-        """Return the layers whose outputs are compared with what attends; of `torch.nn.MultiheadAttention` none."""
-        return [] if isinstance(self.query, nn.MultiheadAttention) else list(dict.fromkeys([self.query, self.key]))
-
-    def slots(self) -> list[tuple[str, Any, str]]:
-        """Return what the rows of each weight and bias make, the module that has it, and its name there.
-
-        Rows make queries (q), keys (k), or queries, keys and values in this order (qkv).
-        """
+    def __post_init__(self) -> None:
+        """Find where the weights and biases are."""
         layer = self.query
-        if not isinstance(layer, nn.MultiheadAttention):
-            layers = [("qkv", layer)] if layer is self.key else [("q", layer), ("k", self.key)]
-            return [(kind, one, name) for name in ("weight", "bias") for kind, one in layers]
-        weights = ["in_proj_weight"] if layer.in_proj_weight is not None else ["q_proj_weight", "k_proj_weight"]
-        return [(name[0] if name[1] == "_" else "qkv", layer, name) for name in (*weights, "in_proj_bias")]
+        if isinstance(layer, nn.MultiheadAttention):
+            self.layers = []
+            weights = ["in_proj_weight"] if layer.in_proj_weight is not None else ["q_proj_weight", "k_proj_weight"]
+            self._slots = [(name[0] if name[1] == "_" else "qkv", layer, name) for name in (*weights, "in_proj_bias")]
+        else:
+            made = {"qkv": layer} if layer is self.key else {"q": layer, "k": self.key}
+            self.layers = [*made.values()]
+            self._slots = [(kind, one, name) for name in ("weight", "bias") for kind, one in made.items()]
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Return the weights and then the biases, each with what its rows make."""
-        found = [(kind, getattr(layer, name)) for kind, layer, name in self.slots()]
+        found = [(kind, getattr(layer, name)) for kind, layer, name in self._slots]
         return [(kind, parameter) for kind, parameter in found if parameter is not None]
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights by what their rows make."""
-        return {kind: getattr(layer, name) for kind, layer, name in self.slots() if name.endswith("weight")}
+        return {kind: getattr(layer, name) for kind, layer, name in self._slots if name.endswith("weight")}
 
     def nothing(self) -> Tensor:
         """Return ``measured`` before anything is."""
@@ -378,13 +380,13 @@ class _Attention:
 
     def _why_not_plain(self) -> str | None:
         """Return why rescaling its weight need not rescale what a layer returns; None if all layers are plain."""
-        for layer in self.layers():
+        for layer in self.layers:
             if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
                 return (
                     f"is a {type(layer).__name__} whose output need not scale with its weight (an adapter, a forward "
                     "of its own): expected a plain torch.nn.Linear"
                 )
-        for _, layer, name in self.slots():
+        for _, layer, name in self._slots:
             if name.endswith("weight") and parameter_slots(layer).get(name) is None:
                 return (
                     f"is a {type(layer).__name__} whose weight is computed from other parameters (weight_norm, "
@@ -401,7 +403,7 @@ class _Attention:
             self.module.register_forward_hook(ForwardHook(self._leave), prepend=True),
             *(
                 layer.register_forward_hook(ForwardHook(self._keep, place), prepend=True)
-                for place, layer in enumerate(self.layers())
+                for place, layer in enumerate(self.layers)
             ),
         ]
 
@@ -414,7 +416,7 @@ class _Attention:
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         del args, result
         tell_waiting()
-        unheard = bool(self._outputs) if self.layers() else not self._heard
+        unheard = bool(self._outputs) if self.layers else not self._heard
         self._outputs = []
         if unheard and module.training and torch.is_grad_enabled():
             self._refuse_unheard()
@@ -456,7 +458,7 @@ class _Attention:
                 "keys, and a rescaling of these need not lower it. Attend without it (a block_mask may stay), or leave "
                 f"the attention alone with {self.left_alone}. {_NOTHING_DONE}."
             )
-        layers, outputs = self.layers(), dict(kept)
+        layers, outputs = self.layers, dict(kept)
         self._require(
             len(outputs) == len(layers) == len(kept),
             "attends more than once with what its projections return, or they run more than once in its forward, or "
@@ -686,7 +688,10 @@ def _check_weights(model: nn.Module, attentions: Sequence[_Attention], optimizer
         InvalidValueError: If weights are another optimizer's, shared, or those of another QKClip.
         UnsupportedGradientError: If a layer is no plain linear one, or frozen.
     """
-    own, places = set(map(id, parameters_of(optimizer))), _places(model)
+    own, places = set(map(id, parameters_of(optimizer))), dict[int, list[str]]()
+    for name, module in model.named_modules():  # the names of each layer in its parents, of each parameter in layers
+        for kind, part in (*layer_slots(module).items(), *parameter_slots(module).items()):
+            places.setdefault(id(part), []).append(f"{name}.{kind}".lstrip("."))
     for one in attentions:
         one.check()
         if one.query in _clipped:
@@ -712,7 +717,7 @@ def _check_weights(model: nn.Module, attentions: Sequence[_Attention], optimizer
                     "the optimizer that steps them, made of the model as it is now. Where several optimizers share "
                     f"them, make a QKClip for each with {one.left_alone} for those of others."
                 )
-        for tied in (*one.layers(), *(parameter for _, parameter in one.parameters())):
+        for tied in (*one.layers, *(parameter for _, parameter in one.parameters())):
             names = places.get(id(tied), ())
             if len(names) > 1:
                 raise InvalidValueError(
@@ -720,12 +725,3 @@ def _check_weights(model: nn.Module, attentions: Sequence[_Attention], optimizer
                     "change what it is not meant to. Give each place a layer and a weight of its own, or leave the "
                     "attention alone, None in projections."
                 )
-
-
-def _places(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names of each layer in its parents, and of each parameter in its layers, by ``id``."""
-    places: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for kind, part in (*layer_slots(module).items(), *parameter_slots(module).items()):
-            places.setdefault(id(part), []).append(f"{name}.{kind}".lstrip("."))
-    return places

@@ -43,25 +43,19 @@ class Reach:
         """
         weights = [local_part(p) if g.numel() else g for p, g in zip(grads.parameters, grads.gradients, strict=True)]
         norms = tensor_norms(weights, order)
-        rates = [self._as_tensor(rate, norms) for rate in self.rates]
+        rates = [
+            move(rate.detach(), norms.device, norms.dtype).reshape(())
+            if isinstance(rate, Tensor)
+            else torch.full((), rate, dtype=norms.dtype, device=norms.device)
+            for rate in self.rates
+        ]
         if len(rates) > 1:  # weights that stand still are no part of what moves, nor are those of another stage
             rate_of = {id(p): rate for group, rate in zip(self.groups, rates, strict=True) for p in group["params"]}
             nothing = torch.zeros_like(rates[0])
             own = torch.stack([rate_of.get(id(p), nothing) for p in grads.parameters])
             norms = torch.where(own > 0, norms, 0.0)
-        length = _total(grads, norms, order) / torch.stack(rates).max()
+        length = norm_of_norms(grads.added_up(norms, order), order) / torch.stack(rates).max()
         return torch.where((length > 0) & length.isfinite(), length, math.inf)
-
-    @staticmethod
-    def _as_tensor(rate: float | Tensor, norms: Tensor) -> Tensor:
-        if isinstance(rate, Tensor):
-            return move(rate.detach(), norms.device, norms.dtype).reshape(())
-        return torch.full((), rate, dtype=norms.dtype, device=norms.device)
-
-
-def _total(grads: Gradients, norms: Tensor, order: float) -> Tensor:
-    """The norm over all processes, of what each holds."""
-    return norm_of_norms(norms if grads.reduction is None else grads.reduction.add_up((norms, order))[0], order)
 
 
 def with_reach(grads: Gradients, clipper: Clipper, optimizer: Optimizer) -> Gradients:
@@ -87,14 +81,11 @@ def reach_of(optimizer: Optimizer) -> Reach | None:
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return None
-    rates = list(map(_of_sgd, optimizer.param_groups))
-    known = [rate for rate in rates if rate is not None]
-    return Reach(optimizer.param_groups, known) if len(known) == len(rates) else None
-
-
-def _of_sgd(group: Mapping[str, Any]) -> float | Tensor | None:
-    momentum = group["momentum"]
-    if not momentum:
-        return group["lr"]
-    left = 1 - momentum**2
-    return group["lr"] * max(1.0, (1 - group["dampening"]) / math.sqrt(left)) if left > 0 else None
+    rates: list[float | Tensor] = []
+    for group in optimizer.param_groups:
+        rate, momentum = group["lr"], group["momentum"]
+        left = 1 - momentum**2
+        if not left > 0:
+            return None
+        rates.append(rate * max(1.0, (1 - group["dampening"]) / math.sqrt(left)) if momentum else rate)
+    return Reach(optimizer.param_groups, rates)

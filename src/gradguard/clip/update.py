@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue
-from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters
-from gradguard.clip.gradients import gradients_of, refused_by_name
+from gradguard.clip.clipper import Clipper, ClipResult
+from gradguard.clip.gradients import refused_by_name
 from gradguard.clip.guard import OfOneOptimizer, check_attachable, give_back, take
+from gradguard.clip.guard_parameters import GuardedParameters
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
-from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.reach import Reach
 from gradguard.distributed.placements import local_part
 from gradguard.distributed.reduction_group import Stages
@@ -115,22 +115,20 @@ class ClipUpdate(OfOneOptimizer):
         mesh: Any = None,
         shared: Any = None,
     ) -> None:
-        self._stages = Stages.named(process_group, mesh, shared)
+        stages = Stages.named(process_group, mesh, shared)
         self.clipper = ClipByRMS(1.0) if clipper is None else clipper
         check_attachable(optimizer, self.clipper)
         _learning_rates(optimizer)
         self.optimizer, self.last = optimizer, cast("ClipResult | None", None)
-        self._model, self._model_names = model, names_in(model, optimizer)
+        self._guarded = GuardedParameters(optimizer, self.clipper, model, stages)
         self._moving: list[_Moving] = []
         self._rates: list[float | Tensor] = []  # of the step that is running, for each parameter
-        self._names: list[str] = []
-        self._is_learned = False  # whether the clipper has seen these parameters
         take(self)
         self._hooks = EveryStep(lambda *_: None, self._after, optimizer=optimizer, enter=self._enter)
 
     def __repr__(self) -> str:
         """Return the call that makes such a clip, of what is called ``optimizer`` and ``model`` here."""
-        model = "" if self._model is None else ", model=model"
+        model = "" if self._guarded.model is None else ", model=model"
         return f"ClipUpdate(optimizer, {self.clipper!r}{model})"
 
     def detach(self) -> None:
@@ -164,12 +162,11 @@ class ClipUpdate(OfOneOptimizer):
         del optimizer, closure
         parameters = parameters_of(self.optimizer)
         if is_in_backward():
-            refuse_in_backward(self.clipper, parameters, self._stages)
+            refuse_in_backward(self.clipper, parameters, self._guarded.stages)
         self._rates = _learning_rates(self.optimizer)
         known = {id(one.parameter): one for one in self._moving if one.fits()}
         if list(known) != list(map(id, parameters)):
             self._moving = [known.get(id(p)) or _Moving.of(p) for p in parameters]
-            self._names, self._is_learned = names_of(self.optimizer, self._model_names), False
         for one in self._moving:
             local_part(one.before).copy_(local_part(one.parameter))
 
@@ -184,7 +181,10 @@ class ClipUpdate(OfOneOptimizer):
             one.measure(rate)
         plain = all(type(leaf) in _OF_GRADIENTS_ALONE for leaf in self.clipper.leaves())
         with _in_place_of_gradients(self._moving), nullcontext() if plain else _as_before(self._moving):
-            decision = self._decide(rates)
+            reach = Reach([{"params": [one.parameter]} for one in self._moving], rates)
+            grads = self._guarded.gradients("update", reach=reach)
+            with refused_by_name(grads):
+                decision = self.clipper.decide(grads)
             self.last, bad = decision.result, decision.result.clipped | decision.result.nonfinite
             # Whether a member of a composition binds may show only when those before it have written.
             if type(self.clipper) in _OF_GRADIENTS_ALONE and are_readable(bad) and not bool(bad):
@@ -192,19 +192,6 @@ class ClipUpdate(OfOneOptimizer):
             decision.apply()
         for one, rate in zip(self._moving, rates, strict=True):
             one.write(rate)
-
-    def _decide(self, rates: list[float | Tensor]) -> Decision:
-        """Return the decision of the clipper on the updates, which stand in place of the gradients."""
-        names, parameters = self._names, [one.parameter for one in self._moving]
-        grads = gradients_of(names, parameters, self._stages, self._model)
-        if not self._is_learned:
-            named = ListedParameters(grads, self._model) if self._stages.group is not None else self._model
-            self.clipper.learn(list(zip(names, parameters, strict=True)) if named is None else named)
-            self._is_learned = True
-        reach = Reach([{"params": [p]} for p in parameters], rates)
-        grads = self.clipper.compared(replace(grads, reach=reach), "update")
-        with refused_by_name(grads):
-            return self.clipper.decide(grads)
 
 
 _OF_GRADIENTS_ALONE = (ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue)

@@ -150,5 +150,4 @@ class UpdateSize:
         for parameter, gradient in zip(grads.parameters, grads.gradients, strict=True):
             before = self._before.get(id(parameter))  # None of one that another pipeline stage has
             moved.append(gradient[:0] if before is None else local_part(parameter).detach() - before)
-        norms = tensor_norms(moved)
-        return norm_of_norms(norms if grads.reduction is None else grads.reduction.add_up((norms, 2.0))[0])
+        return norm_of_norms(grads.added_up(tensor_norms(moved)))

@@ -74,7 +74,9 @@ class Copier:
         if isinstance(value, Tensor):
             return self.tensor(value)
         if isinstance(value, dict):
-            return _Mapping(_empty(value), {key: self.copy(entry) for key, entry in value.items()})
+            empty = {} if type(value) is dict else copy.copy(value)
+            empty.clear()
+            return _Mapping(empty, {key: self.copy(entry) for key, entry in value.items()})
         if isinstance(value, list | tuple | deque):
             return _Sequence(value, [self.copy(entry) for entry in value])
         return self.other(value)
@@ -99,9 +101,8 @@ class Copier:
                 f"a snapshot needs the numbers of every tensor, and one ({type(tensor).__name__}, {tensor.device}) has "
                 "none yet: materialize the model, or run it once if it has lazy layers, before the snapshot."
             )
-        inner = inner_tensors(tensor)
-        if inner:
-            parts = {name: self.tensor(part) for name, part in inner.items()}
+        parts = {name: self.tensor(part) for name, part in inner_tensors(tensor).items()}
+        if parts:
             return WrappedCopy(tensor, parts)
         return PlainCopy(self._filled(tensor.detach()), tensor.device, tensor.layout)
 
@@ -313,9 +314,18 @@ class Restorer:
         if isinstance(kept, TensorCopy):
             return self._tensor(kept, live)
         if isinstance(kept, _Mapping):
-            return self._mapping(kept, live)
+            into = live if isinstance(live, dict) else copy.copy(kept.empty)
+            contents = {key: self.restored(entry, into.get(key)) for key, entry in kept.items()}
+            into.clear()
+            into.update(contents)
+            return into
         if isinstance(kept, _Sequence):
-            return self._sequence(kept, live)
+            old = [*live] if isinstance(live, list | tuple | deque) else []
+            made = kept.made([self.restored(entry, before) for entry, before in zip_longest(kept, old[: len(kept)])])
+            if isinstance(live, list) and type(made) is list:
+                live[:] = made
+                return live
+            return made
         return kept.value if isinstance(kept, Same) else _owned(kept, self.known)
 
     def _tensor(self, kept: TensorCopy, live: Any) -> Tensor:
@@ -328,21 +338,6 @@ class Restorer:
             self._given[id(kept)] = kept.fresh()
             self._places.add(_place(self._given[id(kept)]))
         return self._given[id(kept)]
-
-    def _mapping(self, kept: _Mapping, live: Any) -> Any:
-        into = live if isinstance(live, dict) else copy.copy(kept.empty)
-        contents = {key: self.restored(entry, into.get(key)) for key, entry in kept.items()}
-        into.clear()
-        into.update(contents)
-        return into
-
-    def _sequence(self, kept: _Sequence, live: Any) -> Any:
-        old = [*live] if isinstance(live, list | tuple | deque) else []
-        made = kept.made([self.restored(entry, before) for entry, before in zip_longest(kept, old[: len(kept)])])
-        if isinstance(live, list) and type(made) is list:
-            live[:] = made
-            return live
-        return made
 
 
 def is_plain(value: Any) -> bool:
@@ -358,22 +353,13 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | Tensor)
 
 
-def _empty(value: dict[Any, Any]) -> dict[Any, Any]:
-    if type(value) is dict:
-        return {}
-    empty = copy.copy(value)
-    empty.clear()
-    return empty
-
-
 def _owned(value: Any, known: dict[int, Any] | None) -> Any:
     return value if callable(value) or isinstance(value, _BY_REFERENCE) else copy.deepcopy(value, known)
 
 
 def _place(tensor: Tensor) -> int:
-    inner = inner_tensors(tensor)
-    if inner:
-        return _place(next(iter(inner.values())))
+    for inner in inner_tensors(tensor).values():
+        return _place(inner)
     strided = tensor.layout is torch.strided and tensor.numel() > 0
     return tensor.data_ptr() if strided else -id(tensor)
 

@@ -58,7 +58,7 @@ class Frozen:
         self._slots = [
             (buffer_slots(one), n, b) for one in owners for n, b in buffer_slots(one).items() if b is not None
         ]
-        buffers = {id(b): b for _, _, b in self._slots}.values() if copies else ()
+        buffers = {id(b): b for _, _, b in self._slots if copies}.values()
         self._copies = [(b, b.detach().clone()) for b in buffers]
         self.generators = generators
         self._gathered = [GatheredLayers(module) for module in modules] if attributes else []

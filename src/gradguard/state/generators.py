@@ -31,13 +31,11 @@ def generator_states(devices: Iterable[torch.device] | None = None) -> States:
     Args:
         devices: Accelerators to look at; None for all of the current kind that the program has used.
     """
-    numpy = sys.modules.get("numpy")
-    return {
-        "python": random.getstate(),
-        "numpy": None if numpy is None else numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "devices": [(str(device), device_state(device)) for device in (_used() if devices is None else devices)],
-    }
+    numpy, states = sys.modules.get("numpy"), states_of_torch(_used() if devices is None else devices)
+    states["python"] = random.getstate()
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state()
+    return states
 
 
 def states_of_torch(devices: Iterable[torch.device]) -> States:

@@ -111,10 +111,9 @@ def _ordered(told: Any) -> OrderedDict[Any, Any]:
 
 
 def _told_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
-    for name, factory in _FACTORIES.items():
-        if factory is value.default_factory:
-            return [name, _pairs(value)]
-    raise PlainError(f"a defaultdict of {value.default_factory}")
+    if value.default_factory not in _FACTORIES.values():
+        raise PlainError(f"a defaultdict of {value.default_factory}")
+    return [getattr(value.default_factory, "__name__", "None"), _pairs(value)]
 
 
 _KINDS = {
@@ -196,7 +195,7 @@ class PlainWriter:
 
     def _encoded(self, value: Any) -> Any:
         if type(value) is list:
-            return [self._encoded(item) for item in value]
+            return list(map(self._encoded, value))
         if type(value) in _AS_THEY_ARE:
             return value
         kind, content = self._told(value)
@@ -291,11 +290,11 @@ class PlainReader:
         content = self._made(content)
         if kind == "tensor":
             return self._tensors[content]
-        return self._array(*content) if kind == "array" else _KINDS[kind].made(content)
-
-    def _array(self, name: str, shape: list[int], is_scalar: bool, raw: StoredTensor) -> Any:
+        if kind != "array":
+            return _KINDS[kind].made(content)
         import numpy
 
+        name, shape, is_scalar, raw = content
         array = self.tensor(raw).numpy().view(numpy.dtype(name)).reshape(shape)
         if not is_array(array):
             raise PlainError("an array has a dtype that is not known")

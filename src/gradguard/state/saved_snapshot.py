@@ -133,8 +133,8 @@ def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any
     Raises:
         InvalidValueError: If not.
     """
-    then = {name: _stored_in_words(one) for name, one in stored.items()}
-    now = {name: _live_in_words(one) for name, one in live.items()}
+    then = {name: _in_words(one) for name, one in stored.items()}
+    now = {name: _in_words(one) for name, one in live.items()}
     wrong = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     if wrong:
         told = "; ".join(f"{n}: {then.get(n, 'none')}, here {now.get(n, 'none')}" for n in wrong[:5])
@@ -315,22 +315,19 @@ def check_save(directory: Path, number: int, error: Exception | None, group: Any
         )
 
 
-def _stored_in_words(stored: Any) -> str:
-    first = first_of(stored)
-    if isinstance(stored, StoredShard):
-        return _in_words(stored.shape, first.like.dtype, first.device, LayoutName(stored.mesh, stored.placements))
-    if isinstance(stored, StoredSparse):
-        return f"{_in_words(stored.shape, stored.parts[-1].like.dtype, first.device)}, sparse_coo"
-    return _in_words(first.like.shape, first.like.dtype, first.device)
-
-
-def _live_in_words(live: Any) -> str:
-    if not is_sharded(live):
-        words = _in_words(live.shape, live.dtype, live.device)
-        return words if live.layout is torch.strided else f"{words}, {str(live.layout).removeprefix('torch.')}"
-    return _in_words(live.shape, live.dtype, local_part(live).device, layout_name(live))
-
-
-def _in_words(shape: Any, dtype: Any, device: Any, layout: LayoutName | None = None) -> str:
-    plain = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
-    return plain if layout is None else f"{plain}, {layout}"
+def _in_words(one: Any) -> str:
+    """Return dtype, shape, device and layout of a tensor, or of what stands for one in a file."""
+    match one:
+        case StoredTensor():
+            facts = one.like.dtype, one.like.shape, one.device
+        case StoredSparse():
+            facts = one.parts[-1].like.dtype, one.shape, one.parts[0].device, torch.sparse_coo
+        case StoredShard():
+            facts = one.local.like.dtype, one.shape, one.local.device, LayoutName(one.mesh, one.placements)
+        case _ if is_sharded(one):
+            facts = one.dtype, one.shape, local_part(one).device, layout_name(one)
+        case _:
+            facts = one.dtype, one.shape, one.device, *([] if one.layout is torch.strided else [one.layout])
+    dtype, shape, device, *layout = facts
+    words = [f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"]
+    return ", ".join([*words, *(str(told).removeprefix("torch.") for told in layout)])

@@ -1,7 +1,7 @@
 """A whole training state in memory, to which a run can go back again and again."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -93,7 +93,21 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, extra_state: Iterable[Any] = ()) -> None:
         extra_state = list(extra_state)
-        _check(model, optimizer, extra_state)
+        if not isinstance(model, nn.Module):
+            raise InvalidTypeError(f"model is {type(model).__name__}: expected the torch.nn.Module that is trained.")
+        for one in [optimizer, *(m for m in extra_state if isinstance(m, Optimizer))]:
+            if not isinstance(one, Optimizer):
+                raise InvalidTypeError(f"optimizer is {type(one).__name__}: expected a torch.optim.Optimizer.")
+            if isinstance(getattr(one, "optimizer", None), Optimizer):
+                raise InvalidTypeError(
+                    f"optimizer is {type(one).__name__}, which wraps another: pass the one inside, wrapper.optimizer."
+                )
+        for one in extra_state:
+            if not isinstance(one, torch.Generator) and not has_state(one):
+                raise InvalidTypeError(
+                    f"extra_state has a {type(one).__name__}: expected objects with state_dict() and "
+                    "load_state_dict(), modules, optimizers or torch.Generator."
+                )
         modules = [model, *(one for one in extra_state if isinstance(one, nn.Module))]
         optimizers = [optimizer, *(one for one in extra_state if isinstance(one, Optimizer))]
         others = [OtherState(one) for one in extra_state if not isinstance(one, nn.Module | Optimizer)]
@@ -120,7 +134,14 @@ class Snapshot:
             UnsupportedGradientError: If there are weights that cannot be copied, a container of an optimizer contains
                 itself, or a CUDA graph is being recorded.
         """
-        self._refuse_left_out_schedulers()
+        driven = [part.driven for part in self._parts if isinstance(part, OtherState)]
+        for state in self._optimizers:
+            if has_scheduler(state.optimizer) and not any(one is state.optimizer for one in driven):
+                raise InvalidValueError(
+                    f"a learning-rate scheduler drives this {type(state.optimizer).__name__} and is not in the "
+                    "snapshot: it would go on from a learning rate that has gone back. Pass it: "
+                    "Snapshot(model, optimizer, extra_state=(scheduler,))."
+                )
         self._prepare()
         self.taken = False
         self._copier.begin()
@@ -266,31 +287,3 @@ class Snapshot:
         for part in self._parts:
             part.prepare()
         self._order.begin(tensor.device for part in self._parts for tensor in part.tensors())
-
-    def _refuse_left_out_schedulers(self) -> None:
-        driven = [part.driven for part in self._parts if isinstance(part, OtherState)]
-        for state in self._optimizers:
-            if has_scheduler(state.optimizer) and not any(one is state.optimizer for one in driven):
-                raise InvalidValueError(
-                    f"a learning-rate scheduler drives this {type(state.optimizer).__name__} and is not in the "
-                    "snapshot: it would go on from a learning rate that has gone back. Pass it: "
-                    "Snapshot(model, optimizer, extra_state=(scheduler,))."
-                )
-
-
-def _check(model: object, optimizer: object, extra_state: Sequence[Any]) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model is {type(model).__name__}: expected the torch.nn.Module that is trained.")
-    for one in [optimizer, *(m for m in extra_state if isinstance(m, Optimizer))]:
-        if not isinstance(one, Optimizer):
-            raise InvalidTypeError(f"optimizer is {type(one).__name__}: expected a torch.optim.Optimizer.")
-        if isinstance(getattr(one, "optimizer", None), Optimizer):
-            raise InvalidTypeError(
-                f"optimizer is {type(one).__name__}, which wraps another: pass the one inside, wrapper.optimizer."
-            )
-    for one in extra_state:
-        if not isinstance(one, torch.Generator) and not has_state(one):
-            raise InvalidTypeError(
-                f"extra_state has a {type(one).__name__}: expected objects with state_dict() and load_state_dict(), "
-                "modules, optimizers or torch.Generator."
-            )

@@ -190,7 +190,12 @@ class OptimizerPart(SnapshotPart):
         """Return what was kept, with names in the place of parameters, which a file does not hold."""
         content = packer.restored(self._copy.kept)
         places = {id(p): place for place, p in self._copy.parameters.items()}
-        state = [(_key(key, places), one) for key, one in zip(self._copy.keys, content["state"], strict=True)]
+        if any(isinstance(key, Tensor) and id(key) not in places for key in self._copy.keys):
+            raise UnsupportedGradientError(
+                "the optimizer has state of a tensor that is in none of its groups any more."
+            )
+        keys = [places.get(id(key), key) for key in self._copy.keys]
+        state = list(zip(keys, content["state"], strict=True))
         return {"names": self._names(), **content, "state": state}
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:
@@ -199,11 +204,15 @@ class OptimizerPart(SnapshotPart):
         compare_layouts(f"the parameters of {type(self.optimizer).__name__}", packed["parameters"], live)
         self._refuse_another_order(packed["names"])
         self._copy.keys = [live.get(key, key) for key, _ in packed["state"]]
+        known, saved = attributes_of(self.optimizer), packed["attributes"]
+        for name in saved.keys() - known.keys():  # a file may set numbers, and no method or table
+            if name in NOT_ATTRIBUTES or hasattr(self.optimizer, name) or not name.isidentifier():
+                raise PlainError(f"{type(self.optimizer).__name__}.{name!a:.40} is no number of an optimizer")
         content = {
             "parameters": packed["parameters"],
             "groups": packed["groups"],
             "state": [value for _, value in packed["state"]],
-            "attributes": attributes_of(self.optimizer) | _checked_attributes(packed["attributes"], self.optimizer),
+            "attributes": known | saved,
         }
         self._copy.kept = unpacker.copy(content)
 
@@ -293,18 +302,3 @@ def _zero_gradients(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.zero_()
-
-
-def _key(key: Any, places: dict[int, str]) -> Any:
-    if isinstance(key, Tensor) and id(key) not in places:
-        raise UnsupportedGradientError("the optimizer has state of a tensor that is in none of its groups any more.")
-    return places.get(id(key), key)
-
-
-def _checked_attributes(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return attributes that may be set: numbers of this optimizer, and none of its methods or tables."""
-    known = attributes_of(optimizer)
-    for name in saved.keys() - known.keys():
-        if name in NOT_ATTRIBUTES or hasattr(optimizer, name) or not name.isidentifier():
-            raise PlainError(f"{type(optimizer).__name__}.{name!a:.40} is no number of an optimizer")
-    return saved

@@ -31,16 +31,14 @@ class StepBuffers:
     @torch.no_grad()
     def keep(self) -> None:
         """Keep the buffers as they are now: the step is over."""
-        for one in self._kept:
-            if one.is_written():
-                one.keep()
+        for one in filter(_KeptBuffer.is_written, self._kept):
+            one.keep()
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor | bool) -> None:
         """Give back what `keep` has kept if the step was ``skipped``, 0-dim bool on any device."""
-        for one in self._kept:
-            if one.is_written():
-                one.put_back(skipped)
+        for one in filter(_KeptBuffer.is_written, self._kept):
+            one.put_back(skipped)
 
     def remove(self) -> None:
         """Let go of all copies."""

@@ -64,7 +64,10 @@ class WeightWatch:
     def _sums_of(self, weights: Sequence[Tensor]) -> Tensor:
         home, sums = meeting_device(weights), [torch.zeros(1, device="cpu")]
         for (device, dtype), places in grouped(weights).items():
-            factors = self._factors_for(device, torch.float64 if dtype is torch.float64 else torch.float32)
+            key = device, torch.float64 if dtype is torch.float64 else torch.float32
+            if key not in self._factors:
+                self._factors[key] = seeded_normal((_ROW,), key[1], device)
+            factors = self._factors[key]
             lines = [flat(weights[i].detach()) for i in places]
             short = [line for line in lines if len(line) <= _SHORT]
             for line in [*(line for line in lines if len(line) > _SHORT), *([torch.cat(short)] if short else [])]:
@@ -74,11 +77,6 @@ class WeightWatch:
                     sums.append(block[:whole].view(-1, _ROW) @ factors)
                     sums.append((block[whole:] @ factors[: len(block) - whole])[None])
         return torch.cat([move(one, home, sums[-1].dtype) for one in sums])
-
-    def _factors_for(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        if (device, dtype) not in self._factors:
-            self._factors[device, dtype] = seeded_normal((_ROW,), dtype, device)
-        return self._factors[device, dtype]
 
     def _weights(self) -> list[Tensor]:
         """The weights, of sharded ones the part of this process."""

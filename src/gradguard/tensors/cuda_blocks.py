@@ -71,16 +71,17 @@ class CudaBlocks:
 
     @staticmethod
     def of(
-        tensors: Sequence[Tensor], rows: Sequence[int] | None = None, *, writes: bool = False
+        tensors: Sequence[Tensor], rows: Sequence[int] | None = None, *, p: float = 2.0, writes: bool = False
     ) -> "CudaBlocks | None":
         """Return ``tensors`` for the kernels, or None if these cannot take all of them.
 
         Args:
             tensors: Any tensors.
             rows: As for the class; each is one unit by default.
+            p: The order of the norm that will be asked for, for which there must be a kernel.
             writes: Whether they will be written: then no two may share memory.
         """
-        if not tensors or not tensors[0].is_cuda or not _may_start(tensors[0].device):
+        if p not in (2.0, math.inf) or not tensors or not tensors[0].is_cuda or not _may_start(tensors[0].device):
             return None
         if any(kind.__torch_dispatch__ is not _ORDINARY for kind in set(map(type, tensors))):
             return None
@@ -89,11 +90,6 @@ class CudaBlocks:
             return None
         blocks = CudaBlocks(tensors, [1] * len(tensors) if rows is None else rows, memory)
         return None if blocks.programs > MOST or (writes and blocks.overlaps) else blocks
-
-    @staticmethod
-    def measures(p: float) -> bool:
-        """Tell whether there is a kernel for the norm of order ``p``."""
-        return p in (2.0, math.inf)
 
     def norms(self, p: float) -> Tensor:
         """Return the norm of every unit: float64, in two launches."""
@@ -134,9 +130,12 @@ class CudaBlocks:
         increment_version(self._tensors)
 
     def _over_chunks(self, kernel: Any, *arguments: Any, **settings: Any) -> None:
+        import triton.language as tl
+
         from gradguard.tensors.cuda_kernels import BLOCK, CHUNK
 
-        settings = {"DTYPE": _triton_type(self._tensors[0].dtype)} | settings | {"CHUNK": CHUNK, "BLOCK": BLOCK}
+        dtype = getattr(tl, str(self._tensors[0].dtype).removeprefix("torch."))
+        settings = {"DTYPE": dtype} | settings | {"CHUNK": CHUNK, "BLOCK": BLOCK}
         _launch(self._device, kernel, self.programs, *self._tables, *arguments, **settings)
 
 
@@ -180,18 +179,18 @@ def _may_start(device: torch.device) -> bool:
 
 def _memory(tensors: list[Tensor]) -> tuple[bytes, bytes] | None:
     """Return addresses and lengths, int64 each, if all are blocks of memory of one dtype on one device, else None."""
-    place, dtype, count = tensors[0].get_device(), tensors[0].dtype, len(tensors)
+    place, count = tensors[0].get_device(), len(tensors)
     if (library := native.library()) is not None:  # in a fiftieth of the time
         room = bytearray(17 * count)
         start = ctypes.addressof(ctypes.c_char.from_buffer(room))
         is_taken = library.collect(tensors, place, start, start + 8 * count, start + 16 * count)
         is_taken = is_taken and room.count(room[-1], 16 * count) == count
         return (bytes(room[: 8 * count]), bytes(room[8 * count : 16 * count])) if is_taken else None
-    if dtype not in DTYPES or {dtype} != {t.dtype for t in tensors} or any([t.get_device() != place for t in tensors]):
-        return None
-    if any([t.layout is not torch.strided or t.is_nested or t.is_cuda != tensors[0].is_cuda for t in tensors]):
-        return None
-    if any([not t.is_contiguous() and not is_dense(t) for t in tensors]):
+    kind = tensors[0].dtype, place, tensors[0].is_cuda, torch.strided
+    for t in tensors:
+        if (t.dtype, t.get_device(), t.is_cuda, t.layout) != kind or t.is_nested or not is_dense(t):
+            return None
+    if kind[0] not in DTYPES:
         return None
     try:
         addresses = [t.data_ptr() for t in tensors]
@@ -234,12 +233,6 @@ def _numbers(table: bytes) -> Tensor:
 def _sent(table: Tensor, device: torch.device) -> Tensor:
     """Copy a table without a wait; torch keeps the memory that it is copied from until that is done."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
-
-
-def _triton_type(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 @cache

@@ -76,14 +76,9 @@ class Blocks(_Collected):
     _before_dtypes = 16
 
     @staticmethod
-    def of(tensors: Sequence[Tensor]) -> "Blocks | None":
-        """Return ``tensors`` for the kernels, or None if these cannot take all of them."""
-        return Blocks._of(tensors)
-
-    @staticmethod
-    def measures(p: float) -> bool:
-        """Tell whether there is a kernel for the norm of order ``p``."""
-        return p in _ORDERS
+    def of(tensors: Sequence[Tensor], p: float = 2.0) -> "Blocks | None":
+        """Return ``tensors`` for the kernels; None if these cannot take all of them, or have no norm of order ``p``."""
+        return Blocks._of(tensors) if p in _ORDERS else None
 
     def norm(self, p: float) -> float:
         """Return the norm of all elements of all tensors."""

@@ -37,15 +37,10 @@ def each_plain(tensors: Sequence[Tensor], otherwise: Callable[[Tensor], Tensor])
     """
     if any([t.is_nested for t in tensors]):
         raise UnsupportedGradientError("a nested tensor cannot be clipped: expected a strided or sparse tensor.")
-    if all([t.layout is torch.strided and t.is_contiguous() for t in tensors]):
-        if any(dtype.is_complex for dtype in {t.dtype for t in tensors}):
-            return [otherwise(t) if t.is_complex() else t for t in tensors]
+    in_order = [t.layout is torch.strided and t.is_contiguous() for t in tensors]
+    if all(in_order) and not any(dtype.is_complex for dtype in {t.dtype for t in tensors}):
         return list(tensors)
-    return [t if _is_plain(t) else otherwise(t) for t in tensors]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
+    return [t if plain and not t.is_complex() else otherwise(t) for t, plain in zip(tensors, in_order, strict=True)]
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The precision of float32 products: 24 bits, or the 11 of TF32 or 8 of bfloat16 where PyTorch may use these."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
@@ -89,7 +89,11 @@ def _all_full(has_gpu: bool) -> Iterator[None]:
     above = [backends, backends.cudnn] if has_gpu else [backends]
     products = _older(torch.get_float32_matmul_precision)
     convolutions = has_gpu and _older(lambda: backends.cudnn.allow_tf32)
-    changed = _tell_uppermost(above)
+    changed = []
+    for switch in above:  # from the top down; one that says "ieee" follows another
+        if (said := switch.fp32_precision) != "ieee":
+            changed.append((switch, said))
+            switch.fp32_precision = "ieee"
     said = [switch.fp32_precision for switch in switches]  # "ieee": it follows
     own = ["none" if one == "ieee" else one for one in said]
     try:
@@ -120,16 +124,6 @@ def _switches_of(kind: Kind, has_gpu: bool) -> tuple[Any, ...]:
     name, of_cuda = _NAMES[kind]
     of_cpu = getattr(torch.backends.mkldnn, name)
     return (of_cpu, getattr(getattr(torch.backends, of_cuda), name)) if has_gpu else (of_cpu,)
-
-
-def _tell_uppermost(switches: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Set the switches to float32, from the top down, except those that follow another; return the former values."""
-    changed = []
-    for switch in switches:
-        if (said := switch.fp32_precision) != "ieee":
-            changed.append((switch, said))
-            switch.fp32_precision = "ieee"
-    return changed
 
 
 def _older(read: Callable[[], _Said]) -> _Said | None:

@@ -56,9 +56,9 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     Returns:
         A 0-dim float64 tensor (float32 on MPS): NaN if any element is NaN, else inf if any is infinite.
     """
-    if (blocks := _blocks_of(tensors, p)) is not None:
+    if (blocks := Blocks.of(tensors, p)) is not None:
         return torch.tensor(blocks.norm(p), dtype=torch.float64, device="cpu")
-    cuda = CudaBlocks.of(tensors) if CudaBlocks.measures(p) else None
+    cuda = CudaBlocks.of(tensors, p=p)
     if cuda is not None and tensors[0].dtype is not torch.float64:  # whose squares may leave its range
         return cuda.norm(p)
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
@@ -82,9 +82,9 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
 
     Arguments, dtype and accuracy are those of `total_norm`, whose result is the p-norm of this vector.
     """
-    if (blocks := _blocks_of(tensors, p)) is not None:
+    if (blocks := Blocks.of(tensors, p)) is not None:
         return blocks.norms(p)
-    if CudaBlocks.measures(p) and (cuda := CudaBlocks.of(tensors)) is not None:
+    if (cuda := CudaBlocks.of(tensors, p=p)) is not None:
         return cuda.norms(p)
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
     if are_readable(*values):
@@ -116,8 +116,7 @@ def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> 
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
     sizes = [x.numel() for x in tensors]
     for (where, _), group in grouped(tensors).items():
-        blocks = CudaBlocks.of([tensors[i] for i in group]) if CudaBlocks.measures(p) else None
-        if blocks is not None:
+        if (blocks := CudaBlocks.of([tensors[i] for i in group], p=p)) is not None:
             found = move(blocks.norms(p), device, wide_dtype(device))
             if len(group) == len(tensors):
                 return found
@@ -140,13 +139,9 @@ def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> 
     return torch.stack(norms) if norms else torch.zeros(0, dtype=wide_dtype(device), device=device)
 
 
-def _blocks_of(tensors: Sequence[Tensor], p: float) -> Blocks | None:
-    return Blocks.of(tensors) if Blocks.measures(p) else None
-
-
 def _host_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
     """One norm for each tensor: float64, right for every magnitude."""
-    if (blocks := _blocks_of(tensors, p)) is not None:  # what was sparse or complex is a block by now
+    if (blocks := Blocks.of(tensors, p)) is not None:  # what was sparse or complex is a block by now
         return blocks.norms(p)
     norms = _device_norms(tensors, p, torch.device("cpu"))
     most = max([x.numel() for x in tensors], default=0)

@@ -55,18 +55,15 @@ def sketch_of(pieces: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> 
     bins = torch.zeros(SUMS // 8, 256, dtype=torch.float64, device=device)
     for values, places in pieces:
         bits, doubles = hashed(places), values.double()
-        for k in range(SUMS // 8):
-            _add_to_bins(bins[k], (bits >> (8 * k)) & 255, doubles)
+        for k, row in enumerate(bins):
+            which = (bits >> (8 * k)) & 255
+            if torch.are_deterministic_algorithms_enabled():  # which bincount on a GPU is not
+                row.index_add_(0, which, doubles)
+            else:
+                row += torch.bincount(which, weights=doubles, minlength=len(row))
     byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
     signs = 1.0 - 2.0 * ((byte[:, None] >> bit) & 1).double()  # of each of the 8 bits of each byte
     return (bins @ signs).flatten()
-
-
-def _add_to_bins(bins: Tensor, which: Tensor, values: Tensor) -> None:
-    if torch.are_deterministic_algorithms_enabled():  # which bincount on a GPU is not
-        bins.index_add_(0, which, values)
-    else:
-        bins += torch.bincount(which, weights=values, minlength=len(bins))
 
 
 def row_sketches(pieces: Iterable[tuple[Tensor, Tensor]], rows: int, length: int, device: torch.device) -> Tensor:

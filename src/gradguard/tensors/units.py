@@ -102,8 +102,6 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> list
     Returns:
         Vectors on the device of the tensors (float32 on MPS), views of one.
     """
-    if not tensors:
-        return []
     if (blocks := _blocks_of(tensors, layouts)) is not None:
         counts = [layout.units(x) for x, layout in zip(tensors, layouts, strict=True)]
         return list(blocks.norms(sum(counts)).split(counts))
@@ -137,20 +135,15 @@ def _blocks_of(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> Unit
 
 def _row_norms(rows: Tensor) -> Tensor:
     """Norms of rows in float64 without a host read; cut, because torch may copy what it converts."""
-    if rows.dtype is torch.float64:
-        return _scaled_row_norms(rows)
+    if rows.dtype is torch.float64:  # each divided by its largest element first: their squares may leave the range
+        if rows.numel() == 0:
+            return rows.new_zeros(len(rows))
+        largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
+        divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+        return (divisor * torch.linalg.vector_norm(rows / divisor, dim=1, keepdim=True)).squeeze(1)
     at_once = max(1, CONVERTED // max(1, rows.shape[1]))
     parts = [torch.linalg.vector_norm(x, dim=1, dtype=wide_dtype(x.device)) for x in rows.split(at_once)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _scaled_row_norms(rows: Tensor) -> Tensor:
-    """Norms of float64 rows, each divided by its largest element first: their squares may leave the range."""
-    if rows.numel() == 0:
-        return rows.new_zeros(len(rows))
-    largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
-    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
-    return (divisor * torch.linalg.vector_norm(rows / divisor, dim=1, keepdim=True)).squeeze(1)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradguard.arguments import check_number, check_whole
 from gradguard.clip.clipper import Decision, describe
 from gradguard.clip.gradients import Gradients, measured, norms_of, total_of
-from gradguard.clip.thresholds.threshold_rule import StatefulClipper, counter
+from gradguard.clip.thresholds.threshold_rule import StatefulClipper, counter, empty_history
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
@@ -108,7 +108,7 @@ class AdaGC(PerTensorRule, StatefulClipper):
         self._last: tuple[tuple[str, ...], Tensor] | None = None
         self._listed: dict[int, weakref.ref[Tensor]] = {}  # those without names, by their places
         StatefulClipper.__init__(
-            self, step=counter(), averages=_nothing_yet(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu")
+            self, step=counter(), averages=empty_history(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu")
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,22 +194,17 @@ class AdaGC(PerTensorRule, StatefulClipper):
         names, device = tuple(names), self.state["averages"].device
         if self._last is None or self._last[0] != names or self._last[1].device != device:
             known = set(self.names)
-            self._learn([name for name in names if name not in known])
+            if new := [name for name in names if name not in known]:  # make room for them
+                self.names += new
+                with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
+                    averages, seen = self.state["averages"], self.state["seen"]
+                    more = empty_history(len(new)).to(averages)
+                    self.state["averages"] = torch.cat([averages, more])
+                    self.state["seen"] = torch.cat([seen, torch.zeros_like(more, dtype=seen.dtype)])
             place = {name: i for i, name in enumerate(self.names)}
             places = torch.tensor([place[name] for name in names], device="cpu")
             self._last = names, places.to(device)
         return self._last[1]
-
-    def _learn(self, names: Sequence[str]) -> None:
-        """Make room for tensors that have not been seen yet."""
-        if not names:
-            return
-        averages, seen = self.state["averages"], self.state["seen"]
-        self.names += names
-        with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
-            new = _nothing_yet(len(names)).to(averages)
-            self.state["averages"] = torch.cat([averages, new])
-            self.state["seen"] = torch.cat([seen, torch.zeros_like(new, dtype=seen.dtype)])
 
     def _refuse_others(self, grads: Gradients) -> None:
         """Raise if a tensor without a name stands where another one stood: averages go by the place in the list.
@@ -227,7 +222,3 @@ class AdaGC(PerTensorRule, StatefulClipper):
                     "knows tensors without names by their places in the list. Pass the model or "
                     "model.named_parameters()."
                 )
-
-
-def _nothing_yet(length: int) -> Tensor:
-    return torch.full((length,), torch.inf, dtype=torch.float64, device="cpu")

@@ -120,12 +120,7 @@ class ZClip(ZScoreRule, ThresholdClipper):
         if not self.strict_paper:
             return super().coefficient(norm, threshold)
         warm = self.state["count"] > self.warmup  # this step's norm is counted already
-        later = torch.where(norm > threshold, threshold / (norm + _EPSILON), 1.0)
-        return torch.where(warm, later, self._first_coefficient(norm))
-
-    def _first_coefficient(self, norm: Tensor) -> Tensor:
-        """Return what `torch.nn.utils.clip_grad_norm_` multiplies by."""
-        if math.isinf(self.ceiling):
-            return torch.ones_like(norm)
-        # a Python number over a tensor would be rounded twice
-        return pytorch_coefficient(TENSORS, norm, torch.full_like(norm, self.ceiling))
+        first, later = torch.ones_like(norm), torch.where(norm > threshold, threshold / (norm + _EPSILON), 1.0)
+        if not math.isinf(self.ceiling):  # a Python number over a tensor would be rounded twice
+            first = pytorch_coefficient(TENSORS, norm, torch.full_like(norm, self.ceiling))
+        return torch.where(warm, later, first)
