@@ -7,18 +7,11 @@ import textwrap
 import webbrowser
 from pathlib import Path
 
+from gradguard.cli.program import Command, option
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable
 
 _RECORDS = ("unclipped", "clipped")
-
-
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    demo = commands.add_parser("demo", help="a sick run and its cure, from records that come with gradguard: seconds")
-    demo.add_argument("--out", type=Path, default=Path("gradguard-demo"), metavar="DIR", help="where the page goes")
-    demo.add_argument("--no-open", action="store_true", help="do not open the page in a browser")
-    demo.set_defaults(call=_demo)
 
 
 def _demo(parsed: argparse.Namespace) -> int:
@@ -64,3 +57,15 @@ def _demo(parsed: argparse.Namespace) -> int:
 def _wrapped(line: str) -> str:
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False)
+
+
+COMMAND = Command(
+    "demo",
+    "index",
+    _demo,
+    "a sick run and its cure, from records that come with gradguard: seconds",
+    [
+        option("--out", type=Path, default=Path("gradguard-demo"), metavar="DIR", help="where the page goes"),
+        option("--no-open", action="store_true", help="do not open the page in a browser"),
+    ],
+)

@@ -6,6 +6,8 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from gradguard.cli.program import Command
+
 _NEIGHBOURS = (
     "numpy", "triton", "transformers", "accelerate", "trl", "lightning", "deepspeed", "keras", "torchtitan",
     "mosaicml", "opacus", "tensorboard", "wandb", "mlflow-skinny", "trackio",
@@ -18,16 +20,6 @@ _SETTINGS = (
     "PYTORCH_ALLOC_CONF",
     "TORCHDYNAMO_DISABLE",
 )
-
-
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    env = commands.add_parser("env", help="print versions and devices, for the report of a problem")
-    env.description = (
-        "Lines to paste into an issue: versions, devices, and which settings are there, without their values. Names of "
-        "users, machines and folders are not among them."
-    )
-    env.set_defaults(call=_env)
 
 
 def _env(parsed: argparse.Namespace) -> int:
@@ -62,3 +54,13 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+COMMAND = Command(
+    "env",
+    "index",
+    _env,
+    "print versions and devices, for the report of a problem",
+    description="Lines to paste into an issue: versions, devices, and which settings are there, without their values. "
+    "Names of users, machines and folders are not among them.",
+)

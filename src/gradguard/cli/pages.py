@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 
+from gradguard.cli.program import Command, option
 from gradguard.errors import CommandError
 
 _OF_PARTS = {"Causes": "causes", "Findings": "findings", "Errors": "errors"}
@@ -18,20 +19,6 @@ _AS = {"Causes": "As the cause of a run:\n\n", "Findings": "As a finding:\n\n", 
 """The start of a part whose name stands on both pages."""
 
 _FILES = ("*.md", "trainers/*.md", "tutorials/*.md")
-
-
-def add_to(commands) -> None:
-    """Add the commands to those of the parser."""
-    explain = commands.add_parser("explain", help="what a cause, finding or error means and what to do; or a page")
-    explain.add_argument(
-        "name",
-        nargs="?",
-        metavar="NAME",
-        help="such as rate_too_high, spike, NonFiniteGradientError or the page clipping; without one, a list",
-    )
-    explain.set_defaults(call=_explain)
-    skill = commands.add_parser("skill", help="one page for an assistant: which command when, how to read --json")
-    skill.set_defaults(call=_skill)
 
 
 def _explain(parsed: argparse.Namespace) -> int:
@@ -105,3 +92,20 @@ def _show(text: str, page: str = "index") -> None:
     from rich.markdown import Markdown
 
     Console().print(Markdown(text))
+
+
+EXPLAIN = Command(
+    "explain",
+    "causes",
+    _explain,
+    "what a cause, finding or error means and what to do; or a page",
+    [
+        option(
+            "name",
+            nargs="?",
+            metavar="NAME",
+            help="such as rate_too_high, spike, NonFiniteGradientError or the page clipping; without one, a list",
+        )
+    ],
+)
+SKILL = Command("skill", "skill", _skill, "one page for an assistant: which command when, how to read --json")

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradguard.cli.records import progress, read, tell_notes
+from gradguard.cli.program import Command, option
+from gradguard.cli.records import RECORDS, progress, read, tell_notes
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr, printable
 
@@ -22,18 +23,6 @@ _FAIL_ON_HELP = (
 _TEXT_HELP = "print a few lines of key: value instead of drawing"
 _JSON_HELP = "print a JSON object instead of drawing; for several records, a list of objects"
 _OUTPUT_HELP = "the HTML file; by default beside the record, with its name: run.html; report.html for several records"
-
-
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
-    report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
-    report.add_argument("-o", "--out", dest="output", type=Path, metavar="PAGE", help=_OUTPUT_HELP)
-    form = report.add_mutually_exclusive_group()
-    form.add_argument("--text", dest="form", action="store_const", const="text", help=_TEXT_HELP)
-    form.add_argument("--json", dest="form", action="store_const", const="json", help=_JSON_HELP)
-    report.add_argument("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP)
-    report.set_defaults(call=_report)
 
 
 def _report(parsed: argparse.Namespace) -> int:
@@ -76,3 +65,20 @@ def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
     for words in said:
         on_stderr(f"failed: {words}")
     return 1 if said else 0
+
+
+COMMAND = Command(
+    "report",
+    "report",
+    _report,
+    "draw the record of a run, or of several side by side",
+    [
+        RECORDS,
+        option("-o", "--out", dest="output", type=Path, metavar="PAGE", help=_OUTPUT_HELP),
+        [
+            option("--text", dest="form", action="store_const", const="text", help=_TEXT_HELP),
+            option("--json", dest="form", action="store_const", const="json", help=_JSON_HELP),
+        ],
+        option("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP),
+    ],
+)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradguard.cli.program import ProgramLine, add_number, add_program, nothing_to_run
+from gradguard.cli.program import Command, ProgramLine, number, option
 from gradguard.errors import CommandError, refuse
 from gradguard.monitoring.record.text import encodable
 
@@ -18,33 +18,7 @@ if TYPE_CHECKING:
     from gradguard.monitoring.tune.trials import TrialPlan
 
 
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    text = "run a script briefly under several rules: which trains best?"
-    parser = commands.add_parser("tune", help=text, allow_abbrev=False)
-    parser.description = (
-        "Runs the script as it is, by the rule that its record recommends and by three constants, with the same seeds, "
-        "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands "
-        "for the seed."
-    )
-    whole = "a whole number, at least 1"
-    add_number(parser, "--steps", whole, 1, default=250, metavar="N", help="optimizer steps of a run, 250")
-    add_number(parser, "--seeds", whole, 1, default=3, metavar="K", help="runs of each rule, 3")
-    parser.add_argument("--rule", action="append", metavar="RULE", help="a rule as for run --clip, in place of ours")
-    parser.add_argument("--record", type=Path, metavar="RECORD", help="take the rules from this record")
-    parser.add_argument(
-        "--metric", metavar="REGEX", help="judge by the last number that it finds in what the script prints"
-    )
-    parser.add_argument("--maximize", action="store_true", help="the highest metric is the best, not the lowest")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the records of all runs go")
-    parser.add_argument("--force", action="store_true", help="replace the records that DIR already holds")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
-    add_program(parser)
-    parser.set_defaults(call=_tune)
-
-
 def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
-    refuse(CommandError, (not program.words, nothing_to_run("tune")))
     metric = _pattern(options)
     folder = options.out or Path("runs") / f"tune-{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     holds_records = not options.force and folder.exists() and any(folder.iterdir())
@@ -98,3 +72,28 @@ def _try(plan: "TrialPlan", as_json: bool) -> int:
             else:
                 print_summary(trials)
     return code
+
+
+_WHOLE = "a whole number, at least 1"
+
+COMMAND = Command(
+    "tune",
+    "recommendation",
+    _tune,
+    "run a script briefly under several rules: which trains best?",
+    [
+        number("--steps", _WHOLE, 1, default=250, metavar="N", help="optimizer steps of a run, 250"),
+        number("--seeds", _WHOLE, 1, default=3, metavar="K", help="runs of each rule, 3"),
+        option("--rule", action="append", metavar="RULE", help="a rule as for run --clip, in place of ours"),
+        option("--record", type=Path, metavar="RECORD", help="take the rules from this record"),
+        option("--metric", metavar="REGEX", help="judge by the last number that it finds in what the script prints"),
+        option("--maximize", action="store_true", help="the highest metric is the best, not the lowest"),
+        option("--out", type=Path, metavar="DIR", help="where the records of all runs go"),
+        option("--force", action="store_true", help="replace the records that DIR already holds"),
+        option("--json", action="store_true", help="print one line of JSON instead of a table"),
+    ],
+    "Runs the script as it is, by the rule that its record recommends and by three constants, with the same seeds, "
+    "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands for "
+    "the seed.",
+    runs_program=True,
+)

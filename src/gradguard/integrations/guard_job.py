@@ -9,51 +9,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import gradguard as gg
+from gradguard.clip.guard import guard_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.integrations.adapter import Job, Run
+from gradguard.integrations.adapter import Job, Run, parameters_of
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.spike_policy import Detector
 
 Clippers = gg.rules.Clipper | Sequence[gg.rules.Clipper | None]
 """One, or one for each optimizer by position."""
-
-
-class OnlyGuard(gg.Guard):
-    """A `gradguard.Guard` that `refuse_beside_a_guard` knows of while it is attached.
-
-    Example:
-        >>> import gradguard as gg, torch
-        >>> from gradguard.integrations.guard_job import OnlyGuard, refuse_beside_a_guard
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> with OnlyGuard(torch.optim.SGD(layer.parameters(), lr=0.1), gg.ClipByMedian()):
-        ...     refuse_beside_a_guard("trainer.clip", layer.parameters())
-        Traceback (most recent call last):
-        gradguard.errors.InvalidValueError: trainer.clip was called with gradients that a Guard clips at optimizer...
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _guards.add(self)
-
-    def detach(self) -> None:
-        """Stop acting, at once and for good, and let the trainer clip again. May be repeated."""
-        _guards.discard(self)
-        super().detach()
-
-
-class OnlyRecovery(gg.SpikeRecovery):
-    """A `gradguard.SpikeRecovery` whose guard is an `OnlyGuard`.
-
-    Example:
-        >>> import gradguard as gg, torch
-        >>> from gradguard.integrations.guard_job import OnlyGuard, OnlyRecovery
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> resilience = OnlyRecovery(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-        >>> isinstance(resilience.guard, OnlyGuard)
-        True
-    """
-
-    _guard_type = OnlyGuard
 
 
 class GuardJob(Job):
@@ -78,15 +41,12 @@ class GuardJob(Job):
         max_consecutive_skips: int | None = 20,
         **options: Any,
     ) -> None:
-        check_clippers(clippers)
+        self._clippers = listed(clippers)
         check_guard_options(nonfinite, max_consecutive_skips)
         super().__init__()
-        self._clippers = clippers
+        self._of_a_run(_attached={})
         self._options = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips, **options}
-        self._remember(*filter(None, listed(clippers)))
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "_attached": {}}
+        self._remember(*filter(None, self._clippers))
 
     @property
     def guards(self) -> dict[int, gg.Guard]:
@@ -95,13 +55,20 @@ class GuardJob(Job):
 
     def _attach(self, run: Run) -> None:
         self._attached = {}
-        clippers = one_for_each(self._clippers, run.optimizers)
-        for place, (optimizer, clipper) in enumerate(zip(run.optimizers, clippers, strict=True)):
+        clippers, optimizers = self._clippers, run.optimizers
+        if len(clippers) != len(optimizers):
+            raise InvalidValueError(
+                f"there are {len(clippers)} clippers, and configure_optimizers returned {len(optimizers)} optimizers: "
+                "expected a list with one for each, in their order, None for one to be left alone. One for several "
+                "would mix their histories."
+            )
+        for place, (optimizer, clipper) in enumerate(zip(optimizers, clippers, strict=True)):
             if clipper is not None:
                 self._attached[place] = self._guard(run, optimizer, clipper)
+                guards_of_trainers.add(self.guards[place])
 
     def _guard(self, run: Run, optimizer: Optimizer, clipper: gg.rules.Clipper) -> Any:
-        return OnlyGuard(optimizer, clipper, model=run.wrapped, **self._options)
+        return gg.Guard(optimizer, clipper, model=run.wrapped, **self._options)
 
     def end(self) -> None:
         """Take the guards off the optimizers; what they have counted can still be read. May be repeated."""
@@ -168,7 +135,9 @@ class ResilienceJob(GuardJob):
         options = dict(self._resilience_options)
         extra = [*run.schedulers, run.scaler, *options.pop("extra_state", ())]
         extra = [one for one in extra if one is not None]
-        return OnlyRecovery(run.wrapped, optimizer, clipper, extra_state=extra, guard_options=self._options, **options)
+        return gg.SpikeRecovery(
+            run.wrapped, optimizer, clipper, extra_state=extra, guard_options=self._options, **options
+        )
 
 
 def check_clipper(clipper: object) -> None:
@@ -187,60 +156,29 @@ def check_clipper(clipper: object) -> None:
         raise InvalidTypeError(f"clipper is {shown}: expected a clipper, such as gg.ClipByMedian().")
 
 
-def check_clippers(clippers: object) -> None:
-    """Raise if ``clippers`` is neither a clipper nor a list of clippers.
+def listed(clippers: Any) -> Sequence[Any]:
+    """Return several clippers as they are, and a single one in a list.
 
     Args:
-        clippers: The argument of the user.
+        clippers: The argument of the user: a clipper, or a list with one for each optimizer or None.
 
     Raises:
         InvalidTypeError: If one of them is not a clipper.
     """
-    several = listed(clippers)
-    for one in several:
-        if one is not None or several is not clippers:
+    several = isinstance(clippers, list | tuple) and bool(clippers)
+    each = clippers if several else [clippers]
+    for one in each:
+        if not (several and one is None):
             check_clipper(one)
-
-
-def listed(clippers: Any) -> Sequence[Any]:
-    """Return several clippers as they are, and a single one in a list."""
-    return clippers if isinstance(clippers, list | tuple) and clippers else [clippers]
-
-
-def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequence[gg.rules.Clipper | None]:
-    """Return the clipper of each optimizer, None for one that is left alone.
-
-    Args:
-        clippers: Clippers that `check_clippers` has accepted.
-        optimizers: The optimizers, by position.
-
-    Returns:
-        As many as there are optimizers.
-
-    Raises:
-        InvalidValueError: If there are more or fewer clippers than optimizers.
-
-    Example:
-        >>> import gradguard as gg
-        >>> from gradguard.integrations.guard_job import one_for_each
-        >>> one_for_each([gg.ClipByGlobalNorm(1.0), None], ["two", "optimizers"])
-        [ClipByGlobalNorm(max_norm=1.0), None]
-    """
-    each = listed(clippers)
-    if len(each) != len(optimizers):
-        raise InvalidValueError(
-            f"there are {len(each)} clippers, and configure_optimizers returned {len(optimizers)} optimizers: expected "
-            "a list with one for each, in their order, None for one to be left alone. One for several would mix their "
-            "histories."
-        )
     return each
 
 
-_guards: "WeakSet[OnlyGuard]" = WeakSet()
+guards_of_trainers: "WeakSet[gg.Guard]" = WeakSet()
+"""Guards beside which `refuse_beside_a_guard` refuses a trainer's own clip, as long as they are attached."""
 
 
 def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
-    """Raise if an `OnlyGuard` clips one of ``parameters``: a clip before a clip would go unseen.
+    """Raise if one of `guards_of_trainers` clips one of ``parameters``: a clip before a clip would go unseen.
 
     Args:
         call: The call of the user, for the message.
@@ -249,7 +187,8 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
     Raises:
         InvalidValueError: If there is such a guard.
     """
-    owned = {id(p) for guard in _guards for group in guard.optimizer.param_groups for p in group["params"]}
+    attached = [guard.optimizer for guard in guards_of_trainers if guard_of(guard.optimizer) is guard]
+    owned = {id(p) for p in parameters_of(*attached)}
     if any(id(p) in owned for p in parameters):
         raise InvalidValueError(
             f"{call} was called with gradients that a Guard clips at optimizer.step(): one would be done after the "

@@ -28,11 +28,9 @@ class PerSampleJob(Job):
     def __init__(self, norm_clipper: gg.rules.NormClipper, **options: Any) -> None:
         check_norm_clipper(norm_clipper)
         super().__init__()
+        self._of_a_run(clipper=None, _clips=None, _summed=False)
         self.norm_clipper, self._options = norm_clipper, options
         self._remember(norm_clipper)
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "clipper": None, "_clips": None, "_summed": False}
 
     def _attach(self, run: Run) -> None:
         assert run.wrapped is not None
@@ -150,10 +148,8 @@ class PrivateJob(PerSampleJob):
                 f"{privacy!r}: the trainer knows how many steps it will take. Leave epochs and steps out of the budget."
             )
         super().__init__(gg.FlatNormClipper(1.0) if norm_clipper is None else norm_clipper, **options)
+        self._of_a_run(private=None, _batches=None)
         self._privacy, self._budget, self._noise = privacy, budget, {"secure": secure, "seed": seed}
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "private": None, "_batches": None}
 
     def begin(self, run: Run) -> None:
         """Begin the training, with what a checkpoint has counted.
