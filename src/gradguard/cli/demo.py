@@ -48,15 +48,12 @@ def _demo(parsed: argparse.Namespace) -> int:
         "On your own script, without a change to it: gradguard run train.py",
     ]
     with encodable(sys.stdout):
-        print("\n".join(map(_wrapped, story)))
+        for line in story:
+            indent = line[: len(line) - len(line.lstrip())]
+            print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
     if not parsed.no_open and sys.stdout.isatty():
         webbrowser.open(page.resolve().as_uri())
     return 0
-
-
-def _wrapped(line: str) -> str:
-    indent = line[: len(line) - len(line.lstrip())]
-    return textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
 COMMAND = Command(

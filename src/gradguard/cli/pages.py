@@ -4,7 +4,6 @@ import argparse
 import posixpath
 import re
 import sys
-from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -34,17 +33,13 @@ def _explain(parsed: argparse.Namespace) -> int:
     elif page:
         _show(_page(f"{page}.md"), page)
     else:
-        raise CommandError(f"{name!a:.80} is no cause, finding, error or page. {_hint(name, lists)}")
+        near = get_close_matches(name, chain.from_iterable(lists.values()), n=3)
+        word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
+        about = [page for page in lists["Pages"] if word.search(_page(f"{page}.md"))]
+        hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
+        more = f" Pages that have the word: {', '.join(about[:5])}." if about else ""
+        raise CommandError(f"{name!a:.80} is no cause, finding, error or page. {hint}{more}")
     return 0
-
-
-def _hint(name: str, lists: Mapping[str, Iterable[str]]) -> str:
-    """Return what was perhaps meant: names that are spelled alike, and pages that have the word."""
-    near = get_close_matches(name, chain.from_iterable(lists.values()), n=3)
-    word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
-    about = [page for page in lists["Pages"] if word.search(_page(f"{page}.md"))]
-    hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
-    return f"{hint} Pages that have the word: {', '.join(about[:5])}." if about else hint
 
 
 def _skill(parsed: argparse.Namespace) -> int:

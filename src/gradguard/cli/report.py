@@ -1,18 +1,12 @@
 """`gradguard report`: draw or print the record of a run, or of several, and say which conditions hold of it."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradguard.cli.program import Command, option
 from gradguard.cli.records import RECORDS, progress, read, tell_notes
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr, printable
-
-if TYPE_CHECKING:
-    from gradguard.monitoring.judge.conditions import Condition
-    from gradguard.monitoring.record.file import Record
 
 _FAIL_ON_HELP = (
     'exit code 1 if one of these holds, as in "exploding,faulty_steps>0,clip_share>0.5"; 2 if one is not measured. The '
@@ -26,7 +20,7 @@ _OUTPUT_HELP = "the HTML file; by default beside the record, with its name: run.
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    from gradguard.monitoring.judge.conditions import parse_conditions
+    from gradguard.monitoring.judge.conditions import holding, parse_conditions
     from gradguard.monitoring.show.report import (
         json_summary,
         page_beside,
@@ -54,15 +48,8 @@ def _report(parsed: argparse.Namespace) -> int:
         if len(records) > 1:
             print_comparison(records)
     print(text)
-    return _fails(records, conditions)  # after the report, which shows why
-
-
-def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
-    """Say which conditions hold of which record; 1 if one does."""
-    from gradguard.monitoring.judge.conditions import holding
-
     said = [f"{record.path}: {words}" for record in records for words in holding(conditions, record)]
-    for words in said:
+    for words in said:  # after the report, which shows why
         on_stderr(f"failed: {words}")
     return 1 if said else 0
 

@@ -8,14 +8,10 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradguard.cli.program import Command, ProgramLine, number, option
 from gradguard.errors import CommandError, refuse
 from gradguard.monitoring.record.text import encodable
-
-if TYPE_CHECKING:
-    from gradguard.monitoring.tune.trials import TrialPlan
 
 
 def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
@@ -28,12 +24,28 @@ def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
         (holds_records, f"{folder} is not empty: choose another --out, or add --force to replace its records."),
         (several, "tune starts its runs itself: start it once, without torchrun or another launcher."),
     )
-    from gradguard.monitoring.tune.trials import TrialPlan
+    from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
+    from gradguard.monitoring.tune.show import print_summary, summary
+    from gradguard.monitoring.tune.trials import TrialPlan, Trials
 
     plan = TrialPlan(
         program.typed, folder, options.steps, options.seeds, options.rule, options.record, metric, options.maximize
     )
-    return _try(plan, options.json)
+    trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
+    try:
+        with SignalHandlers():
+            trials.run()
+    except KeyboardInterrupt:
+        code = BySignal.of(signal.SIGINT)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    if trials.runs:
+        with encodable(sys.stdout):
+            if options.json:
+                print(json.dumps(summary(trials), allow_nan=False))
+            else:
+                print_summary(trials)
+    return code
 
 
 def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
@@ -50,28 +62,6 @@ def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
     )
     refuse(CommandError, (found.groups != 1, words))
     return found
-
-
-def _try(plan: "TrialPlan", as_json: bool) -> int:
-    from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
-    from gradguard.monitoring.tune.show import print_summary, summary
-    from gradguard.monitoring.tune.trials import Trials
-
-    trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
-    try:
-        with SignalHandlers():
-            trials.run()
-    except KeyboardInterrupt:
-        code = BySignal.of(signal.SIGINT)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    if trials.runs:
-        with encodable(sys.stdout):
-            if as_json:
-                print(json.dumps(summary(trials), allow_nan=False))
-            else:
-                print_summary(trials)
-    return code
 
 
 _WHOLE = "a whole number, at least 1"

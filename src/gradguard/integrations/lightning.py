@@ -170,7 +170,13 @@ class GradGuardCallback(GuardJob, LightningClip):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizers, which the strategy has made by now."""
-        _refuse_no_optimizer(trainer, pl_module)
+        trained = set(map(id, parameters_of(*trainer.optimizers)))
+        if trained.isdisjoint(map(id, (trainer.strategy.model or pl_module).parameters())):
+            raise InvalidValueError(
+                f"no parameter of {type(pl_module).__name__} is in an optimizer that configure_optimizers returned: "
+                "expected the optimizers that train it, so that the callback can guard them. Return them there also in "
+                "manual optimization, or attach gg.Guard(optimizer, clipper) where you make yours."
+            )
         self._optimizers, self._logged = list(trainer.optimizers), {}
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         model = _model_to_name(pl_module, trainer.strategy.model)
@@ -179,7 +185,7 @@ class GradGuardCallback(GuardJob, LightningClip):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Attach to optimizers that have come in the meantime, which other callbacks may make."""
-        if list(map(id, trainer.optimizers)) != list(map(id, self._optimizers)):
+        if trainer.optimizers != self._optimizers:
             self.on_fit_start(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -190,23 +196,22 @@ class GradGuardCallback(GuardJob, LightningClip):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Log what the steps of this batch did."""
         for position, guard in self.guards.items():
-            if self._prefix is not None and guard.last is not None and guard.steps != self._logged.get(position):
-                self._logged[position] = guard.steps
-                self._log(pl_module, position, guard.last)
+            result = guard.last
+            if self._prefix is None or result is None or guard.steps == self._logged.get(position):
+                continue
+            self._logged[position] = guard.steps
+            name = self._prefix if len(self._optimizers) == 1 else f"{self._prefix}/{position}"
+            values = {
+                "norm": result.norm,
+                "coefficient": result.coefficient,
+                "clipped": (result.clipped & ~result.nonfinite).float(),
+            }
+            for key, value in values.items():
+                pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         super()._refuse(trainer, module)
         _refuse_engine(trainer.strategy)
-
-    def _log(self, pl_module: LightningModule, position: int, result: gg.results.ClipResult) -> None:
-        name = self._prefix if len(self._optimizers) == 1 else f"{self._prefix}/{position}"
-        values = {
-            "norm": result.norm,
-            "coefficient": result.coefficient,
-            "clipped": (result.clipped & ~result.nonfinite).float(),
-        }
-        for key, value in values.items():
-            pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)
 
 
 class ResilienceCallback(ResilienceJob, GradGuardCallback):
@@ -658,10 +663,9 @@ def _parameters_of(optimizer: Any) -> list[Tensor]:
 
 def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Module | None:
     """Return the module that names the parameters: itself, or FSDP1's wrapper, which knows where the parts are."""
-    parts = () if wrapped is None else wrapped.modules()
-    outermost = next((part for part in parts if is_fsdp1(part)), None)
-    if outermost is not None and any(part is module for part in outermost.modules()):
-        return outermost
+    for part in () if wrapped is None else wrapped.modules():
+        if is_fsdp1(part):  # the outermost
+            return part if any(inner is module for inner in part.modules()) else module
     return module
 
 
@@ -674,17 +678,6 @@ def _refuse_engine(strategy: object) -> None:
         raise UnsupportedGradientError(
             "under DeepSpeed the engine owns the gradients and the step, so that a clip from outside would be of parts "
             "or of nothing: expected another strategy. Set gradient_clipping in DeepSpeed's own configuration."
-        )
-
-
-def _refuse_no_optimizer(trainer: Trainer, pl_module: LightningModule) -> None:
-    guarded = {id(p) for p in parameters_of(*trainer.optimizers)}
-    model = trainer.strategy.model or pl_module
-    if not any(id(p) in guarded for p in model.parameters()):
-        raise InvalidValueError(
-            f"no parameter of {type(pl_module).__name__} is in an optimizer that configure_optimizers returned: "
-            "expected the optimizers that train it, so that the callback can guard them. Return them there also in "
-            "manual optimization, or attach gg.Guard(optimizer, clipper) where you make yours."
         )
 
 

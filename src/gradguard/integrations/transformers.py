@@ -464,15 +464,13 @@ class _Window:
             return {}
         rows = torch.cat(self._rows).cpu().double()
         self._rows = []
-        finite = rows[rows[:, 0].isfinite()]
-        norms, coefficients, clipped = finite.unbind(1)
-        read: dict[str, float] = {}
-        if len(finite) and len(rows) > 1:
-            of_norms = {"grad_norm_min": norms.min(), "grad_norm_mean": norms.mean(), "grad_norm_max": norms.max()}
-            read |= {name: float(norm) for name, norm in of_norms.items()}
-        if len(finite):
-            read |= {"clip_coefficient": float(coefficients.mean()), "clip_binding_share": float(clipped.mean())}
-        return {**read, "grad_nonfinite_steps": len(rows) - len(finite)}
+        norms, coefficients, clipped = rows[rows[:, 0].isfinite()].unbind(1)
+        read: dict[str, Tensor] = {}
+        if len(norms):
+            if len(rows) > 1:
+                read = {"grad_norm_min": norms.min(), "grad_norm_mean": norms.mean(), "grad_norm_max": norms.max()}
+            read |= {"clip_coefficient": coefficients.mean(), "clip_binding_share": clipped.mean()}
+        return {name: float(value) for name, value in read.items()} | {"grad_nonfinite_steps": len(rows) - len(norms)}
 
 
 _AGREEMENT = {torch.float32: 1e-4, torch.float64: 1e-9}  # in half precision the two losses round differently
@@ -579,20 +577,20 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
         _refuse_other_losses(type(self).__name__, trainer)
-        refuse_unfollowed(type(self).__name__, trainer)
+        _refuse_unfollowed(type(self).__name__, trainer)
 
     # -- what the Trainer does instead of its own -------------------------------------------------------------------
 
     def _training_step(self, own: Own, trainer: Trainer, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch, of the mean of its samples' losses; then clip and sum."""
         with ExitStack() as instead:
-            instead.enter_context(without_autocast_in_forward(model))
+            instead.enter_context(_without_autocast_in_forward(model))
             # The Trainer would divide the loss by the number of accumulated batches.
             instead.enter_context(replaced(trainer, "loss_is_scaled_for_ga", True))
             if not self._acting:
                 self._refuse(trainer)
                 self._compared, self._norm = False, None
-                self.begin(run_of(trainer, model))
+                self.begin(_run_of(trainer, model))
             instead.enter_context(replaced(trainer, "compute_loss", partial(self._mean_loss, trainer)))
             loss = own()
             self.after_backward()
@@ -609,8 +607,19 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
             losses = _losses_of(trainer, outputs, inputs)[0]
         else:
             outputs = _forward(trainer, model, inputs)
-            losses = self.loss(outputs, inputs)
-            _check_losses(losses, inputs)
+            losses: Any = self.loss(outputs, inputs)
+            if not isinstance(losses, Tensor) or losses.ndim != 1:
+                shape = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else ""
+                raise InvalidTypeError(
+                    f"loss returned {shape or type(losses).__name__}: expected a tensor [B], one loss for each sample, "
+                    "that is neither averaged nor summed over them."
+                )
+            sizes = {len(v) for v in inputs.values() if isinstance(v, Tensor) and v.ndim}
+            if sizes and len(losses) not in sizes:
+                raise InvalidValueError(
+                    f"loss returned {len(losses)} losses for a batch with {sorted(sizes)} rows: expected one for each "
+                    "sample."
+                )
         return (losses.mean(), outputs) if return_outputs else losses.mean()
 
     def _compare_with_the_models_own(self, trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -624,18 +633,18 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
         with torch.no_grad(), torch.random.fork_rng([] if device.type == "cpu" else [device]):
             outputs = _forward(trainer, model, inputs)
             losses, counts = _losses_of(trainer, outputs, inputs)
-            own = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            own = outputs.get("loss")
             ours = (losses * counts).sum() / counts.sum()
         if not isinstance(own, Tensor) or own.numel() != 1:
             raise UnsupportedGradientError(
                 f"{type(model).__name__} returned no loss for a batch with labels, with which to compare the losses of "
                 "samples. Give PerSampleCallback(..., loss=function) a function that returns one loss for each sample."
             )
-        bar = _AGREEMENT.get(outputs["logits"].dtype, 0.02) if not trainer.accelerator.native_amp else 0.02
-        if bool(counts.sum() == 0) or bool(torch.isclose(own.to(ours), ours, rtol=bar, atol=bar)):
+        bar = 0.02 if trainer.accelerator.native_amp else _AGREEMENT.get(outputs["logits"].dtype, 0.02)
+        agrees = torch.isclose(own.to(ours), ours, rtol=bar, atol=bar)
+        # A sample with a gradient that is not finite adds zero, and there is nothing to compare.
+        if bool(agrees | ~own.isfinite() | (counts.sum() == 0)):
             return
-        if not bool(own.isfinite()):
-            return  # a sample with a gradient that is not finite adds zero, and there is nothing to compare
         raise UnsupportedGradientError(
             f"{type(model).__name__} has a loss of {float(own):.6g} on the first batch, and its tokens' or samples' "
             f"losses from logits and labels have a mean of {float(ours):.6g}: its loss is another one, and what is in "
@@ -646,14 +655,14 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
     def _clip_grad_norm(self, own: Own, trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
         """Fill in the gradients of the optimizer step, once, and return their norm."""
         if self._norm is None:
-            if self.clipper is None or not self._summed:
+            if not self._summed:
                 raise UnsupportedGradientError(
                     f"nothing was clipped in this step: the {type(self).__name__} was added after its first backward. "
                     "Add it before training, or between steps as in on_step_end."
                 )
             self.before_step()
             scaler = trainer.accelerator.scaler
-            scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+            scale = 1.0 if scaler is None else scaler.get_scale()
             gradients = [p.grad for p in self.clipper.trained.values() if p.grad is not None]
             self._norm = gg.get_total_norm(gradients) / scale
         return self._norm
@@ -661,16 +670,8 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
     _get_grad_norm = _clip_grad_norm
 
 
-def run_of(trainer: Trainer, model: nn.Module) -> Run:
-    """Return the run of a Trainer that has made its optimizer.
-
-    Args:
-        trainer: The Trainer.
-        model: The model as it trains it.
-
-    Returns:
-        The run.
-    """
+def _run_of(trainer: Trainer, model: nn.Module) -> Run:
+    """Return the run of a Trainer that has made its optimizer."""
     optimizer, state = inner_optimizer(trainer.optimizer), trainer.state  # type: ignore[arg-type]
     return Run(
         model, model, [optimizer], scaler=trainer.accelerator.scaler, steps=state.max_steps, done=state.global_step
@@ -684,25 +685,10 @@ def _losses_of(trainer: Trainer, outputs: Any, inputs: Mapping[str, Any]) -> tup
             "PerSampleCallback(..., loss=function) a function that returns one loss for each sample."
         )
     config = getattr(trainer.model, "config", None)
-    shifted = getattr(trainer.model, "loss_function", None) is ForCausalLMLoss  # the Trainer's own word misses GPT-2
-    if getattr(config, "is_encoder_decoder", False):
-        shifted = False
+    causal = getattr(trainer.model, "loss_function", None) is ForCausalLMLoss  # the Trainer's own word misses GPT-2
+    shifted = causal and not getattr(config, "is_encoder_decoder", False)
     problem_type = getattr(config, "problem_type", None)
     return sample_losses(outputs["logits"], inputs["labels"], shifted=shifted, problem_type=problem_type)
-
-
-def _check_losses(losses: object, inputs: Mapping[str, Any]) -> None:
-    if not isinstance(losses, Tensor) or losses.ndim != 1:
-        came = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise InvalidTypeError(
-            f"loss returned {came}: expected a tensor [B], one loss for each sample, that is neither averaged nor "
-            "summed over them."
-        )
-    sizes = {len(v) for v in inputs.values() if isinstance(v, Tensor) and v.ndim > 0}
-    if sizes and len(losses) not in sizes:
-        raise InvalidValueError(
-            f"loss returned {len(losses)} losses for a batch with {sorted(sizes)} rows: expected one for each sample."
-        )
 
 
 def _forward(trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -712,19 +698,10 @@ def _forward(trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any]) -> A
     return convert_to_fp32(outputs) if trainer.accelerator.native_amp else outputs
 
 
-def without_autocast_in_forward(model: nn.Module) -> AbstractContextManager[None]:
-    """Give the model its own forward back, of which Accelerate has made one with autocast and float32 outputs.
-
-    Args:
-        model: The model that Accelerate has prepared.
-
-    Returns:
-        A block.
-    """
+def _without_autocast_in_forward(model: nn.Module) -> AbstractContextManager[None]:
+    """Give the model its own forward back, of which Accelerate has made one with autocast and float32 outputs."""
     own = vars(model).get("_original_forward")  # the clipper cannot know of a precision that begins inside
-    if own is None or "forward" not in vars(model):
-        return nullcontext()
-    return replaced(model, "forward", own)
+    return replaced(model, "forward", own) if own is not None and "forward" in vars(model) else nullcontext()
 
 
 def _refuse_other_losses(which: str, trainer: Trainer) -> None:
@@ -745,17 +722,8 @@ def _refuse_other_losses(which: str, trainer: Trainer) -> None:
     )
 
 
-def refuse_unfollowed(which: str, trainer: Trainer) -> None:
-    """Raise if samples cannot be followed through the Trainer's model.
-
-    Args:
-        which: The callback, for the message.
-        trainer: The Trainer.
-
-    Raises:
-        UnsupportedGradientError: If it trains in several processes or on several devices, compiled, or in float16
-            whose scale is not known.
-    """
+def _refuse_unfollowed(which: str, trainer: Trainer) -> None:
+    """Raise if samples cannot be followed through the Trainer's model; ``which`` names the callback."""
     args, accelerator = trainer.args, trainer.accelerator
     refuse(
         UnsupportedGradientError,
@@ -882,7 +850,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     def _started(self, trainer: Trainer) -> gg.private.PrivateTraining:
         """Begin when the first batch is asked for: the model is wrapped then, and the checkpoint is read."""
         if not self._acting:
-            self.begin(run_of(trainer, trainer.model_wrapped))  # type: ignore[arg-type]
+            self.begin(_run_of(trainer, trainer.model_wrapped))  # type: ignore[arg-type]
         assert self.private is not None
         return self.private
 
@@ -1020,7 +988,7 @@ class SampleNormsCallback(PerSampleJob, TransformersClip):
 
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
-        refuse_unfollowed(type(self).__name__, trainer)
+        _refuse_unfollowed(type(self).__name__, trainer)
 
     def _training_step(self, own: Own, trainer: Trainer, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch, as the Trainer does them; then measure."""
@@ -1028,12 +996,12 @@ class SampleNormsCallback(PerSampleJob, TransformersClip):
             self._refuse(trainer)
             if trainer.accelerator.native_amp:
                 self._hooks.enter_context(_autocast_outside(model, trainer.accelerator.autocast))
-            self.begin(run_of(trainer, model))
+            self.begin(_run_of(trainer, model))
         loss_of = trainer.compute_loss
 
         def seen(model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             self._inputs = dict(inputs)  # the loss may take its labels out
-            with without_autocast_in_forward(model):
+            with _without_autocast_in_forward(model):
                 return loss_of(model, inputs, *args, **kwargs)
 
         with replaced(trainer, "compute_loss", seen):
@@ -1055,7 +1023,10 @@ class SampleNormsCallback(PerSampleJob, TransformersClip):
             return own()
         self.before_step()
         norms, inputs = zip(*self._measured, strict=True)
-        self._spoil(torch.cat(norms).isfinite().all())
+        # The clipper has left out a sample that is not finite, for which the gradient is not.
+        finite = torch.cat(norms).isfinite().all()
+        smallest = min((p.grad for p in self.clipper.trained.values() if p.grad is not None), key=Tensor.numel)
+        smallest += torch.where(finite, 0.0, torch.nan).to(smallest)
         self.steps.append(SampleNorms(trainer.state.global_step + 1, norms, inputs))
         tell_of(Listener.on_empty_batches, _empty(norms).sum())
         self._measured = []
@@ -1063,11 +1034,6 @@ class SampleNormsCallback(PerSampleJob, TransformersClip):
         return self._norm
 
     _get_grad_norm = _clip_grad_norm
-
-    def _spoil(self, finite: Tensor) -> None:
-        """Make the gradient not finite where a sample's is, which the clipper has left out."""
-        smallest = min((p.grad for p in self.clipper.trained.values() if p.grad is not None), key=Tensor.numel)
-        smallest += torch.where(finite, 0.0, torch.nan).to(smallest)
 
     def _logged(self) -> dict[str, float]:
         if not self.steps:
@@ -1121,5 +1087,8 @@ def _row(inputs: Mapping[str, Any], norms: Tensor) -> dict[str, Tensor]:
     if not len(norms):
         return {}
     which = norms.argmax().reshape(1)
-    held = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and len(v) == len(norms)}
-    return {k: v.detach().index_select(0, which.to(v.device))[0] for k, v in held.items()}
+    return {
+        name: value.detach().index_select(0, which.to(value.device))[0]
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.shape[:1] == norms.shape
+    }
