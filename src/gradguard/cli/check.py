@@ -2,13 +2,8 @@
 
 import argparse
 
-from gradguard.cli.program import Command, option
+from gradguard.cli.program import Command, flag, option
 from gradguard.cli.verdict import JSON, print_report
-
-_INPUT_HELP = (
-    "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, x= for a "
-    "single number"
-)
 
 
 def _check(parsed: argparse.Namespace) -> int:
@@ -25,14 +20,21 @@ COMMAND = Command(
     _check,
     "check the backward of a function against numerical differences",
     [
-        option("target", metavar="package.module:name", help="a function, a module or its class"),
-        option("--input", action="append", default=[], metavar="NAME=SHAPE:DTYPE", help=_INPUT_HELP),
-        option("--seed", type=int, default=0, metavar="N", help="the seed of the inputs and the weights"),
-        option("--exhaustive", action="store_true", help="check every element"),
+        option("target", "a function, a module or its class", metavar="package.module:name"),
+        option(
+            "--input",
+            "an input of standard normal numbers (integers: 0 and 1), as in x=2,3:float32; float32 without a dtype, "
+            "x= for a single number",
+            action="append",
+            default=[],
+            metavar="NAME=SHAPE:DTYPE",
+        ),
+        option("--seed", "the seed of the inputs and the weights", type=int, default=0, metavar="N"),
+        flag("--exhaustive", "check every element"),
         JSON,
-        option("--rtol", type=float, default=0.0, help="the relative error of a solver that stops early"),
-        option("--order", type=int, choices=(1, 2), default=1, help="2: check the second derivative too"),
-        option("--reference", metavar="module:name", help="the same function in float64, for half precision"),
+        option("--rtol", "the relative error of a solver that stops early", type=float, default=0.0),
+        option("--order", "2: check the second derivative too", type=int, choices=(1, 2), default=1),
+        option("--reference", "the same function in float64, for half precision", metavar="module:name"),
     ],
     "Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 for what cannot be carried out.",
 )

@@ -7,7 +7,7 @@ import textwrap
 import webbrowser
 from pathlib import Path
 
-from gradguard.cli.program import Command, option
+from gradguard.cli.program import Command, flag, option
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable
 
@@ -62,7 +62,7 @@ COMMAND = Command(
     _demo,
     "a sick run and its cure, from records that come with gradguard: seconds",
     [
-        option("--out", type=Path, default=Path("gradguard-demo"), metavar="DIR", help="where the page goes"),
-        option("--no-open", action="store_true", help="do not open the page in a browser"),
+        option("--out", "where the page goes", type=Path, default=Path("gradguard-demo"), metavar="DIR"),
+        flag("--no-open", "do not open the page in a browser"),
     ],
 )

@@ -97,9 +97,9 @@ EXPLAIN = Command(
     [
         option(
             "name",
+            "such as rate_too_high, spike, NonFiniteGradientError or the page clipping; without one, a list",
             nargs="?",
             metavar="NAME",
-            help="such as rate_too_high, spike, NonFiniteGradientError or the page clipping; without one, a list",
         )
     ],
 )

@@ -19,8 +19,8 @@ COMMAND = Command(
     _parity,
     "compare the gradients of two set-ups, parameter by parameter",
     [
-        option("reference", type=Path, metavar="REFERENCE", help="of the set-up that is trusted"),
-        option("new", type=Path, metavar="NEW", help="of the other"),
+        option("reference", "of the set-up that is trusted", type=Path, metavar="REFERENCE"),
+        option("new", "of the other", type=Path, metavar="NEW"),
         JSON,
     ],
     "Both files are written by gradguard run --save-gradients FILE script.py, or by "

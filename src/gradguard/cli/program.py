@@ -45,12 +45,19 @@ class Option(NamedTuple):
     how: dict[str, Any]
 
 
-def option(*names: str, **how: Any) -> Option:
-    """Return an option with these names, and arguments of `argparse.ArgumentParser.add_argument`."""
-    return Option(names, how)
+def option(names: str, help: str, **how: Any) -> Option:
+    """Return an option with these names, which have spaces between them."""
+    return Option(tuple(names.split()), {"help": help, **how})
 
 
-def number(name: str, expected: str, low: int, high: float = math.inf, **how: Any) -> Option:
+def flag(name: str, help: str) -> Option:
+    """Return an option without a value."""
+    return option(name, help, action="store_true")
+
+
+def number(
+    name: str, help: str, expected: str, low: int, high: float = math.inf, *, metavar: str = "N", **how: Any
+) -> Option:
     """Return an option that takes a whole number from ``low`` to ``high``, ``expected`` in words."""
 
     def read(text: str) -> int:
@@ -60,7 +67,7 @@ def number(name: str, expected: str, low: int, high: float = math.inf, **how: An
         return value
 
     read.__name__ = "int"  # as argparse calls what is none
-    return option(name, type=read, **how)
+    return option(name, help, type=read, metavar=metavar, **how)
 
 
 @dataclass(frozen=True)

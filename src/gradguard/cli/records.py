@@ -13,7 +13,7 @@ from gradguard.monitoring.record.text import on_stderr, printable
 if TYPE_CHECKING:
     from gradguard.monitoring.record.file import Record
 
-RECORDS = option("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
+RECORDS = option("records", "a record, or the folder it is in", nargs="+", type=Path, metavar="run.jsonl")
 
 
 @contextmanager

@@ -5,11 +5,6 @@ import argparse
 from gradguard.cli.program import Command, option
 from gradguard.cli.records import RECORDS, progress, read, tell_notes
 
-_REPLAY_HELP = (
-    "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05 or adagc; "
-    "may be given several times. Default: a choice of them and the recommended threshold"
-)
-
 
 def _replay(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.judge.rule_replay import what_if
@@ -30,6 +25,15 @@ COMMAND = Command(
     "recommendation",
     _replay,
     "show what other clipping rules would have done to a run",
-    [RECORDS, option("--rule", action="append", metavar="RULE", help=_REPLAY_HELP)],
+    [
+        RECORDS,
+        option(
+            "--rule",
+            "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05 or adagc; "
+            "may be given several times. Default: a choice of them and the recommended threshold",
+            action="append",
+            metavar="RULE",
+        ),
+    ],
     "Counterfactual: each rule is shown the recorded norms, without feedback into training.",
 )

@@ -6,11 +6,6 @@ from pathlib import Path
 from gradguard.cli.program import Command, option
 from gradguard.cli.verdict import JSON, print_report
 
-_TARGET_HELP = (
-    "a function without arguments that returns (model, step): the model as it is built, and step(batch), which returns "
-    "the loss as in training"
-)
-
 
 def _replay_step(parsed: argparse.Namespace) -> int:
     from gradguard.resilience.step_replay import replay_step
@@ -25,15 +20,15 @@ COMMAND = Command(
     _replay_step,
     "compute a spike again: was it the data or the weights?",
     [
-        option("file", type=Path, metavar="FILE", help="the batch, the random generators and the weights"),
-        option("target", metavar="package.module:name", help=_TARGET_HELP),
+        option("file", "the batch, the random generators and the weights", type=Path, metavar="FILE"),
         option(
-            "--state",
-            type=Path,
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="weights of an earlier time to compare",
+            "target",
+            "a function without arguments that returns (model, step): the model as it is built, and step(batch), "
+            "which returns the loss as in training",
+            metavar="package.module:name",
+        ),
+        option(
+            "--state", "weights of an earlier time to compare", type=Path, action="append", default=[], metavar="FILE"
         ),
         JSON,
     ],

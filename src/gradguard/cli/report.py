@@ -8,16 +8,6 @@ from gradguard.cli.records import RECORDS, progress, read, tell_notes
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr, printable
 
-_FAIL_ON_HELP = (
-    'exit code 1 if one of these holds, as in "exploding,faulty_steps>0,clip_share>0.5"; 2 if one is not measured. The '
-    "name of a finding holds if there is one. To compare with a number, named as in --json: faulty_steps, "
-    "nonfinite_steps, skipped_steps, clip_share, max_norm, median_norm, spike_share, drift, lock_in_share, final_loss, "
-    "overhead_share, errors, warnings, or findings of a kind"
-)
-_TEXT_HELP = "print a few lines of key: value instead of drawing"
-_JSON_HELP = "print a JSON object instead of drawing; for several records, a list of objects"
-_OUTPUT_HELP = "the HTML file; by default beside the record, with its name: run.html; report.html for several records"
-
 
 def _report(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.judge.conditions import holding, parse_conditions
@@ -61,11 +51,36 @@ COMMAND = Command(
     "draw the record of a run, or of several side by side",
     [
         RECORDS,
-        option("-o", "--out", dest="output", type=Path, metavar="PAGE", help=_OUTPUT_HELP),
+        option(
+            "-o --out",
+            "the HTML file; by default beside the record, with its name: run.html; report.html for several records",
+            dest="output",
+            type=Path,
+            metavar="PAGE",
+        ),
         [
-            option("--text", dest="form", action="store_const", const="text", help=_TEXT_HELP),
-            option("--json", dest="form", action="store_const", const="json", help=_JSON_HELP),
+            option(
+                "--text",
+                "print a few lines of key: value instead of drawing",
+                dest="form",
+                action="store_const",
+                const="text",
+            ),
+            option(
+                "--json",
+                "print a JSON object instead of drawing; for several records, a list of objects",
+                dest="form",
+                action="store_const",
+                const="json",
+            ),
         ],
-        option("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP),
+        option(
+            "--fail-on",
+            'exit code 1 if one of these holds, as in "exploding,faulty_steps>0,clip_share>0.5"; 2 if one is not '
+            "measured. The name of a finding holds if there is one. To compare with a number, named as in --json: "
+            "faulty_steps, nonfinite_steps, skipped_steps, clip_share, max_norm, median_norm, spike_share, drift, "
+            "lock_in_share, final_loss, overhead_share, errors, warnings, or findings of a kind",
+            metavar="CONDITIONS",
+        ),
     ],
 )

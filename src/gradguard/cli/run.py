@@ -5,48 +5,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradguard.cli.program import Command, ProgramLine, first_given, number, option
+from gradguard.cli.program import Command, ProgramLine, first_given, flag, number, option
 from gradguard.cli.records import tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.errors import CommandError, refuse
 
 if TYPE_CHECKING:
     from gradguard.named_rules import NamedRule
-
-_AUDIT_HELP = (
-    "compare the norm that the script clips by with the true one, for 3 steps or --steps, record nothing, and then end "
-    "the script; with an option of a record, such as --out, record the whole run too. "
-    "Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if the script fails before"
-)
-_CLIP_HELP = (
-    "clip before each step: by a threshold (norm=1.0, value=0.5, adaptive=0.01, or adaptive=0.01,exclude=fc to leave "
-    "the module or parameter fc alone), by a rule that follows the norms of "
-    "each optimizer (median, autoclip, zclip=inf, clip_fraction=0.05, adagc=inf), or from=RECORD, as RECORD's report "
-    "recommends. Default: observe only, the weights come out bit-identical"
-)
-
-_SAVE_HELP = (
-    "save the gradients of the first optimizer step for `gradguard parity`: the script is started once, and forks "
-    "for each of six runs that differ by rounding. With --at N those of step N, with "
-    "--steps K whole steps: what a clip leaves, the optimizer's state and the weights; then nine runs. With another "
-    "option, such as --out, it is then run as without this one"
-)
-
-_STEPS_HELP = "end the script after N optimizer steps; with --save-gradients, save N whole steps"
-
-_SEED_HELP = "seed random, numpy and torch before the script starts"
-
-_PERTURBED_HELP = "runs that differ by rounding (default: 4)"
-
-_LAUNCH_HELP = (
-    "with --save-gradients: start the processes with this command, such as 'torchrun --nproc-per-node 8', or "
-    "'mpirun -n 8 python'"
-)
-
-_RESILIENT_HELP = (
-    "skip the steps of each optimizer whose loss, or norm before any clip, stands far above its recent past, and those "
-    "that are not finite; all others come out bit-identical"
-)
 
 _RECORDING = ("out", "force", "argv", "every", "clip", "resilient", "no_report")
 """The options that say what is recorded and done, and how."""
@@ -106,20 +71,57 @@ COMMAND = Command(
     _run,
     "observe a training script without a change to it",
     [
-        option("--out", type=Path, metavar="DIR", help="where run.jsonl and run.html go"),
-        option("--force", action="store_true", help="replace the record that DIR already holds"),
-        option("--argv", action="store_true", help="record the arguments as they are: secrets are not hidden"),
-        number("--every", _STEPS, 1, metavar="N", help="record each parameter's norm every N steps"),
-        option("--clip", metavar="RULE", help=_CLIP_HELP),
-        option("--resilient", action="store_true", help=_RESILIENT_HELP),
-        number("--steps", _STEPS, 1, metavar="N", help=_STEPS_HELP),
-        number("--seed", "a number from 0 to 4294967295", 0, 2**32 - 1, metavar="N", help=_SEED_HELP),
-        option("--no-report", action="store_true", help="write the record and nothing else"),
-        option("--audit-norm", action="store_true", help=_AUDIT_HELP),
-        option("--save-gradients", type=Path, metavar="FILE", help=_SAVE_HELP),
-        number("--at", _STEPS, 1, metavar="N", help="save the gradients of optimizer step N (default: 1)"),
-        number("--perturbed", "a number of runs, 0 or more", 0, metavar="N", help=_PERTURBED_HELP),
-        option("--launch", metavar="COMMAND", help=_LAUNCH_HELP),
+        option("--out", "where run.jsonl and run.html go", type=Path, metavar="DIR"),
+        flag("--force", "replace the record that DIR already holds"),
+        flag("--argv", "record the arguments as they are: secrets are not hidden"),
+        number("--every", "record each parameter's norm every N steps", _STEPS, 1),
+        option(
+            "--clip",
+            "clip before each step: by a threshold (norm=1.0, value=0.5, adaptive=0.01, or adaptive=0.01,exclude=fc "
+            "to leave the module or parameter fc alone), by a rule that follows the norms of each optimizer (median, "
+            "autoclip, zclip=inf, clip_fraction=0.05, adagc=inf), or from=RECORD, as RECORD's report recommends. "
+            "Default: observe only, the weights come out bit-identical",
+            metavar="RULE",
+        ),
+        flag(
+            "--resilient",
+            "skip the steps of each optimizer whose loss, or norm before any clip, stands far above its recent past, "
+            "and those that are not finite; all others come out bit-identical",
+        ),
+        number(
+            "--steps", "end the script after N optimizer steps; with --save-gradients, save N whole steps", _STEPS, 1
+        ),
+        number(
+            "--seed",
+            "seed random, numpy and torch before the script starts",
+            "a number from 0 to 4294967295",
+            0,
+            2**32 - 1,
+        ),
+        flag("--no-report", "write the record and nothing else"),
+        flag(
+            "--audit-norm",
+            "compare the norm that the script clips by with the true one, for 3 steps or --steps, record nothing, and "
+            "then end the script; with an option of a record, such as --out, record the whole run too. Exit code: 0 "
+            "for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if the script fails before",
+        ),
+        option(
+            "--save-gradients",
+            "save the gradients of the first optimizer step for `gradguard parity`: the script is started once, and "
+            "forks for each of six runs that differ by rounding. With --at N those of step N, with --steps K whole "
+            "steps: what a clip leaves, the optimizer's state and the weights; then nine runs. With another option, "
+            "such as --out, it is then run as without this one",
+            type=Path,
+            metavar="FILE",
+        ),
+        number("--at", "save the gradients of optimizer step N (default: 1)", _STEPS, 1),
+        number("--perturbed", "runs that differ by rounding (default: 4)", "a number of runs, 0 or more", 0),
+        option(
+            "--launch",
+            "with --save-gradients: start the processes with this command, such as 'torchrun --nproc-per-node 8', or "
+            "'mpirun -n 8 python'",
+            metavar="COMMAND",
+        ),
     ],
     runs_program=True,
 )

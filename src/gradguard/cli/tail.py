@@ -4,7 +4,7 @@ import argparse
 import signal
 from pathlib import Path
 
-from gradguard.cli.program import Command, option
+from gradguard.cli.program import Command, flag, option
 
 
 def _tail(parsed: argparse.Namespace) -> int:
@@ -22,9 +22,9 @@ COMMAND = Command(
     _tail,
     "follow a run in progress in the terminal",
     [
-        option("record", type=Path, metavar="run.jsonl", help="a record, or its folder; waited for if not there"),
-        option("--once", action="store_true", help="show what is there now and return"),
-        option("--lines", type=int, default=5, metavar="N", help="how many of the last events to show, 5"),
+        option("record", "a record, or its folder; waited for if not there", type=Path, metavar="run.jsonl"),
+        flag("--once", "show what is there now and return"),
+        option("--lines", "how many of the last events to show, 5", type=int, default=5, metavar="N"),
     ],
     "Exit code: 0 when the run has ended or with --once. Ctrl-C ends it, and a shell loop round it.",
 )

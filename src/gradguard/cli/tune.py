@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from gradguard.cli.program import Command, ProgramLine, number, option
+from gradguard.cli.program import Command, ProgramLine, flag, number, option
 from gradguard.errors import CommandError, refuse
 from gradguard.monitoring.record.text import encodable
 
@@ -72,15 +72,15 @@ COMMAND = Command(
     _tune,
     "run a script briefly under several rules: which trains best?",
     [
-        number("--steps", _WHOLE, 1, default=250, metavar="N", help="optimizer steps of a run, 250"),
-        number("--seeds", _WHOLE, 1, default=3, metavar="K", help="runs of each rule, 3"),
-        option("--rule", action="append", metavar="RULE", help="a rule as for run --clip, in place of ours"),
-        option("--record", type=Path, metavar="RECORD", help="take the rules from this record"),
-        option("--metric", metavar="REGEX", help="judge by the last number that it finds in what the script prints"),
-        option("--maximize", action="store_true", help="the highest metric is the best, not the lowest"),
-        option("--out", type=Path, metavar="DIR", help="where the records of all runs go"),
-        option("--force", action="store_true", help="replace the records that DIR already holds"),
-        option("--json", action="store_true", help="print one line of JSON instead of a table"),
+        number("--steps", "optimizer steps of a run, 250", _WHOLE, 1, default=250),
+        number("--seeds", "runs of each rule, 3", _WHOLE, 1, default=3, metavar="K"),
+        option("--rule", "a rule as for run --clip, in place of ours", action="append", metavar="RULE"),
+        option("--record", "take the rules from this record", type=Path, metavar="RECORD"),
+        option("--metric", "judge by the last number that it finds in what the script prints", metavar="REGEX"),
+        flag("--maximize", "the highest metric is the best, not the lowest"),
+        option("--out", "where the records of all runs go", type=Path, metavar="DIR"),
+        flag("--force", "replace the records that DIR already holds"),
+        flag("--json", "print one line of JSON instead of a table"),
     ],
     "Runs the script as it is, by the rule that its record recommends and by three constants, with the same seeds, "
     "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands for "

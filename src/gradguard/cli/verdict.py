@@ -3,14 +3,14 @@
 import json
 from typing import Any
 
-from gradguard.cli.program import option
+from gradguard.cli.program import flag
 from gradguard.monitoring.record.text import printable
 
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
 """2 is for what cannot be carried out."""
 
 
-JSON = option("--json", action="store_true", help="print the report as one line of JSON")
+JSON = flag("--json", "print the report as one line of JSON")
 
 
 def print_report(report: Any, as_json: bool) -> int:
