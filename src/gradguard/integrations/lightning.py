@@ -49,9 +49,9 @@ class LightningClip(Job, Callback):
     else it refuses (``_refuse``).
     """
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with, without the module's methods that Lightning has set on the callback."""
-        return {name: value for name, value in super().__getstate__().items() if name not in ("log", "log_dict")}
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_a_run(log=None, log_dict=None)  # methods of the module, which Lightning sets on the callback
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right."""
@@ -245,9 +245,9 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Take the loss of a micro-batch, which Lightning has divided by their number where it steps by itself."""
-        if self.resilience is not None and _scaler_of(trainer) is None:
+        if _scaler_of(trainer) is None:
             times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self.resilience.record_loss(loss.detach() * times)
+            self._attached[0].record_loss(loss.detach() * times)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Log, and act on what was measured some steps ago.
@@ -256,8 +256,7 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
             SpikeError: If going back does not cure the run.
         """
         super().on_train_batch_end(trainer, pl_module)
-        if self.resilience is not None:
-            self.resilience.step()
+        self._attached[0].step()
 
 
 class PerSampleCallback(PerSampleJob, LightningClip):

@@ -349,9 +349,8 @@ class GradGuardCallback(GuardJob, TransformersClip):
         Raises:
             UnsupportedGradientError: If the optimizer took no step that a guard could see.
         """
-        guard, norm, self._norm = self.guard, self._norm, None
-        if guard is None or norm is None:
-            return
+        guard, norm, self._norm = self.guards[0], self._norm, None
+        assert norm is not None  # `on_pre_optimizer_step` has seen to it
         if guard.steps == self._steps or guard.last is None:
             raise UnsupportedGradientError(
                 f"optimizer.step() did not run the hooks of {type(guard.optimizer).__name__}, so nothing was clipped. "
@@ -435,14 +434,13 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
             SpikeError: If going back does not cure the run.
         """
         super().on_optimizer_step(*args, **kwargs)
-        if self.resilience is not None:
-            self.resilience.step()
+        self._attached[0].step()
 
     def _training_step(self, own: Own, trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
         loss = own()
-        if self.resilience is not None and self._acting:
+        if self._acting:
             # Trainer.training_step returns the micro-batch's share of the step's loss, and record_loss takes a mean.
-            self.resilience.record_loss(loss.detach() * trainer.current_gradient_accumulation_steps)
+            self._attached[0].record_loss(loss.detach() * trainer.current_gradient_accumulation_steps)
         return loss
 
 
