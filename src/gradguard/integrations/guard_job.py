@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import gradguard as gg
-from gradguard.clip.guard import guard_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.integrations.adapter import Job, Run, parameters_of
 from gradguard.policies import GuardPolicy, check_guard_options
@@ -17,6 +16,44 @@ from gradguard.spikes.spike_policy import Detector
 
 Clippers = gg.rules.Clipper | Sequence[gg.rules.Clipper | None]
 """One, or one for each optimizer by position."""
+
+
+class OnlyGuard(gg.Guard):
+    """A `gradguard.Guard` that `refuse_beside_a_guard` knows of while it is attached.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from gradguard.integrations.guard_job import OnlyGuard, refuse_beside_a_guard
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with OnlyGuard(torch.optim.SGD(layer.parameters(), lr=0.1), gg.ClipByMedian()):
+        ...     refuse_beside_a_guard("trainer.clip", layer.parameters())
+        Traceback (most recent call last):
+        gradguard.errors.InvalidValueError: trainer.clip was called with gradients that a Guard clips at optimizer...
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _guards.add(self)
+
+    def detach(self) -> None:
+        """Stop acting, at once and for good, and let the trainer clip again. May be repeated."""
+        _guards.discard(self)
+        super().detach()
+
+
+class OnlyRecovery(gg.SpikeRecovery):
+    """A `gradguard.SpikeRecovery` whose guard is an `OnlyGuard`.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from gradguard.integrations.guard_job import OnlyGuard, OnlyRecovery
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> resilience = OnlyRecovery(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        >>> isinstance(resilience.guard, OnlyGuard)
+        True
+    """
+
+    _guard_type = OnlyGuard
 
 
 class GuardJob(Job):
@@ -65,10 +102,9 @@ class GuardJob(Job):
         for place, (optimizer, clipper) in enumerate(zip(optimizers, clippers, strict=True)):
             if clipper is not None:
                 self._attached[place] = self._guard(run, optimizer, clipper)
-                guards_of_trainers.add(self.guards[place])
 
     def _guard(self, run: Run, optimizer: Optimizer, clipper: gg.rules.Clipper) -> Any:
-        return gg.Guard(optimizer, clipper, model=run.wrapped, **self._options)
+        return OnlyGuard(optimizer, clipper, model=run.wrapped, **self._options)
 
     def end(self) -> None:
         """Take the guards off the optimizers; what they have counted can still be read. May be repeated."""
@@ -135,9 +171,7 @@ class ResilienceJob(GuardJob):
         options = dict(self._resilience_options)
         extra = [*run.schedulers, run.scaler, *options.pop("extra_state", ())]
         extra = [one for one in extra if one is not None]
-        return gg.SpikeRecovery(
-            run.wrapped, optimizer, clipper, extra_state=extra, guard_options=self._options, **options
-        )
+        return OnlyRecovery(run.wrapped, optimizer, clipper, extra_state=extra, guard_options=self._options, **options)
 
 
 def check_clipper(clipper: object) -> None:
@@ -173,12 +207,11 @@ def listed(clippers: Any) -> Sequence[Any]:
     return each
 
 
-guards_of_trainers: "WeakSet[gg.Guard]" = WeakSet()
-"""Guards beside which `refuse_beside_a_guard` refuses a trainer's own clip, as long as they are attached."""
+_guards: "WeakSet[OnlyGuard]" = WeakSet()
 
 
 def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
-    """Raise if one of `guards_of_trainers` clips one of ``parameters``: a clip before a clip would go unseen.
+    """Raise if an `OnlyGuard` clips one of ``parameters``: a clip before a clip would go unseen.
 
     Args:
         call: The call of the user, for the message.
@@ -187,9 +220,8 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
     Raises:
         InvalidValueError: If there is such a guard.
     """
-    attached = [guard.optimizer for guard in guards_of_trainers if guard_of(guard.optimizer) is guard]
-    owned = {id(p) for p in parameters_of(*attached)}
-    if any(id(p) in owned for p in parameters):
+    owned = set(map(id, parameters_of(*[guard.optimizer for guard in _guards])))
+    if not owned.isdisjoint(map(id, parameters)):
         raise InvalidValueError(
             f"{call} was called with gradients that a Guard clips at optimizer.step(): one would be done after the "
             "other. Remove the call; the norm before the clip is guard.last.norm after the step. To clip by hand "

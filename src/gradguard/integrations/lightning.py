@@ -25,8 +25,8 @@ from gradguard.integrations.adapter import Job, Run, parameters_of, wrap_once
 from gradguard.integrations.guard_job import (
     Clippers,
     GuardJob,
+    OnlyGuard,
     ResilienceJob,
-    guards_of_trainers,
     refuse_beside_a_guard,
 )
 from gradguard.integrations.sample_jobs import (
@@ -630,9 +630,7 @@ def guard_fabric(
     original: Any = module.module if module is not None and is_wrapped(module) else module
     model = _model_to_name(original, module)
     wrap_once(Fabric, "clip_gradients", _clip_of_fabric)
-    guard = gg.Guard(inner, clipper, model=model, **options)
-    guards_of_trainers.add(guard)
-    return guard
+    return OnlyGuard(inner, clipper, model=model, **options)
 
 
 def _clip_of_the_module(
