@@ -164,16 +164,13 @@ class _Recording:
     ) -> int:
         """Run the script with all that listens to it; return its exit code, or that of the audit of its norm."""
         options, record = self.options, self.record
-        clip, text, guards = None, None, []
+        clip, guards = None, []
         if rule is not None:
             import gradguard
             from gradguard.clip.guards_of_a_script import ClipEachOptimizer
 
             name, arguments = rule.clipper
-            text, clip = (
-                rule.text,
-                ClipEachOptimizer(functools.partial(getattr(gradguard, name), **arguments), rule.exclude),
-            )
+            clip = ClipEachOptimizer(functools.partial(getattr(gradguard, name), **arguments), rule.exclude)
         if options.resilient:
             from gradguard.resilience.recovery_of_a_script import NO_ROLL_BACK, GuardEachOptimizer
 
@@ -183,7 +180,7 @@ class _Recording:
         audits = [_audit_of(min(options.steps or 3, 3), goes_on=True)] if options.audit_norm else []
         observer = Observer(
             self.opened,
-            program_facts(typed, text, keep_arguments=options.argv) | {"followed": followed},
+            program_facts(typed, rule and rule.text, keep_arguments=options.argv) | {"followed": followed},
             clip,
             options.every,
             last_step=options.steps,

@@ -53,7 +53,7 @@ def sample_losses(
     whole, one_number = not labels.is_floating_point(), logits.shape == (*labels.shape, 1)
     classes, same = whole and logits.shape[:-1] == labels.shape, logits.shape == labels.shape
     kind = problem_type or "regression"
-    if problem_type is None:  # as Transformers' own models tell it
+    if not problem_type:  # as Transformers' own models tell it
         if classes and not (one_number and labels.ndim == 1):
             kind = "single_label_classification"
         elif same and logits.ndim == 2 and logits.shape[1] > 1:
