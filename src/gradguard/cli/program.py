@@ -38,7 +38,7 @@ class Option(NamedTuple):
 
     Attributes:
         names: Its names.
-        how: What `argparse.ArgumentParser.add_argument` is given besides.
+        how: Further arguments of `argparse.ArgumentParser.add_argument`, by name.
     """
 
     names: tuple[str, ...]
