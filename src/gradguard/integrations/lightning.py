@@ -49,9 +49,9 @@ class LightningClip(Job, Callback):
     else it refuses (``_refuse``).
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._of_a_run(log=None, log_dict=None)  # methods of the module, which Lightning sets on the callback
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with, without the module's methods that Lightning has set on the callback."""
+        return {name: value for name, value in super().__getstate__().items() if name not in ("log", "log_dict")}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right."""
