@@ -871,11 +871,11 @@ OTHERS = {
     "integrations/keras.py": {
         "_accumulated_gradients", "_backend_apply_gradients", "_clip_gradients", "_iterations",
     },  # Keras' optimizer
-    "integrations/lightning_per_sample.py": {"_compiler_ctx"},  # Lightning's
-    "integrations/transformers_per_sample.py": {"_original_forward"},  # Accelerate's
-    "integrations/transformers_clip.py": {
+    "integrations/lightning.py": {"_compiler_ctx"},  # Lightning's
+    "integrations/transformers.py": {
         "_clip_grad_norm", "_get_grad_norm", "_load_optimizer_and_scheduler", "_save_optimizer_and_scheduler",
-    },  # the Trainer's
+        "_original_forward",
+    },  # the Trainer's, and Accelerate's
     "optimizer_hooks.py": {"_getframe"},  # Python's
     "errors.py": {"_getframe"},  # Python's
     "per_sample/layers/recurrent.py": {"_l", "_reverse"},  # in the names of parameters

@@ -41,7 +41,7 @@ _PAGES = {
 """The page on what each folder does, as `gradguard explain` prints it."""
 
 _TRAINERS = ("accelerate", "composer", "deepspeed", "keras", "lightning", "timm", "torchtitan", "transformers")
-"""Files of integrations/ that have a page of their own; lightning_clip.py is Lightning's too."""
+"""Files of integrations/ that have a page of their own."""
 
 
 class GradguardError(Exception):
@@ -72,9 +72,8 @@ def _page_of_caller() -> str:
     while frame is not None:
         package, _, rest = frame.f_globals.get("__name__", "").partition(".")
         folder, _, module = rest.partition(".")
-        trainer = module.partition("_")[0]
-        if package == "gradguard" and folder == "integrations" and trainer in _TRAINERS:
-            return f"trainers/{trainer}"
+        if package == "gradguard" and folder == "integrations" and module in _TRAINERS:
+            return f"trainers/{module}"
         if package == "gradguard" and folder in _PAGES:
             page = page or _PAGES[folder]
             if folder != "integrations":

@@ -57,32 +57,6 @@ class ScalerStep:
 StepListener = Callable[[Optimizer, ScalerStep], None]
 
 
-def skipped_by(scaler: Any, optimizer: Optimizer) -> Tensor | None:
-    """Tell whether ``scaler.step(optimizer)`` left the step out, because a gradient held infinity or NaN.
-
-    Ask between ``scaler.step(optimizer)`` and ``scaler.update()``, which forgets it.
-
-    Args:
-        scaler: A `torch.amp.GradScaler`.
-        optimizer: An optimizer that it has stepped.
-
-    Returns:
-        0-dim bool on the device of the gradients, so that the host waits only if it reads it; None where nothing is
-        known: the scaler is disabled, or has not looked at the gradients of this optimizer since its last update.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
-        >>> scaler.scale(weight.sum() * float("inf")).backward()
-        >>> scaler.step(optimizer)
-        >>> skipped_by(scaler, optimizer)
-        tensor(True)
-    """
-    step = ScalerStep()
-    step.overflows = overflows_of(scaler, optimizer) if scaler.is_enabled() else ()
-    return step.skipped
-
-
 def listen_to_steps(
     before: StepListener, after: StepListener, *, optimizer: Optimizer | None = None
 ) -> Callable[[], None]:
@@ -173,13 +147,13 @@ def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
     try:
         result = original(scaler, optimizer, *args, **kwargs)
         step.overflows = overflows_of(scaler, optimizer)
+        return result
     except BaseException:  # or a fused optimizer keeps them, and divides again on every later step
         optimizer.__dict__.pop("grad_scale", None)
         optimizer.__dict__.pop("found_inf", None)
         raise
     finally:
         _call([after() for _, after in pairs], optimizer, step)
-    return result
 
 
 def _call(listeners: Sequence[StepListener | None], optimizer: Optimizer, step: ScalerStep) -> None:

@@ -42,19 +42,21 @@ def runs_hooks(optimizer: Any) -> bool:
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizer and those that it steps, of its attributes and of lists, tuples and dicts there."""
-    found: dict[int, Optimizer] = {}
+    found: list[Optimizer] = []
     queue, seen = deque[Any]([optimizer]), set[int]()
     while queue:
         value = queue.popleft()
         if id(value) in seen:
             continue
-        if isinstance(value, Optimizer):
-            found[id(value)] = value
-            queue.extend(entry for name, entry in vars(value).items() if name not in ("param_groups", "state"))
-        elif isinstance(value, list | tuple | dict):
-            queue.extend(value.values() if isinstance(value, dict) else value)
         seen.add(id(value))
-    return list(found.values())
+        if isinstance(value, Optimizer):
+            found.append(value)
+            queue.extend(entry for name, entry in vars(value).items() if name not in ("param_groups", "state"))
+        elif isinstance(value, dict):
+            queue.extend(value.values())
+        elif isinstance(value, list | tuple):
+            queue.extend(value)
+    return found
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -85,9 +87,9 @@ class EveryStep:
         after: Callable[[Optimizer], None],
         *,
         optimizer: Optimizer | None = None,
-        enter: Callable[[Optimizer, bool], Optimizer | None] | None = None,
+        enter: Callable[[Optimizer, bool], Optimizer | None] = lambda optimizer, closure: None,
         first: bool = False,
-        broken_off: Callable[[], None] | None = None,
+        broken_off: Callable[[], None] = lambda: None,
     ) -> None:
         self._before, self._after, self._enter, self._broken_off = before, after, enter, broken_off
         self._thread = threading.local()  # .open: the frame of the outermost step that is running
@@ -114,8 +116,7 @@ class EveryStep:
         outer: FrameType | None = getattr(self._thread, "open", None)
         if outer is not None and not _is_running(outer):
             self._thread.open = None
-            if self._broken_off is not None:
-                self._broken_off()
+            self._broken_off()
 
     @never_compiled
     def _pre(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -125,7 +126,7 @@ class EveryStep:
         self._thread.open = _caller()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         closure = closure if callable(closure) else None  # some optimizers take something else there
-        entered = None if self._enter is None else self._enter(optimizer, closure is not None)
+        entered = self._enter(optimizer, closure is not None)
         if entered is not None:
             args = (entered, *args[1:])  # else whatever a hook before this one has put there
         if closure is None:

@@ -16,7 +16,7 @@ from torch import nn
 import gradguard as gg
 from forked_python import run_python, run_ranks
 from gradguard.cli import main
-from gradguard.cli.program import cut
+from gradguard.cli.run import COMMAND
 from gradguard.errors import RecordError
 from gradguard.parity.compare import compare
 from gradguard.parity.forked_runs import check_same
@@ -524,7 +524,7 @@ def test_no_rounding_of_whatever_size_is_a_factor(shape, size):
 
 def test_what_follows_the_options_is_the_script():
     line = ["run", "--save-gradients", "ref.safetensors", "--perturbed", "2", "train.py", "--lr", "1"]
-    assert cut(line)[1].words == ["train.py", "--lr", "1"]
+    assert COMMAND.cut(line)[1].words == ["train.py", "--lr", "1"]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The command line: one file for each command, which parses its options, calls the package, prints, and returns a code.
 
-`main` finds the command in `_COMMANDS`; each file has `add_to`, which declares its options, and a function that carries
-it out. Commands that run a user's script (`run`, `tune`) first cut their own options from the script's (`program`).
-`verdict` prints the reports that say PASS or FAIL, `records` reads the records that a command is given, and `pages`
-holds the documentation that `explain` and `skill` print.
+Each file has a function that carries the command out, and a table of its options (`program.Command`). Commands that run
+a user's script (`run`, `tune`) first cut their own options from the script's. `script_run` is the part of `run` that
+loads PyTorch, `verdict` prints the reports that say PASS or FAIL, `records` reads the records that a command is given,
+and `pages` holds the documentation that `explain` and `skill` print.
 
 **Guarantees.** Exit code 2 stands for what cannot be carried out: one line says what to type, without a traceback. A
 verdict is 0 (PASS), 1 (FAIL) or 3 (INCONCLUSIVE); a script that is run keeps its own exit code, and the signal that
@@ -17,28 +17,25 @@ from collections.abc import Sequence
 
 from gradguard import __version__
 from gradguard.cli import check, demo, env, pages, parity, replay, replay_step, report, run, tail, tune
-from gradguard.cli.program import cut
-from gradguard.errors import GradguardError
+from gradguard.errors import CommandError, GradguardError
 from gradguard.monitoring.observe.termination import BySignal, LastWord
 from gradguard.monitoring.record.text import drop_output, encodable, printable
 
-_COMMANDS = (demo, run, tune, report, pages, replay, tail, check, parity, replay_step, env)
-
-_PAGES = {
-    "demo": "index",
-    "run": "watching",
-    "tune": "recommendation",
-    "report": "report",
-    "explain": "causes",
-    "skill": "skill",
-    "replay": "recommendation",
-    "tail": "watching",
-    "check": "gradient_check",
-    "parity": "parity",
-    "replay-step": "which_batch",
-    "env": "index",
-}
-"""The page of the documentation on each command, as `gradguard explain` prints it."""
+_ALL = (
+    demo.COMMAND,
+    run.COMMAND,
+    tune.COMMAND,
+    report.COMMAND,
+    pages.EXPLAIN,
+    pages.SKILL,
+    replay.COMMAND,
+    tail.COMMAND,
+    check.COMMAND,
+    parity.COMMAND,
+    replay_step.COMMAND,
+    env.COMMAND,
+)
+_COMMANDS = {command.name: command for command in _ALL}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,18 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _code(arguments: list[str]) -> int:
     try:
-        if arguments[:1] in (["run"], ["tune"]):  # what follows the script's name belongs to the script
-            own, program = cut(arguments)
+        command = _COMMANDS.get(arguments[0]) if arguments else None
+        if command is not None and command.runs_program:
+            own, program = command.cut(arguments)
             parsed = _parser().parse_args(own)
-            return parsed.call(parsed, program)
+            if not program.words:
+                raise CommandError(
+                    f"nothing to run. Usage: gradguard {command.name} [options] (script.py | -m module) [args ...]"
+                )
+            return command.call(parsed, program)
         parsed = _parser().parse_args(arguments)
         with encodable(sys.stdout):
-            code = parsed.call(parsed)
+            code = _COMMANDS[parsed.command].call(parsed)
             sys.stdout.flush()
             return code
     except GradguardError as error:
         shown = "\n".join(map(printable, str(error).splitlines()))
-        print(f"gradguard: error: {shown} (gradguard explain {_PAGES[arguments[0]]})", file=sys.stderr)
+        print(f"gradguard: error: {shown} (gradguard explain {_COMMANDS[arguments[0]].page})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return BySignal.of(signal.SIGINT)
@@ -88,17 +90,11 @@ def _code(arguments: list[str]) -> int:
         return 2
 
 
-def _more(command: str) -> str:
-    return f"`gradguard explain {_PAGES[command]}` is the page on `gradguard {command}`."
-
-
 def _parser() -> argparse.ArgumentParser:
     more = "`gradguard explain` prints the documentation: causes, findings, errors and pages."
     parser = argparse.ArgumentParser(prog="gradguard", description="Gradients you can trust.", epilog=more)
     parser.add_argument("--version", action="version", version=f"gradguard {__version__}")
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
-    for command in _COMMANDS:
+    for command in _ALL:
         command.add_to(commands)
-    for name, command in commands.choices.items():
-        command.epilog = " ".join(filter(None, (command.epilog, _more(name))))
     return parser

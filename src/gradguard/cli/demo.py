@@ -7,18 +7,11 @@ import textwrap
 import webbrowser
 from pathlib import Path
 
+from gradguard.cli.program import Command, flag, option
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable
 
 _RECORDS = ("unclipped", "clipped")
-
-
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    demo = commands.add_parser("demo", help="a sick run and its cure, from records that come with gradguard: seconds")
-    demo.add_argument("--out", type=Path, default=Path("gradguard-demo"), metavar="DIR", help="where the page goes")
-    demo.add_argument("--no-open", action="store_true", help="do not open the page in a browser")
-    demo.set_defaults(call=_demo)
 
 
 def _demo(parsed: argparse.Namespace) -> int:
@@ -55,12 +48,21 @@ def _demo(parsed: argparse.Namespace) -> int:
         "On your own script, without a change to it: gradguard run train.py",
     ]
     with encodable(sys.stdout):
-        print("\n".join(map(_wrapped, story)))
+        for line in story:
+            indent = line[: len(line) - len(line.lstrip())]
+            print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
     if not parsed.no_open and sys.stdout.isatty():
         webbrowser.open(page.resolve().as_uri())
     return 0
 
 
-def _wrapped(line: str) -> str:
-    indent = line[: len(line) - len(line.lstrip())]
-    return textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False)
+COMMAND = Command(
+    "demo",
+    "index",
+    _demo,
+    "a sick run and its cure, from records that come with gradguard: seconds",
+    [
+        option("--out", "where the page goes", type=Path, default=Path("gradguard-demo"), metavar="DIR"),
+        flag("--no-open", "do not open the page in a browser"),
+    ],
+)

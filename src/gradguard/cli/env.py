@@ -4,7 +4,10 @@ import argparse
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+
+from gradguard.cli.program import Command
 
 _NEIGHBOURS = (
     "numpy", "triton", "transformers", "accelerate", "trl", "lightning", "deepspeed", "keras", "torchtitan",
@@ -20,45 +23,38 @@ _SETTINGS = (
 )
 
 
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    env = commands.add_parser("env", help="print versions and devices, for the report of a problem")
-    env.description = (
-        "Lines to paste into an issue: versions, devices, and which settings are there, without their values. Names of "
-        "users, machines and folders are not among them."
-    )
-    env.set_defaults(call=_env)
-
-
 def _env(parsed: argparse.Namespace) -> int:
     del parsed
-    for name, value in _facts().items():
-        print(f"{name}: {value}")
-    return 0
-
-
-def _facts() -> dict[str, str]:
     import torch
 
     import gradguard
 
     cuda = torch.version.cuda or torch.version.hip or "none"
     devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
-    packages = [f"{name} {found}" for name in _NEIGHBOURS if (found := _version(name))]
-    return {
+    packages = []
+    for name in _NEIGHBOURS:
+        with suppress(PackageNotFoundError):
+            packages.append(f"{name} {version(name)}")
+    facts = {
         "gradguard": gradguard.__version__,
         "torch": f"{torch.__version__}, CUDA or ROCm: {cuda}, threads: {torch.get_num_threads()}",
         "Python": f"{platform.python_version()} ({sys.implementation.name})",
         "platform": f"{platform.platform(terse=True)} {platform.machine()}, {os.cpu_count()} cores",
-        "compiled kernels": str(gradguard.native.status()),
+        "compiled kernels": gradguard.native.status(),
         "devices": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)) or "cpu",
         "packages": ", ".join(packages) or "none of those that gradguard works with",
         "settings": ", ".join(name for name in _SETTINGS if name in os.environ) or "none",
     }
+    for name, value in facts.items():
+        print(f"{name}: {value}")
+    return 0
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+COMMAND = Command(
+    "env",
+    "index",
+    _env,
+    "print versions and devices, for the report of a problem",
+    description="Lines to paste into an issue: versions, devices, and which settings are there, without their values. "
+    "Names of users, machines and folders are not among them.",
+)

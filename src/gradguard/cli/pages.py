@@ -4,11 +4,11 @@ import argparse
 import posixpath
 import re
 import sys
-from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 
+from gradguard.cli.program import Command, option
 from gradguard.errors import CommandError
 
 _OF_PARTS = {"Causes": "causes", "Findings": "findings", "Errors": "errors"}
@@ -18,20 +18,6 @@ _AS = {"Causes": "As the cause of a run:\n\n", "Findings": "As a finding:\n\n", 
 """The start of a part whose name stands on both pages."""
 
 _FILES = ("*.md", "trainers/*.md", "tutorials/*.md")
-
-
-def add_to(commands) -> None:
-    """Add the commands to those of the parser."""
-    explain = commands.add_parser("explain", help="what a cause, finding or error means and what to do; or a page")
-    explain.add_argument(
-        "name",
-        nargs="?",
-        metavar="NAME",
-        help="such as rate_too_high, spike, NonFiniteGradientError or the page clipping; without one, a list",
-    )
-    explain.set_defaults(call=_explain)
-    skill = commands.add_parser("skill", help="one page for an assistant: which command when, how to read --json")
-    skill.set_defaults(call=_skill)
 
 
 def _explain(parsed: argparse.Namespace) -> int:
@@ -47,17 +33,13 @@ def _explain(parsed: argparse.Namespace) -> int:
     elif page:
         _show(_page(f"{page}.md"), page)
     else:
-        raise CommandError(f"{name!a:.80} is no cause, finding, error or page. {_hint(name, lists)}")
+        near = get_close_matches(name, chain.from_iterable(lists.values()), n=3)
+        word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
+        about = [page for page in lists["Pages"] if word.search(_page(f"{page}.md"))]
+        hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
+        more = f" Pages that have the word: {', '.join(about[:5])}." if about else ""
+        raise CommandError(f"{name!a:.80} is no cause, finding, error or page. {hint}{more}")
     return 0
-
-
-def _hint(name: str, lists: Mapping[str, Iterable[str]]) -> str:
-    """Return what was perhaps meant: names that are spelled alike, and pages that have the word."""
-    near = get_close_matches(name, chain.from_iterable(lists.values()), n=3)
-    word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
-    about = [page for page in lists["Pages"] if word.search(_page(f"{page}.md"))]
-    hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
-    return f"{hint} Pages that have the word: {', '.join(about[:5])}." if about else hint
 
 
 def _skill(parsed: argparse.Namespace) -> int:
@@ -105,3 +87,20 @@ def _show(text: str, page: str = "index") -> None:
     from rich.markdown import Markdown
 
     Console().print(Markdown(text))
+
+
+EXPLAIN = Command(
+    "explain",
+    "causes",
+    _explain,
+    "what a cause, finding or error means and what to do; or a page",
+    [
+        option(
+            "name",
+            "such as rate_too_high, spike, NonFiniteGradientError or the page clipping; without one, a list",
+            nargs="?",
+            metavar="NAME",
+        )
+    ],
+)
+SKILL = Command("skill", "skill", _skill, "one page for an assistant: which command when, how to read --json")

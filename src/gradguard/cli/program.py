@@ -1,29 +1,13 @@
-"""The command line of a user's script or module, behind our own options: the arguments of `run` and `tune`."""
+"""A command as a table of its options, and the command line of a user's script behind those of `run` and `tune`."""
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradguard.errors import CommandError
-
-_TAKES_VALUE = {
-    "--out",
-    "--every",
-    "--clip",
-    "--steps",
-    "--seed",
-    "--seeds",
-    "--rule",
-    "--record",
-    "--metric",
-    "--save-gradients",
-    "--perturbed",
-    "--at",
-    "--launch",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,57 +33,106 @@ class ProgramLine:
         return [*["-m"] * self.is_module, *self.words]
 
 
-def cut(argv: Sequence[str]) -> tuple[list[str], ProgramLine]:
-    """Cut a command line into the command with our own options, and the program's.
+class Option(NamedTuple):
+    """An option or an argument of a command.
 
-    Args:
-        argv: The command, its options, the program and its arguments.
-
-    Returns:
-        The first part as it is, and the second.
-
-    Example:
-        >>> cut(["run", "--every", "5", "-m", "pkg.train", "--lr", "0.1"])
-        (['run', '--every', '5'], ProgramLine(words=['pkg.train', '--lr', '0.1'], is_module=True))
+    Attributes:
+        names: Its names.
+        how: Further arguments of `argparse.ArgumentParser.add_argument`, by name.
     """
-    i = 1
-    while i < len(argv) and argv[i].startswith("-") and argv[i] != "-":  # which to Python is a script on its input
-        if argv[i] in ("-m", "--"):
-            return list(argv[:i]), ProgramLine(list(argv[i + 1 :]), argv[i] == "-m")
-        i += 2 if argv[i] in _TAKES_VALUE else 1
-    return list(argv[:i]), ProgramLine(list(argv[i:]), False)
+
+    names: tuple[str, ...]
+    how: dict[str, Any]
+
+
+def option(names: str, help: str, **how: Any) -> Option:
+    """Return an option with these names, which have spaces between them."""
+    return Option(tuple(names.split()), {"help": help, **how})
+
+
+def flag(name: str, help: str) -> Option:
+    """Return an option without a value."""
+    return option(name, help, action="store_true")
+
+
+def number(
+    name: str, help: str, expected: str, low: int, high: float = math.inf, *, metavar: str = "N", **how: Any
+) -> Option:
+    """Return an option that takes a whole number from ``low`` to ``high``, ``expected`` in words."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise CommandError(f"{name} {value}: expected {expected}.")
+        return value
+
+    read.__name__ = "int"  # as argparse calls what is none
+    return option(name, help, type=read, metavar=metavar, **how)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ``gradguard``.
+
+    Attributes:
+        name: Its name.
+        page: The page of the documentation on it, as ``gradguard explain`` prints it.
+        call: The function that carries it out and returns the exit code. It takes the parsed options, and the
+            `ProgramLine` if the command runs a program.
+        help: One line on it.
+        options: Its options; those of an inner list exclude each other.
+        description: The line above its options.
+        runs_program: Whether a program follows the options, whose own options are not parsed.
+    """
+
+    name: str
+    page: str
+    call: Callable[..., int]
+    help: str
+    options: Sequence[Option | list[Option]] = ()
+    description: str | None = None
+    runs_program: bool = False
+
+    def add_to(self, commands: Any) -> None:
+        """Add the command to those of the parser."""
+        more = f"`gradguard explain {self.page}` is the page on `gradguard {self.name}`."
+        parser = commands.add_parser(
+            self.name, help=self.help, description=self.description, epilog=more, allow_abbrev=not self.runs_program
+        )
+        for one in self.options:
+            group, options = (parser.add_mutually_exclusive_group(), one) if isinstance(one, list) else (parser, [one])
+            for names, how in options:
+                group.add_argument(*names, **how)
+        if self.runs_program:  # whose words `cut` has taken away before the rest is parsed
+            program = "the script, or -m module, and its arguments"
+            parser.add_argument("program", nargs="*", metavar="script.py", help=program)
+
+    def cut(self, argv: Sequence[str]) -> tuple[list[str], ProgramLine]:
+        """Cut a command line into the command with our own options, and the program's.
+
+        Args:
+            argv: The command, its options, the program and its arguments.
+
+        Returns:
+            The first part as it is, and the second.
+
+        Example:
+            >>> from gradguard.cli.run import COMMAND
+            >>> COMMAND.cut(["run", "--every", "5", "-m", "pkg.train", "--lr", "0.1"])
+            (['run', '--every', '5'], ProgramLine(words=['pkg.train', '--lr', '0.1'], is_module=True))
+        """
+        with_value = {
+            one.names[0] for one in self.options if isinstance(one, Option) and one.how.get("action") != "store_true"
+        }
+        i = 1
+        while i < len(argv) and argv[i].startswith("-") and argv[i] != "-":  # which to Python is a script on its input
+            if argv[i] in ("-m", "--"):
+                return list(argv[:i]), ProgramLine(list(argv[i + 1 :]), argv[i] == "-m")
+            i += 2 if argv[i] in with_value else 1
+        return list(argv[:i]), ProgramLine(list(argv[i:]), False)
 
 
 def first_given(options: argparse.Namespace, *names: str) -> str:
     """Return the first of the options ``names`` that was typed, such as ``--no-report``; "" if none was."""
     given = [name for name in names if (value := getattr(options, name)) is not None and value is not False]  # 0 is
     return f"--{given[0].replace('_', '-')}" if given else ""
-
-
-RECORDING = ("out", "force", "argv", "every", "clip", "resilient", "no_report")
-"""The options of `run` that say what is recorded and done, and how."""
-
-
-def add_number(
-    parser: argparse.ArgumentParser, option: str, expected: str, low: int, high: float = math.inf, **how: Any
-) -> None:
-    """Add an option that takes a whole number from ``low`` to ``high``, ``expected`` in words."""
-
-    def number(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise CommandError(f"{option} {value}: expected {expected}.")
-        return value
-
-    number.__name__ = "int"  # as argparse calls what is none
-    parser.add_argument(option, type=number, **how)
-
-
-def add_program(parser: argparse.ArgumentParser) -> None:
-    """Let the usage of a command end in a program; `cut` has taken its words away before the rest is parsed."""
-    parser.add_argument("program", nargs="*", metavar="script.py", help="the script, or -m module, and its arguments")
-
-
-def nothing_to_run(command: str) -> str:
-    """Return the error's words for a command without a program."""
-    return f"nothing to run. Usage: gradguard {command} [options] (script.py | -m module) [args ...]"

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradguard.cli.program import option
 from gradguard.monitoring.record.text import on_stderr, printable
 
 if TYPE_CHECKING:
     from gradguard.monitoring.record.file import Record
+
+RECORDS = option("records", "a record, or the folder it is in", nargs="+", type=Path, metavar="run.jsonl")
 
 
 @contextmanager

@@ -3,28 +3,8 @@
 import argparse
 from pathlib import Path
 
-from gradguard.cli.verdict import add_json, print_report
-
-_TARGET_HELP = (
-    "a function without arguments that returns (model, step): the model as it is built, and step(batch), which returns "
-    "the loss as in training"
-)
-
-
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    replay = commands.add_parser("replay-step", help="compute a spike again: was it the data or the weights?")
-    replay.description = (
-        "FILE is written by gradguard.resilience.write_evidence. Exit code: 0 if the spike comes back and its cause is "
-        "told, 1 if it does not come back on the same weights, 3 if that cannot be told, 2 for what cannot be done."
-    )
-    replay.add_argument("file", type=Path, metavar="FILE", help="the batch, the random generators and the weights")
-    replay.add_argument("target", metavar="package.module:name", help=_TARGET_HELP)
-    replay.add_argument(
-        "--state", type=Path, action="append", default=[], metavar="FILE", help="weights of an earlier time to compare"
-    )
-    add_json(replay)
-    replay.set_defaults(call=_replay_step)
+from gradguard.cli.program import Command, option
+from gradguard.cli.verdict import JSON, print_report
 
 
 def _replay_step(parsed: argparse.Namespace) -> int:
@@ -32,3 +12,26 @@ def _replay_step(parsed: argparse.Namespace) -> int:
 
     report = replay_step(parsed.file, parsed.target, parsed.state)
     return print_report(report, parsed.json)
+
+
+COMMAND = Command(
+    "replay-step",
+    "which_batch",
+    _replay_step,
+    "compute a spike again: was it the data or the weights?",
+    [
+        option("file", "the batch, the random generators and the weights", type=Path, metavar="FILE"),
+        option(
+            "target",
+            "a function without arguments that returns (model, step): the model as it is built, and step(batch), "
+            "which returns the loss as in training",
+            metavar="package.module:name",
+        ),
+        option(
+            "--state", "weights of an earlier time to compare", type=Path, action="append", default=[], metavar="FILE"
+        ),
+        JSON,
+    ],
+    "FILE is written by gradguard.resilience.write_evidence. Exit code: 0 if the spike comes back and its cause is "
+    "told, 1 if it does not come back on the same weights, 3 if that cannot be told, 2 for what cannot be done.",
+)

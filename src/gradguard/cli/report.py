@@ -1,43 +1,16 @@
 """`gradguard report`: draw or print the record of a run, or of several, and say which conditions hold of it."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gradguard.cli.records import progress, read, tell_notes
+from gradguard.cli.program import Command, option
+from gradguard.cli.records import RECORDS, progress, read, tell_notes
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr, printable
 
-if TYPE_CHECKING:
-    from gradguard.monitoring.judge.conditions import Condition
-    from gradguard.monitoring.record.file import Record
-
-_FAIL_ON_HELP = (
-    'exit code 1 if one of these holds, as in "exploding,faulty_steps>0,clip_share>0.5"; 2 if one is not measured. The '
-    "name of a finding holds if there is one. To compare with a number, named as in --json: faulty_steps, "
-    "nonfinite_steps, skipped_steps, clip_share, max_norm, median_norm, spike_share, drift, lock_in_share, final_loss, "
-    "overhead_share, errors, warnings, or findings of a kind"
-)
-_TEXT_HELP = "print a few lines of key: value instead of drawing"
-_JSON_HELP = "print a JSON object instead of drawing; for several records, a list of objects"
-_OUTPUT_HELP = "the HTML file; by default beside the record, with its name: run.html; report.html for several records"
-
-
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
-    report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
-    report.add_argument("-o", "--out", dest="output", type=Path, metavar="PAGE", help=_OUTPUT_HELP)
-    form = report.add_mutually_exclusive_group()
-    form.add_argument("--text", dest="form", action="store_const", const="text", help=_TEXT_HELP)
-    form.add_argument("--json", dest="form", action="store_const", const="json", help=_JSON_HELP)
-    report.add_argument("--fail-on", metavar="CONDITIONS", help=_FAIL_ON_HELP)
-    report.set_defaults(call=_report)
-
 
 def _report(parsed: argparse.Namespace) -> int:
-    from gradguard.monitoring.judge.conditions import parse_conditions
+    from gradguard.monitoring.judge.conditions import holding, parse_conditions
     from gradguard.monitoring.show.report import (
         json_summary,
         page_beside,
@@ -65,14 +38,49 @@ def _report(parsed: argparse.Namespace) -> int:
         if len(records) > 1:
             print_comparison(records)
     print(text)
-    return _fails(records, conditions)  # after the report, which shows why
-
-
-def _fails(records: Sequence["Record"], conditions: "list[Condition]") -> int:
-    """Say which conditions hold of which record; 1 if one does."""
-    from gradguard.monitoring.judge.conditions import holding
-
     said = [f"{record.path}: {words}" for record in records for words in holding(conditions, record)]
-    for words in said:
+    for words in said:  # after the report, which shows why
         on_stderr(f"failed: {words}")
     return 1 if said else 0
+
+
+COMMAND = Command(
+    "report",
+    "report",
+    _report,
+    "draw the record of a run, or of several side by side",
+    [
+        RECORDS,
+        option(
+            "-o --out",
+            "the HTML file; by default beside the record, with its name: run.html; report.html for several records",
+            dest="output",
+            type=Path,
+            metavar="PAGE",
+        ),
+        [
+            option(
+                "--text",
+                "print a few lines of key: value instead of drawing",
+                dest="form",
+                action="store_const",
+                const="text",
+            ),
+            option(
+                "--json",
+                "print a JSON object instead of drawing; for several records, a list of objects",
+                dest="form",
+                action="store_const",
+                const="json",
+            ),
+        ],
+        option(
+            "--fail-on",
+            'exit code 1 if one of these holds, as in "exploding,faulty_steps>0,clip_share>0.5"; 2 if one is not '
+            "measured. The name of a finding holds if there is one. To compare with a number, named as in --json: "
+            "faulty_steps, nonfinite_steps, skipped_steps, clip_share, max_norm, median_norm, spike_share, drift, "
+            "lock_in_share, final_loss, overhead_share, errors, warnings, or findings of a kind",
+            metavar="CONDITIONS",
+        ),
+    ],
+)

@@ -4,15 +4,7 @@ import argparse
 import signal
 from pathlib import Path
 
-
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    tail = commands.add_parser("tail", help="follow a run in progress in the terminal")
-    tail.description = "Exit code: 0 when the run has ended or with --once. Ctrl-C ends it, and a shell loop round it."
-    tail.add_argument("record", type=Path, metavar="run.jsonl", help="a record, or its folder; waited for if not there")
-    tail.add_argument("--once", action="store_true", help="show what is there now and return")
-    tail.add_argument("--lines", type=int, default=5, metavar="N", help="how many of the last events to show, 5")
-    tail.set_defaults(call=_tail)
+from gradguard.cli.program import Command, flag, option
 
 
 def _tail(parsed: argparse.Namespace) -> int:
@@ -22,3 +14,17 @@ def _tail(parsed: argparse.Namespace) -> int:
     with SignalHandlers():  # so that the terminal is put back
         code = tail(parsed.record, once=parsed.once, events=parsed.lines)
     return BySignal.of(signal.SIGINT) if code == INTERRUPTED else code
+
+
+COMMAND = Command(
+    "tail",
+    "watching",
+    _tail,
+    "follow a run in progress in the terminal",
+    [
+        option("record", "a record, or its folder; waited for if not there", type=Path, metavar="run.jsonl"),
+        flag("--once", "show what is there now and return"),
+        option("--lines", "how many of the last events to show, 5", type=int, default=5, metavar="N"),
+    ],
+    "Exit code: 0 when the run has ended or with --once. Ctrl-C ends it, and a shell loop round it.",
+)

@@ -8,43 +8,13 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gradguard.cli.program import ProgramLine, add_number, add_program, nothing_to_run
+from gradguard.cli.program import Command, ProgramLine, flag, number, option
 from gradguard.errors import CommandError, refuse
 from gradguard.monitoring.record.text import encodable
 
-if TYPE_CHECKING:
-    from gradguard.monitoring.tune.trials import TrialPlan
-
-
-def add_to(commands) -> None:
-    """Add the command to those of the parser."""
-    text = "run a script briefly under several rules: which trains best?"
-    parser = commands.add_parser("tune", help=text, allow_abbrev=False)
-    parser.description = (
-        "Runs the script as it is, by the rule that its record recommends and by three constants, with the same seeds, "
-        "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands "
-        "for the seed."
-    )
-    whole = "a whole number, at least 1"
-    add_number(parser, "--steps", whole, 1, default=250, metavar="N", help="optimizer steps of a run, 250")
-    add_number(parser, "--seeds", whole, 1, default=3, metavar="K", help="runs of each rule, 3")
-    parser.add_argument("--rule", action="append", metavar="RULE", help="a rule as for run --clip, in place of ours")
-    parser.add_argument("--record", type=Path, metavar="RECORD", help="take the rules from this record")
-    parser.add_argument(
-        "--metric", metavar="REGEX", help="judge by the last number that it finds in what the script prints"
-    )
-    parser.add_argument("--maximize", action="store_true", help="the highest metric is the best, not the lowest")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the records of all runs go")
-    parser.add_argument("--force", action="store_true", help="replace the records that DIR already holds")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
-    add_program(parser)
-    parser.set_defaults(call=_tune)
-
 
 def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
-    refuse(CommandError, (not program.words, nothing_to_run("tune")))
     metric = _pattern(options)
     folder = options.out or Path("runs") / f"tune-{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     holds_records = not options.force and folder.exists() and any(folder.iterdir())
@@ -54,12 +24,28 @@ def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
         (holds_records, f"{folder} is not empty: choose another --out, or add --force to replace its records."),
         (several, "tune starts its runs itself: start it once, without torchrun or another launcher."),
     )
-    from gradguard.monitoring.tune.trials import TrialPlan
+    from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
+    from gradguard.monitoring.tune.show import print_summary, summary
+    from gradguard.monitoring.tune.trials import TrialPlan, Trials
 
     plan = TrialPlan(
         program.typed, folder, options.steps, options.seeds, options.rule, options.record, metric, options.maximize
     )
-    return _try(plan, options.json)
+    trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
+    try:
+        with SignalHandlers():
+            trials.run()
+    except KeyboardInterrupt:
+        code = BySignal.of(signal.SIGINT)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    if trials.runs:
+        with encodable(sys.stdout):
+            if options.json:
+                print(json.dumps(summary(trials), allow_nan=False))
+            else:
+                print_summary(trials)
+    return code
 
 
 def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
@@ -78,23 +64,26 @@ def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
     return found
 
 
-def _try(plan: "TrialPlan", as_json: bool) -> int:
-    from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
-    from gradguard.monitoring.tune.show import print_summary, summary
-    from gradguard.monitoring.tune.trials import Trials
+_WHOLE = "a whole number, at least 1"
 
-    trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
-    try:
-        with SignalHandlers():
-            trials.run()
-    except KeyboardInterrupt:
-        code = BySignal.of(signal.SIGINT)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    if trials.runs:
-        with encodable(sys.stdout):
-            if as_json:
-                print(json.dumps(summary(trials), allow_nan=False))
-            else:
-                print_summary(trials)
-    return code
+COMMAND = Command(
+    "tune",
+    "recommendation",
+    _tune,
+    "run a script briefly under several rules: which trains best?",
+    [
+        number("--steps", "optimizer steps of a run, 250", _WHOLE, 1, default=250),
+        number("--seeds", "runs of each rule, 3", _WHOLE, 1, default=3, metavar="K"),
+        option("--rule", "a rule as for run --clip, in place of ours", action="append", metavar="RULE"),
+        option("--record", "take the rules from this record", type=Path, metavar="RECORD"),
+        option("--metric", "judge by the last number that it finds in what the script prints", metavar="REGEX"),
+        flag("--maximize", "the highest metric is the best, not the lowest"),
+        option("--out", "where the records of all runs go", type=Path, metavar="DIR"),
+        flag("--force", "replace the records that DIR already holds"),
+        flag("--json", "print one line of JSON instead of a table"),
+    ],
+    "Runs the script as it is, by the rule that its record recommends and by three constants, with the same seeds, "
+    "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands for "
+    "the seed.",
+    runs_program=True,
+)

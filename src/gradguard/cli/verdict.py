@@ -1,18 +1,16 @@
 """The end of a command that judges: its report in words or as JSON, and the exit code of the verdict."""
 
-import argparse
 import json
 from typing import Any
 
+from gradguard.cli.program import flag
 from gradguard.monitoring.record.text import printable
 
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
 """2 is for what cannot be carried out."""
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+JSON = flag("--json", "print the report as one line of JSON")
 
 
 def print_report(report: Any, as_json: bool) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.errors import InvalidValueError, UnsupportedVersionError
@@ -48,22 +48,24 @@ class Job:
     A second run goes on with what was learned if it trains the same model, and begins anew with another.
     """
 
-    _loaded: dict[str, Any] | None = None  # the state of a checkpoint, until the run begins; empty if it has none
-    _begun = False
     _acting: bool
     _model: nn.Module | None  # of the current or the last run
 
     def __init__(self) -> None:
-        vars(self).update(self._not_begun())
+        self._not_begun: dict[str, Any] = {}
+        self._of_a_run(_acting=False, _model=None)
+        self._loaded: dict[str, Any] | None = None  # the state of a checkpoint until the run begins, {} if it has none
+        self._begun = False
         self._at_first: list[tuple[Any, Any]] = []
 
-    def _not_begun(self) -> dict[str, Any]:
-        """Return the attributes of a callback whose training has not begun, which copies have too."""
-        return {"_acting": False, "_model": None}
+    def _of_a_run(self, **attributes: Any) -> None:
+        """Set attributes of a run to their values before the first one, which a copy has too."""
+        self._not_begun |= attributes
+        vars(self).update(copy.deepcopy(attributes))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the rule and its options, and nothing that is on this model or optimizer."""
-        return {**vars(self), **self._not_begun()}
+        return {**vars(self), **copy.deepcopy(self._not_begun)}
 
     def begin(self, run: Run) -> None:
         """Attach to the model and the optimizers of ``run``, with the state of a checkpoint or of the last run."""
@@ -149,11 +151,16 @@ def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -
     """
     if (kind, name) in _replaced:
         return
-    module, path = (kind.__module__, f"{kind.__name__}.{name}") if isinstance(kind, type) else (kind.__name__, name)
+    module, path = (kind.__module__, f"{kind.__name__}.") if isinstance(kind, type) else (kind.__name__, "")
     if name not in vars(kind):
         raise UnsupportedVersionError(
-            f"{module}.{path.removesuffix(f'.{name}')} has no method {name}, which it had in the versions that this "
+            f"{f'{module}.{path}'.strip('.')} has no method {name}, which it had in the versions that this "
             f"part of gradguard is known to work with. Install an older {module.split('.')[0]}, or a newer gradguard."
         )
     _replaced.add((kind, name))
-    Replacement(module, path, instead).use()
+    Replacement(module, path + name, instead).use()
+
+
+def parameters_of(*optimizers: Any) -> list[Tensor]:
+    """Return the parameters of optimizers, in order."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

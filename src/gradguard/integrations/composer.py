@@ -160,7 +160,17 @@ class ClipGradients(Job):
         """
         event = _name(event)
         if event == "init":
-            self._refuse_a_second_clip(state)
+            if getattr(state, "deepspeed_enabled", False):
+                raise InvalidValueError(
+                    "DeepSpeed is on, and its engine clips gradients that no algorithm sees: leave this algorithm out "
+                    'and set "gradient_clipping" in the DeepSpeed configuration.'
+                )
+            for other in getattr(state, "algorithms", ()):
+                if other is not self and (isinstance(other, ClipGradients) or hasattr(other, "clipping_threshold")):
+                    raise InvalidValueError(
+                        f"two algorithms clip gradients: {other!r} and {self!r}. Keep one; for two rules one after the "
+                        "other, ClipGradients(gradguard.Chain(first, second))."
+                    )
             self.begin(Run(state.model, state.model, []))
         if event == "fit_end":
             self.end()
@@ -179,19 +189,6 @@ class ClipGradients(Job):
     def _load(self, state: dict[str, Any]) -> None:
         if "clipper" in state:  # a checkpoint of Composer's own algorithm has none
             self.clipper.load_state_dict(state["clipper"])
-
-    def _refuse_a_second_clip(self, state: Any) -> None:
-        if getattr(state, "deepspeed_enabled", False):
-            raise InvalidValueError(
-                "DeepSpeed is on, and its engine clips gradients that no algorithm sees: leave this algorithm out and "
-                'set "gradient_clipping" in the DeepSpeed configuration.'
-            )
-        for other in getattr(state, "algorithms", ()):
-            if other is not self and (isinstance(other, ClipGradients) or hasattr(other, "clipping_threshold")):
-                raise InvalidValueError(
-                    f"two algorithms clip gradients: {other!r} and {self!r}. Keep one; for two rules one after the "
-                    "other, ClipGradients(gradguard.Chain(first, second))."
-                )
 
 
 class GradientClipping(ClipGradients):

@@ -54,7 +54,22 @@ def last_clip(engine: Any) -> gg.results.ClipResult | None:
     """
     _refuse_other(engine)
     value = engine.get_global_grad_norm()
-    return None if value is None else _result(torch.as_tensor(value).detach(), float(engine.gradient_clipping() or 0.0))
+    if value is None:
+        return None
+    norm = torch.as_tensor(value).detach().double()
+    norm = torch.where(norm < 0, torch.inf, norm)  # -1 stands for what is not finite
+    threshold = float(engine.gradient_clipping() or 0.0)
+    nonfinite = ~norm.isfinite()
+    clipped = (norm > threshold) & ~nonfinite & (threshold > 0)
+    return gg.results.ClipResult(
+        norm=norm.float(),
+        coefficient=torch.where(clipped, threshold / norm, 1.0),
+        clipped=clipped,
+        nonfinite=nonfinite,
+        tensor_norms=norm.reshape(1),
+        names=("all parameters",),
+        threshold=torch.full_like(norm, threshold) if threshold > 0 else None,
+    )
 
 
 def tell_clips(engine: Any) -> Callable[[], None]:
@@ -126,18 +141,3 @@ def _parameters_of(zero: Any, part: Any) -> list[Tensor]:
         return [zero.fp32_partitioned_groups_flat[part]]
     clipped = {id(gradient) for gradient in part}
     return [p for group in zero.optimizer.param_groups for p in group["params"] if id(p.grad) in clipped]
-
-
-def _result(value: Tensor, threshold: float) -> gg.results.ClipResult:
-    norm = torch.where(value < 0, torch.inf, value.double())  # -1 stands for what is not finite
-    nonfinite = ~norm.isfinite()
-    clipped = (norm > threshold) & ~nonfinite if threshold > 0 else torch.zeros_like(nonfinite)
-    return gg.results.ClipResult(
-        norm=norm.float(),
-        coefficient=torch.where(clipped, threshold / norm, 1.0),
-        clipped=clipped,
-        nonfinite=nonfinite,
-        tensor_norms=norm.reshape(1),
-        names=("all parameters",),
-        threshold=torch.full_like(norm, threshold) if threshold > 0 else None,
-    )

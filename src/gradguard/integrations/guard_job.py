@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.integrations.adapter import Job, Run
+from gradguard.integrations.adapter import Job, Run, parameters_of
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.spike_policy import Detector
 
@@ -78,15 +78,12 @@ class GuardJob(Job):
         max_consecutive_skips: int | None = 20,
         **options: Any,
     ) -> None:
-        check_clippers(clippers)
+        self._clippers = listed(clippers)
         check_guard_options(nonfinite, max_consecutive_skips)
         super().__init__()
-        self._clippers = clippers
+        self._of_a_run(_attached={})
         self._options = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips, **options}
-        self._remember(*filter(None, listed(clippers)))
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "_attached": {}}
+        self._remember(*filter(None, self._clippers))
 
     @property
     def guards(self) -> dict[int, gg.Guard]:
@@ -95,8 +92,14 @@ class GuardJob(Job):
 
     def _attach(self, run: Run) -> None:
         self._attached = {}
-        clippers = one_for_each(self._clippers, run.optimizers)
-        for place, (optimizer, clipper) in enumerate(zip(run.optimizers, clippers, strict=True)):
+        clippers, optimizers = self._clippers, run.optimizers
+        if len(clippers) != len(optimizers):
+            raise InvalidValueError(
+                f"there are {len(clippers)} clippers, and configure_optimizers returned {len(optimizers)} optimizers: "
+                "expected a list with one for each, in their order, None for one to be left alone. One for several "
+                "would mix their histories."
+            )
+        for place, (optimizer, clipper) in enumerate(zip(optimizers, clippers, strict=True)):
             if clipper is not None:
                 self._attached[place] = self._guard(run, optimizer, clipper)
 
@@ -187,52 +190,20 @@ def check_clipper(clipper: object) -> None:
         raise InvalidTypeError(f"clipper is {shown}: expected a clipper, such as gg.ClipByMedian().")
 
 
-def check_clippers(clippers: object) -> None:
-    """Raise if ``clippers`` is neither a clipper nor a list of clippers.
+def listed(clippers: Any) -> Sequence[Any]:
+    """Return several clippers as they are, and a single one in a list.
 
     Args:
-        clippers: The argument of the user.
+        clippers: The argument of the user: a clipper, or a list with one for each optimizer or None.
 
     Raises:
         InvalidTypeError: If one of them is not a clipper.
     """
-    several = listed(clippers)
-    for one in several:
-        if one is not None or several is not clippers:
+    several = isinstance(clippers, list | tuple) and bool(clippers)
+    each = clippers if several else [clippers]
+    for one in each:
+        if not (several and one is None):
             check_clipper(one)
-
-
-def listed(clippers: Any) -> Sequence[Any]:
-    """Return several clippers as they are, and a single one in a list."""
-    return clippers if isinstance(clippers, list | tuple) and clippers else [clippers]
-
-
-def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequence[gg.rules.Clipper | None]:
-    """Return the clipper of each optimizer, None for one that is left alone.
-
-    Args:
-        clippers: Clippers that `check_clippers` has accepted.
-        optimizers: The optimizers, by position.
-
-    Returns:
-        As many as there are optimizers.
-
-    Raises:
-        InvalidValueError: If there are more or fewer clippers than optimizers.
-
-    Example:
-        >>> import gradguard as gg
-        >>> from gradguard.integrations.guard_job import one_for_each
-        >>> one_for_each([gg.ClipByGlobalNorm(1.0), None], ["two", "optimizers"])
-        [ClipByGlobalNorm(max_norm=1.0), None]
-    """
-    each = listed(clippers)
-    if len(each) != len(optimizers):
-        raise InvalidValueError(
-            f"there are {len(each)} clippers, and configure_optimizers returned {len(optimizers)} optimizers: expected "
-            "a list with one for each, in their order, None for one to be left alone. One for several would mix their "
-            "histories."
-        )
     return each
 
 
@@ -249,8 +220,8 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
     Raises:
         InvalidValueError: If there is such a guard.
     """
-    owned = {id(p) for guard in _guards for group in guard.optimizer.param_groups for p in group["params"]}
-    if any(id(p) in owned for p in parameters):
+    owned = set(map(id, parameters_of(*[guard.optimizer for guard in _guards])))
+    if not owned.isdisjoint(map(id, parameters)):
         raise InvalidValueError(
             f"{call} was called with gradients that a Guard clips at optimizer.step(): one would be done after the "
             "other. Remove the call; the norm before the clip is guard.last.norm after the step. To clip by hand "

@@ -31,12 +31,25 @@ if keras.backend.backend() != "torch":
     raise MissingPackageError(f"Keras runs on {keras.backend.backend()}: gradguard clips PyTorch gradients. {_HOW}")
 
 
-_OWN_CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 _clipper_to_load: ContextVar["gg.rules.Clipper | None"] = ContextVar("clipper_to_load", default=None)
 
 
 class _NoStep(Exception):  # noqa: N818
     """Leaves the update of the optimizer inside before anything is written."""
+
+
+def _inside(name: str, doc: str) -> Any:
+    """Return a property that is an attribute of the optimizer inside; None before there is one."""
+
+    def read(outer: Any) -> Any:
+        inner = vars(outer).get("inner_optimizer")
+        return None if inner is None else getattr(inner, name)
+
+    def write(outer: Any, value: Any) -> None:
+        if "inner_optimizer" in vars(outer):  # else Keras sets it up
+            setattr(outer.inner_optimizer, name, value)
+
+    return property(read, write, doc=doc)
 
 
 @keras.saving.register_keras_serializable(package="gradguard")
@@ -139,8 +152,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
                 inner.apply(grads, trainable_variables)
             except _NoStep:
                 self._drop_window()
-        if self._applied is None and any(gradient is not None for gradient in grads):
-            raise self._unknown_way()
+        self._check_clipped(self._applied is not None or all(gradient is None for gradient in grads))
 
     def _update(self, update: Callable[..., None], grads: Sequence[Tensor], trainable_variables: Sequence[Any]) -> None:
         """Stand where the optimizer inside has unscaled the gradients and left out variables without one."""
@@ -150,30 +162,29 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         update(grads, trainable_variables)
         if steps and real:
             self._empty_window()
-        if self._clips - before != int(real):
-            raise self._unknown_way()
+        self._check_clipped(self._clips - before == int(real))
 
-    def _unknown_way(self) -> RuntimeError:
-        return RuntimeError(
-            f"{type(self.inner_optimizer).__name__} of Keras {keras.__version__} has made an update that was not "
-            "clipped: it does not update as the optimizers of Keras do. Clip before its apply, with the clipper itself."
-        )
+    def _check_clipped(self, once: bool) -> None:
+        if not once:
+            raise RuntimeError(
+                f"{type(self.inner_optimizer).__name__} of Keras {keras.__version__} has made an update that was not "
+                "clipped: it does not update as the optimizers of Keras do. Clip before its apply, with the clipper "
+                "itself."
+            )
 
     def _clip(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Stand where the optimizer inside would clip: all that is accumulated is there, and nothing is written yet."""
         self._clips += 1
-        applied = self._applied or ()
-        tensors = [variable.value for variable in applied]
-        held = [tensor.grad for tensor in tensors]
+        named = [(variable.path, variable.value) for variable in self._applied or ()]
+        held = [tensor.grad for _, tensor in named]
         try:
-            for tensor, gradient in zip(tensors, grads, strict=True):
+            for (_, tensor), gradient in zip(named, grads, strict=True):
                 own = gradient if gradient is tensor.grad else gradient.clone()
                 tensor.grad = own.detach().to(tensor.dtype)
-            named = [(variable.path, tensor) for variable, tensor in zip(applied, tensors, strict=True)]
             self.last = self.clipper(named, nonfinite="propagate" if self.nonfinite == "skip" else self.nonfinite)
-            clipped: list[Any] = [tensor.grad for tensor in tensors]
+            clipped = [tensor.grad for _, tensor in named]
         finally:
-            for tensor, gradient in zip(tensors, held, strict=True):
+            for (_, tensor), gradient in zip(named, held, strict=True):
                 tensor.grad = gradient
         if self.nonfinite == "skip" and bool(self.last.nonfinite):
             raise _NoStep
@@ -181,10 +192,9 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         return clipped
 
     def _drop_window(self) -> None:
-        inner = self.inner_optimizer
-        if inner.gradient_accumulation_steps:
+        if self.inner_optimizer.gradient_accumulation_steps:
             self._empty_window()
-            inner._iterations.assign_add(1)  # the next window starts with the next batch
+            self.inner_optimizer._iterations.assign_add(1)  # the next window starts with the next batch
         self.skipped_steps += 1
         self._skips_in_a_row += 1
         if self.max_consecutive_skips is not None and self._skips_in_a_row > self.max_consecutive_skips:
@@ -209,47 +219,17 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
             self.inner_optimizer.build(variables)
         super().build(variables)
 
-    @property
-    def variables(self) -> list[Any]:
-        """Return the variables of the optimizer inside; this one adds none."""
-        return self.inner_optimizer.variables
-
-    @property
-    def learning_rate(self) -> Any:
-        """Return the learning rate of the optimizer inside."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
-        self.inner_optimizer.learning_rate = learning_rate
-
-    @property
-    def iterations(self) -> Any:
-        """Return the number of updates of the optimizer inside."""
-        return self.inner_optimizer.iterations
-
-    @property
-    def loss_scale_factor(self) -> float | None:
-        """Return the loss scale of the optimizer inside."""
-        inner = vars(self).get("inner_optimizer")
-        return None if inner is None else inner.loss_scale_factor
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, factor: float | None) -> None:
-        if "inner_optimizer" in vars(self):  # else Keras sets it up
-            self.inner_optimizer.loss_scale_factor = factor
-
-    def scale_loss(self, loss: Any) -> Any:
-        """Scale the loss as the optimizer inside does."""
-        return self.inner_optimizer.scale_loss(loss)
-
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Let the optimizer inside write its averages into the variables."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Tell the optimizer inside which variables not to decay."""
-        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+    variables = _inside("variables", "The variables of the optimizer inside; this one adds none.")
+    learning_rate = _inside("learning_rate", "The learning rate of the optimizer inside.")
+    iterations = _inside("iterations", "The number of updates of the optimizer inside.")
+    loss_scale_factor = _inside("loss_scale_factor", "The loss scale of the optimizer inside.")
+    scale_loss = _inside("scale_loss", "Scales the loss as the optimizer inside does.")
+    finalize_variable_values = _inside(
+        "finalize_variable_values", "Lets the optimizer inside write its averages into the variables."
+    )
+    exclude_from_weight_decay = _inside(
+        "exclude_from_weight_decay", "Tells the optimizer inside which variables not to decay."
+    )
 
     def stateless_apply(self, *arguments: Any) -> None:
         """Raise an error: Keras uses this on the JAX backend only."""
@@ -376,9 +356,9 @@ def _check(optimizer: Any, clipper: Any, policy: str, max_skips: int | None) -> 
 
 
 def _refuse_own_clip(optimizer: keras.optimizers.Optimizer) -> None:
-    for name in _OWN_CLIPS:
-        if getattr(optimizer, name, None):
+    for name in ("clipnorm", "global_clipnorm", "clipvalue"):
+        if value := getattr(optimizer, name, None):
             raise InvalidValueError(
-                f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)} and would clip a second time: leave "
-                f"{name} out, or leave the guard out."
+                f"{type(optimizer).__name__} has {name}={value} and would clip a second time: leave {name} out, or "
+                "leave the guard out."
             )

@@ -11,13 +11,17 @@ require("lightning", "2.6", "2.7", "lightning")
 
 from lightning.fabric import Fabric
 from lightning.fabric.wrappers import is_wrapped
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 
 import gradguard as gg
-from gradguard.integrations.adapter import Run, wrap_once
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, refuse
+from gradguard.integrations.adapter import Job, Run, parameters_of, wrap_once
 from gradguard.integrations.guard_job import (
     Clippers,
     GuardJob,
@@ -25,13 +29,52 @@ from gradguard.integrations.guard_job import (
     ResilienceJob,
     refuse_beside_a_guard,
 )
-from gradguard.integrations.lightning_clip import LightningClip
-from gradguard.integrations.lightning_per_sample import PerSampleCallback
-from gradguard.integrations.lightning_private import PrivateCallback
+from gradguard.integrations.sample_jobs import (
+    PerSampleJob,
+    PrivateBatches,
+    PrivateJob,
+    check_norm_clipper,
+    undo_division,
+)
 from gradguard.policies import GuardPolicy
 from gradguard.torch_private import is_fsdp1
 
 __all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback", "guard_fabric"]
+
+
+class LightningClip(Job, Callback):
+    """A callback that clips in the place of its Trainer.
+
+    A subclass is of one of the jobs too, begins it at the event by which there is what the job needs, and says what
+    else it refuses (``_refuse``).
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with, without the module's methods that Lightning has set on the callback."""
+        return {name: value for name, value in super().__getstate__().items() if name not in ("log", "log_dict")}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before anything is trained, what cannot be right."""
+        if stage == "fit":
+            self._refuse(trainer, pl_module)
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        """Give module and optimizers back; what was learned and counted can still be read and saved."""
+        self.end()
+
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Give module and optimizers back: Lightning calls no ``teardown`` after an error."""
+        self.end()
+
+    def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        del module
+        value = trainer.gradient_clip_val
+        if value:
+            rule = "ClipByValue" if trainer.gradient_clip_algorithm == "value" else "ClipByGlobalNorm"
+            raise InvalidValueError(
+                f"Trainer(gradient_clip_val={value}) clips too, beside the {type(self).__name__}: expected one clip. "
+                f"Take gradient_clip_val away; GradGuardCallback(gg.{rule}({value})) as the only clip does what it did."
+            )
 
 
 class GradGuardCallback(GuardJob, LightningClip):
@@ -117,19 +160,23 @@ class GradGuardCallback(GuardJob, LightningClip):
         log: str | None = "gradients",
     ) -> None:
         super().__init__(clipper, nonfinite, max_consecutive_skips)
+        self._of_a_run(_logged={}, _optimizers=[])
         self._prefix = log
 
     _logged: dict[int, int]  # steps of each guard when it was last logged
     _optimizers: list[Optimizer]  # all that are guarded or left alone on purpose
 
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "_logged": {}, "_optimizers": []}
-
     # -- hooks of Lightning -----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizers, which the strategy has made by now."""
-        _refuse_no_optimizer(trainer, pl_module)
+        trained = set(map(id, parameters_of(*trainer.optimizers)))
+        if trained.isdisjoint(map(id, (trainer.strategy.model or pl_module).parameters())):
+            raise InvalidValueError(
+                f"no parameter of {type(pl_module).__name__} is in an optimizer that configure_optimizers returned: "
+                "expected the optimizers that train it, so that the callback can guard them. Return them there also in "
+                "manual optimization, or attach gg.Guard(optimizer, clipper) where you make yours."
+            )
         self._optimizers, self._logged = list(trainer.optimizers), {}
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         model = _model_to_name(pl_module, trainer.strategy.model)
@@ -138,7 +185,7 @@ class GradGuardCallback(GuardJob, LightningClip):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Attach to optimizers that have come in the meantime, which other callbacks may make."""
-        if list(map(id, trainer.optimizers)) != list(map(id, self._optimizers)):
+        if trainer.optimizers != self._optimizers:
             self.on_fit_start(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -149,23 +196,22 @@ class GradGuardCallback(GuardJob, LightningClip):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Log what the steps of this batch did."""
         for position, guard in self.guards.items():
-            if self._prefix is not None and guard.last is not None and guard.steps != self._logged.get(position):
-                self._logged[position] = guard.steps
-                self._log(pl_module, position, guard.last)
+            result = guard.last
+            if self._prefix is None or result is None or guard.steps == self._logged.get(position):
+                continue
+            self._logged[position] = guard.steps
+            name = self._prefix if len(self._optimizers) == 1 else f"{self._prefix}/{position}"
+            values = {
+                "norm": result.norm,
+                "coefficient": result.coefficient,
+                "clipped": (result.clipped & ~result.nonfinite).float(),
+            }
+            for key, value in values.items():
+                pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         super()._refuse(trainer, module)
         _refuse_engine(trainer.strategy)
-
-    def _log(self, pl_module: LightningModule, position: int, result: gg.results.ClipResult) -> None:
-        name = self._prefix if len(self._optimizers) == 1 else f"{self._prefix}/{position}"
-        values = {
-            "norm": result.norm,
-            "coefficient": result.coefficient,
-            "clipped": (result.clipped & ~result.nonfinite).float(),
-        }
-        for key, value in values.items():
-            pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)
 
 
 class ResilienceCallback(ResilienceJob, GradGuardCallback):
@@ -199,9 +245,9 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Take the loss of a micro-batch, which Lightning has divided by their number where it steps by itself."""
-        if self.resilience is not None and _scaler_of(trainer) is None:
+        if _scaler_of(trainer) is None:
             times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self.resilience.record_loss(loss.detach() * times)
+            self._attached[0].record_loss(loss.detach() * times)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Log, and act on what was measured some steps ago.
@@ -210,8 +256,324 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
             SpikeError: If going back does not cure the run.
         """
         super().on_train_batch_end(trainer, pl_module)
-        if self.resilience is not None:
-            self.resilience.step()
+        self._attached[0].step()
+
+
+class PerSampleCallback(PerSampleJob, LightningClip):
+    r"""Clip the gradient of each sample by ``norm_clipper`` in a Lightning Trainer, before they are summed.
+
+    .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i
+
+    over all N samples of the optimizer step, those of all its accumulated batches. :math:`\ell_i` is sample i's own
+    loss, of which what ``training_step`` returns must be the mean over the samples of its batch (or the sum:
+    ``loss_reduction="sum"``). **Nobody can see whether it is.** A mean over all *tokens* of a batch, where samples have
+    unequal numbers of them, is not: average over each sample's own tokens first, then over samples.
+
+    **Guarantees.**
+
+    * Each step is that of running every sample by itself, clipping its gradient, and averaging (adding up, with
+      ``loss_reduction="sum"``): with ``accumulate_grad_batches``, by which Lightning's division of the loss is undone,
+      a smaller last batch, and bf16-mixed.
+    * What `gradguard.PerSampleGradientClipper` refuses is refused here.
+    * A checkpoint holds what the norm clipper has learned.
+
+    ============================================  ==============================================================
+    Edge case                                     What happens
+    ============================================  ==============================================================
+    a sample whose gradient is not finite         adds zero; the step goes on
+    ``training_step`` returns None                the batch adds nothing
+    training stops within a step                  what was accumulated is dropped
+    ``gradient_clip_val``                         an error: two clips
+    `GradGuardCallback` beside it                 an error: two clips
+    a module's ``configure_gradient_clipping``    an error: two clips
+    16-mixed                                      an error: Lightning unscales before the gradients are there
+    manual optimization, LBFGS                    an error
+    ``torch.compile``                             an error
+    DDP                                           the average is over the samples of all processes
+    DeepSpeed, FSDP, other strategies             an error
+    DDP with `QuantileNormClipper`                an error: thresholds would differ between processes
+    ============================================  ==============================================================
+
+    Args:
+        norm_clipper: The rule, as for `gradguard.PerSampleGradientClipper`.
+        loss_reduction: Whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples' losses.
+        batch_first: As for `gradguard.PerSampleGradientClipper`.
+        mode: As for `gradguard.PerSampleGradientClipper`.
+
+    Attributes:
+        norm_clipper: The rule.
+        clipper: The `gradguard.PerSampleGradientClipper` of the current or the last ``fit``; None before it begins.
+            ``clipper.statistics`` has the norms of the last batch's samples.
+
+    Raises:
+        InvalidTypeError: If ``norm_clipper`` is none.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from gradguard.integrations.lightning import PerSampleCallback
+        >>> class Model(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(2, 1)
+        ...     def training_step(self, batch):
+        ...         return self.layer(batch).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters())
+        >>> trainer = Trainer(max_epochs=1, callbacks=[PerSampleCallback(gg.FlatNormClipper(1.0))])
+        >>> # trainer.fit(Model(), loader)
+    """
+
+    def __init__(
+        self,
+        norm_clipper: gg.rules.NormClipper,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        mode: str = "fast",
+    ) -> None:
+        super().__init__(norm_clipper, loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
+        self._of_a_run(_strategy=None)
+
+    _strategy: Strategy | None  # some of whose methods are replaced
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach to the module, and refuse optimizers that cannot be served.
+
+        Raises:
+            UnsupportedGradientError: If an optimizer asks for gradients several times in a step.
+        """
+        _refuse_lbfgs(trainer)
+        self.end()
+        self.begin(Run(pl_module, self._take_in(trainer, pl_module), trainer.optimizers))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Undo Lightning's division by the number of accumulated batches: it is part of no sample's own loss."""
+        del pl_module
+        undo_division(self.clipper, loss, trainer.accumulate_grad_batches)
+
+    def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
+        """Clip the samples of this batch, and add them up."""
+        self.after_backward()
+
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Fill in the gradients of the step."""
+        if self._summed:
+            self.before_step()
+
+    def _take_in(self, trainer: Trainer, module: LightningModule) -> nn.Module:
+        """Return what the clipper is given: under DDP the wrapped module, so that it finds the other processes.
+
+        Lightning calls ``training_step`` there as if it were the module's forward, in place of the layers that it
+        calls. DistributedDataParallel has nothing to do in it, because only clipped sums are sent, so it is called as
+        on one device.
+        """
+        model, strategy = trainer.strategy.model, trainer.strategy
+        if not isinstance(model, DistributedDataParallel):
+            return module
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with strategy.precision_plugin.train_step_context():
+                return module.training_step(*args, **kwargs)
+
+        self._strategy = strategy
+        strategy.training_step = training_step  # type: ignore[method-assign]
+        return model
+
+    def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        super()._refuse(trainer, module)
+        self._refuse_others(trainer.callbacks)  # type: ignore[attr-defined]
+        which, name = type(self).__name__, type(module).__name__
+        if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
+            raise InvalidValueError(
+                f"{name} has a configure_gradient_clipping of its own, which would clip after the {which}: "
+                "expected one clip. Take it away."
+            )
+        check_norm_clipper(self.norm_clipper, trainer.world_size)
+        strategy = trainer.strategy
+        refuse(
+            UnsupportedGradientError,
+            (
+                not module.automatic_optimization,
+                f"{name} optimizes by hand, so that it is not known which backward is for which step. Use "
+                "gg.PerSampleGradientClipper(self, ...) in its training_step.",
+            ),
+            (
+                not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy,
+                f"{which} trains on one device or under DDPStrategy, and not with {type(strategy).__name__}. Use "
+                "gg.PerSampleGradientClipper in a loop of your own, which takes fully_shard.",
+            ),
+            (
+                _scaler_of(trainer) is not None or trainer.precision == "16-mixed",
+                'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use '
+                '"bf16-mixed".',
+            ),
+            (
+                getattr(module, "_compiler_ctx", None) is not None,
+                f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before "
+                "torch.compile.",
+            ),
+        )
+
+    def end(self) -> None:
+        """Give module and strategy back; what was learned can still be read. May be repeated."""
+        super().end()
+        if self._strategy is not None:
+            for name in ("training_step", "process_dataloader"):
+                vars(self._strategy).pop(name, None)
+            self._strategy = None
+
+
+class PrivateCallback(PrivateJob, PerSampleCallback):
+    r"""Make the training of a Lightning Trainer differentially private: `gradguard.private.make_private` in one line.
+
+    .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
+
+    The training loader's data set, ``collate_fn`` and workers are kept. Its batches are replaced by Poisson samples: in
+    each step every one of the N samples joins with probability q. The expected number qN is the loader's batch size
+    times ``accumulate_grad_batches`` times the number of processes, so an epoch has as many steps as before. What
+    ``training_step`` returns must be the mean of its samples' own losses, as for `PerSampleCallback`.
+
+    **Guarantees.** Those of `gradguard.private.make_private`: what the weights become is (epsilon, delta)
+    differentially private with respect to one sample of the training data, epsilon never exceeds that of a budget.
+    Losses and metrics on training data are not covered, nor is what a validation on other data tells of that data.
+
+    * Noise is added once for each step of the optimizer, and the step is counted before the weights change.
+    * No other step of the optimizer is let through, and no change of the gradients after the noise.
+    * A checkpoint holds the accountant's steps and what the norm clipper has learned; neither noise nor which samples
+      were drawn. A resumed run goes on counting, and goes on within the epoch.
+
+    ===================================================  ==========================================================
+    Edge case                                            What happens
+    ===================================================  ==========================================================
+    a batch that draws no sample                         one sample that does not count stands in; noise is added
+    a sample whose gradient is not finite                adds zero
+    validation within an epoch                           the same steps
+    DDP                                                  one Poisson sample, in equal parts; one process adds noise
+    a checkpoint within an accumulation                  an error: the sums have no noise yet
+    resuming from a checkpoint without this callback     an error: what its steps have cost is not known
+    several training loaders, an ``IterableDataset``     an error
+    a batch sampler of one's own                         an error
+    ``limit_train_batches``                              an error where it leaves a part of an accumulation
+    ``overfit_batches``                                  an error
+    ``reload_dataloaders_every_n_epochs``                an error
+    `GradientAccumulationScheduler`                      an error
+    several optimizers                                   an error
+    a ``training_step`` that returns None                an error: every batch that is drawn must be used
+    16-mixed, and what `PerSampleCallback` refuses       an error
+    a second ``fit``                                     an error: its cost would add up
+    ===================================================  ==========================================================
+
+    At the end of each epoch it logs ``epsilon``.
+
+    Args:
+        privacy: A `gradguard.private.PrivacyBudget` without ``epochs`` and ``steps``, for as many steps as the Trainer
+            plans, or a `gradguard.private.FixedNoise`.
+        norm_clipper: The rule; None bounds each sample's gradient by 1, as ``gg.FlatNormClipper(1.0)``.
+        secure: As for `gradguard.private.make_private`.
+        seed: As for `gradguard.private.make_private`.
+        **options: ``loss_reduction`` (whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples'
+            losses), ``batch_first`` and ``mode``, as for `PerSampleCallback`.
+
+    Attributes:
+        norm_clipper: The rule.
+        clipper: The `gradguard.PerSampleGradientClipper` of the current or the last ``fit``.
+
+    Raises:
+        InvalidTypeError: If ``norm_clipper`` is none.
+        InvalidValueError: If the budget names the number of steps, which the Trainer plans.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from gradguard.integrations.lightning import PrivateCallback
+        >>> callback = PrivateCallback(gg.private.PrivacyBudget(epsilon=3.0, delta=1e-5))
+        >>> trainer = Trainer(max_epochs=3, callbacks=[callback])
+        >>> # trainer.fit(Model(), DataLoader(data, batch_size=256, shuffle=True)); callback.private.epsilon()
+
+    Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before anything is trained, what cannot be right, and take the loader's place."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._replace_batches(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse optimizers that cannot be served.
+
+        Raises:
+            UnsupportedGradientError: If there are several, or one asks for gradients several times in a step.
+        """
+        del pl_module
+        _refuse_lbfgs(trainer)
+        if len(trainer.optimizers) != 1:
+            raise UnsupportedGradientError(
+                f"there are {len(trainer.optimizers)} optimizers, and a step of private training is one of one "
+                "optimizer. Return one from configure_optimizers, with groups of parameters."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the private training, which needs the loader that Lightning has asked for by now.
+
+        Raises:
+            InvalidValueError: If an epoch would end within an accumulation.
+        """
+        parts, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        if batches % parts:
+            raise InvalidValueError(
+                f"an epoch has {batches} batches, which are no whole number of steps with "
+                f"accumulate_grad_batches={parts}: the last would be a part of a Poisson sample. Set "
+                "limit_train_batches to a multiple, or leave it out."
+            )
+        model, steps = self._take_in(trainer, pl_module), trainer.estimated_stepping_batches
+        self.begin(Run(pl_module, model, trainer.optimizers, steps=steps, done=trainer.global_step))
+
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Add the noise, and fill in the gradients of the step."""
+        self.before_step()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was spent."""
+        del trainer
+        pl_module.log("epsilon", self._clips.epsilon())
+
+    def _replace_batches(self, trainer: Trainer) -> None:
+        """Let the strategy, which is asked about each loader, give Poisson batches for the training loader."""
+        strategy: Any = trainer.strategy
+        original = type(strategy).process_dataloader
+
+        def process(loader: Any) -> Any:
+            processed = original(strategy, loader)
+            if not trainer.training:  # it is one for validation
+                return processed
+            if self._batches is not None:
+                raise UnsupportedGradientError(
+                    "there are several training loaders, and private training draws from one. Join their data sets: "
+                    "torch.utils.data.ConcatDataset, or StackDataset for pairs."
+                )
+            parts = trainer.accumulate_grad_batches
+            self._batches = PrivateBatches(processed, parts, trainer.world_size, lambda: self._clips)
+            return self._batches
+
+        self._batches = None
+        strategy.process_dataloader, self._strategy = process, strategy
+
+    def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        super()._refuse(trainer, module)
+        changes = "changes what samples are drawn from, and with it what a step costs. Leave it out."
+        refuse(
+            UnsupportedGradientError,
+            (
+                any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks),  # type: ignore[attr-defined]
+                "GradientAccumulationScheduler changes the sampling rate between epochs. Use accumulate_grad_batches.",
+            ),
+            *(
+                (getattr(trainer, name), f"{name} {changes}")
+                for name in ("overfit_batches", "reload_dataloaders_every_n_epochs")
+            ),
+        )
 
 
 def guard_fabric(
@@ -260,7 +622,7 @@ def guard_fabric(
     """
     _refuse_engine(fabric.strategy)
     if module is not None and not isinstance(module, nn.Module):
-        raise gg.errors.InvalidTypeError(
+        raise InvalidTypeError(
             f"module is {type(module).__name__}: expected the module that fabric.setup returned, or None. "
             "Type: guard_fabric(fabric, module, optimizer, clipper)."
         )
@@ -293,16 +655,14 @@ def _clip_of_fabric(
 
 def _parameters_of(optimizer: Any) -> list[Tensor]:
     """The parameters of an optimizer, or of the one that Lightning has wrapped."""
-    groups = getattr(optimizer, "optimizer", optimizer).param_groups
-    return [p for group in groups for p in group["params"]]
+    return parameters_of(getattr(optimizer, "optimizer", optimizer))
 
 
 def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Module | None:
     """Return the module that names the parameters: itself, or FSDP1's wrapper, which knows where the parts are."""
-    parts = () if wrapped is None else wrapped.modules()
-    outermost = next((part for part in parts if is_fsdp1(part)), None)
-    if outermost is not None and any(part is module for part in outermost.modules()):
-        return outermost
+    for part in () if wrapped is None else wrapped.modules():
+        if is_fsdp1(part):  # the outermost
+            return part if any(inner is module for inner in part.modules()) else module
     return module
 
 
@@ -312,19 +672,15 @@ def _scaler_of(trainer: Trainer) -> Any:
 
 def _refuse_engine(strategy: object) -> None:
     if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
-        raise gg.errors.UnsupportedGradientError(
+        raise UnsupportedGradientError(
             "under DeepSpeed the engine owns the gradients and the step, so that a clip from outside would be of parts "
             "or of nothing: expected another strategy. Set gradient_clipping in DeepSpeed's own configuration."
         )
 
 
-def _refuse_no_optimizer(trainer: Trainer, pl_module: LightningModule) -> None:
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    guarded = {id(p) for group in groups for p in group["params"]}
-    model = trainer.strategy.model or pl_module
-    if not any(id(p) in guarded for p in model.parameters()):
-        raise gg.errors.InvalidValueError(
-            f"no parameter of {type(pl_module).__name__} is in an optimizer that configure_optimizers returned: "
-            "expected the optimizers that train it, so that the callback can guard them. Return them there also in "
-            "manual optimization, or attach gg.Guard(optimizer, clipper) where you make yours."
+def _refuse_lbfgs(trainer: Trainer) -> None:
+    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise UnsupportedGradientError(
+            "LBFGS asks for the gradients several times in a step, and samples would be clipped by another factor "
+            "each time. Choose an optimizer that asks once, such as AdamW."
         )

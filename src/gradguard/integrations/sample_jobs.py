@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, refuse
 from gradguard.integrations.adapter import Job, Run
 
 
@@ -28,11 +28,9 @@ class PerSampleJob(Job):
     def __init__(self, norm_clipper: gg.rules.NormClipper, **options: Any) -> None:
         check_norm_clipper(norm_clipper)
         super().__init__()
+        self._of_a_run(clipper=None, _clips=None, _summed=False)
         self.norm_clipper, self._options = norm_clipper, options
         self._remember(norm_clipper)
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "clipper": None, "_clips": None, "_summed": False}
 
     def _attach(self, run: Run) -> None:
         assert run.wrapped is not None
@@ -74,7 +72,7 @@ class PrivateBatches:
         parts: How many batches it accumulates for a step.
         processes: How many train together.
         training: Returns the training; it is called when the first batch is drawn.
-        place: Moves a batch to the device of the training; None leaves that to the trainer.
+        place: Moves a batch to the device of the training; by default the trainer does.
 
     Raises:
         InvalidValueError: If the loader is no DataLoader with a batch size.
@@ -87,7 +85,7 @@ class PrivateBatches:
         parts: int,
         processes: int,
         training: Callable[[], Any],
-        place: Callable[[Any], Any] | None = None,
+        place: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
         if not isinstance(loader, DataLoader) or loader.batch_size is None:
             raise InvalidValueError(
@@ -109,11 +107,7 @@ class PrivateBatches:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return self._draw()  # a generator: trainers call iter() long before they train
-
-    def _draw(self) -> Iterator[Any]:
-        batches = self._training().loader
-        yield from batches if self._place is None else map(self._place, batches)
+        yield from map(self._place, self._training().loader)  # not at once: trainers call iter() long before they train
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state, so that a trainer resumes within an epoch; the callback keeps the place."""
@@ -150,10 +144,8 @@ class PrivateJob(PerSampleJob):
                 f"{privacy!r}: the trainer knows how many steps it will take. Leave epochs and steps out of the budget."
             )
         super().__init__(gg.FlatNormClipper(1.0) if norm_clipper is None else norm_clipper, **options)
+        self._of_a_run(private=None, _batches=None)
         self._privacy, self._budget, self._noise = privacy, budget, {"secure": secure, "seed": seed}
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "private": None, "_batches": None}
 
     def begin(self, run: Run) -> None:
         """Begin the training, with what a checkpoint has counted.
@@ -168,23 +160,27 @@ class PrivateJob(PerSampleJob):
                 f"the trainer has a loader of its own, which {name} could not replace: its batches are no "
                 "Poisson samples, for which alone epsilon is right. Give the trainer one DataLoader."
             )
-        if self.private is not None and self.private.steps:
-            raise InvalidValueError(
-                f"this {name} has trained for {self.private.steps} steps already, and what both trainings cost "
+        steps = 0 if self.private is None else self.private.steps
+        refuse(
+            InvalidValueError,
+            (
+                steps,
+                f"this {name} has trained for {steps} steps already, and what both trainings cost "
                 "adds up. Resume from a checkpoint to go on, or make another one for another training, and count the "
-                "steps of this one there if both saw the same records: callback.private.accountant.step(...)."
-            )
-        if run.done and not resumed:
-            raise InvalidValueError(
+                "steps of this one there if both saw the same records: callback.private.accountant.step(...).",
+            ),
+            (
+                run.done and not resumed,
                 f"training resumes after {run.done} steps, and the checkpoint has no state of a {name}: what those "
-                "steps have cost is not known. Load the weights alone if they were trained on other records."
-            )
+                "steps have cost is not known. Load the weights alone if they were trained on other records.",
+            ),
+            (
+                self._budget is not None and not math.isfinite(run.steps),
+                "a PrivacyBudget needs a trainer that knows how many steps it will take: set its number of epochs "
+                "or of steps.",
+            ),
+        )
         if self._budget is not None:
-            if not math.isfinite(run.steps):
-                raise InvalidValueError(
-                    "a PrivacyBudget needs a trainer that knows how many steps it will take: set its number of epochs "
-                    "or of steps."
-                )
             privacy = replace(self._budget, steps=int(run.steps))
         self._attach(run)
         self.private = self._clips = private = gg.private.make_private(

@@ -52,7 +52,12 @@ def sample_losses(
         logits, labels = logits[:, :-1], labels[:, 1:]
     whole, one_number = not labels.is_floating_point(), logits.shape == (*labels.shape, 1)
     classes, same = whole and logits.shape[:-1] == labels.shape, logits.shape == labels.shape
-    kind = problem_type or _kind(logits, labels, classes and not (one_number and labels.ndim == 1))
+    kind = problem_type or "regression"
+    if not problem_type:  # as Transformers' own models tell it
+        if classes and not (one_number and labels.ndim == 1):
+            kind = "single_label_classification"
+        elif same and logits.ndim == 2 and logits.shape[1] > 1:
+            kind = "multi_label_classification"
     if kind == "single_label_classification" and classes:
         each = F.cross_entropy(logits.movedim(-1, 1), labels, ignore_index=_IGNORED, reduction="none")
         counted = (labels != _IGNORED).reshape(len(labels), -1).sum(1)
@@ -69,11 +74,3 @@ def sample_losses(
 
 
 _ERRORS = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
-
-
-def _kind(logits: Tensor, labels: Tensor, classes: bool) -> str:
-    """Return the kind of problem where a model does not name it, as Transformers' own models tell it."""
-    if classes:
-        return "single_label_classification"
-    several = logits.shape == labels.shape and logits.ndim == 2 and logits.shape[1] > 1
-    return "multi_label_classification" if several else "regression"

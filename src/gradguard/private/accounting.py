@@ -8,8 +8,8 @@ import importlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal
 
@@ -221,9 +221,13 @@ class Accountant:
 
     def spent(self, delta: float) -> float:
         """Return what `epsilon` does, without its warning."""
-        asked = (*_merged(self.history), check_number("delta", delta, "a probability above 0 and below 1"))
+        totals = Counter[tuple[float, float]]()  # what is spent does not depend on the order
+        for noise_multiplier, sample_rate, steps in self.history:
+            totals[noise_multiplier, sample_rate] += steps
+        merged = sorted((*kind, steps) for kind, steps in totals.items())
+        asked = (*merged, check_number("delta", delta, "a probability above 0 and below 1"))
         if asked not in self._known:
-            self._known = {asked: _epsilon([*asked[:-1]], asked[-1], self.name)}
+            self._known = {asked: _epsilon(merged, asked[-1], self.name)}
         return self._known[asked]
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,22 +259,18 @@ def _told(spent: float, name: AccountantName) -> float:
     return spent
 
 
-def _merged(history: History) -> History:
-    """Return one entry for each kind of step, sorted: what is spent does not depend on the order."""
-    totals: dict[tuple[float, float], int] = {}
-    for noise_multiplier, sample_rate, steps in history:
-        totals[noise_multiplier, sample_rate] = totals.get((noise_multiplier, sample_rate), 0) + steps
-    return sorted((*kind, steps) for kind, steps in totals.items())
-
-
 def _epsilon(history: History, delta: float, name: AccountantName) -> float:
     history = [entry for entry in history if entry[1] and entry[2]]
     if not history:
         return 0.0
     if any(noise_multiplier == 0 for noise_multiplier, _, _ in history):
         return math.inf
-    with _without_notes():
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_no_note)
+    try:
         by_rdp = _composed("rdp", history).get_epsilon(delta)
+    finally:
+        logger.removeFilter(_is_no_note)
     if name == "rdp" or by_rdp > _PLD_UP_TO:
         return float(by_rdp)
     return min(float(_composed("pld", history).get_epsilon(delta)), float(by_rdp))  # two valid bounds
@@ -286,18 +286,8 @@ def _composed(name: AccountantName, history: History) -> Any:
     return composed
 
 
-@contextmanager
-def _without_notes() -> Iterator[None]:
-    """Silence notes on Rényi orders that are left out: the bound is a minimum over orders and stays one without."""
-    logger = logging.getLogger("absl")
-    logger.addFilter(_is_no_note)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_no_note)
-
-
 def _is_no_note(record: logging.LogRecord) -> bool:
+    """Leave out notes on Rényi orders that are left out: the bound is a minimum over orders and stays one without."""
     return "Excluding this order" not in record.getMessage()
 
 

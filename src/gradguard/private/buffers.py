@@ -50,8 +50,13 @@ class BufferWatch:
     def check(self) -> None:
         """The batch has gone through the model."""
         now = _buffers_of(self._module)
-        known = self._before.keys() - self._told
-        changed = [name for name in now if name in known and self._has_changed(name, *now[name])]
+        changed = []
+        for name, (buffer, version) in now.items():
+            before, old_version = self._before.get(name, (buffer, version))
+            if name in self._told or (buffer is before and version == old_version):
+                continue
+            if buffer is not None and buffer.is_floating_point():
+                changed.append(name)
         if not changed:
             return
         self._told.update(changed)
@@ -61,10 +66,6 @@ class BufferWatch:
             f"and it is saved with the model. Keep it constant in training, or update it from parameters only.",
             stacklevel=4,
         )
-
-    def _has_changed(self, name: str, now: Tensor | None, version: int) -> bool:
-        before, old_version = self._before[name]
-        return now is not None and now.is_floating_point() and (now is not before or version != old_version)
 
 
 def _buffers_of(module: nn.Module) -> dict[str, tuple[Tensor | None, int]]:

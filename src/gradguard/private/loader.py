@@ -57,7 +57,8 @@ class PrivateLoader:
         handed_out: Callable[[Planned], Iterator[Any]],
         parts: int | None = None,
     ) -> None:
-        source = batches.remaining if batches is not None else lambda: _fixed(loader)
+        fixed: Any = loader.batch_sampler
+        source = batches.remaining if batches is not None else lambda: ((list(one), len(one)) for one in fixed)
         self._cutter = MicroBatches(source, max_size, 0 if stand_in else None, parts)
         self._length = (len(batches) if batches is not None else len(loader)) * (parts or 1)
         self._handed_out = handed_out
@@ -83,12 +84,6 @@ class PrivateLoader:
             yield plan.popleft(), None
 
 
-def _fixed(loader: DataLoader) -> Iterator[tuple[list[int], int]]:
-    assert loader.batch_sampler is not None
-    for indices in loader.batch_sampler:
-        yield list(indices), len(indices)
-
-
 def check_loader(loader: DataLoader, poisson_sampling: bool, world_size: int) -> int:
     """Return the number of samples of a DataLoader whose order and batches may be replaced or accounted for.
 
@@ -109,17 +104,8 @@ def check_loader(loader: DataLoader, poisson_sampling: bool, world_size: int) ->
             "loader: expected one made with batch_size=..., from which the sampling rate follows; got one with "
             "a batch_sampler of its own or without batches."
         )
-    _check_sampler(loader.sampler, poisson_sampling)
-    if not poisson_sampling and world_size > 1:
-        raise UnsupportedGradientError(
-            "poisson_sampling=False is not accounted for over several processes: use poisson_sampling=True."
-        )
-    return len(loader.dataset)  # type: ignore[arg-type]
-
-
-def _check_sampler(sampler: Any, poisson_sampling: bool) -> None:
-    known = [SequentialSampler, RandomSampler] + ([DistributedSampler] if poisson_sampling else [])
-    if type(sampler) not in known:
+    sampler = loader.sampler
+    if type(sampler) not in (SequentialSampler, RandomSampler, *[DistributedSampler] * poisson_sampling):
         raise InvalidValueError(
             f"loader: its sampler is a {type(sampler).__name__}. Every sample must be drawn with the same probability"
             f"{'' if poisson_sampling else ', and once in an epoch'}, so expected shuffle=True or shuffle=False. To "
@@ -130,3 +116,8 @@ def _check_sampler(sampler: Any, poisson_sampling: bool) -> None:
             "loader: its RandomSampler draws with replacement or another number than all samples; expected "
             "shuffle=True, which draws each sample once in an epoch."
         )
+    if not poisson_sampling and world_size > 1:
+        raise UnsupportedGradientError(
+            "poisson_sampling=False is not accounted for over several processes: use poisson_sampling=True."
+        )
+    return len(loader.dataset)  # type: ignore[arg-type]

@@ -146,13 +146,10 @@ class GaussianNoise:
         if self.secure:
             noise = secure_normal(like.numel()).mul_(deviation)
             return noise.view(like.shape).to(like.device, like.dtype)
+        if like.device not in self._generators:
+            self._generators[like.device] = keyed_generator(self._key, like.device)
         noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return noise.normal_(0.0, deviation, generator=self._generator(like.device))
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = keyed_generator(self._key, device)
-        return self._generators[device]
+        return noise.normal_(0.0, deviation, generator=self._generators[like.device])
 
 
 def key_from(seed: int | None, purpose: str) -> bytes:

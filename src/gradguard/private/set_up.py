@@ -12,7 +12,7 @@ from gradguard.arguments import check_whole
 from gradguard.distributed.groups import from_first_rank, rank_and_size
 from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.wrappers import refuse_wrapped
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidTypeError, InvalidValueError, refuse
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.per_sample.norm_clippers import FlatNormClipper, QuantileNormClipper
 from gradguard.per_sample.refusals import refuse_local_thresholds
@@ -101,109 +101,98 @@ def make_private(
 
     Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
     """
-    parts = gradient_accumulation_steps
+    parts, largest = gradient_accumulation_steps, max_physical_batch_size
     with ExitStack() as attached:  # what fails leaves model and optimizer as they were
         clipper = model
         if not isinstance(clipper, PerSampleGradientClipper):
             clipper = PerSampleGradientClipper(clipper, FlatNormClipper(1.0))
         attached.callback(clipper.detach)
-        _check_cuts(max_physical_batch_size, parts, poisson_sampling)
+        for name, number in (("max_physical_batch_size", largest), ("gradient_accumulation_steps", parts)):
+            if number is not None:
+                check_whole(name, number)
         if not isinstance(privacy, PrivacyBudget | FixedNoise):
             raise InvalidTypeError(
                 f"privacy: expected PrivacyBudget(epsilon=..., delta=..., epochs=...) or FixedNoise("
                 f"noise_multiplier=..., delta=...), got {privacy!r}."
             )
-        _check_clipper(clipper)
+        other = f"max_physical_batch_size={largest}" if poisson_sampling else "poisson_sampling=False"
         module, rule = clipper.module, clipper.norm_clipper
+        quantile = rule if isinstance(rule, QuantileNormClipper) else None
+        followed = 0 if quantile is None else quantile.steps
+        refuse(
+            InvalidValueError,
+            (
+                parts is not None and (largest is not None or not poisson_sampling),
+                f"gradient_accumulation_steps={parts} with {other}: it cuts Poisson batches by itself. Leave one of "
+                "them out.",
+            ),
+            (
+                clipper._loss_check is None,
+                "the clipper has loss_reduction='share' or check=False: a share of a loss depends on the other "
+                "samples, and a loss that is not looked at may. No bound of one sample's part would follow. Leave it "
+                "out.",
+            ),
+            (
+                followed,
+                f"the QuantileNormClipper has followed {followed} steps, whose counts no accountant "
+                "has seen: make a new one.",
+            ),
+            (
+                clipper.statistics is not None,
+                "the clipper has clipped already, and its rule and what it knows of the loss follow samples whose part "
+                "had no noise: make a new PerSampleGradientClipper for private training.",
+            ),
+        )
         group = process_group if process_group is not None else clipper._group
         if group is None:
             refuse_wrapped(module.parameters())
         rank, world_size = rank_and_size(group)
         size = check_loader(loader, poisson_sampling, world_size)
         refuse_local_thresholds(rule, world_size)
-        parameters = _check_parameters(module, optimizer)
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidTypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        own = set(map(id, module.parameters()))
+        others = [tuple(p.shape) for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
+        if others:
+            raise InvalidValueError(
+                f"the optimizer has {len(others)} parameters, of shapes {others[:3]}, that are not the model's: their "
+                f"gradients would be neither clipped nor noised. Make one model that holds all that is trained."
+            )
         refuse_running_statistics(module)
-        _warn_of_delta(privacy.delta, size)
+        if privacy.delta >= 1 / size:
+            warnings.warn(
+                f"delta={privacy.delta} is not below 1 / {size} samples: publishing one sample whole would be allowed.",
+                stacklevel=2,
+            )
 
         batch_size = min(loader.batch_size * world_size * (parts or 1), size)  # type: ignore[operator]
         key = from_first_rank(key_from(seed, "sampling"), group)
         noise = GaussianNoise(seed, secure=secure)
-        batches = None
+        batches, rate, of_epoch = None, 1.0, 1
         if poisson_sampling:
             batches = PoissonBatches(size, batch_size / size, seed=seed, rank=rank, world_size=world_size, key=key)
-        rate, of_epoch = (1.0, 1) if batches is None else (batches.sample_rate, batches.steps)
+            rate, of_epoch = batches.sample_rate, batches.steps
         multiplier, planned = privacy.plan(rate, of_epoch)
         of_gradients = multiplier
-        if isinstance(rule, QuantileNormClipper):
-            if secure and rule.generator is not None:
+        if quantile is not None:
+            if secure and quantile.generator is not None:
                 raise InvalidValueError(
                     "secure=True with a QuantileNormClipper that has a generator: make it without one, then the noise "
                     "on its count comes from the operating system."
                 )
-            rule.expected_batch_size = batch_size
-            of_gradients = rule.noise_multiplier_for_gradients(multiplier)
+            quantile.expected_batch_size = batch_size
+            of_gradients = quantile.noise_multiplier_for_gradients(multiplier)
         divisor = 1.0 if clipper.loss_reduction == "sum" else float(batch_size)
         terms = Terms(multiplier, of_gradients, rate, divisor, privacy.delta, planned, privacy.epsilon)
 
-        waits = world_size > 1 and is_sharded(parameters[0])  # its forward waits for that of all other processes
         ledger = Accountant(privacy.accountant)
         clipper.refuse_ambiguous_losses()
         private = PrivateTraining(
             clipper, optimizer, terms, ledger, noise, batches, group, for_trainer=parts is not None
         )
         attached.callback(private.detach)
-        stand_in = waits or parts is not None
-        private.loader = PrivateLoader(loader, batches, max_physical_batch_size, stand_in, private._hand_out, parts)
+        # The forward of a sharded model waits for that of all other processes.
+        stand_in = parts is not None or (world_size > 1 and is_sharded(next(module.parameters())))
+        private.loader = PrivateLoader(loader, batches, largest, stand_in, private._hand_out, parts)
         attached.pop_all()
     return private
-
-
-def _check_cuts(largest: int | None, parts: int | None, poisson_sampling: bool) -> None:
-    for name, number in (("max_physical_batch_size", largest), ("gradient_accumulation_steps", parts)):
-        if number is not None:
-            check_whole(name, number)
-    if parts is not None and (largest is not None or not poisson_sampling):
-        other = f"max_physical_batch_size={largest}" if poisson_sampling else "poisson_sampling=False"
-        raise InvalidValueError(
-            f"gradient_accumulation_steps={parts} with {other}: it cuts Poisson batches by itself. Leave one of them "
-            "out."
-        )
-
-
-def _check_clipper(clipper: PerSampleGradientClipper) -> None:
-    if clipper._loss_check is None:
-        raise InvalidValueError(
-            "the clipper has loss_reduction='share' or check=False: a share of a loss depends on the other samples, "
-            "and a loss that is not looked at may. No bound of one sample's part would follow. Leave it out."
-        )
-    if isinstance(rule := clipper.norm_clipper, QuantileNormClipper) and rule.steps:
-        raise InvalidValueError(
-            f"the QuantileNormClipper has followed {rule.steps} steps, whose counts no accountant has seen: make a new "
-            "one."
-        )
-    if clipper.statistics is not None:
-        raise InvalidValueError(
-            "the clipper has clipped already, and its rule and what it knows of the loss follow samples whose part had "
-            "no noise: make a new PerSampleGradientClipper for private training."
-        )
-
-
-def _check_parameters(module: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidTypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    own = {id(parameter) for parameter in module.parameters()}
-    others = [tuple(p.shape) for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
-    if others:
-        raise InvalidValueError(
-            f"the optimizer has {len(others)} parameters, of shapes {others[:3]}, that are not the model's: their "
-            f"gradients would be neither clipped nor noised. Make one model that holds all that is trained."
-        )
-    return list(module.parameters())
-
-
-def _warn_of_delta(delta: float, size: int) -> None:
-    if delta >= 1 / size:
-        warnings.warn(
-            f"delta={delta} is not below 1 / {size} samples: publishing one sample whole would be allowed.",
-            stacklevel=3,
-        )

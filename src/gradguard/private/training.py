@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.groups import all_reduce_sum, rank_and_size
 from gradguard.distributed.placements import shard_like
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidValueError, refuse
 from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
 from gradguard.private.accounting import Accountant
@@ -189,7 +189,13 @@ class PrivateTraining:
         self._refuse_other_gradients()
         # With a later part the earlier ones are lost too, and its other parts are not a Poisson sample.
         with self._or_else(self._abandon if batch.taken else self.clipper.discard):
-            self._clip(batch.open[0])
+            drawn, before = batch.open[0].size, self.clipper.statistics
+            if drawn:
+                self.clipper.clip_and_accumulate()
+                after = self.clipper.statistics
+                _check_samples(0 if after is None or after is before else len(after.norms), drawn)
+            else:  # it only keeps this process in step with others
+                self.clipper.skip_batch(after_backward=True)
         batch.taken.append(batch.open.popleft())
         return batch.is_complete
 
@@ -293,55 +299,47 @@ class PrivateTraining:
         self._resumed = False
         own = self._pass
         for micro_batch, data in planned:
-            self._check_pass(own)
             # A trainer fetches all parts of a logical batch before it runs them.
             ahead = self._for_trainer and self._batch.open and not self._batch.open[-1].ends
-            if not ahead:
-                self._check_closed()
-            self._check_budget()
+            self._check_turn(own, ahead)
+            limit = self.terms.planned
+            if limit is not None and self.accountant.steps >= limit and not own.is_counted:
+                raise InvalidValueError(
+                    f"the target epsilon is spent: noise was chosen for {limit} steps, and they are done. Give "
+                    f"PrivacyBudget more epochs, or make_private a FixedNoise instead."
+                )
             if micro_batch.has_data:
                 self._buffers.begin()
                 self._batch.open.append(micro_batch)
                 yield data
-            else:
-                self._pass_over(micro_batch)
-        self._check_pass(own)
-        self._check_closed()
+                continue
+            self._refuse_other_gradients()
+            self.clipper.skip_batch()
+            self._batch.taken.append(micro_batch)
+            if micro_batch.ends:
+                self._finish()
+        self._check_turn(own)
         self._start_epoch()
-
-    def _pass_over(self, empty: SampledMicroBatch) -> None:
-        self._refuse_other_gradients()
-        self.clipper.skip_batch()
-        self._batch.taken.append(empty)
-        if empty.ends:
-            self._finish()
 
     def _start_epoch(self) -> None:
         if self._batches is not None:
             self._batches.start_epoch()
 
-    def _check_pass(self, own: "_Pass") -> None:
-        if own is not self._pass:
-            raise InvalidValueError(
+    def _check_turn(self, own: _Pass, ahead: object = False) -> None:
+        refuse(
+            InvalidValueError,
+            (
+                own is not self._pass,
                 "this pass over private.loader is over: another one was begun, load_state_dict() was called, or an "
                 "error lost a part of a logical batch, the rest of which must not be used alone. Begin a new pass: "
-                "for batch in private.loader."
-            )
-
-    def _check_closed(self) -> None:
-        if self._batch.open or self._batch.is_complete:
-            raise InvalidValueError(
+                "for batch in private.loader.",
+            ),
+            (
+                not ahead and (self._batch.open or self._batch.is_complete),
                 "the loader was asked for the next batch, and private.step() was not called for the last one, or has "
-                "failed: every batch that was drawn must be used. Call it after each backward."
-            )
-
-    def _check_budget(self) -> None:
-        planned = self.terms.planned
-        if planned is not None and self.accountant.steps >= planned and not self._pass.is_counted:
-            raise InvalidValueError(
-                f"the target epsilon is spent: noise was chosen for {planned} steps, and they are done. Give "
-                f"PrivacyBudget more epochs, or make_private a FixedNoise instead."
-            )
+                "failed: every batch that was drawn must be used. Call it after each backward.",
+            ),
+        )
 
     def _check_target(self) -> None:
         """Steps that were taken with less noise than these are to have may have spent more than their share."""
@@ -359,15 +357,6 @@ class PrivateTraining:
                 f"{terms.planned} steps in all epsilon would be {spent:.4g}, above the target of {terms.epsilon:.4g}. "
                 "Resume with the noise, batch size and number of steps that it began with."
             )
-
-    def _clip(self, micro_batch: SampledMicroBatch) -> None:
-        if not micro_batch.size:  # it only keeps this process in step with others
-            self.clipper.skip_batch(after_backward=True)
-            return
-        before = self.clipper.statistics
-        self.clipper.clip_and_accumulate()
-        after = self.clipper.statistics
-        _check_samples(0 if after is None or after is before else len(after.norms), micro_batch.size)
 
     def _abandon(self) -> None:
         """Drop the logical batch, and let no running pass go on."""
@@ -398,39 +387,34 @@ class PrivateTraining:
     @torch.no_grad()
     def _release(self) -> None:
         """Once a threshold moves or noise is drawn the step is paid for, whether or not it comes to its end."""
-        deviation = self._deviation(self.clipper.sensitivity_of_step())  # before the threshold moves
-        self._count()
-        taken, unit = self.clipper.take_in_units()
-        drawn = sum(part.size for part in self._batch.taken)
-        self._batch = _LogicalBatch(self._batch.open)
-        _check_samples(taken.batch_size, drawn)
-        own = deviation if rank_and_size(self._group)[0] == 0 else 0.0  # one process adds the noise
-        self.noise.add_(taken.sums, own, unit=unit, divisor=self.terms.divisor)
-        all_reduce_sum(taken.sums, self._group)
-        gradients: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}
-        for parameter, total in zip(taken.parameters, taken.sums, strict=True):
-            gradient = shard_like(total.to(parameter.dtype), parameter)
-            parameter.grad, gradients[parameter] = gradient, (weakref.ref(gradient), version_of(gradient))
-        self._released = _Released(gradients, may_step=True)
-
-    def _deviation(self, sensitivity: float) -> float:
-        multiplier = self.terms.gradient_noise_multiplier
-        if multiplier and not math.isfinite(sensitivity):
+        terms, sensitivity = self.terms, self.clipper.sensitivity_of_step()  # before the threshold moves
+        if terms.gradient_noise_multiplier and not math.isfinite(sensitivity):
             raise InvalidValueError(
                 f"the sensitivity is {sensitivity}: no noise hides a sample whose gradient is not bounded. Give a "
                 f"finite max_norm."
             )
-        return multiplier * sensitivity if multiplier else 0.0
-
-    def _count(self) -> None:
         self.steps += 1
         if self._batches is not None:
             self._batches.advance()
             if self._for_trainer and self._batches.position == len(self._batches):
                 self._start_epoch()
         if not self._pass.is_counted:
-            self.accountant.step(self.terms.noise_multiplier, self.terms.sample_rate)
+            self.accountant.step(terms.noise_multiplier, terms.sample_rate)
         self._pass.is_counted = self._batches is None
+        taken, unit = self.clipper.take_in_units()
+        drawn = sum(part.size for part in self._batch.taken)
+        self._batch = _LogicalBatch(self._batch.open)
+        _check_samples(taken.batch_size, drawn)
+        # One process adds the noise; without noise the sensitivity may be infinite.
+        adds = terms.gradient_noise_multiplier and rank_and_size(self._group)[0] == 0
+        deviation = terms.gradient_noise_multiplier * sensitivity if adds else 0.0
+        self.noise.add_(taken.sums, deviation, unit=unit, divisor=terms.divisor)
+        all_reduce_sum(taken.sums, self._group)
+        gradients: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}
+        for parameter, total in zip(taken.parameters, taken.sums, strict=True):
+            gradient = shard_like(total.to(parameter.dtype), parameter)
+            parameter.grad, gradients[parameter] = gradient, (weakref.ref(gradient), version_of(gradient))
+        self._released = _Released(gradients, may_step=True)
 
     def _refuse_step(self, optimizer: Optimizer, evaluations: int) -> None:
         """Let one step through after `pre_step`, with the gradients that it has filled in."""

@@ -203,7 +203,7 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
     return torch.stack(outside).any()
 
 
-def _extremes(tensors: Sequence[Tensor], symmetric: bool) -> tuple[Tensor, Tensor]:
+def _extremes(tensors: list[Tensor], symmetric: bool) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest element of each tensor; for symmetric bounds by one kernel for all."""
     if symmetric and not are_readable(*tensors):  # on the CPU that kernel is ten times slower
         largest = torch.stack(foreach_norm(tensors, math.inf))
