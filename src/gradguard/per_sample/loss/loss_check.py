@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, batch_dims
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss.ledger import Ledger
-from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Root, Unreadable, make_of
+from gradguard.per_sample.loss.loss_graph import BackwardRoots, Make, Root, Unreadable, Value, make_of
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
 from gradguard.per_sample.loss.shared import LossConstants, SharedValues, shared_in_function
@@ -49,11 +48,6 @@ def _pass(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], task: int
 
 def _failed(error: Exception) -> str:
     return f"reading its graph failed ({str(error).split('.')[0]})"
-
-
-def _are_separate(outputs: Outputs, losses: Tensor, samples: Tensor) -> bool:
-    edge = get_gradient_edge(losses)
-    return outputs.are_separate(edge.node, edge.output_nr, samples) is not False
 
 
 @dataclass
@@ -181,11 +175,11 @@ class LossCheck:
         for place, (tensor, dim) in enumerate(batch_dims(arguments, self._batch_first, batch_size, whole)):
             if not tensor.requires_grad:
                 continue
-            edge = get_gradient_edge(tensor)
+            given = Value.of(tensor)
             returned = {value: axis for call in self._calls for value, axis in call.axes.items()}
-            if dim is not None and returned.get((edge.node, edge.output_nr)) == BatchAxis(dim):
+            if dim is not None and returned.get(given) == BatchAxis(dim):
                 continue
-            calls = [call for call in self._calls if call.are_behind([Root(edge.node, edge.output_nr, tensor)])]
+            calls = [call for call in self._calls if call.are_behind(given)]
             if not calls:
                 continue
             check = self._between.setdefault((module, place), LossCheck("mean", self._batch_first, lambda: 1.0))
@@ -201,22 +195,21 @@ class LossCheck:
 
     def _objection_to_input(self, tensor: Tensor, dim: int | None) -> str:
         """Say why rows of a tensor may not be their samples' own, by a mean of something of each; "" if they are."""
-        outputs, edge = of_several(self._calls), get_gradient_edge(tensor)
+        outputs = of_several(self._calls)
         if outputs is None:
             return "the calls had different numbers of samples"
         if dim is None or tensor.shape[dim] != outputs.batch_size:
             return "it has no dimension of the samples"
         samples = torch.arange(outputs.batch_size, device=tensor.device).view(-1, *[1] * (tensor.dim() - dim - 1))
         try:
-            if not outputs.are_separate(edge.node, edge.output_nr, samples):
+            if not outputs.are_separate(Value.of(tensor), samples):
                 return "a row depends on other samples, or rows are in another order"
         except Unreadable as error:
             return str(error)
         with torch.enable_grad(), torch.autocast(tensor.device.type, enabled=False):
             value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             mean = value.asinh().mean()  # whose derivative is never 0, and which keeps the values
-        mean_edge = get_gradient_edge(mean)
-        self._look([Root(mean_edge.node, mean_edge.output_nr, torch.ones_like(mean))])
+        self._look([Root(Value.of(mean), torch.ones_like(mean))])
         parts = None if self._seen is None else self._seen.parts
         if parts is not None and parts.verdict != "right" and parts.reason != NO_PART:
             self._seen = None
@@ -247,13 +240,13 @@ class LossCheck:
             return joined
         everyone = torch.arange(len(losses), device=joined.device)
         operations = outputs.operations_behind(losses[watched]) if losses[watched].requires_grad else frozenset()
-        due, looked_at = due or operations not in self._own_operations, None
+        due, separate = due or operations not in self._own_operations, None
         self._own_operations.add(operations)
         if self._verifying:
-            looked_at = joined, everyone
+            separate = outputs.are_separate(Value.of(joined), everyone)
         elif due and operations:
-            looked_at = losses[watched], everyone[watched]
-        if looked_at is not None and not _are_separate(outputs, *looked_at):
+            separate = outputs.are_separate(Value.of(losses[watched]), everyone[watched])
+        if separate is False:
             raise UnsupportedGradientError(
                 "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
                 "the outputs of the whole batch, instead of the rows that it is given? Or do samples lie along another "
@@ -351,7 +344,7 @@ class LossCheck:
             )
 
     def _look(self, roots: list[Root]) -> None:
-        calls = [call for call in self._calls if call.are_behind(roots)]
+        calls = [call for call in self._calls if any(call.are_behind(root.value) for root in roots)]
         if not calls:  # another model's loss, or a trial of this one
             return
         make = make_of(roots, set().union(*[call.values for call in calls]))
@@ -405,7 +398,7 @@ class LossCheck:
         if outputs is None:
             return ""
         try:
-            constants = LossConstants(roots, outputs, Dependence())
+            constants = LossConstants(roots, outputs)
             shared = itertools.chain(constants.given() if self._shared.strict else (), constants.shared())
             return constants.hidden() or self._shared.objection(shared, outputs.batch_size, make.kind)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:

@@ -28,7 +28,6 @@ from gradguard.per_sample.loss.loss_graph import (
     MEANS,
     Constant,
     Coupled,
-    Dependence,
     LinearStep,
     Path,
     Refused,
@@ -36,8 +35,6 @@ from gradguard.per_sample.loss.loss_graph import (
     Unreadable,
     Verdict,
     declared_at,
-    mean_of,
-    operation,
     parents,
     paths,
     shape_of,
@@ -149,13 +146,11 @@ def loss_parts(
     ledger = ledger or Ledger()
     outputs.constant_sizes = constant_sizes
     try:
-        depends = Dependence()
-        found_paths = list(paths(roots, depends, outputs.values, declared))
+        found_paths = list(paths(roots, outputs.depends, outputs.values, declared))
         owners = known.owners if known else [None] * len(found_paths)
-        ends = [_rows(path, outputs, depends, owner) for path, owner in zip(found_paths, owners, strict=True)]
+        ends = [_rows(path, outputs, owner) for path, owner in zip(found_paths, owners, strict=True)]
         if declared:
-            needless = {0.5} if ledger.strict else set[float]()
-            _refuse_undeclared(found_paths, [node for end in ends for node in end.behind], depends, declared, needless)
+            _refuse_undeclared(ends, outputs, declared, {0.5} if ledger.strict else frozenset())
         if ledger.strict and outputs.batch_size > 1:
             _refuse_cut(ends)
         terms = [end.term(scale) for end in ends]
@@ -177,7 +172,7 @@ def loss_parts(
         or outputs.coincide,
         owners=[end.owner for end in ends],
         label_owners={
-            end.path.node: end.owner.samples
+            end.path.value.node: end.owner.samples
             for end, term in zip(ends, terms, strict=True)
             if end.name in LABELLED and term.share is not None
         },
@@ -267,22 +262,22 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
 
 
 def _refuse_undeclared(
-    found: Sequence[Path], behind: Sequence[Node], depends: Dependence, declared: Sequence[float], needless: Set[float]
+    ends: Sequence[SampleRows], outputs: Outputs, declared: Sequence[float], needless: Set[float]
 ) -> None:
     """Check that no number is taken for a declared one because it equals that: each was declared where it stands.
 
     Args:
-        found: The paths to the rows.
-        behind: The operations between the rows and the module, where a declared number may stand as well.
-        depends: Knows which values depend on the samples.
+        ends: The rows; a declared number may stand between them and the module as well.
+        outputs: The values that the module returned.
         declared: The declared numbers.
         needless: Factors that need not be declared.
 
     Raises:
         Refused: If more operations take a number than were declared, and it is no such factor.
     """
-    on_paths = {c.node: c for path in found for c in path.constants if c.origin == "declared"}
-    nodes = {one.node: one for node in behind for one in declared_at(node, depends, declared)} | on_paths
+    on_paths = {c.node: c for end in ends for c in end.path.constants if c.origin == "declared"}
+    behind = [one for end in ends for node in end.behind for one in declared_at(node, outputs.depends, declared)]
+    nodes = {one.node: one for one in behind} | on_paths
     for constant in on_paths.values():
         number = constant.number
         same = [one for one in nodes.values() if math.isclose(one.number, number, rel_tol=1e-12)]
@@ -310,7 +305,7 @@ def _refuse_cut(found: Sequence[SampleRows]) -> None:
         )
 
 
-def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None) -> SampleRows:
+def _rows(path: Path, outputs: Outputs, owner: Owner | None) -> SampleRows:
     """Return the rows at the end of a path, or at its end in what the module returned.
 
     Raises:
@@ -319,11 +314,11 @@ def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None
     """
     if owner is None or owner.name or path.output is None:
         try:
-            return SampleRows(path, outputs, depends, owner)
+            return SampleRows(path, outputs, owner)
         except Unreadable:
             if path.output is None:
                 raise
-    return SampleRows(path.output, outputs, depends, owner, is_output=True)
+    return SampleRows(path.output, outputs, owner, is_output=True)
 
 
 _REDUCTIONS = {"mean": "mean over samples", "sum": "sum over samples", "token_mean": "mean over rows"}
@@ -416,9 +411,9 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
         nodes, mine = shared[kinds[members[0]]], [terms[i] for i in members]
         above = [_above(found[i], nodes) for i in members]
         counts = torch.stack(
-            [(term.weights > 0) * _values_given(shares) for term, shares in zip(mine, above, strict=True)]
+            [(t.weights > 0) * (to[-1].input.shape.numel() if to else 1) for t, to in zip(mine, above, strict=True)]
         ).sum(0, dtype=mine[0].weights.dtype)
-        mean = math.prod(mean_of(step) for step in above[0] if operation(step.node) in MEANS)
+        mean = math.prod(step.mean for step in above[0] if step.operation in MEANS)
         size = float(counts.sum())
         if mean != 1 and not math.isclose(mean * size, 1):
             raise Unreadable("a mean of single samples' terms is over other values, too")
@@ -446,16 +441,7 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
 
 def _above(path: Path, nodes: Counter[Node]) -> list[LinearStep]:
     """The operations, from the root down, that a path shares with others."""
-    return list(itertools.takewhile(lambda step: nodes[step.node] > 1, reversed(path.steps)))
-
-
-def _values_given(above: Sequence[LinearStep]) -> int:
-    """The number of values that a path brings to the last of ``above``, the operations that it shares with others."""
-    if not above:
-        return 1
-    child, number = above[-1].node.next_functions[above[-1].which]
-    assert child is not None
-    return shape_of(child, number).numel()
+    return list(itertools.takewhile(lambda step: nodes[step.value.node] > 1, reversed(path.steps)))
 
 
 def _averaged_together(terms: Sequence[LossTerm]) -> list[LossTerm]:
@@ -467,8 +453,8 @@ def _averaged_together(terms: Sequence[LossTerm]) -> list[LossTerm]:
     joined = [term for term in terms if term.mean is None]
     for node, members in groups.items():
         counts = torch.stack([term.mean[1] for term in members if term.mean is not None]).sum(0)
-        [(child, number)] = parents(node)
-        if len(members) == 1 or float(counts.sum()) * shape_of(node).numel() != shape_of(child, number).numel():
+        [averaged] = parents(node)
+        if len(members) == 1 or float(counts.sum()) * shape_of(node).numel() != averaged.shape.numel():
             joined += members
             continue
         joined.append(
@@ -496,7 +482,7 @@ def _numbers(terms: Sequence[LossTerm]) -> tuple[tuple[Constant, ...], ...]:
 
 def _nodes(path: Path) -> list[Node]:
     """Return the operations on a path, which other paths may pass as well."""
-    return [step.node for step in path.steps] + [constant.node for constant in path.constants]
+    return [step.value.node for step in path.steps] + [constant.node for constant in path.constants]
 
 
 def _judged(loss: _Loss, term: LossTerm, strict: bool) -> tuple[Reading, Tensor]:
