@@ -19,6 +19,11 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in _flat(tree)[0] if isinstance(leaf, Tensor)]
 
 
+def is_inexact(tensor: Tensor) -> bool:
+    """Tell whether a tensor can have a gradient: floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
     """Return the number of samples B in one call: the size of the first tensor's batch dimension.
 
@@ -43,7 +48,14 @@ def other_candidates(arguments: Arguments, batch_first: bool, size: int) -> list
     """
     tensors = tensor_leaves(arguments)
     dims = {i: dim for i, t in enumerate(tensors) if (dim := _batch_dim(t, batch_first, size)) is not None}
-    return [i for i, dim in [*dims.items()][1:] if _may_be_constant(tensors[i]) or (dim == 0 and not batch_first)]
+    found = []
+    for i, dim in [*dims.items()][1:]:
+        tensor = tensors[i]
+        square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] and tensor.unique().numel() <= 2
+        positions = tensor.dim() == 1 and not is_inexact(tensor)
+        if square or positions or (dim == 0 and not batch_first):
+            found.append(i)
+    return found
 
 
 def of_no_sample(arguments: Arguments, batch_first: bool, size: int) -> frozenset[int]:
@@ -56,13 +68,6 @@ def batch_dims(arguments: Arguments, batch_first: bool, size: int, whole: Set[in
     """Return each tensor with the dimension of its samples; None for those at ``whole``, which belong to no sample."""
     tensors = enumerate(tensor_leaves(arguments))
     return [(tensor, None if i in whole else _batch_dim(tensor, batch_first, size)) for i, tensor in tensors]
-
-
-def _may_be_constant(tensor: Tensor) -> bool:
-    if tensor.dim() == 1:
-        return not (tensor.is_floating_point() or tensor.is_complex())
-    square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]
-    return square and tensor.unique().numel() <= 2
 
 
 def signature(arguments: Arguments, sizes: bool) -> Hashable:
@@ -131,7 +136,7 @@ def promoted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
     """Return the arguments with floating-point and complex tensors in no less than the precision of ``dtype``."""
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        if isinstance(leaf, Tensor) and is_inexact(leaf):
             return leaf.detach().to(torch.promote_types(leaf.dtype, dtype))
         return leaf
 

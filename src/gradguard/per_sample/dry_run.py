@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, Versions, take_samples, tensor_leaves, versions_of, written
+from gradguard.per_sample.call_arguments import (
+    Arguments,
+    Versions,
+    is_inexact,
+    take_samples,
+    tensor_leaves,
+    versions_of,
+    written,
+)
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
 from gradguard.per_sample.refusals import own_failure
@@ -192,7 +200,7 @@ def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
 def _gives_values(func: Any, result: Any) -> bool:
     if getattr(func, "__name__", "") in _NO_VALUES:
         return False
-    return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tree_leaves(result))
+    return any(isinstance(t, Tensor) and is_inexact(t) for t in tree_leaves(result))
 
 
 class DryRun:

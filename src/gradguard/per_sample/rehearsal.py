@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, changes_of, promoted, tensor_leaves
+from gradguard.per_sample.call_arguments import Skeleton, changes_of, is_inexact, promoted, tensor_leaves
 from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.comparison import Comparison, SampleGradient
 from gradguard.per_sample.contributions import Contribution
@@ -268,7 +268,7 @@ class _RehearsedPair:
         self._tracker, self._call, self._samples, self._reset = tracker, call, samples, reset
         self._reduction, self._pattern = tracker.reduction, call.pattern
         held = [tracker.parameter(name) for name in tracker.aliases]
-        self.precision = max(torch.finfo(p.dtype).eps for p in held if p.is_floating_point() or p.is_complex())
+        self.precision = max(torch.finfo(p.dtype).eps for p in held if is_inexact(p))
         self.owns_number = False
 
     def compare(self, scaled: bool, alone: int, both_orders: bool) -> Comparison | None:
@@ -352,7 +352,7 @@ class _RehearsedPair:
         """A random gradient for each output that grows with samples."""
         grads: list[Tensor | None] = []
         for place, (output, axis) in enumerate(zip(outputs, self._pattern.output_axes, strict=True)):
-            if axis is None or not output.requires_grad or not (output.is_floating_point() or output.is_complex()):
+            if axis is None or not output.requires_grad or not is_inexact(output):
                 grads.append(None)
             else:
                 grads.append(seeded_normal(output.shape, output.dtype, output.device, place))
@@ -473,7 +473,7 @@ def _in_float64(module: nn.Module, opened: bool) -> dict[Slot, Tensor] | None:
         (m, slot): tensor
         for m in module.modules()
         for slot, tensor in (parameter_slots(m) | buffer_slots(m)).items()
-        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+        if tensor is not None and is_inexact(tensor)
     }
     tensors = {id(tensor): tensor for tensor in places.values()}
     if sum(8 * tensor.numel() for tensor in tensors.values()) > _LARGEST_IN_FLOAT64:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.call_arguments import is_inexact
 from gradguard.state.frozen import Frozen
 from gradguard.state.generators import accelerators_of, device_state, generator_states, have_drawn, restore_generators
 from gradguard.torch_private import (
@@ -196,11 +197,7 @@ class Draws:
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, list | tuple) else [result]:
-            if (
-                isinstance(tensor, Tensor)
-                and tensor.numel() > 1
-                and (tensor.is_floating_point() or tensor.is_complex())
-            ):
+            if isinstance(tensor, Tensor) and tensor.numel() > 1 and is_inexact(tensor):
                 self.precision = max(self.precision, torch.finfo(tensor.dtype).eps)
         if is_draw(func, args, kwargs) and self._untold is None:
             try:

@@ -181,8 +181,7 @@ class PerSampleGradientClipper:
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
             scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
-            is_own = check and loss_reduction != "share"
-            self._loss_check = LossCheck(loss_reduction, batch_first, scale) if is_own else None
+            self._loss_check = LossCheck(loss_reduction, batch_first, scale, check and loss_reduction != "share")
             self._tracker = CallTracker(
                 module,
                 batch_first,
@@ -243,8 +242,7 @@ class PerSampleGradientClipper:
                 f"constant: expected a float, or a tensor with a dimension, got {type(value).__name__}. Call .item() "
                 "on a tensor of one number"
             )
-        if self._loss_check is not None:
-            self._loss_check.declare(value)
+        self._loss_check.declare(value)
         return value if isinstance(value, Tensor) else value * 1.0  # a float
 
     def per_sample_losses(self, loss_fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -324,13 +322,12 @@ class PerSampleGradientClipper:
             raise InvalidValueError("per_sample_losses: call the module first, with the batch that the losses are of.")
         if size == 0:
             return torch.cat([tensor.flatten()[:0] for tensor in tensor_leaves((args, kwargs)) if tensor.requires_grad])
-        if self._loss_check is None:
+        if not self._loss_check.reads:
             return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first, time_first=self._time_first))
         self._looked_at = (self._looked_at + 1) % size
         self._loss_check.look_at_bound(loss_fn, size)
         losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
-        due = self._tracker.witness is None or self._tracker.witness.is_due
-        return self._loss_check.own_losses(losses, self._looked_at, due)
+        return self._loss_check.own_losses(losses, self._looked_at, self._tracker.witness.is_due)
 
     def refuse_ambiguous_losses(self) -> None:
         """Refuse a loss with a number that may be another in the next batch, instead of waiting for that batch.
@@ -339,8 +336,7 @@ class PerSampleGradientClipper:
         declared by `constant`, or is 0.5. Private training calls this, because there the batch itself is random, and no
         batch that might have been drawn may give a sample another gradient.
         """
-        if self._loss_check is not None:
-            self._loss_check.refuse_ambiguous()
+        self._loss_check.refuse_ambiguous()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold: what the norm clipper has learned.
@@ -444,8 +440,7 @@ class PerSampleGradientClipper:
                 nothing is lost then.
         """
         self._accumulation.check("pre_step")
-        if self._loss_check is not None:
-            self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
+        self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
         trained = self.trained
         refuse_stale_gradients(trained, self._assigned)
         if self._tracker.planner.sharded:
@@ -613,7 +608,7 @@ class PerSampleGradientClipper:
         device = self._device
         contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
         scale = self._sample_scale(size)
-        agree = None if self._loss_check is None else self._loss_check.labels_agree
+        agree = self._loss_check.labels_agree
         agree = True if agree is None else agree.to(device)
         norms, seen_finite = sample_norms(contributions, scale, agree)
         if unused := [name for name in self._names if name not in norms]:
@@ -621,7 +616,7 @@ class PerSampleGradientClipper:
         norms = {name: norms[name] for name in self._names}
         total = joint_norm(list(norms.values()))
         parts = [joint_norm([norms[name] for name in group]) for group in self._groups] if self._groups[1:] else [total]
-        is_private = self._loss_check is not None and self._loss_check.is_private
+        is_private = self._loss_check.is_private
         factors = checked_factors(self.norm_clipper, parts, apart=is_private)
         if is_private:
             self._accumulation.sensitivities.add(self.sensitivity())
@@ -652,30 +647,23 @@ class PerSampleGradientClipper:
         if mini_batch.batch_size > 0:
             try:
                 self._tracker.refuse_hooks()
-                if self._loss_check is not None:
-                    conclusive = self._loss_check.judge()
-                    if (factors := self._loss_check.factors) is not None:
-                        for call in (*mini_batch.loops, *mini_batch.witnessed):
-                            call.shares = factors / len(factors)
+                conclusive = self._loss_check.judge()
+                if (factors := self._loss_check.factors) is not None:
+                    for call in (*mini_batch.loops, *mini_batch.witnessed):
+                        call.shares = factors / len(factors)
                 device = self._device
                 with outside_autocast(device), full_float32():
                     mini_batch.finish(device)
-                    self._look_at_witness(mini_batch)
+                    try:
+                        self._tracker.witness.look(mini_batch)
+                    except UnsupportedGradientError:
+                        self.discard()  # what differs drops the whole step
+                        raise
             except UnsupportedGradientError:
                 self._tracker.collector.discard()
                 self._tracker.planner.forget()
                 raise
         self._tracker.verified(conclusive)
-
-    def _look_at_witness(self, mini_batch: MiniBatch) -> None:
-        """Compare one sample with what it gives alone, where that is due; what differs drops the whole step."""
-        if self._tracker.witness is None:
-            return
-        try:
-            self._tracker.witness.look(mini_batch)
-        except UnsupportedGradientError:
-            self.discard()
-            raise
 
     def _second_opinion(self, recorded: LoopedCall, sample: int) -> Comparison | None:
         """Compare one sample with all others of its batch beside it, in float64."""
@@ -709,7 +697,6 @@ class PerSampleGradientClipper:
         self._loss_scale = self._scaler_scale()
         if self.loss_reduction != "token_mean":
             return (1 if self._adds_up else size) / self._loss_scale
-        assert self._loss_check is not None
         factors = self._loss_check.factors
         if factors is None:
             raise UnsupportedGradientError(

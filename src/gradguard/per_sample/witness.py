@@ -57,9 +57,10 @@ class Witness:
     """Compares one sample of some mini-batches with what it gives alone.
 
     Args:
-        second_opinion: Asked where rounding may explain a difference.
+        second_opinion: Asked where rounding may explain a difference; None where no mini-batch is to be witnessed.
 
     Attributes:
+        is_active: Whether mini-batches are witnessed.
         mini_batch: Number of the mini-batch that is being made, from 1.
         last_good: The one in which the model was last found to be right; 0 for none.
         by_value: Whether forwards read values or select by them, so that another batch may do something else.
@@ -67,8 +68,9 @@ class Witness:
             first of its kind, what only such calls use is compared, and everything on the next mini-batch.
     """
 
-    def __init__(self, second_opinion: SecondOpinion) -> None:
-        self._second_opinion = second_opinion
+    def __init__(self, second_opinion: SecondOpinion | None) -> None:
+        self.is_active = second_opinion is not None
+        self._second_opinion = second_opinion or (lambda: None)
         self._random = random.Random()  # the user's generators are left alone
         self._chosen = self._random.random()
         self._next, self._gap, self._most = 1, 1, 1

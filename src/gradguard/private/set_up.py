@@ -171,7 +171,7 @@ def _check_cuts(largest: int | None, parts: int | None, poisson_sampling: bool) 
 
 
 def _check_clipper(clipper: PerSampleGradientClipper) -> None:
-    if clipper._loss_check is None:
+    if not clipper._loss_check.reads:
         raise InvalidValueError(
             "the clipper has loss_reduction='share' or check=False: a share of a loss depends on the other samples, "
             "and a loss that is not looked at may. No bound of one sample's part would follow. Leave it out."

@@ -91,16 +91,18 @@ class LossCheck:
         reduction: The loss over samples as the user has said it: ``"mean"``, ``"sum"`` or ``"token_mean"``.
         batch_first: Whether the batch is the first dimension of what the module is called with.
         scale: Gives what a GradScaler multiplies the loss by.
+        reads: Look at losses at all; else every one is accepted.
 
     Attributes:
+        reads: As it was given.
         factors: Each sample's part in the loss that was judged last, as a multiple of its own loss, ``[B]``; NaN for a
             sample without a row; None where it is not known.
         labels_agree: A bool on the device: whether each sample has as many labels as the others, as the verdict takes
             for granted; None where it was looked at. It is read before the next forward.
     """
 
-    def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float]) -> None:
-        self._reduction, self._batch_first, self._scale = reduction, batch_first, scale
+    def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float], reads: bool = True) -> None:
+        self._reduction, self._batch_first, self._scale, self.reads = reduction, batch_first, scale, reads
         self._roots = BackwardRoots(self._look)
         self._calls: list[Outputs] = []
         self._exceeded = 0  # how many calls were kept where there were more; 0 where there were not
@@ -132,6 +134,8 @@ class LossCheck:
         Raises:
             UnsupportedGradientError: If samples had different numbers of labels in the mini-batch before.
         """
+        if not self.reads:
+            return
         self._read_late()
         self.factors = self.labels_agree = None
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
@@ -272,7 +276,7 @@ class LossCheck:
 
     def refuse_ambiguous(self) -> None:
         """Refuse numbers that may be others in the next batch, instead of waiting for it."""
-        self._ledger.strict = self._shared.strict = True
+        self._ledger.strict = self._shared.strict = self.reads
 
     def declare(self, value: Tensor | float) -> None:
         """Take a value in the loss for one that is not computed from the batch, until the next loss is judged."""
