@@ -16,9 +16,11 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.call_arguments import (
     Arguments,
+    Batch,
     Skeleton,
     Versions,
     count_samples,
+    signature,
     tensor_leaves,
     versions_of,
     written,
@@ -122,7 +124,7 @@ class CallTracker:
         self._capture = LayerCapture(names, self.aliases, self.quietly)
         self._quiet = False
         self.last_calls: dict[nn.Module, OuterCall] = {}
-        self.planner = LayerPlanner(self.batch_first, names, self._observed_by)
+        self.planner = LayerPlanner(names, self._observed_by)
         self._sound: int | None = None
         self._stack: list[RunningCall] = []
         self.trained: frozenset[str] = frozenset()
@@ -181,25 +183,21 @@ class CallTracker:
         modules = [*self._module.modules()] if self.planner.sharded else self._state.modules
         held = parameters_in(modules)
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            self._held, self._by_name = held, self._looked_up()
-        return self._by_name if names is None else {name: self._by_name[name] for name in names}
-
-    def _looked_up(self) -> dict[str, nn.Parameter]:
-        """Look each parameter up in its places, and whether there are others."""
-        found: dict[str, nn.Parameter] = {}
-        for name, parameter in zip(self._names.values(), parameters_at(self._names), strict=True):
-            if parameter is None or found.setdefault(name, parameter) is not parameter:
+            found: dict[str, nn.Parameter] = {}
+            for name, parameter in zip(self._names.values(), parameters_at(self._names), strict=True):
+                if parameter is None or found.setdefault(name, parameter) is not parameter:
+                    raise UnsupportedGradientError(
+                        f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() "
+                        "and make a new clipper."
+                    )
+            if len(set(map(id, found.values()))) < len(found):
                 raise UnsupportedGradientError(
-                    f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
-                    "make a new clipper."
+                    "two parameters were tied after the clipper was made, so that each would get a part of one "
+                    "gradient: call clipper.detach() and make a new clipper."
                 )
-        if len(set(map(id, found.values()))) < len(found):
-            raise UnsupportedGradientError(
-                "two parameters were tied after the clipper was made, so that each would get a part of one gradient: "
-                "call clipper.detach() and make a new clipper."
-            )
-        refuse_new_parameters(self._module, self._names)
-        return found
+            refuse_new_parameters(self._module, self._names)
+            self._held, self._by_name = held, found
+        return self._by_name if names is None else {name: self._by_name[name] for name in names}
 
     def refuse_hooks(self) -> None:
         """Check that no trained parameter has a hook: no gradient comes to it, so that the hook would not run.
@@ -360,7 +358,7 @@ class CallTracker:
         self.witness.by_value |= trace.by_value
         if call.pattern.operations.is_new(trace, call.batch_size):
             number = min(2, call.batch_size)
-            few = len(call.finite_samples(number)) < number
+            few = len(call.batch.finite_samples(number)) < number
             # A small batch whose samples all run alone shows as much as a trial does.
             all_alone = call.batch_size <= MANY and call.pattern.operations.knows(trace)
             self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
@@ -403,7 +401,7 @@ class CallTracker:
         self.witness.look_at(number)
         for sample in self.witness.samples(call.batch_size):
             if sample not in witnessed.taken:
-                witnessed.taken[sample] = call.samples([sample])
+                witnessed.taken[sample] = call.batch.samples([sample])
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """An outermost call starts."""
@@ -419,12 +417,12 @@ class CallTracker:
         autocast = autocast_of(Skeleton(arguments))
         uses_trained = self.planner.uses_trained(module)
         rehearse = None if self.planner.sharded or not uses_trained else self._rehearse
-        kind = self.planner.key_of(module, arguments, autocast)
+        kind = module, signature(arguments, sizes=not self.planner.sharded), autocast
         pattern = self._rehearsed or self.planner.patterns.get((kind, state))
         fresh = pattern is None
         if pattern is None:
-            pattern = self.planner.plan(module, arguments, size, (kind, state))
-        call = OuterCall(pattern, arguments, self.batch_first, size, autocast)
+            pattern = self.planner.plan(module, Batch(arguments, self.batch_first, size), (kind, state))
+        call = OuterCall(pattern, Batch(arguments, self.batch_first, size, pattern.whole), autocast)
         self._capture.verifying = not rehearsal and rehearse is not None and size not in pattern.sizes
         if self._capture.verifying and rehearse is not None:
             rehearse(self, call)
@@ -437,7 +435,7 @@ class CallTracker:
             self.witness.look_at(MANY)  # the trial compares rows that are returned, and a loss has none
         if uses_trained and not rehearsal and self.collector.mini_batch is None:
             verifying, pulls = self._capture.verifying, not self.planner.sharded
-            self._loss_check.look_between(module, arguments, size, pattern.whole, verifying)
+            self._loss_check.look_between(module, call.batch, verifying)
             self._loss_check.start(size, pattern.output_axes, verifying, pulls)
         self.planner.resume(pattern)
         self.collector.shared = self.planner.shared
@@ -477,7 +475,7 @@ class CallTracker:
         self.witness.watch(self.collector)
         loop = self.looped_call(call)
         for sample in self.witness.samples(call.batch_size):
-            loop.taken[sample] = call.samples([sample])
+            loop.taken[sample] = call.batch.samples([sample])
         loop.before = frozen(loop.module, call.pattern.changes_buffers)
         loop.recorded = versions_of(self.parameters(loop.places).values())
         return loop
@@ -498,7 +496,7 @@ class CallTracker:
         with self.quietly(), undisturbed(call.pattern.module, drop_rate=None):
             restore_generators(self._state_before)
             loop = self._record(call)
-            args, kwargs = call.samples(range(call.batch_size))
+            args, kwargs = call.batch.samples(range(call.batch_size))
             with Draws() as loop.draws, without_graph(call.pattern.module):
                 again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
         if len(again) != len(outputs):
@@ -550,20 +548,17 @@ class CallTracker:
             self._seen = parameters
         trained = frozenset(name for name, parameter in parameters.items() if parameter.requires_grad)
         self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
-        if trained != self.trained:
-            self._guard(trained)
-            self._capture.train(trained)
-            self.planner.train(trained)
-            self.trained = trained
-
-    def _guard(self, names: frozenset[str]) -> None:
-        """Watch the accumulators of the trained parameters."""
-        for name in names:
-            parameter = self.parameter(name)
-            if id(parameter) not in self._guarded and self._rehearsed is None:
+        if trained == self.trained:
+            return
+        for name in trained if self._rehearsed is None else ():
+            parameter = parameters[name]
+            if id(parameter) not in self._guarded:
                 self._guarded.add(id(parameter))
                 hook = partial(_bypassed, weakref.ref(self), name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._capture.train(trained)
+        self.planner.train(trained)
+        self.trained = trained
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""

@@ -277,19 +277,15 @@ class LayerCapture:
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
                 running.generator_state = device_state(next(module.parameters()).device)
         elif plan.treatment is Treatment.OPERATIONS:
-            self._put_proxies(running)
+            places = {}  # something that taps the operations with the parameters
+            for slot, planned in plan.operations.items():
+                name = self._names.get(slot)  # None for a result
+                if name in self.trained and name is not None:
+                    leaf = self._leaves(module).of({name: self._value(*slot)})[name]
+                    places[slot] = ParameterProxy.of(leaf, name, planned, partial(self._tap_operation, module, None))
+            running.places.enter_context(substituted(places))
         elif plan.treatment is Treatment.VMAP_FALLBACK:
             self._begin_fallback(running)
-
-    def _put_proxies(self, running: RunningCall) -> None:
-        """Put something into the places of a call's parameters that taps the operations with them."""
-        module, places = running.module, {}
-        for slot, plan in running.plan.operations.items():
-            name = self._names.get(slot)  # None for a result
-            if name in self.trained and name is not None:
-                leaf = self._leaves(module).of({name: self._value(*slot)})[name]
-                places[slot] = ParameterProxy.of(leaf, name, plan, partial(self._tap_operation, module, None))
-        running.places.enter_context(substituted(places))
 
     def _follow_result(self, running: RunningCall, output: Any) -> Any:
         """Return what taps the operation that the caller's code does with a layer's result."""

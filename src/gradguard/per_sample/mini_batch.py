@@ -124,7 +124,15 @@ class MiniBatch:
         """Return one contribution for each parameter that was used."""
         if self.finished is None:
             self._refuse_untapped()
-            self._verify_layers()
+            while self.to_verify:
+                layer, contributions, precision, size = self.to_verify.pop()
+                assert layer.leaves is not None
+                if name := not_adding_up(contributions, layer.leaves, precision, size):
+                    raise UnsupportedGradientError(
+                        f"the samples' gradients of {name} do not add up to its plain gradient in "
+                        f"{type(layer.module).__name__}. Does a hook, or a forward that was replaced, use its "
+                        "parameters or its output before the clipper sees it? Nothing was clipped."
+                    )
             while self.fallbacks:
                 for name, gradients in self.fallbacks.pop().per_sample_gradients().items():
                     self.parts[name].append(Materialized(gradients))
@@ -156,22 +164,6 @@ class MiniBatch:
             )
         self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
         self.tapped.clear()
-
-    def _verify_layers(self) -> None:
-        """Compare the plain gradients of each call of a layer with the sum of what its rule gave.
-
-        Raises:
-            UnsupportedGradientError: If they differ.
-        """
-        while self.to_verify:
-            layer, contributions, precision, size = self.to_verify.pop()
-            assert layer.leaves is not None
-            if name := not_adding_up(contributions, layer.leaves, precision, size):
-                raise UnsupportedGradientError(
-                    f"the samples' gradients of {name} do not add up to its plain gradient in "
-                    f"{type(layer.module).__name__}. Does a hook, or a forward that was replaced, use its parameters "
-                    "or its output before the clipper sees it? Nothing was clipped."
-                )
 
 
 class GradientCollector:

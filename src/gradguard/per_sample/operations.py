@@ -215,20 +215,13 @@ class ParameterProxy(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and (func in _ELEMENTWISE or func in _FUNCTIONS):
-            operation = operation_of(func, args, kwargs, _is_proxy)
+            operation = operation_of(func, args, kwargs, lambda value: isinstance(value, ParameterProxy))
             if operation is not None:
                 own = [one for one in operation.parameters.values() if isinstance(one, ParameterProxy)]
                 dims = operation.operand.dim()
                 if all((one.plan.kind, one.plan.dims) == (operation.kind, dims) for one in own):
                     return own[0].tapped(operation, func, args, kwargs)
-        leaves, kwargs = tree_map(_leaf_of, (tuple(args), kwargs))
+        leaf_of = lambda value: value.leaf if isinstance(value, ParameterProxy) else value  # noqa: E731
+        leaves, kwargs = tree_map(leaf_of, (tuple(args), kwargs))
         result = func(*leaves, **kwargs)
         return args[0] if stays(func, leaves, kwargs, result) else result
-
-
-def _is_proxy(value: Any) -> bool:
-    return isinstance(value, ParameterProxy)
-
-
-def _leaf_of(value: Any) -> Any:
-    return value.leaf if isinstance(value, ParameterProxy) else value

@@ -16,14 +16,13 @@ What cannot be followed layer by layer is tried again sample by sample; what fai
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, changes_of, is_inexact, promoted, tensor_leaves
+from gradguard.per_sample.call_arguments import Skeleton, changes_of, is_inexact, tensor_leaves
 from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.comparison import Comparison, SampleGradient
 from gradguard.per_sample.contributions import Contribution
@@ -67,9 +66,14 @@ def _try(tracker: CallTracker, call: OuterCall) -> None:
         try:
             trial(tracker, call)
         except Exception as error:
-            words = _words_of(error)
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):  # which no model causes
+                raise
+            name = f"{type(error).__name__}: {error}."
+            followed = f"gradguard could not follow the module: its trial of some samples ended in {name}"
+            refused = isinstance(error, UnsupportedGradientError)
+            words = str(error) if refused else own_failure(error) or followed
             if not pattern.looped:
-                tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, words)
+                tracker.planner.run_one_by_one(pattern, call.batch, words)
                 pattern.sizes.clear()
                 _try(tracker, call)
                 return
@@ -79,7 +83,13 @@ def _try(tracker: CallTracker, call: OuterCall) -> None:
 
 
 def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
-    samples = _finite_samples(call, min(2, call.batch_size))
+    number = min(2, call.batch_size)
+    samples = call.batch.finite_samples(number)  # beside one with NaN or inf any others would look right
+    if len(samples) < number:
+        raise UnsupportedGradientError(
+            f"only {len(samples)} of the {call.batch_size} samples that {type(call.pattern.module).__name__} is called "
+            f"with are finite: it takes {number} to see whether samples are separate. {_NOT_FINITE}"
+        )
     follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
     found = compare(tracker, call, samples, note=True, opened=follows)
     if found is None:
@@ -117,7 +127,7 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
     ends = [0], [size - 1]
     first = max(1, size // 2 - (size // 2 + 1) % 2)
     if call.autocast is not None:  # under which an earlier call may have returned 16 bits
-        call = replace(call, autocast=None, arguments=promoted(call.arguments, torch.float32))
+        call = call.promoted(torch.float32)
     with _as_called(call) as reset, full_float32():
         with tracker.collect_separately(call.pattern), torch.enable_grad():
             try:
@@ -156,7 +166,7 @@ def _together(
     reset()
     loop = tracker.looped_call(call, order)
     loop.before = frozen(module)
-    args, kwargs = call.samples(order)
+    args, kwargs = call.batch.samples(order)
     with Draws() as loop.draws:
         outputs = Skeleton(module(*args, **kwargs)).tensors
     loop.precision = max(loop.precision, loop.draws.precision)
@@ -168,32 +178,6 @@ _LINEAR = 1e-6
 """The share of a gradient that may change where the gradient of the outputs is scaled: `torch.matrix_exp` chooses its
 series by the size of the gradient, and ends it at 1e-10."""
 _NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN or inf. Nothing was clipped."
-
-
-def _finite_samples(call: OuterCall, number: int) -> list[int]:
-    """Return the first samples without NaN or inf, beside which any others would look right.
-
-    Raises:
-        UnsupportedGradientError: If there are fewer than ``number``.
-    """
-    found = call.finite_samples(number)
-    if len(found) == number:
-        return found
-    raise UnsupportedGradientError(
-        f"only {len(found)} of the {call.batch_size} samples that {type(call.pattern.module).__name__} is called with "
-        f"are finite: it takes {number} to see whether samples are separate. {_NOT_FINITE}"
-    )
-
-
-def _words_of(error: Exception) -> str:
-    """Return what to say of an error that ended a trial; one that no model causes is raised again."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        raise error
-    if isinstance(error, UnsupportedGradientError):
-        return str(error)
-    if words := own_failure(error):
-        return words
-    return f"gradguard could not follow the module: its trial of some samples ended in {type(error).__name__}: {error}."
 
 
 def compare(
@@ -240,7 +224,7 @@ def compare(
     if doubled is not None:
         try:
             with substituted(doubled):
-                return compared(replace(call, arguments=promoted(call.arguments, torch.float64), autocast=None))
+                return compared(call.promoted(torch.float64))
         except UnsupportedGradientError:
             raise
         except Exception:

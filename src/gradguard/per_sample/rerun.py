@@ -226,7 +226,13 @@ class Draws:
             raise self._untold
         now = generator_states([])
         restore_generators(self._generators)
-        drawn = _one_by_one(self.drawn, samples, batch_size) if layout == "one by one" else self.drawn
+        drawn = self.drawn
+        if layout == "one by one":  # draws that are alike follow one another, as many for each sample
+            drawn = list[tuple[str, Tensor]]()
+            for _, alike in itertools.groupby(self.drawn, lambda draw: (draw[0], draw[1].shape)):
+                run = list(alike)
+                own, rest = divmod(len(run), batch_size)
+                drawn += run if rest else [run[i * own + k] for i in samples for k in range(own)]
         replay = _Share(drawn, samples, batch_size, layout == "fastest")
         try:
             with each_operation(replay.draw):
@@ -247,16 +253,6 @@ class Draws:
 
         with each_operation(draw) if self._replayed else nullcontext():
             yield
-
-
-def _one_by_one(drawn: list[tuple[str, Tensor]], samples: Sequence[int], batch_size: int) -> list[tuple[str, Tensor]]:
-    """Leave out the draws of other samples, where draws that are alike follow one another, as many for each sample."""
-    found: list[tuple[str, Tensor]] = []
-    for _, alike in itertools.groupby(drawn, lambda draw: (draw[0], draw[1].shape)):
-        run = list(alike)
-        own, rest = divmod(len(run), batch_size)
-        found += run if rest else [run[i * own + k] for i in samples for k in range(own)]
-    return found
 
 
 class _Share:

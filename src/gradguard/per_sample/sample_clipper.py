@@ -449,8 +449,10 @@ class PerSampleGradientClipper:
             refuse_wrapped(trained.values())
         taken, size = self._summed()
         finite = self._finite if self._scaler is not None and self._scaler.is_enabled() else None
-        if self._scaler is not None:
-            self._show_overflow(taken)
+        if self._finite is not None:  # the scaler sees where all samples overflowed: it skips, and lowers its scale
+            smallest = min(taken.values(), key=Tensor.numel)
+            smallest += torch.where(self._finite, 0.0, torch.inf).to(smallest)
+            self._finite = None
         for name, parameter in trained.items():
             gradient = shard_like(taken[name].to(parameter.dtype), parameter)
             parameter.grad, self._assigned[name] = gradient, weakref.ref(gradient)
@@ -720,13 +722,6 @@ class PerSampleGradientClipper:
         factor = self._loss_scale / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size
 
-    def _show_overflow(self, sums: dict[str, Tensor]) -> None:
-        """Let the scaler see infinity where all samples overflowed, so that it skips the step and lowers its scale."""
-        if self._finite is not None:
-            smallest = min(sums.values(), key=Tensor.numel)
-            smallest += torch.where(self._finite, 0.0, torch.inf).to(smallest)
-            self._finite = None
-
     @property
     def _adds_up(self) -> bool:
         """Whether the samples' gradients add up to that of the loss, and are not averaged."""
@@ -741,7 +736,7 @@ class PerSampleGradientClipper:
         self._accumulation.check("take")
         size = self._accumulation.batch_size or 0
         sums = self._take(factor)
-        return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
+        return ClippedSums(self._names, [*self.trained.values()], [sums[n] for n in self._names], size)
 
     def _take(self, factor: float | Tensor | None) -> dict[str, Tensor]:
         """The sums times a factor, as they are held if it is None; a step ends."""

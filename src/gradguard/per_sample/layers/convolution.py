@@ -160,19 +160,18 @@ class ConvolutionWeight(Recomputed):
     def rows(self, start: int, stop: int) -> Tensor:
         """Return what one kernel gives for all of them."""
         unfolded = self._disjoint or _unfolds(self._grad)
-        compute, chunk = (self._unfolded, self._at_once) if unfolded else (self._grouped, self._in_cache)
-        parts = [compute(first, min(first + chunk, stop)) for first in range(start, stop, chunk)]
+        chunk, parts = self._at_once if unfolded else self._in_cache, list[Tensor]()
+        for first in range(start, stop, chunk):
+            last = min(first + chunk, stop)
+            if unfolded:
+                outer = self._outer(first, last)
+                parts.append(outer.rows(0, outer.batch_size))
+                continue
+            # The k maps of a sample become the batch, over which the kernel sums; samples become groups of channels.
+            inputs, grad = (wide(x[first:last]).transpose(0, 1).flatten(1, 2) for x in (self._inputs, self._grad))
+            parts.append(self._weight_gradient(self._with_margins(inputs), grad, last - first))
         rows = torch.cat(parts) if parts else wide(self._grad).new_zeros(0)
         return rows.view(stop - start, *self.shape)
-
-    def _unfolded(self, start: int, stop: int) -> Tensor:
-        outer = self._outer(start, stop)
-        return outer.rows(0, outer.batch_size)
-
-    def _grouped(self, start: int, stop: int) -> Tensor:
-        """The k maps of a sample become the batch, over which the kernel sums; samples become groups of channels."""
-        inputs, grad = (wide(x[start:stop]).transpose(0, 1).flatten(1, 2) for x in (self._inputs, self._grad))
-        return self._weight_gradient(self._with_margins(inputs), grad, stop - start)
 
     @property
     def _in_cache(self) -> int:

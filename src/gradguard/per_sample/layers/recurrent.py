@@ -44,7 +44,10 @@ class _DirectedLayer:
 
     def run(self, sequence: Tensor, state: State) -> tuple[Tensor, State]:
         """Return the outputs ``[T, rows, H]`` and the last state."""
-        state = state or self._zero_state(sequence)
+        if not state:
+            rows, size = sequence.shape[1], self._module.hidden_size
+            hidden = sequence.new_zeros(rows, _projection(self._module) or size)
+            state = hidden, sequence.new_zeros(rows, size)
         steps = self._linear("ih", sequence).unbind(0)  # the input's share for all times is one product
         reverse = self._suffix.endswith("_reverse")
         outputs: list[Tensor] = []
@@ -72,11 +75,6 @@ class _DirectedLayer:
 
     def _projected(self, output: Tensor) -> Tensor:
         return self._replay.linear(output, f"weight_hr{self._suffix}") if _projection(self._module) else output
-
-    def _zero_state(self, sequence: Tensor) -> State:
-        rows, size = sequence.shape[1], self._module.hidden_size
-        hidden = sequence.new_zeros(rows, _projection(self._module) or size)
-        return hidden, sequence.new_zeros(rows, size)
 
 
 def _projection(module: nn.RNNBase | nn.RNNCellBase) -> int:

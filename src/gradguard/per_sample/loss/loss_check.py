@@ -2,14 +2,14 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, batch_dims
+from gradguard.per_sample.call_arguments import Batch
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss.ledger import Ledger
@@ -35,6 +35,9 @@ _MOST_KNOWN_CALLS = 4
 
 _MOST_STRUCTURES = 10_000
 """Makes of losses that are remembered."""
+
+
+_READING_ERRORS = RuntimeError, ValueError, TypeError, IndexError, AttributeError
 
 
 def is_read_at_once(tensor: Tensor) -> bool:
@@ -136,7 +139,15 @@ class LossCheck:
         """
         if not self.reads:
             return
-        self._read_late()
+        unread, self._unread = self._unread, None  # what nobody waited for
+        if unread is not None and unread[1] is not None:
+            unread[1].synchronize()
+        if unread is not None and not bool(unread[0]):
+            raise UnsupportedGradientError(
+                "the loss is the mean over labels, and in the mini-batch before this one samples had different numbers "
+                "of them, so that each sample's part depended on the others: nothing of it was added. Average within "
+                "each sample first, and then over samples, or say loss_reduction='token_mean'"
+            )
         self.factors = self.labels_agree = None
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
         most = _MOST_CALLS if verifying else _MOST_KNOWN_CALLS
@@ -159,16 +170,12 @@ class LossCheck:
         if self._calls:
             self._calls[-1].add(tensors, axes)
 
-    def look_between(
-        self, module: nn.Module, arguments: Arguments, batch_size: int, whole: Set[int], verifying: bool
-    ) -> None:
+    def look_between(self, module: nn.Module, batch: Batch, verifying: bool) -> None:
         """Check what a call is given that was computed from what earlier calls returned: rows stay their samples' own.
 
         Args:
             module: The module that is called.
-            arguments: The arguments that it is given.
-            batch_size: Number of samples.
-            whole: Positions of tensors among them that belong to no sample.
+            batch: The arguments that it is given.
             verifying: Read them in any case; else only what is computed like nothing that has been verified.
 
         Raises:
@@ -176,7 +183,7 @@ class LossCheck:
         """
         if not self._calls:
             return
-        for place, (tensor, dim) in enumerate(batch_dims(arguments, self._batch_first, batch_size, whole)):
+        for place, (tensor, dim) in enumerate(batch.dims):
             if not tensor.requires_grad:
                 continue
             given = Value.of(tensor)
@@ -355,7 +362,15 @@ class LossCheck:
         outputs = of_several(calls)
         if outputs is not None:
             outputs.declared = self._shared.declared
-        if words := self._what_changed(roots, outputs, make):
+        words = ""
+        if outputs is not None:  # which constant in the loss is another than in the batches before
+            try:
+                constants = LossConstants(roots, outputs)
+                shared = itertools.chain(constants.given() if self._shared.strict else (), constants.shared())
+                words = constants.hidden() or self._shared.objection(shared, outputs.batch_size, make.kind)
+            except _READING_ERRORS as error:
+                words = _failed(error)
+        if words:
             self._seen = _SeenLoss(make, LossParts("unknown", words))
             self.stop()
             return
@@ -380,33 +395,21 @@ class LossCheck:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:
             try:
-                before = None if known is None else known.parts
                 found = loss_parts(
                     roots,
                     outputs,
                     self._reduction,
                     scale=self._scale(),
-                    known=before,
+                    known=None if known is None else known.parts,
                     ledger=self._ledger,
                     constant_sizes=self._constant_sizes[make.kind],
                     declared=self._declared,
                 )
-            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            except _READING_ERRORS as error:
                 found = LossParts("unverified", _failed(error))
         self._seen = _SeenLoss(make, found, complete, outputs is None or outputs.conclusive)
         if found.reason != NO_PART:
             self.stop()
-
-    def _what_changed(self, roots: list[Root], outputs: Outputs | None, make: Make) -> str:
-        """Say which constant in the loss is another than in the batches before; "" if none is."""
-        if outputs is None:
-            return ""
-        try:
-            constants = LossConstants(roots, outputs)
-            shared = itertools.chain(constants.given() if self._shared.strict else (), constants.shared())
-            return constants.hidden() or self._shared.objection(shared, outputs.batch_size, make.kind)
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            return _failed(error)
 
     def _labels(self, make: Make, known: _Known) -> bool:
         """Whether each sample has as many labels as before, or it will be read later from `labels_agree`."""
@@ -420,22 +423,3 @@ class LossCheck:
                 return False
         self.labels_agree = torch.stack(agreeing).all() if agreeing else None
         return True
-
-    def _read_late(self) -> None:
-        """Read what nobody waited for.
-
-        Raises:
-            UnsupportedGradientError: If samples had different numbers of labels.
-        """
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return
-        agree, event = unread
-        if event is not None:
-            event.synchronize()
-        if not bool(agree):
-            raise UnsupportedGradientError(
-                "the loss is the mean over labels, and in the mini-batch before this one samples had different numbers "
-                "of them, so that each sample's part depended on the others: nothing of it was added. Average within "
-                "each sample first, and then over samples, or say loss_reduction='token_mean'"
-            )

@@ -160,8 +160,9 @@ class BackwardRoots:
 
         def begins(backward: Backward) -> None:
             own = found()
-            if own is not None:
-                own._begins(backward)
+            mine = backward.accumulates and current_graph_task() == -1
+            if own is not None and mine and threading.get_ident() == own._thread and (roots := _roots(backward)):
+                own._look(roots)
 
         end = self._end = call_before_backwards(begins)
 
@@ -170,11 +171,6 @@ class BackwardRoots:
         if self._end is not None:
             self._end()
             self._end = None
-
-    def _begins(self, backward: Backward) -> None:
-        mine = backward.accumulates and threading.get_ident() == self._thread and current_graph_task() == -1
-        if mine and (roots := _roots(backward)):
-            self._look(roots)
 
 
 def _roots(backward: Backward) -> list[Root]:
@@ -238,7 +234,15 @@ def make_of(roots: Sequence[Root], ends: Container[Value]) -> Make:
         if operation(node) in LABELLED:
             labelled.append(node)
         numbers += scalars(node)
-        told += [_settings(node), [told_of(*edge) for edge in node.next_functions]]
+        # The name, the shapes, and what decides how it puts elements together.
+        own: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
+        own += [(name, _shown(value)) for name, value in saved_settings(node).items()]
+        if hasattr(node, "saved_tensors"):  # a function of the user's: the class, and what it keeps
+            held = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
+            own += [id(type(node)), held]
+        elif operation(node) in LABELLED:
+            own.append(saved_constant(node, "weight") is None)
+        told += [own, [told_of(*edge) for edge in node.next_functions]]
     structure = None if by_data else hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
     kind = tuple(sorted({node.name() for node in places if operation(node) not in _NOT_TELLING}))
     return Make(kind, structure, tuple(numbers), tuple(labelled))
@@ -303,18 +307,6 @@ def _is_by_data(node: Node) -> bool:
     if not isinstance(dim, int) or len(shape) < 2:
         return True
     return signed(dim) % len(shape) != len(shape) - 1
-
-
-def _settings(node: Node) -> list[Any]:
-    """The name of a node, the shapes of its values, and what decides how it puts elements together."""
-    found: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
-    found += [(name, _shown(value)) for name, value in saved_settings(node).items()]
-    if hasattr(node, "saved_tensors"):  # a function of the user's: the class, and what it keeps
-        own = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
-        found += [id(type(node)), own]
-    elif node.name().startswith("NllLoss"):
-        found.append(saved_constant(node, "weight") is None)
-    return found
 
 
 def _shown(value: Any) -> Any:

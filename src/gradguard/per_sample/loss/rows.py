@@ -618,8 +618,14 @@ class SampleRows:
             levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
             share = None if mean is None else mean[1] / mean[1].sum()
             summed, width = self._summed(sums * inner, levels)
-        if share is not None and not even:
-            _refuse_normalized(weights, nonzero)
+        normalized = any(abs(float(each.mean()) - 1) < 1e-6 for each in (weights, nonzero))
+        # Two weights by turns may add up to their number by chance.
+        if share is not None and not even and normalized and nonzero.unique().numel() > 2:
+            raise Coupled(
+                "the weights in the mean add up to the number of rows: they were divided by their own mean over the "
+                "batch, so that every sample's weight depends on the others. Use weights that do not depend on the "
+                "batch"
+            )
         constants = _without(scale, path.constants)
         sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
         if not even:
@@ -718,19 +724,6 @@ _FEW = 64
 _COPIES = "torch::autograd::CopySlices"
 _WITH_SIZES = ELEMENTWISE | MOVING | {_COPIES} | operations("ConstantPadNd Gather AsStrided")
 """Operations that come and go with the sizes of a batch."""
-
-
-def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:
-    """Check that the weights in a mean do not add up to the number of its rows, as ``w / w.mean()`` does.
-
-    Raises:
-        Coupled: If they do, and are no two weights by turns, which may do so by chance.
-    """
-    if nonzero.unique().numel() > 2 and any(abs(float(each.mean()) - 1) < 1e-6 for each in (weights, nonzero)):
-        raise Coupled(
-            "the weights in the mean add up to the number of rows: they were divided by their own mean over the batch, "
-            "so that every sample's weight depends on the others. Use weights that do not depend on the batch"
-        )
 
 
 def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:

@@ -702,7 +702,9 @@ class LossConstants:
                     alike[place, which].append((node, at))
         for key, found in alike.items() if several else ():
             if len(found) > 1:
-                of_each = functools.partial(_is_of_each, outputs, found)
+                # for one sample each, as in a loop over samples
+                is_same, of_several = len({at for _, at in found}) == 1, functools.partial(_is_of_several, outputs)
+                of_each = functools.partial(of_several, [node for node, _ in found]) if is_same else lambda: False
                 yield SharedValue((key, "each"), found[0][1], of_each, places=(found[0][1],))
 
 
@@ -848,11 +850,6 @@ def _is_one_number(constant: Tensor) -> bool:
     first = constant.flatten()[:1]
     is_a_number = constant.numel() > 1 and constant.is_floating_point()
     return is_a_number and bool((constant == first).all() & (first != first.round()))
-
-
-def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
-    """Tell whether operations for one sample each take the same number, as in a loop over samples."""
-    return len({value for _, value in found}) == 1 and _is_of_several(outputs, [node for node, _ in found])
 
 
 def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:

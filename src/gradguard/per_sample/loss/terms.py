@@ -10,6 +10,7 @@ of its own loss; 1 for a mean over samples, and B for a sum over them. The loss 
 constant factors are the user's.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -50,31 +51,30 @@ _CLOSE = 1e-4
 """How far a factor may be from 1."""
 
 
-Totals = dict[Node, Tensor]
-"""The weights of all terms that share a constant, by sample."""
-
-
 @dataclass(frozen=True)
 class _Loss:
     """A loss that is to be judged.
 
     Attributes:
         terms: The terms that it adds up.
-        totals: The weights of all terms that share a constant, by sample.
         rows: The weights of rows in it.
         returned: How many values of each sample the module returned.
         reduction: The loss over samples as the user has said it.
     """
 
     terms: Sequence[LossTerm]
-    totals: Totals
     rows: Sequence[RowWeights]
     returned: float
     reduction: str
 
-    @property
-    def kinds(self) -> list[tuple[str, ...]]:
-        return [each.kind for each in self.rows]
+    @functools.cached_property
+    def totals(self) -> Mapping[Node, Tensor]:
+        """The weights of all terms that share a constant, by sample."""
+        found: dict[Node, Tensor] = {}
+        for term in self.terms:
+            for node in {constant.node for constant in term.constants}:
+                found[node] = found[node] + term.weights if node in found else term.weights
+        return found
 
     def page(self, factors: Tensor) -> Page:
         """Return what rows weigh if samples have these parts, as multiples of their own losses."""
@@ -151,14 +151,14 @@ def loss_parts(
         ends = [_rows(path, outputs, owner) for path, owner in zip(found_paths, owners, strict=True)]
         if declared:
             _refuse_undeclared(ends, outputs, declared, {0.5} if ledger.strict else frozenset())
-        if ledger.strict and outputs.batch_size > 1:
-            _refuse_cut(ends)
+        if ledger.strict and outputs.batch_size > 1 and (cut := next(filter(None, (end.cut() for end in ends)), "")):
+            return LossParts("unknown", _CUT.format(cut))
         terms = [end.term(scale) for end in ends]
         rows = [end.weights(scale) for end in ends]
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
-        loss = _Loss(together, _totals(together), rows, outputs.values_of_each, reduction)
+        loss = _Loss(together, rows, outputs.values_of_each, reduction)
         found = _as_before(loss, ledger) or _judged_anew(loss, ledger)
     except Refused as refused:
         return LossParts(refused.verdict, str(refused), refused.factors)
@@ -187,7 +187,7 @@ def _as_before(loss: _Loss, ledger: Ledger) -> LossParts | None:
         That it is right; None where rows weigh something else than before, or were not judged, or training is private,
         where each batch must be right by itself, too.
     """
-    if ledger.strict or not ledger.knows(loss.kinds):
+    if ledger.strict or not ledger.knows([each.kind for each in loss.rows]):
         return None
     agreeing = [(factors, page) for factors in _possible(loss) if not ledger.objection(page := loss.page(factors))]
     if len(agreeing) != 1:
@@ -206,7 +206,10 @@ def _possible(loss: _Loss) -> list[Tensor]:
             continue
         found = loss.readings(term)
         counted = [one for one in found if one.what == "rows in the mean" and one.is_sure]
-        mine = _right(counted or found, term, loss.reduction)
+        mine = list[Tensor]()  # the factors of the readings by which it is what it is said to be
+        for reading in counted or found:
+            with suppress(Refused):
+                mine.append(_by(reading, term, loss.reduction))
         if not counted and found[0].what == "rows in the mean" and any(not _is_among(one, mine[:1]) for one in mine):
             return []  # the number may be the user's, new in this batch: no earlier batch tells
         if loss.reduction != "token_mean":
@@ -217,15 +220,6 @@ def _possible(loss: _Loss) -> list[Tensor]:
         if not _is_among(factors, distinct):
             distinct.append(factors)
     return distinct
-
-
-def _right(found: Sequence[Reading], term: LossTerm, reduction: str) -> list[Tensor]:
-    """Return the factors of those readings by which a term is what it is said to be."""
-    right = []
-    for reading in found:
-        with suppress(Refused):
-            right.append(_by(reading, term, reduction))
-    return right
 
 
 def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
@@ -253,7 +247,10 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     for other in factors[1:]:
         if not _is_among(other, factors[:1]):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    divided_by = _common_divisor(divisors, loss.terms)
+    divided_by = math.prod(divisor for _, divisor in set.intersection(*[set(own.items()) for own in divisors]))
+    multiplied = [abs(constant.value) for term in loss.terms for constant in term.constants if not constant.divides]
+    if any(math.isclose(divided_by, factor, rel_tol=1e-6) for factor in multiplied):
+        divided_by = 1.0  # a factor undoes it, as a trainer's adapter does
     candidate = loss.page(factors[0] if factors else torch.ones_like(loss.terms[0].weights))
     candidate = replace(candidate, divided_by=divided_by)
     if reason := ledger.objection(candidate):
@@ -288,21 +285,6 @@ def _refuse_undeclared(
                 "been counted from the batch. Say clipper.constant(number) at each place where it stands, and leave a "
                 "count a whole number, as len(output)"
             )
-
-
-def _refuse_cut(found: Sequence[SampleRows]) -> None:
-    """Check that the loss cuts or fills no rows at a place that may be the length of the longest sample.
-
-    Raises:
-        Refused: If it does.
-    """
-    if name := next(filter(None, (rows.cut() for rows in found)), ""):
-        raise Refused(
-            f"{name} cuts or fills values in the loss at a place that may be the length of the longest sample, or puts "
-            "rows where data say, so that it tells of one sample by all others. Halves of each row, such as a mean and "
-            "a log-variance, are taken by output.chunk(2, -1), single columns by output.unbind(-1). Any other place "
-            "that is yours is declared where it stands: output[:, : int(clipper.constant(4))]"
-        )
 
 
 def _rows(path: Path, outputs: Outputs, owner: Owner | None) -> SampleRows:
@@ -379,6 +361,13 @@ _DIVISORS = {
 
 _NOT_COUNTED = frozenset(["declared", "torch", "weights"])
 """Constants that no count decides: those which are declared, those of functions of torch's, and a row's own weight."""
+
+_CUT = (
+    "{} cuts or fills values in the loss at a place that may be the length of the longest sample, or puts rows where "
+    "data say, so that it tells of one sample by all others. Halves of each row, such as a mean and a log-variance, "
+    "are taken by output.chunk(2, -1), single columns by output.unbind(-1). Any other place that is yours is declared "
+    "where it stands: output[:, : int(clipper.constant(4))]"
+)
 
 _SEVERAL_SHARES = (
     "it adds up terms of which a sample has different shares. Average each term within each sample first, and then "
@@ -599,7 +588,14 @@ def _private_factors(term: LossTerm, reduction: str) -> Tensor:
         expected = 0.5**halves / count / (term.width if within > 0 else 1.0)
         found = math.prod(abs(c.value) for c in given)
         if not math.isclose(found, expected, rel_tol=1e-6 + sum(c.precision for c in given)):
-            raise Refused(_undeclared(term.is_mean, found, expected, reduction))
+            raise Refused(
+                f"numbers multiply {'a mean' if term.is_mean else 'a sum'} by {found:.6g}, and {expected:.6g} was "
+                "expected. In private training a number may be counted from the batch, whatever it equals. "
+                f"{_DIVISORS[reduction]}. Declare a number that is yours where it stands in the loss: "
+                "clipper.constant(number), with .item() of a tensor. Only the factor 0.5 needs none: instead of "
+                "loss / 2 write 0.5 * loss, or loss / clipper.constant(2). (If it is the number of mini-batches, leave "
+                "the division away: the clipper averages over all samples)"
+            )
     if reduction == "token_mean":
         return (share * size).where(share > 0, math.nan)
     return _compared(term, share, reduction if term.share is not None or by_torch else "mean")
@@ -609,16 +605,6 @@ def _torch_divides(numbers: Sequence[Constant]) -> bool:
     """Tell whether a function of torch's divides a sum by the rows, as `cross_entropy` of smoothed or soft labels."""
     return any(c.origin == "torch" and c.divides for c in numbers) or any(
         above.origin == "torch" and one.origin == "tensor" and one.divides for above, one in itertools.pairwise(numbers)
-    )
-
-
-def _undeclared(is_mean: bool, found: float, expected: float, reduction: str) -> str:
-    return (
-        f"numbers multiply {'a mean' if is_mean else 'a sum'} by {found:.6g}, and {expected:.6g} was expected. In "
-        f"private training a number may be counted from the batch, whatever it equals. {_DIVISORS[reduction]}. Declare "
-        "a number that is yours where it stands in the loss: clipper.constant(number), with .item() of a tensor. Only "
-        "the factor 0.5 needs none: instead of loss / 2 write 0.5 * loss, or loss / clipper.constant(2). (If "
-        "it is the number of mini-batches, leave the division away: the clipper averages over all samples)"
     )
 
 
@@ -692,14 +678,6 @@ def _judged_sum(term: LossTerm, reduction: str) -> Tensor:
     raise Coupled("it is a sum. Use loss_reduction='sum', or divide by the number of samples", ones * batch_size)
 
 
-def _totals(terms: Sequence[LossTerm]) -> Totals:
-    totals: Totals = {}
-    for term in terms:
-        for node in {constant.node for constant in term.constants}:
-            totals[node] = totals[node] + term.weights if node in totals else term.weights
-    return totals
-
-
 def _extremes(values: Tensor) -> tuple[float, float]:
     known = values[~values.isnan()]
     return (float(known.min()), float(known.max())) if len(known) else (1.0, 1.0)
@@ -708,11 +686,3 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 def _distance(factors: Tensor | None) -> float:
     """How far from 1 a factor is."""
     return math.inf if factors is None else max(abs(extreme - 1) for extreme in _extremes(factors))
-
-
-def _common_divisor(divisors: Sequence[Mapping[Node, float]], terms: Sequence[LossTerm]) -> float:
-    """Return the number that all terms are divided by; 1 where a factor undoes that, as a trainer's adapter does."""
-    common = set.intersection(*[set(of_term.items()) for of_term in divisors])
-    divisor = math.prod(divisor for _, divisor in common)
-    factors = [abs(constant.value) for term in terms for constant in term.constants if not constant.divides]
-    return 1.0 if any(math.isclose(divisor, factor, rel_tol=1e-6) for factor in factors) else divisor
