@@ -121,9 +121,23 @@ class MiniBatch:
         return contribution
 
     def finish(self, device: torch.device) -> dict[str, Contribution]:
-        """Return one contribution for each parameter that was used."""
+        """Return one contribution for each parameter that was used.
+
+        Raises:
+            UnsupportedGradientError: If a gradient came to parameters of a call whose outputs got none, or the plain
+                gradients of a layer's call are not the sum of what its rule gave.
+        """
         if self.finished is None:
-            self._refuse_untapped()
+            for leaves in self.reached:
+                if leaves not in self.tapped and any(bool(gradient.any()) for gradient in leaves.plain.values()):
+                    raise UnsupportedGradientError(
+                        f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__} by a way that "
+                        "is not followed. Either a value that it made reached the loss beside what it returned (an "
+                        "attribute, a list, a hook): return it instead. Or its code used them in another way than when "
+                        "the model was looked at: repeat this step, and it is looked at again. Nothing was clipped."
+                    )
+            self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
+            self.tapped.clear()
             while self.to_verify:
                 layer, contributions, precision, size = self.to_verify.pop()
                 assert layer.leaves is not None
@@ -146,24 +160,6 @@ class MiniBatch:
                 merged = together(uses)
                 self.finished[name] = merged if merged is uses[0] else choose_method(merged, self.budget, device)
         return self.finished
-
-    def _refuse_untapped(self) -> None:
-        """Check that no gradient came to parameters of a call whose outputs got none.
-
-        Raises:
-            UnsupportedGradientError: If one did.
-        """
-        for leaves in self.reached:
-            if leaves in self.tapped or not any(bool(gradient.any()) for gradient in leaves.plain.values()):
-                continue
-            raise UnsupportedGradientError(
-                f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__} by a way that is not "
-                "followed. Either a value that it made reached the loss beside what it returned (an attribute, a list, "
-                "a hook): return it instead. Or its code used them in another way than when the model was looked at: "
-                "repeat this step, and it is looked at again. Nothing was clipped."
-            )
-        self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
-        self.tapped.clear()
 
 
 class GradientCollector:

@@ -27,7 +27,6 @@ from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.comparison import Comparison, SampleGradient
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
-from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, frozen, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall
@@ -375,13 +374,17 @@ class _RehearsedPair:
                 if grad is not None and axis is not None:
                     rows = axis.split(grad, len(order))
                     rows[-1].copy_(rows[0])
-            pairs = [
-                (o, g * scales[0] if a is None else _scaled(g, a, scales))
-                for o, g, a in zip(outputs, loop.grads, axes, strict=True)
-                if g is not None
-            ]
-            if pairs:
-                torch.autograd.backward([get_gradient_edge(o) for o, _ in pairs], [g for _, g in pairs])
+            edges, scaled_grads = [], []
+            for output, grad, axis in zip(outputs, loop.grads, axes, strict=True):
+                if grad is None:
+                    continue
+                grad = grad.clone() if axis else grad * scales[0]
+                for rows, scale in zip(axis.split(grad, len(order)), scales, strict=True) if axis else ():
+                    rows.mul_(scale)
+                edges.append(get_gradient_edge(output))
+                scaled_grads.append(grad)
+            if edges:
+                torch.autograd.backward(edges, scaled_grads)
             device = outputs[0].device if outputs else torch.device("cpu")
             found = {} if collector.mini_batch is None else collector.mini_batch.finish(device)
         return loop, found
@@ -423,14 +426,6 @@ class _RehearsedPair:
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst
-
-
-def _scaled(grad: Tensor, axis: BatchAxis, scales: Sequence[float]) -> Tensor:
-    """Return an output's gradient with the part at each place of the batch times the scale there."""
-    scaled = grad.clone()
-    for rows, scale in zip(axis.split(scaled, len(scales)), scales, strict=True):
-        rows.mul_(scale)
-    return scaled
 
 
 def _not_linear(module: nn.Module) -> str:

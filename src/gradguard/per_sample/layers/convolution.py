@@ -44,7 +44,8 @@ def convolution(call: LayerCall) -> dict[str, Contribution]:
         weight = ConvolutionWeight(call.module, inputs, grad)
         contributions["weight"] = Materialized(weight.correlations()) if weight.depthwise else weight
     if "bias" in call.wanted:
-        contributions["bias"] = Materialized(channel_sums(grad))
+        dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        contributions["bias"] = Materialized(grad.sum(dim=[1, *range(3, grad.dim())], dtype=dtype))
     return contributions
 
 
@@ -66,12 +67,6 @@ def channel_frames(call: LayerCall) -> tuple[Tensor, Tensor]:
     if grad.dim() == call.grads[0].dim():
         return inputs.unsqueeze(1), grad.unsqueeze(1)
     return inputs, grad
-
-
-def channel_sums(values: Tensor) -> Tensor:
-    """Return the sums of ``[B, k, C, ...]`` over all but samples and channels, ``[B, C]``, at least float32."""
-    dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
-    return values.sum(dim=[1, *range(3, values.dim())], dtype=dtype)
 
 
 class ConvolutionWeight(Recomputed):

@@ -16,7 +16,7 @@ from gradguard.per_sample.loss.ledger import Ledger
 from gradguard.per_sample.loss.loss_graph import BackwardRoots, Make, Root, Unreadable, Value, make_of
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
-from gradguard.per_sample.loss.shared import LossConstants, SharedValues, shared_in_function
+from gradguard.per_sample.loss.shared import LossConstants, SharedValue, SharedValues, bound_values
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 
@@ -287,7 +287,7 @@ class LossCheck:
 
     def declare(self, value: Tensor | float) -> None:
         """Take a value in the loss for one that is not computed from the batch, until the next loss is judged."""
-        self._shared.declare(value)
+        self._shared.declared.append(value)
         if not isinstance(value, Tensor):
             self._declared.append(float(value))
 
@@ -297,7 +297,8 @@ class LossCheck:
         Raises:
             UnsupportedGradientError: If something is not, or may be another in the next batch where that counts.
         """
-        if words := self._shared.objection(shared_in_function(loss_fn), batch_size):
+        bound = [SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter)]
+        if words := self._shared.objection(bound, batch_size):  # weights of layers are trained
             raise UnsupportedGradientError(f"per_sample_losses: {words}.")
 
     def judge(self) -> bool:

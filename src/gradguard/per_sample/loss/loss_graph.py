@@ -160,8 +160,14 @@ class BackwardRoots:
 
         def begins(backward: Backward) -> None:
             own = found()
-            mine = backward.accumulates and current_graph_task() == -1
-            if own is not None and mine and threading.get_ident() == own._thread and (roots := _roots(backward)):
+            if own is None or not backward.accumulates or current_graph_task() != -1:
+                return
+            roots = list[Root]()
+            for tensor, grad in zip(backward.roots, backward.gradients, strict=True):
+                if grad is None or not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                    return  # the engine refuses it, or it does not start from tensors
+                roots.append(Root(Value.of(tensor), grad.detach()))
+            if roots and threading.get_ident() == own._thread:
                 own._look(roots)
 
         end = self._end = call_before_backwards(begins)
@@ -171,16 +177,6 @@ class BackwardRoots:
         if self._end is not None:
             self._end()
             self._end = None
-
-
-def _roots(backward: Backward) -> list[Root]:
-    """The roots of a backward; none if the engine refuses it, or it does not start from tensors."""
-    roots = []
-    for tensor, grad in zip(backward.roots, backward.gradients, strict=True):
-        if grad is None or not isinstance(tensor, Tensor) or not tensor.requires_grad:
-            return []
-        roots.append(Root(Value.of(tensor), grad.detach()))
-    return roots
 
 
 class Make(NamedTuple):

@@ -240,6 +240,7 @@ class SharedValues:
 
     Attributes:
         strict: Take no tensor that was not declared, for another batch might have given another.
+        declared: Values that are the user's own, until `end`.
     """
 
     def __init__(self) -> None:
@@ -251,10 +252,6 @@ class SharedValues:
         self._new_mixtures: dict[Hashable, Mixture] = {}
         self.declared: list[Tensor | float] = []
         self._new: dict[Hashable, list[_KeptValue]] = {}
-
-    def declare(self, value: Tensor | float) -> None:
-        """Take a value for the user's own, until `end`."""
-        self.declared.append(value)
 
     def end(self, accepted: bool) -> None:
         """A loss was judged: nothing is declared for the next, which must have the values of one that was accepted."""
@@ -725,18 +722,16 @@ def _is_reduced(value: Value, outputs: Outputs) -> bool:
     def onward(place: Value) -> list[Value]:
         return [] if place in ends or place.is_tap else outputs.depends.below(place.node)
 
-    return any(place not in ends and _adds_up(place.node, outputs.batch_size) for place in walk([value], onward))
-
-
-def _adds_up(node: Node, batch_size: int) -> bool:
-    """Tell whether an operation adds values up along a dimension that may be the samples'."""
-    name = operation(node)
-    if name not in _ADDING_UP or not (edges := parents(node)):
-        return False
-    dims = dims_of(node) if name in {"Sum", "Nansum", "Mean"} else None
-    shape = edges[0].shape
-    places = places_of(shape, batch_size)
-    return bool(places) and (dims is None or not {dim % len(shape) for dim in dims}.isdisjoint(places))
+    for place in walk([value], onward):
+        name, below = place.operation, parents(place.node)
+        if place in ends or name not in _ADDING_UP or not below:
+            continue
+        dims = dims_of(place.node) if name in {"Sum", "Nansum", "Mean"} else None
+        shape = below[0].shape
+        places = places_of(shape, outputs.batch_size)
+        if places and (dims is None or not {dim % len(shape) for dim in dims}.isdisjoint(places)):
+            return True
+    return False
 
 
 def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
@@ -944,8 +939,3 @@ def _numbers_in(code: Any, place: tuple[Hashable, ...]) -> Iterator[tuple[Hashab
         if len(place) < _DEEPEST:
             found = bound_values(value, (*place, function.__code__, name))
             yield from ((where, one) for where, one in found if not isinstance(one, Tensor))
-
-
-def shared_in_function(loss_fn: Any) -> Iterator[SharedValue]:
-    """Yield what is bound to a function of one sample's loss, but for weights of layers, which are trained."""
-    yield from (SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter))

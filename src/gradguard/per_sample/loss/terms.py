@@ -235,7 +235,14 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
         if not bool((term.weights if ledger.strict else term.rows).any()):  # of no sample, as where nothing was chosen
             continue
         try:
-            reading, parts = _judged(loss, term, ledger.strict)
+            if ledger.strict:
+                reading, parts = Reading("own"), _private_factors(term, loss.reduction)
+            else:
+                found = loss.readings(term)
+                reading = _likeliest(found, term, loss.reduction)
+                parts = _by(reading, term, loss.reduction)
+                if reason := _doubt(reading, found, term, loss.reduction):
+                    raise Refused(reason)
         except Refused as one:
             refused.append(LossParts(one.verdict, str(one), one.factors))
             continue
@@ -472,25 +479,6 @@ def _numbers(terms: Sequence[LossTerm]) -> tuple[tuple[Constant, ...], ...]:
 def _nodes(path: Path) -> list[Node]:
     """Return the operations on a path, which other paths may pass as well."""
     return [step.value.node for step in path.steps] + [constant.node for constant in path.constants]
-
-
-def _judged(loss: _Loss, term: LossTerm, strict: bool) -> tuple[Reading, Tensor]:
-    """Compare one term with what it would be for each sample alone.
-
-    Returns:
-        What its numbers are; each sample's part in it, as a multiple of its own loss.
-
-    Raises:
-        Refused: If the term is not what it is said to be, or a number may be another.
-    """
-    if strict:
-        return Reading("own"), _private_factors(term, loss.reduction)
-    found = loss.readings(term)
-    reading = _likeliest(found, term, loss.reduction)
-    factors = _by(reading, term, loss.reduction)
-    if reason := _doubt(reading, found, term, loss.reduction):
-        raise Refused(reason)
-    return reading, factors
 
 
 def _likeliest(found: Sequence[Reading], term: LossTerm, reduction: str) -> Reading:
