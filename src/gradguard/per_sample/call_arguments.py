@@ -5,13 +5,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError
 from gradguard.torch_private import tree_flatten, tree_map, tree_unflatten, version_of
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of one call."""
+
+Gradients = Sequence[Tensor | None]
+"""The gradient of each of some tensors; None where none came."""
+
+Slot = tuple[nn.Module, str]
+"""A parameter as an attribute of a module."""
+
+Places = Mapping[str, Sequence[Slot]]
+"""The attributes of modules that hold each parameter."""
 
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
@@ -213,7 +222,7 @@ class Skeleton:
         tensors, self.tensors = self.tensors, []
         return tensors
 
-    def fill(self, tensors: Sequence[Tensor | None]) -> Any:
+    def fill(self, tensors: Gradients) -> Any:
         """Return the tree with ``tensors`` in the places of its own."""
         if self._spec is _LONE:
             return tensors[0]

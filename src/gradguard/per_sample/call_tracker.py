@@ -18,6 +18,7 @@ from gradguard.per_sample.call_arguments import (
     Arguments,
     Batch,
     Skeleton,
+    Slot,
     Versions,
     count_samples,
     signature,
@@ -26,7 +27,7 @@ from gradguard.per_sample.call_arguments import (
     written,
 )
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
-from gradguard.per_sample.dry_run import CallObserver, Slot
+from gradguard.per_sample.dry_run import CallObserver
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
 from gradguard.per_sample.loss.loss_check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
@@ -631,7 +632,7 @@ def run_uncompiled(module: nn.Module) -> Callable[[], None]:
     return stack.close
 
 
-def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
+def places_of_parameters(module: nn.Module) -> dict[Slot, str]:
     """Return the first name of each parameter, by each place that holds it."""
     first: dict[int, str] = {}
     found = {}

@@ -25,7 +25,9 @@ from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import (
     Arguments,
+    Gradients,
     Skeleton,
+    Slot,
     Versions,
     changes_of,
     is_inexact,
@@ -33,7 +35,7 @@ from gradguard.per_sample.call_arguments import (
     versions_of,
     written,
 )
-from gradguard.per_sample.dry_run import RESULT, Slot
+from gradguard.per_sample.dry_run import RESULT
 from gradguard.per_sample.layer_plans import CallPlan, Treatment
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import GradientCollector, UsedLayer
@@ -45,7 +47,7 @@ from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
 from gradguard.state.generators import device_state
 from gradguard.torch_private import current_graph_task, parameter_slots
 
-Receiver = Callable[[Sequence[Tensor], Sequence[Tensor | None], int], None]
+Receiver = Callable[[Sequence[Tensor], Gradients, int], None]
 """Called in backward with the saved tensors, the gradient of each value (None where none came), and the number of the
 outermost backward."""
 
@@ -534,7 +536,7 @@ def _receive_all(
     count: int,
     places: Sequence[int],
     saved: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
+    grads: Gradients,
     task: int,
 ) -> None:
     """Hand over a gradient for each output, None for those that are no floating-point tensors."""

@@ -189,6 +189,10 @@ class Contribution(ABC):
         return squares
 
 
+Contributions = dict[str, Contribution]
+"""The contribution to each parameter, by name."""
+
+
 class Materialized(Contribution):
     """Per-sample gradients that are held, ``[B, *shape]``."""
 

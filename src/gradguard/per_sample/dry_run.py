@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import (
     Batch,
+    Slot,
     Versions,
     is_inexact,
     tensor_leaves,
@@ -31,9 +32,6 @@ from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import TOO_RARE, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
-
-Slot = tuple[nn.Module, str]
-"""A parameter as an attribute of a module."""
 
 SIZES = (2, 3)
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Batch
-from gradguard.per_sample.dry_run import RESULT, DryRun, ObservedBy, Slot
-from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.call_arguments import Batch, Slot
+from gradguard.per_sample.dry_run import RESULT, DryRun, ObservedBy
+from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.layers.embedding import refuse_coupling
 from gradguard.per_sample.layers.registry import LayerRule, rule_for
 from gradguard.per_sample.operation_trace import KnownOperations
@@ -178,7 +178,7 @@ class CallPattern:
     module: nn.Module
     whole: frozenset[int]
     plans: list[Plans]
-    output_axes: Sequence[BatchAxis | None]
+    output_axes: Axes
     changes_buffers: bool
     draws: bool = False
     reason: str = ""

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, changes_of, is_inexact, tensor_leaves
+from gradguard.per_sample.call_arguments import Skeleton, Slot, changes_of, is_inexact, tensor_leaves
 from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.comparison import Comparison, SampleGradient
-from gradguard.per_sample.contributions import Contribution
-from gradguard.per_sample.dry_run import Slot, WithoutDropout
+from gradguard.per_sample.contributions import Contribution, Contributions
+from gradguard.per_sample.dry_run import WithoutDropout
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, frozen, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall
@@ -347,7 +347,7 @@ class _RehearsedPair:
         scaled: bool,
         number: bool = False,
         once_more: bool = False,
-    ) -> tuple[LoopedCall, dict[str, Contribution]]:
+    ) -> tuple[LoopedCall, Contributions]:
         """Run the samples together, as the clipper sees them.
 
         Args:

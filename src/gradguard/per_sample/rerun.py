@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import is_inexact
+from gradguard.per_sample.call_arguments import Slot, is_inexact
 from gradguard.state.frozen import Frozen
 from gradguard.state.generators import accelerators_of, device_state, generator_states, have_drawn, restore_generators
 from gradguard.torch_private import (
@@ -115,7 +115,7 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def substituted(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+def substituted(tensors: Mapping[Slot, Tensor]) -> Iterator[None]:
     """Let each tensor stand in for the parameter (or buffer) that a module holds under a name.
 
     Args:
@@ -136,7 +136,7 @@ def substituted(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[Non
             renew_recurrent_weights(layer)
 
 
-def copied_buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+def copied_buffers(module: nn.Module) -> dict[Slot, Tensor]:
     """Return a copy of each buffer in ``module``, by the places that hold it."""
     copies = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
     places = {(m, slot): buffer for m in module.modules() for slot, buffer in buffer_slots(m).items()}

@@ -26,7 +26,7 @@ from gradguard.per_sample.call_tracker import CallTracker, places_of_parameters,
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.comparison import Comparison
 from gradguard.per_sample.contributions import (
-    Contribution,
+    Contributions,
     joint_norm,
     sample_norms,
     scale_rows,
@@ -678,11 +678,11 @@ class PerSampleGradientClipper:
             others = [i for i in range(recorded.batch_size) if i != sample]
             return compare(self._tracker, recorded.call, [sample, *others], alone=1)
 
-    def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
+    def _keep(self, mini_batch: MiniBatch) -> Contributions:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""
         contributions = mini_batch.finish(self._device)
         scale = self._sample_scale(mini_batch.batch_size)
-        kept: dict[str, Contribution] = {name: c.materialize() for name, c in contributions.items()}
+        kept: Contributions = {name: c.materialize() for name, c in contributions.items()}
         mini_batch.finished = kept
         self._gradients, self._clipped_by = {}, None
         for name, parameter in self.trained.items():

@@ -20,12 +20,15 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import (
     Arguments,
     Batch,
+    Gradients,
+    Places,
     Skeleton,
+    Slot,
     Versions,
     changes_of,
     promoted,
 )
-from gradguard.per_sample.contributions import Contribution, Materialized, real_parts, row_squares, wide
+from gradguard.per_sample.contributions import Contribution, Contributions, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
@@ -36,9 +39,6 @@ from gradguard.torch_private import parameter_slots
 
 _FINE = 1e-4
 """Machine epsilon of a dtype whose range is wide, at most."""
-
-Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
-"""The attributes of modules that hold each parameter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class LoopedCall:
     draws: Draws = field(default_factory=Draws)
     before: Frozen | None = None
     outputs: Versions = field(default_factory=list)
-    grads: Sequence[Tensor | None] = ()
+    grads: Gradients = ()
     leaves: Leaves | None = None
     shares: Tensor | None = None
     scales: Sequence[float] = ()
@@ -138,7 +138,7 @@ class LoopedCall:
         share = self.share_of(sample)
         return 1 / share if share > 0 and self.precision <= _FINE else 1.0
 
-    def contributions(self, budget: int) -> dict[str, Contribution]:
+    def contributions(self, budget: int) -> Contributions:
         """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
         values = {name: _value(places) for name, places in self.places.items()}
         if self.batch_size * sum(max(4, value.element_size()) * value.numel() for value in values.values()) > budget:
@@ -392,7 +392,7 @@ def not_the_reduction(found: float, expected: float, reduction: str) -> str:
     )
 
 
-def _value(places: Sequence[tuple[nn.Module, str]]) -> Tensor:
+def _value(places: Sequence[Slot]) -> Tensor:
     module, slot = places[0]
     value = parameter_slots(module)[slot]
     assert value is not None

@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, is_inexact
+from gradguard.per_sample.call_arguments import Gradients, Places, Skeleton, is_inexact
 from gradguard.per_sample.contributions import Materialized, wide
-from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, not_adding_up
 from gradguard.per_sample.rerun import Quietly, substituted, undisturbed
 from gradguard.torch_private import call_slot
-
-Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
-"""The attributes of modules that hold each parameter."""
 
 _CHUNK = 64 << 20
 """Bytes of per-sample gradients that torch.func computes at a time."""
@@ -50,9 +47,9 @@ class NestedCall:
     module: nn.Module
     tapped: list[int]
     axes: list[BatchAxis | None]
-    grads: Sequence[Tensor | None]
+    grads: Gradients
     output: Skeleton = field(default_factory=lambda: Skeleton(()))
-    output_axes: Sequence[BatchAxis | None] = ()
+    output_axes: Axes = ()
 
 
 @dataclass
@@ -81,9 +78,9 @@ class VmapFallback:
 
     module: nn.Module
     arguments: Skeleton
-    axes: Sequence[BatchAxis | None]
-    output_axes: Sequence[BatchAxis | None]
-    aliases: Aliases
+    axes: Axes
+    output_axes: Axes
+    aliases: Places
     values: Mapping[str, Tensor]
     autocast: tuple[str, torch.dtype] | None
     quietly: Quietly
@@ -92,7 +89,7 @@ class VmapFallback:
     nested_calls: list[NestedCall] = field(default_factory=list)
     saved: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
-    grads: Sequence[Tensor | None] = ()
+    grads: Gradients = ()
     leaves: Leaves | None = None
     in_place: bool = False
 

@@ -30,7 +30,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import written
 from gradguard.per_sample.capture import reaches_inside, taps_are_silent
 from gradguard.per_sample.comparison import Comparison, SampleGradient
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.contributions import Contribution, Contributions
 from gradguard.per_sample.mini_batch import GradientCollector, MiniBatch
 from gradguard.per_sample.rerun import UntoldDrawsError
 from gradguard.per_sample.sample_loop import LoopedCall
@@ -179,7 +179,7 @@ class Witness:
             f"{known}Nothing of this step was taken."
         )
 
-    def _of_recorded(self, calls: Sequence[LoopedCall], found: Mapping[str, Contribution]) -> dict[str, Contribution]:
+    def _of_recorded(self, calls: Sequence[LoopedCall], found: Mapping[str, Contribution]) -> Contributions:
         """Return what parameters got that only recorded calls use.
 
         Raises:

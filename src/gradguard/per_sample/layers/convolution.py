@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import (
-    Contribution,
+    Contributions,
     Materialized,
     Outer,
     Recomputed,
@@ -36,10 +36,10 @@ _CACHE, _FEW = 2 << 20, 8
 """Bytes that one kernel of several samples reads and writes at most, and a number of samples that is worth a kernel."""
 
 
-def convolution(call: LayerCall) -> dict[str, Contribution]:
+def convolution(call: LayerCall) -> Contributions:
     """``torch.nn.Conv1d`` to ``ConvTranspose3d``: every stride, dilation, padding, padding mode and group count."""
     inputs, grad = channel_frames(call)
-    contributions: dict[str, Contribution] = {}
+    contributions: Contributions = {}
     if "weight" in call.wanted:
         weight = ConvolutionWeight(call.module, inputs, grad)
         contributions["weight"] = Materialized(weight.correlations()) if weight.depthwise else weight

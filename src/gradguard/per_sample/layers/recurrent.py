@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.contributions import Contributions
 from gradguard.per_sample.layers.call import LayerCall, sample_axis, zeros
 from gradguard.per_sample.layers.layer_replay import LayerReplay, replayed
 
@@ -82,7 +82,7 @@ def _projection(module: nn.RNNBase | nn.RNNCellBase) -> int:
     return module.proj_size if isinstance(module, nn.RNNBase) else 0
 
 
-def recurrent(call: LayerCall) -> dict[str, Contribution]:
+def recurrent(call: LayerCall) -> Contributions:
     """Return the contribution to each wanted parameter of a ``torch.nn.LSTM``, ``torch.nn.GRU`` or ``torch.nn.RNN``.
 
     Raises:
@@ -124,7 +124,7 @@ def _run_layers(
     return [output, *(torch.stack(states) for states in zip(*last, strict=True))]
 
 
-def recurrent_cell(call: LayerCall) -> dict[str, Contribution]:
+def recurrent_cell(call: LayerCall) -> Contributions:
     """Return the contribution to each wanted parameter of a ``torch.nn.LSTMCell``, ``GRUCell`` or ``RNNCell``.
 
     Raises:

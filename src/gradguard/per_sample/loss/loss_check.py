@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Batch
+from gradguard.per_sample.call_arguments import Batch, Gradients
 from gradguard.per_sample.capture import tap
-from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.loss.ledger import Ledger
 from gradguard.per_sample.loss.loss_graph import BackwardRoots, Make, Root, Unreadable, Value, make_of
 from gradguard.per_sample.loss.rows import by_sample, has_label
@@ -45,7 +45,7 @@ def is_read_at_once(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def _pass(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], task: int) -> None:
+def _pass(saved: Sequence[Tensor], gradients: Gradients, task: int) -> None:
     """Let gradients pass a tap that is there for who reads the graph."""
 
 
@@ -123,9 +123,7 @@ class LossCheck:
         self._seen: _SeenLoss | None = None
         self._divided_by = 1.0
 
-    def start(
-        self, batch_size: int, output_axes: Sequence[BatchAxis | None], verifying: bool, pulls: bool = True
-    ) -> None:
+    def start(self, batch_size: int, output_axes: Axes, verifying: bool, pulls: bool = True) -> None:
         """Look at the next backward.
 
         Args:
@@ -160,7 +158,7 @@ class LossCheck:
         self._seen = None
         self._roots.start()
 
-    def add_outputs(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
+    def add_outputs(self, tensors: Sequence[Tensor], axes: Axes) -> None:
         """Learn what a call returned, if the next backward is looked at.
 
         Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gradguard.per_sample.capture import silent_taps
-from gradguard.per_sample.layers.call import BatchAxis, samples_first
+from gradguard.per_sample.layers.call import Axes, BatchAxis, samples_first
 from gradguard.per_sample.loss.loss_graph import Dependence, Unreadable, Value, parents, walk
 from gradguard.state.generators import seeded_normal
 from gradguard.torch_private import version_of
@@ -82,7 +82,7 @@ class Outputs:
         self._outputs: dict[Value, _Output] = {}
         self._numbers: list[Value] = []
 
-    def add(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
+    def add(self, tensors: Sequence[Tensor], axes: Axes) -> None:
         """Add what a call has returned.
 
         Args:
