@@ -86,6 +86,9 @@ _NUMBERS = frozenset(
 Unsettled = Literal["own here", "unclear"]
 """One batch shows that a value is each sample's own, which says nothing of the next, or does not tell."""
 
+IsShared = Callable[[], bool | Unsettled]
+"""Looks whether samples share a value."""
+
 _MOST_ELEMENTS = 4096
 """Elements by which weights are found, and that are kept; all of a batch are compared."""
 
@@ -175,7 +178,7 @@ class SharedValue:
 
     key: Hashable
     value: Tensor | float
-    is_shared: Callable[[], bool | Unsettled] = lambda: True
+    is_shared: IsShared = lambda: True
     bounds: Bounds | None = None
     places: tuple[Hashable, ...] = ()
     seen: Literal["several", "each", "one"] = "several"
@@ -367,7 +370,7 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 # What a graph shows
 
 
-_Look = Callable[[Value, Sequence[int]], Callable[[], bool | Unsettled]]
+_Look = Callable[[Value, Sequence[int]], IsShared]
 
 
 class _Use(NamedTuple):
@@ -375,7 +378,7 @@ class _Use(NamedTuple):
 
     node: Node
     value: Tensor | float
-    is_shared: Callable[[], bool | Unsettled]
+    is_shared: IsShared
 
 
 class LossConstants:
@@ -622,10 +625,10 @@ class LossConstants:
         outputs, depends, size = self._outputs, self._depends, self._outputs.batch_size
         uses: defaultdict[Hashable, dict[Hashable, list[_Use]]] = defaultdict(dict)
 
-        def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool | Unsettled]:
+        def look(value: Value, sizes: Sequence[int]) -> IsShared:
             return functools.partial(_is_shared, outputs, value, sizes) if size > 1 else lambda: True
 
-        def use(node: Node, value: Tensor | float, is_shared: Callable[[], bool | Unsettled], *key: Hashable) -> None:
+        def use(node: Node, value: Tensor | float, is_shared: IsShared, *key: Hashable) -> None:
             place = operation(node), self._places.of(Value(node)), *key
             same = _place(value) if isinstance(value, Tensor) else value
             uses[place].setdefault(same, []).append(_Use(node, value, is_shared))

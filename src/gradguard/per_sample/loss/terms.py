@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
+from gradguard.per_sample.loss.ledger import Kind, Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     MEANS,
@@ -382,7 +382,7 @@ _SEVERAL_SHARES = (
 )
 
 
-def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tuple[str, ...]]) -> list[LossTerm]:
+def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[Kind]) -> list[LossTerm]:
     """Join terms of one sample each to one of all: those of ``torch.stack([loss(o[i]) for i in range(B)]).mean()``.
 
     Returns:
@@ -394,7 +394,7 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
     if terms and len(terms[0].weights) == 1:
         return list(terms)
     single = [i for i, term in enumerate(terms) if int((term.weights > 0).sum()) == 1 and term.share is None]
-    shared: dict[tuple[str, ...], Counter[Node]] = defaultdict(Counter)
+    shared: dict[Kind, Counter[Node]] = defaultdict(Counter)
     for i in single:
         shared[kinds[i]].update(_nodes(found[i]))
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
