@@ -268,7 +268,7 @@ class CallTracker:
     @never_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._observer is not None:
-            self._observer.enter(module, args, kwargs)
+            self._observer.enter(module, (args, kwargs))
             return None
         if self._quiet or self._loop is not None or not torch.is_grad_enabled():
             return None
@@ -299,7 +299,7 @@ class CallTracker:
     @never_compiled
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._observer is not None:
-            self._observer.leave(module, args, kwargs, output)
+            self._observer.leave(module, output)
             return None
         if not self._stack or self._stack[-1].module is not module:
             return None

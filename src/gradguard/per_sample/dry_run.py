@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import (
+    Arguments,
     Batch,
     Slot,
     Versions,
@@ -85,12 +86,12 @@ class CallObserver(TorchFunctionMode):
         self._running: list[int] = []
         self._returned: list[Versions] = []
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, arguments: Arguments) -> None:
         """Note that ``module`` starts; FSDP2 may have given it other parameters just now."""
         for slot, parameter in parameter_slots(module).items():
             if (module, slot) in self._trained:
                 self._slots[id(parameter)] = (module, slot)
-        tensors = tensor_leaves((args, kwargs))
+        tensors = tensor_leaves(arguments)
         caller = self._running[-1] if self._running else -1
         call = ObservedCall(module, caller, [t.shape for t in tensors])
         if self._keep_values:
@@ -99,9 +100,8 @@ class CallObserver(TorchFunctionMode):
         self._returned.append([])
         self.calls.append(call)
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """Note that ``module`` ends."""
-        del args, kwargs
         number = self._running.pop()
         call, tensors = self.calls[number], tensor_leaves(output)
         if number in self._without_samples:

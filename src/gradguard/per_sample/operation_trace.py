@@ -122,7 +122,7 @@ class OperationTrace(TorchFunctionMode):
 
     def _form(self, value: Any) -> Any:
         kind = type(value)
-        if isinstance(value, Tensor):  # values of the batch, of parameters or of chance may be in it
+        if issubclass(kind, Tensor):  # values of the batch, of parameters or of chance may be in it
             known = self._without_data.get(id(value))
             without = known is not None and known[0]() is value and known[1] == changes_of(value)
             self._is_without_data = self._is_without_data and without
