@@ -432,7 +432,7 @@ def fold(
         start: The place.
         below: Gives the places that one follows from.
         combine: Gives what is found of a place, by what was found of those below.
-        known: What is found already; the rest is added.
+        known: The places that are found already; the rest is added.
     """
     pending = [start]
     while pending:
@@ -551,7 +551,7 @@ class LinearStep:
 
     @property
     def mean(self) -> float:
-        """What a mean multiplies by."""
+        """The factor of a mean."""
         return self.value.shape.numel() / max(1, self.input.shape.numel())
 
 
