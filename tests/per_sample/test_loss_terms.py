@@ -1264,3 +1264,11 @@ def test_a_later_backward_with_another_gradient_of_the_outputs_is_read():
     with pytest.raises(UnsupportedGradientError, match="the loss is not the mean"):
         clipper.clip_and_accumulate()
     clipper.detach()
+
+
+@pytest.mark.parametrize("size", [2, B])
+def test_columns_that_are_chosen_along_the_last_dimension_are_the_samples_own(size):
+    columns = torch.tensor([2, 0, 1])
+    parts = examine(lambda d: d.out.index_select(-1, columns).square().mean((1, 2)).mean(), size=size)
+    assert parts.verdict == "right"
+    torch.testing.assert_close(parts.factors, torch.ones(size, dtype=torch.float64))

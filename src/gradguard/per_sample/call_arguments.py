@@ -1,11 +1,11 @@
 """Arguments and outputs of a module: tensors taken out and put in again, and the samples among them."""
 
-import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError
 from gradguard.torch_private import tree_flatten, tree_map, tree_unflatten, version_of
@@ -13,10 +13,24 @@ from gradguard.torch_private import tree_flatten, tree_map, tree_unflatten, vers
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of one call."""
 
+Gradients = Sequence[Tensor | None]
+"""The gradient of each of some tensors; None where none came."""
+
+Slot = tuple[nn.Module, str]
+"""A parameter as an attribute of a module."""
+
+Places = Mapping[str, Sequence[Slot]]
+"""The attributes of modules that hold each parameter."""
+
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
     return [leaf for leaf in _flat(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def is_inexact(tensor: Tensor) -> bool:
+    """Tell whether a tensor can have a gradient: floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
@@ -34,35 +48,83 @@ def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
     )
 
 
-def other_candidates(arguments: Arguments, batch_first: bool, size: int) -> list[int]:
-    """Return the positions of tensors, but the first, whose batch dimension has ``size`` by chance, maybe.
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call, and the samples in them.
 
-    Such a tensor is a list of positions, a square mask, or has the batch where others do not. Anything else may hold
-    other samples' data, as the second input of a contrastive model does, and belongs to no sample only if that is
-    certain.
+    Attributes:
+        arguments: The arguments.
+        batch_first: Whether the batch is their first dimension.
+        size: Number of samples B; every tensor whose batch dimension has it belongs to samples.
+        whole: Positions of tensors that do not all the same.
     """
-    tensors = tensor_leaves(arguments)
-    dims = {i: dim for i, t in enumerate(tensors) if (dim := _batch_dim(t, batch_first, size)) is not None}
-    return [i for i, dim in [*dims.items()][1:] if _may_be_constant(tensors[i]) or (dim == 0 and not batch_first)]
 
+    arguments: Arguments
+    batch_first: bool
+    size: int
+    whole: frozenset[int] = frozenset()
 
-def of_no_sample(arguments: Arguments, batch_first: bool, size: int) -> frozenset[int]:
-    """Return the positions of tensors without a dimension of ``size``: one that has it later, has it by chance."""
-    leaves = enumerate(tensor_leaves(arguments))
-    return frozenset(i for i, tensor in leaves if _batch_dim(tensor, batch_first, size) is None)
+    @property
+    def dims(self) -> list[tuple[Tensor, int | None]]:
+        """Each tensor with the dimension of its samples; None for one that belongs to no sample.
 
+        A mask of padding is ``[B, T]`` also beside ``[T, B, ...]``.
+        """
+        found = list[tuple[Tensor, int | None]]()
+        for i, tensor in enumerate(tensor_leaves(self.arguments)):
+            dims = [0] if self.batch_first or tensor.dim() == 1 else [1, 0]
+            fits = (dim for dim in dims if dim < tensor.dim() and tensor.shape[dim] == self.size)
+            found.append((tensor, None if i in self.whole else next(fits, None)))
+        return found
 
-def batch_dims(arguments: Arguments, batch_first: bool, size: int, whole: Set[int]) -> list[tuple[Tensor, int | None]]:
-    """Return each tensor with the dimension of its samples; None for those at ``whole``, which belong to no sample."""
-    tensors = enumerate(tensor_leaves(arguments))
-    return [(tensor, None if i in whole else _batch_dim(tensor, batch_first, size)) for i, tensor in tensors]
+    @property
+    def of_no_sample(self) -> frozenset[int]:
+        """The positions of tensors without a dimension of samples: one that has it later, has it by chance."""
+        return frozenset(i for i, (_, dim) in enumerate(self.dims) if dim is None)
 
+    @property
+    def other_candidates(self) -> list[int]:
+        """The positions of tensors, but the first, whose batch dimension has this size by chance, maybe.
 
-def _may_be_constant(tensor: Tensor) -> bool:
-    if tensor.dim() == 1:
-        return not (tensor.is_floating_point() or tensor.is_complex())
-    square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]
-    return square and tensor.unique().numel() <= 2
+        Such a tensor is a list of positions, a square mask, or has the batch where others do not. Anything else may
+        hold other samples' data, as the second input of a contrastive model does, and belongs to no sample only if that
+        is certain.
+        """
+        found = []
+        for i, (tensor, dim) in [one for one in enumerate(self.dims) if one[1][1] is not None][1:]:
+            square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] and tensor.unique().numel() <= 2
+            positions = tensor.dim() == 1 and not is_inexact(tensor)
+            if square or positions or (dim == 0 and not self.batch_first):
+                found.append(i)
+        return found
+
+    def samples(self, indices: Sequence[int]) -> Arguments:
+        """Return the arguments for the samples ``indices``."""
+        dims = iter(self.dims)
+
+        def take(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf, (_, dim) = leaf.detach(), next(dims)
+            return leaf.clone() if dim is None else leaf.index_select(dim, torch.tensor(indices, device=leaf.device))
+
+        return _mapped(take, self.arguments)
+
+    def finite_samples(self, number: int) -> list[int]:
+        """Return the first ``number`` samples without NaN or inf, or with -inf if need be; fewer if there are few."""
+        found: list[int] = []
+        for masked in (False, True):  # masks may have -inf
+            if len(found) >= number:
+                break
+            good = torch.ones(self.size, dtype=torch.bool, device="cpu")
+            for tensor, dim in self.dims:
+                if dim is not None:
+                    values = tensor.detach().movedim(dim, 0).unsqueeze(-1).flatten(1)
+                    finite = values.isfinite()
+                    finite = finite | values.isneginf() if masked and values.is_floating_point() else finite
+                    good &= finite.all(1).cpu()
+            found = good.nonzero().flatten().tolist()
+        return found[:number]
 
 
 def signature(arguments: Arguments, sizes: bool) -> Hashable:
@@ -82,67 +144,20 @@ def _form(leaf: Any, sizes: bool) -> Hashable:
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 
-def take_samples(
-    arguments: Arguments,
-    batch_first: bool,
-    size: int,
-    indices: Sequence[int],
-    whole: Set[int] = frozenset(),
-) -> Arguments:
-    """Return the arguments for the samples ``indices``.
-
-    Args:
-        arguments: The arguments of the whole batch.
-        batch_first: Whether the batch is their first dimension.
-        size: Number of samples; every tensor whose batch dimension has it is cut.
-        indices: Which samples.
-        whole: Positions of tensors that are not cut all the same.
-    """
-    count = itertools.count()
-
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        leaf, position = leaf.detach(), next(count)
-        dim = None if position in whole else _batch_dim(leaf, batch_first, size)
-        return leaf.clone() if dim is None else leaf.index_select(dim, torch.tensor(indices, device=leaf.device))
-
-    args, kwargs = tree_map(take, (tuple(arguments[0]), dict(arguments[1])))
-    return args, kwargs
-
-
-def finite_samples(
-    arguments: Arguments, batch_first: bool, size: int, whole: Set[int] = frozenset(), masked: bool = False
-) -> list[int]:
-    """Return the samples without NaN or inf in what is theirs; ``masked`` ones may have -inf, as masks do."""
-    good = torch.ones(size, dtype=torch.bool, device="cpu")
-    for position, tensor in enumerate(tensor_leaves(arguments)):
-        dim = _batch_dim(tensor, batch_first, size)
-        if position not in whole and dim is not None:
-            values = tensor.detach().movedim(dim, 0).unsqueeze(-1).flatten(1)
-            finite = (
-                values.isfinite() | values.isneginf() if masked and values.is_floating_point() else values.isfinite()
-            )
-            good &= finite.all(1).cpu()
-    return good.nonzero().flatten().tolist()
-
-
 def promoted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
     """Return the arguments with floating-point and complex tensors in no less than the precision of ``dtype``."""
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        if isinstance(leaf, Tensor) and is_inexact(leaf):
             return leaf.detach().to(torch.promote_types(leaf.dtype, dtype))
         return leaf
 
-    args, kwargs = tree_map(convert, (tuple(arguments[0]), dict(arguments[1])))
+    return _mapped(convert, arguments)
+
+
+def _mapped(function: Callable[[Any], Any], arguments: Arguments) -> Arguments:
+    args, kwargs = tree_map(function, (tuple(arguments[0]), dict(arguments[1])))
     return args, kwargs
-
-
-def _batch_dim(tensor: Tensor, batch_first: bool, size: int) -> int | None:
-    """The dimension of ``size`` samples, if any: a mask of padding is ``[B, T]`` also beside ``[T, B, ...]``."""
-    dims = [0] if batch_first or tensor.dim() == 1 else [1, 0]
-    return next((dim for dim in dims if dim < tensor.dim() and tensor.shape[dim] == size), None)
 
 
 def changes_of(tensor: Tensor) -> int:
@@ -207,7 +222,7 @@ class Skeleton:
         tensors, self.tensors = self.tensors, []
         return tensors
 
-    def fill(self, tensors: Sequence[Tensor | None]) -> Any:
+    def fill(self, tensors: Gradients) -> Any:
         """Return the tree with ``tensors`` in the places of its own."""
         if self._spec is _LONE:
             return tensors[0]

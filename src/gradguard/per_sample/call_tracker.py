@@ -16,15 +16,18 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.call_arguments import (
     Arguments,
+    Batch,
     Skeleton,
+    Slot,
     Versions,
     count_samples,
+    signature,
     tensor_leaves,
     versions_of,
     written,
 )
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
-from gradguard.per_sample.dry_run import CallObserver, Slot
+from gradguard.per_sample.dry_run import CallObserver
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
 from gradguard.per_sample.loss.loss_check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
@@ -65,6 +68,8 @@ from gradguard.torch_private import (
 )
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
+_UNREAD = LossCheck("share", True, lambda: 1.0, reads=False)
+"""The check of a clipper that is no more."""
 
 
 class CallTracker:
@@ -77,14 +82,14 @@ class CallTracker:
         reduction: Relation of the loss to the samples' losses, ``"mean"`` or ``"sum"``.
         rehearse: Called with this object and a call before it, if it is of a new kind or size: what tries out whether
             per-sample gradients will be right; None for no trial.
-        loss_check: Looks at the loss of such a call.
+        loss_check: Looks at the loss of such a call; it is not kept alive.
 
     Attributes:
         planner: The plans, and whether they have been verified.
         reduction: As it was given.
         trained: Names of the parameters that were trained when the module was last called.
         last_calls: The last call of each outermost module.
-        witness: Runs a sample of some mini-batches alone again; None for nobody.
+        witness: Runs a sample of some mini-batches alone again.
     """
 
     def __init__(
@@ -97,13 +102,13 @@ class CallTracker:
         loss_check: LossCheck | None = None,
     ) -> None:
         # Not held: a module leads here, and the graph of a loss, which no garbage collector sees, to the module.
-        self._loss_check_of_clipper = (lambda: None) if loss_check is None else weakref.ref(loss_check)
+        self._loss_check_of_clipper = weakref.ref(_UNREAD if loss_check is None else loss_check)
         self._module, self.batch_first, self._names = module, batch_first, names
         self.reduction, self._rehearse = reduction, rehearse
         self._rehearsed: CallPattern | None = None
         self._loop: LoopedCall | None = None
         self._witnessed: LoopedCall | None = None
-        self.witness: Witness | None = None
+        self.witness = Witness(None)
         self._trace: OperationTrace | None = None
         self._untried: list[tuple[OuterCall, OperationTrace]] = []
         self._state_before: States | None = None
@@ -120,7 +125,7 @@ class CallTracker:
         self._capture = LayerCapture(names, self.aliases, self.quietly)
         self._quiet = False
         self.last_calls: dict[nn.Module, OuterCall] = {}
-        self.planner = LayerPlanner(self.batch_first, names, self._observed_by)
+        self.planner = LayerPlanner(names, self._observed_by)
         self._sound: int | None = None
         self._stack: list[RunningCall] = []
         self.trained: frozenset[str] = frozenset()
@@ -145,13 +150,11 @@ class CallTracker:
 
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
-        if self._loss_check is not None:
-            self._loss_check.end()
+        self._loss_check.end()
         while self._handles:
             self._handles.pop().remove()
         self._capture.collector.closed = True
-        if self.witness is not None:
-            self.witness.forget()
+        self.witness.forget()
 
     @property
     def batch_size(self) -> int:
@@ -159,9 +162,9 @@ class CallTracker:
         return self._capture.batch_size
 
     @property
-    def _loss_check(self) -> LossCheck | None:
-        """Return the check of the loss, as long as there is a clipper."""
-        return self._loss_check_of_clipper()
+    def _loss_check(self) -> LossCheck:
+        """The check of the loss, as long as there is a clipper."""
+        return self._loss_check_of_clipper() or _UNREAD
 
     @property
     def collector(self) -> GradientCollector:
@@ -181,25 +184,21 @@ class CallTracker:
         modules = [*self._module.modules()] if self.planner.sharded else self._state.modules
         held = parameters_in(modules)
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            self._held, self._by_name = held, self._looked_up()
-        return self._by_name if names is None else {name: self._by_name[name] for name in names}
-
-    def _looked_up(self) -> dict[str, nn.Parameter]:
-        """Look each parameter up in its places, and whether there are others."""
-        found: dict[str, nn.Parameter] = {}
-        for name, parameter in zip(self._names.values(), parameters_at(self._names), strict=True):
-            if parameter is None or found.setdefault(name, parameter) is not parameter:
+            found: dict[str, nn.Parameter] = {}
+            for name, parameter in zip(self._names.values(), parameters_at(self._names), strict=True):
+                if parameter is None or found.setdefault(name, parameter) is not parameter:
+                    raise UnsupportedGradientError(
+                        f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() "
+                        "and make a new clipper."
+                    )
+            if len(set(map(id, found.values()))) < len(found):
                 raise UnsupportedGradientError(
-                    f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
-                    "make a new clipper."
+                    "two parameters were tied after the clipper was made, so that each would get a part of one "
+                    "gradient: call clipper.detach() and make a new clipper."
                 )
-        if len(set(map(id, found.values()))) < len(found):
-            raise UnsupportedGradientError(
-                "two parameters were tied after the clipper was made, so that each would get a part of one gradient: "
-                "call clipper.detach() and make a new clipper."
-            )
-        refuse_new_parameters(self._module, self._names)
-        return found
+            refuse_new_parameters(self._module, self._names)
+            self._held, self._by_name = held, found
+        return self._by_name if names is None else {name: self._by_name[name] for name in names}
 
     def refuse_hooks(self) -> None:
         """Check that no trained parameter has a hook: no gradient comes to it, so that the hook would not run.
@@ -229,8 +228,7 @@ class CallTracker:
         while self._untried:
             call, trace = self._untried.pop()
             call.pattern.operations.learn(trace, call.batch_size)
-        if self.witness is not None:
-            self.witness.end()
+        self.witness.end()
 
     @contextmanager
     def collect_separately(self, pattern: CallPattern) -> Iterator[GradientCollector]:
@@ -270,7 +268,7 @@ class CallTracker:
     @never_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._observer is not None:
-            self._observer.enter(module, args, kwargs)
+            self._observer.enter(module, (args, kwargs))
             return None
         if self._quiet or self._loop is not None or not torch.is_grad_enabled():
             return None
@@ -280,17 +278,17 @@ class CallTracker:
         if not self._stack:
             self._begin(module, (args, kwargs))
             if self._loop is not None:
-                self._stack.append(self._start_loop(module))
+                self._stack.append(self._start_loop(self._loop))
                 return None
             notes = self._trace is not None
         caller = self._stack[-1] if self._stack else None
-        running = RunningCall(module, self._next_plan(module))
+        running = RunningCall(module, self._next_plan(module), caller, (args, kwargs))
         # Hooks of others run between the two of the clipper's, where parameters are kept from autograd.
         running.exposed = hook_order(module) != self._hooks[module]
         if caller is None and self._witnessed is not None:
             self._witnessed.draws = running.places.enter_context(Draws())
         self._stack.append(running)
-        changed = self._capture.start(running, caller, args, kwargs)
+        changed = self._capture.start(running)
         if self._trace is not None and notes:
             self._trace.starts(module, args)
             running.notes = True
@@ -301,7 +299,7 @@ class CallTracker:
     @never_compiled
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._observer is not None:
-            self._observer.leave(module, args, kwargs, output)
+            self._observer.leave(module, output)
             return None
         if not self._stack or self._stack[-1].module is not module:
             return None
@@ -309,36 +307,35 @@ class CallTracker:
             self._trace.pause()
         running = self._stack.pop()
         running.give_back()
-        if output is None:  # the forward raised an error
-            self._loop = self._witnessed = None
-            self._end_call(running, None)
-            return None
+        running.arguments, is_outermost = (args, kwargs), not self._stack
         changed = None
         try:
+            if output is None:  # the forward raised an error
+                self._loop = self._witnessed = None
+                return None
             if self._loop is not None:
-                return self._end_loop(output)
-            changed = self._capture.end(running, self._stack[-1] if self._stack else None, args, kwargs, output)
-            one_by_one = not self._stack and self._look_at_operations(module, output if changed is None else changed)
-            if not self._stack and self._witnessed is not None:
-                witnessed, self._witnessed = self._witnessed, None
-                # or no longer, because of what it did just now
-                follows = not one_by_one and not self.last_calls[module].pattern.looped
-                tapped = self._capture.tap_loop(witnessed, output if changed is None else changed, witnessed=follows)
-                changed = changed if tapped is None else tapped
+                loop, self._loop = self._loop, None
+                changed = self._capture.tap_loop(loop, output)
+            else:
+                changed = self._capture.end(running, output)
+                returned = output if changed is None else changed
+                one_by_one = is_outermost and self._look_at_operations(module, returned)
+                if is_outermost and self._witnessed is not None:
+                    witnessed, self._witnessed = self._witnessed, None
+                    # or no longer, because of what it did just now
+                    follows = not one_by_one and not self.last_calls[module].pattern.looped
+                    tapped = self._capture.tap_loop(witnessed, returned, witnessed=follows)
+                    changed = changed if tapped is None else tapped
             return self._refuse_unowned(module, changed, output)
         except UnsupportedGradientError:
             self.planner.forget()  # so that the next step looks at the model again
             raise
         finally:
-            self._end_call(running, output if changed is None else changed)
-
-    def _end_call(self, running: RunningCall, output: Any) -> None:
-        """Note what follows a call, or nothing more if it was the outermost."""
-        if not self._stack:
-            self._trace = None
-        elif self._trace is not None and running.notes:
-            self._trace.made(output)
-            self._trace.resume()
+            if is_outermost:
+                self._trace = None
+            elif self._trace is not None and running.notes:  # what follows is noted
+                self._trace.made(output if changed is None else changed)
+                self._trace.resume()
 
     def _look_at_operations(self, module: nn.Module, output: Any) -> bool:
         """An outermost call ends: look closely at it if it did what no call has done that was found to be right.
@@ -351,7 +348,7 @@ class CallTracker:
             UnsupportedGradientError: If samples are found to be mixed, or it cannot be looked at.
         """
         trace, self._trace = self._trace, None
-        if trace is None or self.witness is None:
+        if trace is None:
             return False
         trace.ends(Skeleton(output).tensors)
         if self._rehearsed is not None:
@@ -362,7 +359,7 @@ class CallTracker:
         self.witness.by_value |= trace.by_value
         if call.pattern.operations.is_new(trace, call.batch_size):
             number = min(2, call.batch_size)
-            few = len(call.finite_samples(number)) < number
+            few = len(call.batch.finite_samples(number)) < number
             # A small batch whose samples all run alone shows as much as a trial does.
             all_alone = call.batch_size <= MANY and call.pattern.operations.knows(trace)
             self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
@@ -377,7 +374,6 @@ class CallTracker:
 
     def _look_again(self, call: OuterCall, outputs: Sequence[Tensor], tries: bool) -> None:
         """Try a call out once more if ``tries``, and let its samples run alone, because of what it did."""
-        assert self.witness is not None
         witnessed, self._witnessed = self._witnessed, None
         with substituted(self._buffers_before):
             if tries and call.pattern.sizes and self._rehearse is not None:
@@ -401,13 +397,12 @@ class CallTracker:
 
     def _take_samples(self, witnessed: LoopedCall, call: OuterCall, number: int) -> None:
         """Let some samples of a call that has just run be run alone, unless it has written into its arguments."""
-        assert self.witness is not None
         if written(self._given):
             return
         self.witness.look_at(number)
         for sample in self.witness.samples(call.batch_size):
             if sample not in witnessed.taken:
-                witnessed.taken[sample] = call.samples([sample])
+                witnessed.taken[sample] = call.batch.samples([sample])
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """An outermost call starts."""
@@ -423,12 +418,12 @@ class CallTracker:
         autocast = autocast_of(Skeleton(arguments))
         uses_trained = self.planner.uses_trained(module)
         rehearse = None if self.planner.sharded or not uses_trained else self._rehearse
-        kind = self.planner.key_of(module, arguments, autocast)
+        kind = module, signature(arguments, sizes=not self.planner.sharded), autocast
         pattern = self._rehearsed or self.planner.patterns.get((kind, state))
         fresh = pattern is None
         if pattern is None:
-            pattern = self.planner.plan(module, arguments, size, (kind, state))
-        call = OuterCall(pattern, arguments, self.batch_first, size, autocast)
+            pattern = self.planner.plan(module, Batch(arguments, self.batch_first, size), (kind, state))
+        call = OuterCall(pattern, Batch(arguments, self.batch_first, size, pattern.whole), autocast)
         self._capture.verifying = not rehearsal and rehearse is not None and size not in pattern.sizes
         if self._capture.verifying and rehearse is not None:
             rehearse(self, call)
@@ -436,22 +431,20 @@ class CallTracker:
             self._unverified.append(call)
         if fresh:
             self.planner.patterns[kind, self._state.passed()] = pattern
-            if self.witness is not None:
-                self.witness.tried_out()
-        if self._capture.verifying and self.witness is not None and None in pattern.output_axes:
+            self.witness.tried_out()
+        if self._capture.verifying and None in pattern.output_axes:
             self.witness.look_at(MANY)  # the trial compares rows that are returned, and a loss has none
-        looks = uses_trained and not rehearsal and self.collector.mini_batch is None
-        if looks and self._loss_check is not None:
-            pulls = not self.planner.sharded
-            self._loss_check.look_between(module, arguments, size, pattern.whole, self._capture.verifying)
-            self._loss_check.start(size, pattern.output_axes, self._capture.verifying, pulls)
+        if uses_trained and not rehearsal and self.collector.mini_batch is None:
+            verifying, pulls = self._capture.verifying, not self.planner.sharded
+            self._loss_check.look_between(module, call.batch, verifying)
+            self._loss_check.start(size, pattern.output_axes, verifying, pulls)
         self.planner.resume(pattern)
         self.collector.shared = self.planner.shared
         self.last_calls[module] = call
         if pattern.looped:
             self._loop = self.looped_call(call)
             return
-        if self.witness is None or not (rehearsal or rehearse is not None):
+        if not self.witness.is_active or not (rehearsal or rehearse is not None):
             return
         self._trace = OperationTrace()
         if rehearsal:
@@ -470,8 +463,7 @@ class CallTracker:
         if self._rehearsed is not None and self._sound is not None:
             return self._sound
         state = self._state.look()
-        if self._state.nearer and self.witness is not None:
-            self.witness.bring_nearer(self._state.nearer)
+        self.witness.bring_nearer(self._state.nearer)
         self._state.nearer = 0
         if state != self._sound:
             refuse_batch_norm(self._module)
@@ -481,11 +473,10 @@ class CallTracker:
 
     def _record(self, call: OuterCall) -> LoopedCall:
         """Take note of a call, so that one sample of it can be run alone again."""
-        assert self.witness is not None
         self.witness.watch(self.collector)
         loop = self.looped_call(call)
         for sample in self.witness.samples(call.batch_size):
-            loop.taken[sample] = call.samples([sample])
+            loop.taken[sample] = call.batch.samples([sample])
         loop.before = frozen(loop.module, call.pattern.changes_buffers)
         loop.recorded = versions_of(self.parameters(loop.places).values())
         return loop
@@ -506,7 +497,7 @@ class CallTracker:
         with self.quietly(), undisturbed(call.pattern.module, drop_rate=None):
             restore_generators(self._state_before)
             loop = self._record(call)
-            args, kwargs = call.samples(range(call.batch_size))
+            args, kwargs = call.batch.samples(range(call.batch_size))
             with Draws() as loop.draws, without_graph(call.pattern.module):
                 again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
         if len(again) != len(outputs):
@@ -526,22 +517,16 @@ class CallTracker:
         order = range(call.batch_size) if order is None else order
         return LoopedCall(call, self.reduction, places, self.quietly, call.pattern.precision, order)
 
-    def _start_loop(self, module: nn.Module) -> RunningCall:
+    def _start_loop(self, loop: LoopedCall) -> RunningCall:
         """The batch of a looped call starts."""
-        assert self._loop is not None
-        running, call = RunningCall(module, _NOTHING), self.last_calls[module]
-        self._loop.before = frozen(module, call.pattern.changes_buffers)
-        passes_on = any(tensor.requires_grad for tensor in tensor_leaves(call.arguments))  # to an earlier call, say
+        running = RunningCall(loop.module, _NOTHING, None, loop.call.arguments)
+        loop.before = frozen(loop.module, loop.call.pattern.changes_buffers)
+        passes_on = any(tensor.requires_grad for tensor in tensor_leaves(running.arguments))  # to an earlier call, say
         if self._capture.verifying or passes_on:
-            self._capture.put_leaves(running, self._loop.places)
-            self._loop.leaves = running.leaves
-        self._loop.draws = running.places.enter_context(Draws())
+            self._capture.put_leaves(running, loop.places)
+            loop.leaves = running.leaves
+        loop.draws = running.places.enter_context(Draws())
         return running
-
-    def _end_loop(self, output: Any) -> Any:
-        loop, self._loop = self._loop, None
-        assert loop is not None
-        return self._refuse_unowned(loop.module, self._capture.tap_loop(loop, output), output)
 
     def _refuse_unowned(self, module: nn.Module, changed: Any, output: Any) -> Any:
         """Let a gradient of a tensor that belongs to no sample be an error, where the outermost module returned it."""
@@ -549,9 +534,8 @@ class CallTracker:
             return changed
         pattern = self.last_calls[module].pattern
         tensors = Skeleton(output if changed is None else changed).tensors
-        if self._loss_check is not None:
-            axes = pattern.output_axes if len(tensors) == len(pattern.output_axes) else [None] * len(tensors)
-            self._loss_check.add_outputs(tensors, axes)
+        axes = pattern.output_axes if len(tensors) == len(pattern.output_axes) else [None] * len(tensors)
+        self._loss_check.add_outputs(tensors, axes)
         for position, words in pattern.unowned.items():
             if position < len(tensors) and tensors[position].requires_grad:
                 tensors[position].register_hook(partial(_refuse, words))
@@ -565,20 +549,17 @@ class CallTracker:
             self._seen = parameters
         trained = frozenset(name for name, parameter in parameters.items() if parameter.requires_grad)
         self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
-        if trained != self.trained:
-            self._guard(trained)
-            self._capture.train(trained)
-            self.planner.train(trained)
-            self.trained = trained
-
-    def _guard(self, names: frozenset[str]) -> None:
-        """Watch the accumulators of the trained parameters."""
-        for name in names:
-            parameter = self.parameter(name)
-            if id(parameter) not in self._guarded and self._rehearsed is None:
+        if trained == self.trained:
+            return
+        for name in trained if self._rehearsed is None else ():
+            parameter = parameters[name]
+            if id(parameter) not in self._guarded:
                 self._guarded.add(id(parameter))
                 hook = partial(_bypassed, weakref.ref(self), name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._capture.train(trained)
+        self.planner.train(trained)
+        self.trained = trained
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""
@@ -610,8 +591,7 @@ class CallTracker:
             self._trace.pause()
         self._trace = None
         self._untried.clear()
-        if self.witness is not None:
-            self.witness.forget()
+        self.witness.forget()
         while self._stack:
             self._stack.pop().give_back()
 
@@ -652,7 +632,7 @@ def run_uncompiled(module: nn.Module) -> Callable[[], None]:
     return stack.close
 
 
-def places_of_parameters(module: nn.Module) -> dict[tuple[nn.Module, str], str]:
+def places_of_parameters(module: nn.Module) -> dict[Slot, str]:
     """Return the first name of each parameter, by each place that holds it."""
     first: dict[int, str] = {}
     found = {}

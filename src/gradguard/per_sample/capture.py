@@ -9,7 +9,7 @@ than through the tap is noticed so. On a step that is to be verified, layers wit
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +23,19 @@ from torch.autograd.graph import Node
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, Versions, changes_of, tensor_leaves, versions_of, written
-from gradguard.per_sample.dry_run import RESULT, Slot
+from gradguard.per_sample.call_arguments import (
+    Arguments,
+    Gradients,
+    Skeleton,
+    Slot,
+    Versions,
+    changes_of,
+    is_inexact,
+    tensor_leaves,
+    versions_of,
+    written,
+)
+from gradguard.per_sample.dry_run import RESULT
 from gradguard.per_sample.layer_plans import CallPlan, Treatment
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import GradientCollector, UsedLayer
@@ -36,7 +47,7 @@ from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
 from gradguard.state.generators import device_state
 from gradguard.torch_private import current_graph_task, parameter_slots
 
-Receiver = Callable[[Sequence[Tensor], Sequence[Tensor | None], int], None]
+Receiver = Callable[[Sequence[Tensor], Gradients, int], None]
 """Called in backward with the saved tensors, the gradient of each value (None where none came), and the number of the
 outermost backward."""
 
@@ -152,6 +163,8 @@ class RunningCall:
     Attributes:
         module: The module.
         plan: The plan of the call.
+        caller: The call that it was made from; None for the outermost.
+        arguments: The arguments that it gets.
         withheld: Parameters that do not require grad until it has run.
         leaves: Stand-ins for parameters until it has run.
         exposed: Hooks of others run while its parameters are kept from autograd.
@@ -166,6 +179,8 @@ class RunningCall:
 
     module: nn.Module
     plan: CallPlan
+    caller: "RunningCall | None"
+    arguments: Arguments
     withheld: list[nn.Parameter] = field(default_factory=list)
     leaves: Leaves | None = None
     exposed: bool = False
@@ -214,37 +229,28 @@ class LayerCapture:
         self.trained = names
         self._wanted_of.clear()
 
-    def start(
-        self, running: RunningCall, caller: RunningCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def start(self, running: RunningCall) -> Any:
         """A call starts: return other arguments for it, or None."""
         changed = None
-        if caller is not None and caller.fallback is not None and running.plan.sees_samples:
-            changed = self._tap_nested_call(caller, running, args, kwargs)
-        args, kwargs = changed if changed else (args, kwargs)
-        self._withhold(running, args, kwargs)
+        if running.caller is not None and running.caller.fallback is not None and running.plan.sees_samples:
+            changed = self._tap_nested_call(running, running.caller.fallback)
+            running.arguments = changed or running.arguments
+        self._withhold(running)
         return changed
 
-    def end(
-        self,
-        running: RunningCall,
-        caller: RunningCall | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> Any:
+    def end(self, running: RunningCall, output: Any) -> Any:
         """A call ends: return something else in place of what it returned, or None."""
-        plan = running.plan
+        plan, caller = running.plan, running.caller
         changed = None
         if self.batch_size == 0:
             returned = Skeleton(output if caller is None else None)
             changed = self._tap_outputs(returned, (), self.collector.receive_nothing)
         elif plan.treatment is Treatment.RULE:
-            changed = self._tap_layer(running, args, kwargs, output)
+            changed = self._tap_layer(running, output)
         elif plan.treatment is Treatment.RESULT:
-            changed = self._follow_result(running, caller, args, kwargs, output)
+            changed = self._follow_result(running, output)
         elif running.fallback is not None:
-            changed = self._tap_fallback(running, output)
+            changed = self._tap_fallback(running, running.fallback, output)
         if running.as_nested is not None and caller is not None:
             returned = Skeleton(output if changed is None else changed)
             caller.given += versions_of(returned.tensors)
@@ -254,11 +260,11 @@ class LayerCapture:
             returned.release()
         return changed
 
-    def _withhold(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _withhold(self, running: RunningCall) -> None:
         """Keep the parameters that this call uses from autograd until it has run."""
         plan, module = running.plan, running.module
         if self.batch_size == 0:
-            self._hide(running, list(self._names))
+            self._hide(running, self._names)
         elif plan.treatment in (Treatment.RULE, Treatment.RESULT):
             if "forward" in vars(module):
                 raise UnsupportedGradientError(
@@ -273,34 +279,23 @@ class LayerCapture:
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
                 running.generator_state = device_state(next(module.parameters()).device)
         elif plan.treatment is Treatment.OPERATIONS:
-            self._put_proxies(running)
+            places = {}  # something that taps the operations with the parameters
+            for slot, planned in plan.operations.items():
+                name = self._names.get(slot)  # None for a result
+                if name in self.trained and name is not None:
+                    leaf = self._leaves(module).of({name: self._value(*slot)})[name]
+                    places[slot] = ParameterProxy.of(leaf, name, planned, partial(self._tap_operation, module, None))
+            running.places.enter_context(substituted(places))
         elif plan.treatment is Treatment.VMAP_FALLBACK:
-            self._begin_fallback(running, args, kwargs)
+            self._begin_fallback(running)
 
-    def _put_proxies(self, running: RunningCall) -> None:
-        """Put something into the places of a call's parameters that taps the operations with them."""
-        module, places = running.module, {}
-        for slot, plan in running.plan.operations.items():
-            name = self._names.get(slot)  # None for a result
-            if name in self.trained and name is not None:
-                leaf = self._leaves(module).of({name: self._value(*slot)})[name]
-                places[slot] = ParameterProxy.of(leaf, name, plan, partial(self._tap_operation, module, None))
-        running.places.enter_context(substituted(places))
-
-    def _follow_result(
-        self,
-        running: RunningCall,
-        caller: RunningCall | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> Any:
+    def _follow_result(self, running: RunningCall, output: Any) -> Any:
         """Return what taps the operation that the caller's code does with a layer's result."""
         module, name = running.module, next(iter(self._wanted(running.module).values()), None)
         if name is None:
             return None
-        plan = None if caller is None else caller.plan.operations.get((module, RESULT))
-        ids = tensor_leaves((args, kwargs))
+        plan = None if running.caller is None else running.caller.plan.operations.get((module, RESULT))
+        ids = tensor_leaves(running.arguments)
         if plan is None or len(ids) != 1:
             raise UnsupportedGradientError(
                 f"{type(module).__name__} was called in another way than when the model was looked at. Repeat this "
@@ -347,18 +342,22 @@ class LayerCapture:
     def _leaves(self, module: nn.Module) -> Leaves:
         return Leaves(module, partial(self.collector.receive_plain, current_graph_task()))
 
-    def _used(self, slots: Sequence[Slot]) -> list[str]:
+    def _used(self, slots: Iterable[Slot]) -> list[str]:
         """The names of the trained parameters in ``slots``."""
         return sorted({self._names[slot] for slot in slots if slot in self._names} & self.trained)
 
-    def _begin_fallback(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_fallback(self, running: RunningCall) -> None:
         plan, module = running.plan, running.module
-        names = self._used(list(plan.uses))
-        if not names:
+        aliases = {name: self._aliases[name] for name in self._used(plan.uses)}
+        if not aliases:
             return
-        aliases = {name: self._aliases[name] for name in names}
-        self._refuse_own_shards(module, aliases)
-        arguments = Skeleton((args, kwargs))
+        for name, slots in aliases.items():  # which cannot be given to code whose layer fetches its own shards
+            if any(owner is not module and is_fully_sharded(owner) for owner, _ in slots):
+                raise UnsupportedGradientError(
+                    f"{name} is used by the code of {type(module).__name__} and sharded apart from it: apply "
+                    f"fully_shard to {type(module).__name__} and not to the layer that holds {name}."
+                )
+        arguments = Skeleton(running.arguments)
         leaf_of = self.put_leaves(running, aliases)
         running.fallback = VmapFallback(
             module,
@@ -382,42 +381,28 @@ class LayerCapture:
         running.places.enter_context(substituted(places))
         return leaf_of
 
-    def _refuse_own_shards(self, module: nn.Module, aliases: Mapping[str, Sequence[Slot]]) -> None:
-        """A parameter cannot be given to code whose layer fetches its own from other processes."""
-        for name, slots in aliases.items():
-            if any(owner is not module and is_fully_sharded(owner) for owner, _ in slots):
-                raise UnsupportedGradientError(
-                    f"{name} is used by the code of {type(module).__name__} and sharded apart from it: apply "
-                    f"fully_shard to {type(module).__name__} and not to the layer that holds {name}."
-                )
-
     def _value(self, module: nn.Module, slot: str) -> Tensor:
         """A parameter as it is now; a copy if it is sharded, because the whole is freed after the forward."""
         value = parameter_slots(module)[slot]
         assert value is not None
         return value.detach().clone() if self._sharded else value.detach()
 
-    def _hide(self, running: RunningCall, slots: Sequence[Slot]) -> None:
+    def _hide(self, running: RunningCall, slots: Iterable[Slot]) -> None:
         for module, slot in slots:
             parameter = parameter_slots(module).get(slot)
             if parameter is not None and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 running.withheld.append(parameter)
 
-    def _tap_nested_call(
-        self, caller: RunningCall, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _tap_nested_call(self, running: RunningCall, code: VmapFallback) -> Any:
         """Tap what the caller's code has computed and now calls a layer with."""
-        arguments = Skeleton((args, kwargs))
+        arguments, caller = Skeleton(running.arguments), running.caller
+        assert caller is not None
         known = {id(tensor) for tensor, _ in caller.given}
-        tapped = [
-            i
-            for i, t in enumerate(arguments.tensors)
-            if (t.is_floating_point() or t.is_complex()) and id(t) not in known
-        ]
+        computed = [i for i, t in enumerate(arguments.tensors) if id(t) not in known]
+        tapped = [i for i in computed if is_inexact(arguments.tensors[i])]
         layer = NestedCall(running.module, tapped, [running.plan.inputs[i] for i in tapped], [None] * len(tapped))
-        assert caller.fallback is not None
-        caller.fallback.nested_calls.append(layer)
+        code.nested_calls.append(layer)
         running.as_nested = layer
         if not tapped:
             return None
@@ -429,11 +414,11 @@ class LayerCapture:
         caller.tapped += [value.detach() for value in values]
         return arguments.fill(tensors)
 
-    def _tap_layer(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _tap_layer(self, running: RunningCall, output: Any) -> Any:
         plan, wanted = running.plan, self._wanted(running.module)
         if not wanted or plan.rule is None:
             return None
-        arguments, returned = Skeleton((args, kwargs)), Skeleton(output)
+        arguments, returned = Skeleton(running.arguments), Skeleton(output)
         size = self._samples(plan, arguments.tensors)
         autocast = autocast_of(arguments)
         precision = torch.finfo(autocast[1]).eps if autocast else 0.0
@@ -455,9 +440,7 @@ class LayerCapture:
             }
         return self._wanted_of[module]
 
-    def _tap_fallback(self, running: RunningCall, output: Any) -> Any:
-        fallback = running.fallback
-        assert fallback is not None
+    def _tap_fallback(self, running: RunningCall, fallback: VmapFallback, output: Any) -> Any:
         for tensor in written(running.given):
             raise UnsupportedGradientError(
                 f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
@@ -498,7 +481,7 @@ class LayerCapture:
         return self._tapped(returned, places, values, (), partial(receiver, loop))
 
     def _tap_outputs(self, returned: Skeleton, saved: Sequence[Tensor], receive: Callable[..., None]) -> Any:
-        places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point() or t.is_complex()]
+        places = [i for i, t in enumerate(returned.tensors) if is_inexact(t)]
         values = [returned.tensors[i] for i in places]
         return self._tapped(returned, places, values, saved, receive) if places else None
 
@@ -553,7 +536,7 @@ def _receive_all(
     count: int,
     places: Sequence[int],
     saved: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
+    grads: Gradients,
     task: int,
 ) -> None:
     """Hand over a gradient for each output, None for those that are no floating-point tensors."""

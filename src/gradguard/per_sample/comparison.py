@@ -98,24 +98,12 @@ def judge(name: str, error: float, own: float, whole: float, precision: float) -
     Returns:
         How far off it is.
     """
-    bars = _bars(precision)
+    # Sums run in another order, through a network of some depth; rounding in the whole gradient also reaches parameters
+    # whose own gradient cancels to zero, such as the bias of a key.
+    of_own, of_whole = (16, 4) if precision > 1e-4 else (1e4, 1e2)
     error = math.inf if math.isnan(error) else error  # no comparison with NaN is true
-    allowed = bars[0] * own + bars[1] * whole
+    allowed = of_own * precision * own + of_whole * precision * whole
     return Comparison(error / max(own, 1e-2 * whole, 1e-200), name, error / max(allowed, 1e-200))
-
-
-def _bars(precision: float) -> tuple[float, float]:
-    """Return the error that rounding may cause in a parameter's gradient: shares of its own and of the whole norm.
-
-    Sums run in another order, through a network of some depth; rounding in the whole gradient also reaches parameters
-    whose own gradient cancels to zero, such as the bias of a key.
-
-    Returns:
-        Both shares.
-    """
-    if precision > 1e-4:
-        return 16 * precision, 4 * precision
-    return 1e4 * precision, 1e2 * precision
 
 
 def _norm(values: Tensor) -> float:

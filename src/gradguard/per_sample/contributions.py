@@ -131,16 +131,6 @@ def sum_positions(values: Tensor) -> Tensor:
     return values.sum(1, dtype=torch.float32 if values.dtype in HALVES else None)
 
 
-def _in_pieces(values: Tensor) -> Tensor:
-    """Return float32 ``[N, d]``, which is written into, as bfloat16 ``[N, 3, d]`` that adds up to it exactly."""
-    pieces = torch.empty(len(values), 3, values.shape[1], dtype=torch.bfloat16, device=values.device)
-    first, second, third = pieces.unbind(1)
-    first.copy_(values)
-    second.copy_(values.sub_(first))
-    third.copy_(values.sub_(second))
-    return pieces
-
-
 # The forms.
 
 _PIECE = 1 << 18
@@ -197,6 +187,10 @@ class Contribution(ABC):
             for i in (~are_certain(squares, self.uncancelled)).nonzero().flatten().tolist():
                 squares[i] = row_squares(self.rows(i, i + 1))[0]
         return squares
+
+
+Contributions = dict[str, Contribution]
+"""The contribution to each parameter, by name."""
 
 
 class Materialized(Contribution):
@@ -359,7 +353,13 @@ class Outer(Contribution):
         """Return the product of the larger side with the smaller one, scaled in float32 and cut into three pieces."""
         swapped = self.shape[0] < self.shape[1]
         small, large = (self.left, self.right) if swapped else (self.right, self.left)
-        pieces = _in_pieces(scale_rows(small, factors, bad).flatten(0, 1)).flatten(1)
+        rest = scale_rows(small, factors, bad).flatten(0, 1)
+        pieces = torch.empty(len(rest), 3, rest.shape[1], dtype=torch.bfloat16, device=rest.device)
+        first, second, third = pieces.unbind(1)  # which add up to it exactly
+        first.copy_(rest)
+        second.copy_(rest.sub_(first))
+        third.copy_(rest.sub_(second))
+        pieces = pieces.flatten(1)
         if bad is not None:
             large = large.masked_fill(bad.view(-1, 1, 1), 0)
         large = large.flatten(0, 1)
@@ -517,7 +517,12 @@ def choose_method(contribution: Contribution, budget: int, device: torch.device)
     if not is_outer:
         return contribution
     speed = CPU if on_cpu else TENSOR_CORES.get(contribution.left.dtype, ACCELERATOR)
-    keep, ghost, drop = _seconds(contribution, size, speed)
+    samples, positions, (left, right) = contribution.batch_size, contribution.positions, contribution.shape
+    work, grams = samples * positions * left * right, samples * positions * positions
+    # Estimated seconds, the clipped sum included.
+    keep = work / speed.products + 3 * size / speed.traffic + (size / speed.pages if size > _FRESH else 0)
+    ghost = work / speed.sums + grams * (left + right) / speed.products + 16 * grams / speed.traffic
+    drop = work / speed.sums + work / speed.products + size / speed.traffic
     if kept_bytes(contribution) <= budget and keep <= min(ghost, drop):
         return contribution.materialize()
     contribution.ghost = ghost < drop
@@ -539,14 +544,3 @@ def kept_bytes(contribution: Contribution) -> int:
     if isinstance(contribution, Outer) and size <= contribution.left.nbytes + contribution.right.nbytes:
         return 0
     return size
-
-
-def _seconds(outer: Outer, size: int, speed: Speed) -> tuple[float, float, float]:
-    """Estimated seconds to ``keep``, by ``ghost`` and by ``drop``, the clipped sum included."""
-    samples, positions, (left, right) = outer.batch_size, outer.positions, outer.shape
-    work, grams = samples * positions * left * right, samples * positions * positions
-    return (
-        work / speed.products + 3 * size / speed.traffic + (size / speed.pages if size > _FRESH else 0),
-        work / speed.sums + grams * (left + right) / speed.products + 16 * grams / speed.traffic,
-        work / speed.sums + work / speed.products + size / speed.traffic,
-    )

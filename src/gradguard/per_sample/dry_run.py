@@ -17,16 +17,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, Versions, take_samples, tensor_leaves, versions_of, written
+from gradguard.per_sample.call_arguments import (
+    Arguments,
+    Batch,
+    Slot,
+    Versions,
+    is_inexact,
+    tensor_leaves,
+    versions_of,
+    written,
+)
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import TOO_RARE, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
-
-Slot = tuple[nn.Module, str]
-"""A parameter as an attribute of a module."""
 
 SIZES = (2, 3)
 
@@ -80,12 +86,12 @@ class CallObserver(TorchFunctionMode):
         self._running: list[int] = []
         self._returned: list[Versions] = []
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, arguments: Arguments) -> None:
         """Note that ``module`` starts; FSDP2 may have given it other parameters just now."""
         for slot, parameter in parameter_slots(module).items():
             if (module, slot) in self._trained:
                 self._slots[id(parameter)] = (module, slot)
-        tensors = tensor_leaves((args, kwargs))
+        tensors = tensor_leaves(arguments)
         caller = self._running[-1] if self._running else -1
         call = ObservedCall(module, caller, [t.shape for t in tensors])
         if self._keep_values:
@@ -94,9 +100,8 @@ class CallObserver(TorchFunctionMode):
         self._returned.append([])
         self.calls.append(call)
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """Note that ``module`` ends."""
-        del args, kwargs
         number = self._running.pop()
         call, tensors = self.calls[number], tensor_leaves(output)
         if number in self._without_samples:
@@ -113,7 +118,11 @@ class CallObserver(TorchFunctionMode):
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (func in _DROPOUTS and _drops(args, kwargs)) or kwargs.get("dropout_p"):
+        drops = kwargs.get("dropout_p")
+        if func in _DROPOUTS:
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            drops = given.get("training", given.get("train", True)) and given.get("p", 0.5)
+        if drops:
             self._drawn()
         result = without_dropout(func, args, kwargs)
         if stays(func, args, kwargs, result):
@@ -121,7 +130,12 @@ class CallObserver(TorchFunctionMode):
         if id(result) in self._slots:  # a dropout of a parameter: what follows uses another tensor than the parameter
             result = result.view_as(result)
         used = [slot for leaf in _leaves(args, kwargs) if (slot := self._slots.get(id(leaf)))]
-        if used and self._running and _gives_values(func, result):
+        if (
+            used
+            and self._running
+            and getattr(func, "__name__", "") not in _NO_VALUES
+            and any(isinstance(t, Tensor) and is_inexact(t) for t in tree_leaves(result))
+        ):
             call = self.calls[self._running[-1]]
             call.uses.update(used)
             call.operations.append(self._known(call.module, func, args, kwargs, result))
@@ -136,18 +150,18 @@ class CallObserver(TorchFunctionMode):
         return ObservedOperation(found.kind, slots, found.operand.shape, result.shape)
 
     def __enter__(self) -> Any:
-        self._operations = each_operation(self._look_at)
+        def look_at(func: Any, args: Any, kwargs: Any) -> Any:
+            if is_draw(func, args, kwargs):
+                self._drawn()
+            return func(*args, **kwargs)
+
+        self._operations = each_operation(look_at)
         self._operations.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._operations.__exit__(*error)
-
-    def _look_at(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if is_draw(func, args, kwargs):
-            self._drawn()
-        return func(*args, **kwargs)
 
     def _drawn(self) -> None:
         if self._running:
@@ -175,11 +189,6 @@ def without_dropout(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _drops(args: Any, kwargs: Any) -> bool:
-    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-    return bool(given.get("training", given.get("train", True)) and given.get("p", 0.5))
-
-
 def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
     """Yield the arguments of a function; few functions get lists of tensors."""
     for value in (*args, *kwargs.values()):
@@ -189,23 +198,14 @@ def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
             yield value
 
 
-def _gives_values(func: Any, result: Any) -> bool:
-    if getattr(func, "__name__", "") in _NO_VALUES:
-        return False
-    return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tree_leaves(result))
-
-
 class DryRun:
-    """Runs ``module`` on two and on three of the samples in ``arguments``.
+    """Runs ``module`` on two and on three of the samples of a batch.
 
     Args:
         module: The outermost module.
-        arguments: One real call.
-        batch_first: Whether the batch is the first dimension of the arguments.
-        size: Number of samples in the call.
+        batch: The arguments of one real call.
         slots: The trained parameters.
         observed_by: A block in which an `CallObserver` hears of the calls of modules.
-        whole: Positions of tensors in the arguments that belong to no sample.
         seed: The seed of the random numbers that the module draws.
         structure: The layers inside are to be followed; otherwise only what the module itself gets and returns counts.
 
@@ -218,18 +218,15 @@ class DryRun:
     def __init__(
         self,
         module: nn.Module,
-        arguments: Arguments,
-        batch_first: bool,
-        size: int,
+        batch: Batch,
         slots: Set[Slot],
         observed_by: ObservedBy,
-        whole: Set[int],
         seed: int,
         structure: bool = True,
     ) -> None:
-        self._whole, self._seed, self.draws, self.changes_buffers = whole, seed, False, False
+        self._seed, self.draws, self.changes_buffers = seed, False, False
         self.untold: dict[int, str] = {}
-        self._module, self._arguments, self._batch_first, self._size = module, arguments, batch_first, size
+        self._module, self._batch = module, batch
         self._slots, self._observed_by = slots, observed_by
         self.runs = [self._run(samples) for samples in SIZES]
         embeddings = [i for i, call in enumerate(self.calls) if isinstance(call.module, nn.Embedding) and call.uses]
@@ -258,23 +255,18 @@ class DryRun:
         two, three = self.runs[0][call], self.runs[1][call]
         inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
         start = len(inputs)
-        outputs = [
-            self._axis_of_result(call, start + i, *pair)
-            for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True))
-        ]
-        if self.calls[call].caller < 0 and self.untold and not any(outputs):
+        outputs: list[BatchAxis | None] = []
+        for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True)):
+            try:
+                outputs.append(self._axis(call, start + i, *pair))
+            except UnsupportedGradientError as error:
+                if two.caller >= 0:
+                    raise
+                self.untold[i] = str(error)  # of pairs of samples, say: a gradient of it will be refused
+                outputs.append(None)
+        if two.caller < 0 and self.untold and not any(outputs):
             raise UnsupportedGradientError(next(iter(self.untold.values())))
         return inputs, outputs
-
-    def _axis_of_result(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:
-        """None also for what the outermost call returns of pairs of samples, say: a gradient of it will be refused."""
-        if self.calls[call].caller >= 0:
-            return self._axis(call, leaf, two, three)
-        try:
-            return self._axis(call, leaf, two, three)
-        except UnsupportedGradientError as error:
-            self.untold[leaf - len(self.calls[call].inputs)] = str(error)
-            return None
 
     def _axis(self, call: int, leaf: int, two: torch.Size, three: torch.Size) -> BatchAxis | None:
         if two == three:
@@ -310,9 +302,9 @@ class DryRun:
     def _run(
         self, samples: int, keep_values: bool = False, without_samples: Set[int] = frozenset()
     ) -> list[ObservedCall]:
-        last = min(1, self._size - 1)
+        last = min(1, self._batch.size - 1)
         chosen = [0, last, last][:samples]  # in order: lengths that must be sorted stay so
-        args, kwargs = take_samples(self._arguments, self._batch_first, self._size, chosen, self._whole)
+        args, kwargs = self._batch.samples(chosen)
         observer = CallObserver(self._slots, keep_values, without_samples)
         with (
             self._observed_by(observer),
@@ -340,13 +332,14 @@ class DryRun:
         return observer.calls
 
     def _failed(self, samples: int, error: Exception) -> str:
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._arguments))
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._batch.arguments))
+        size = self._batch.size
         return (
             f"{type(self._module).__name__} raised {type(error).__name__} when gradguard ran it on {samples} of its "
-            f"{self._size} samples, to see which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
-            f"input whose batch dimension has size {self._size} is taken to hold one entry for each sample; a constant "
+            f"{size} samples, to see which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
+            f"input whose batch dimension has size {size} is taken to hold one entry for each sample; a constant "
             "of that size belongs into the module, as a buffer. With batch_first=False, a mask [batch, time] is known "
-            f"by its shape: pad this batch to another length than {self._size}."
+            f"by its shape: pad this batch to another length than {size}."
         )
 
 

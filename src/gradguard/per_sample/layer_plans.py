@@ -5,7 +5,7 @@ There are plans for each way in which a module is called; it is planned anew whe
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, of_no_sample, other_candidates, signature
-from gradguard.per_sample.dry_run import RESULT, DryRun, ObservedBy, Slot
-from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.call_arguments import Batch, Slot
+from gradguard.per_sample.dry_run import RESULT, DryRun, ObservedBy
+from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.layers.embedding import refuse_coupling
 from gradguard.per_sample.layers.registry import LayerRule, rule_for
 from gradguard.per_sample.operation_trace import KnownOperations
@@ -92,10 +92,22 @@ class Plans:
                     "Call it inside the module's forward, and return tensors, tuples, lists or dicts."
                 )
             elif uses[i]:
+                rule = rule_for(call.module)
+                own = {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}
                 known = _known_operations(run, i, [run.calls[part].module for part in parts])
-                treated[i] = _treatment(run, i, uses[i], draws[i], known)
-                if treated[i][0] is Treatment.OPERATIONS:
+                if rule is not None and uses[i] <= own:
+                    treated[i] = Treatment.RULE, rule, {}
+                elif known is not None:
+                    treated[i] = Treatment.OPERATIONS, None, known
                     treated |= {part: (Treatment.RESULT, rule_for(run.calls[part].module), {}) for part in parts}
+                elif draws[i]:
+                    raise UnsupportedGradientError(
+                        f"the code of {type(call.module).__name__} uses parameters by itself and draws random numbers "
+                        "(F.dropout, say), so it cannot be run again for each sample. Move dropout into a layer of its "
+                        "own (nn.Dropout)."
+                    )
+                else:
+                    treated[i] = Treatment.VMAP_FALLBACK, None, {}
                 self.uses.append(frozenset(uses[i]))
         for i, call in enumerate(run.calls):
             treatment, rule, operations = treated[i]
@@ -125,24 +137,6 @@ class Plans:
                 "a module of its own for each kind of call."
             )
         return plans[call]
-
-
-def _treatment(
-    run: DryRun, i: int, uses: set[Slot], draws: bool, known: Mapping[Slot, PlannedOperation] | None
-) -> tuple[Treatment, LayerRule | None, Mapping[Slot, PlannedOperation]]:
-    """How a call that uses trained parameters is treated; its rule, or its known operations."""
-    call, rule = run.calls[i], rule_for(run.calls[i].module)
-    if rule is not None and uses <= {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}:
-        return Treatment.RULE, rule, {}
-    if known is not None:
-        return Treatment.OPERATIONS, None, known
-    if draws:
-        raise UnsupportedGradientError(
-            f"the code of {type(call.module).__name__} uses parameters by itself and draws random numbers "
-            "(F.dropout, say), so it cannot be run again for each sample. Move dropout into a layer of its own "
-            "(nn.Dropout)."
-        )
-    return Treatment.VMAP_FALLBACK, None, {}
 
 
 def _known_operations(run: DryRun, i: int, parts: Sequence[nn.Module]) -> dict[Slot, PlannedOperation] | None:
@@ -184,7 +178,7 @@ class CallPattern:
     module: nn.Module
     whole: frozenset[int]
     plans: list[Plans]
-    output_axes: Sequence[BatchAxis | None]
+    output_axes: Axes
     changes_buffers: bool
     draws: bool = False
     reason: str = ""
@@ -207,7 +201,6 @@ class LayerPlanner:
     """Plans by outermost module and by the form of its arguments.
 
     Args:
-        batch_first: Whether the batch is the first dimension of what a module is called with.
         names: The name of each parameter by where it is held.
         observed_by: A block in which an `Observer` hears of the calls of modules.
 
@@ -217,10 +210,10 @@ class LayerPlanner:
         sharded: Parameters are spread over processes.
     """
 
-    def __init__(self, batch_first: bool, names: Mapping[Slot, str], observed_by: ObservedBy) -> None:
+    def __init__(self, names: Mapping[Slot, str], observed_by: ObservedBy) -> None:
         # Under FSDP2 every dry run is a collective, so all processes must do the same ones, whatever their batches.
         self.sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
-        self._batch_first, self._names, self._observed_by = batch_first, names, observed_by
+        self._names, self._observed_by = names, observed_by
         self.patterns: dict[Hashable, CallPattern] = {}
         self._current: list[Plans] = []
         self._trained: frozenset[str] = frozenset()
@@ -249,17 +242,12 @@ class LayerPlanner:
         """Count the calls of each module from the beginning."""
         self._calls.clear()
 
-    def key_of(self, module: nn.Module, arguments: Arguments, autocast: Hashable) -> Hashable:
-        """Return what tells calls of one kind from others, the state of the model apart."""
-        return module, signature(arguments, sizes=not self.sharded), autocast
-
-    def plan(self, module: nn.Module, arguments: Arguments, size: int, key: Hashable) -> CallPattern:
+    def plan(self, module: nn.Module, batch: Batch, key: Hashable) -> CallPattern:
         """Plan an outermost call of a new kind.
 
         Args:
             module: The outermost module.
-            arguments: Its arguments.
-            size: Number of samples.
+            batch: Its arguments.
             key: The kind of the call and the state of the model, by which `patterns` holds the plan.
 
         Returns:
@@ -268,14 +256,14 @@ class LayerPlanner:
         Raises:
             UnsupportedGradientError: If its samples cannot be told apart.
         """
-        self.patterns[key] = self._plan(module, arguments, size)
+        self.patterns[key] = self._plan(module, batch)
         uses = [Counter(self._names[slot] for used in plans.uses for slot in used) for plans in self._all_plans()]
         self.shared = frozenset(name for counts in uses for name, count in counts.items() if count > 1)
         return self.patterns[key]
 
-    def run_one_by_one(self, pattern: CallPattern, arguments: Arguments, size: int, reason: str) -> None:
+    def run_one_by_one(self, pattern: CallPattern, batch: Batch, reason: str) -> None:
         """Run the samples of ``pattern`` one by one from now on, because of ``reason``."""
-        outermost = self._outermost(pattern.module, arguments, size, pattern.whole)
+        outermost = self._outermost(pattern.module, batch)
         pattern.output_axes, pattern.unowned = outermost.output_axes, outermost.unowned
         pattern.plans, pattern.reason = [], reason
 
@@ -299,24 +287,24 @@ class LayerPlanner:
         """Tell whether ``module`` or a layer in it holds a trained parameter."""
         return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in parameter_slots(m))
 
-    def _plan(self, module: nn.Module, arguments: Arguments, size: int) -> CallPattern:
+    def _plan(self, module: nn.Module, batch: Batch) -> CallPattern:
         for layer in module.modules():
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
                 refuse_coupling(layer)
-        others = [] if self.sharded else other_candidates(arguments, self._batch_first, size)
-        fixed = of_no_sample(arguments, self._batch_first, size)
+        others, fixed = [] if self.sharded else batch.other_candidates, batch.of_no_sample
         attempts = [fixed, *[fixed | {i} for i in others], *([fixed.union(others)] if others else [])]
+        batches = [replace(batch, whole=whole) for whole in attempts]
         failure: UnsupportedGradientError | None = None
-        for whole in attempts:
+        for one in batches:
             try:
                 if self._unexpected < 2:
-                    return self._dry_runs(module, arguments, size, whole)
+                    return self._dry_runs(module, one)
             except UnsupportedGradientError as error:
                 failure = failure or error
         reason = str(failure) if failure else "different layers run in each step."
-        for whole in attempts if not self.sharded else []:
+        for one in batches if not self.sharded else []:
             try:
-                pattern = self._outermost(module, arguments, size, whole)
+                pattern = self._outermost(module, one)
             except UnsupportedGradientError as error:
                 failure = failure or error
             else:
@@ -325,12 +313,12 @@ class LayerPlanner:
         assert failure is not None
         raise failure
 
-    def _outermost(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> CallPattern:
+    def _outermost(self, module: nn.Module, batch: Batch) -> CallPattern:
         """Return the facts that are known without following the layers inside."""
-        run = self._dry_run(module, arguments, size, whole, self._seed, follows=False)
-        return CallPattern(module, whole, [], run.axes(0)[1], run.changes_buffers, unowned=run.untold)
+        run = DryRun(module, batch, self._slots(), self._observed_by, self._seed, structure=False)
+        return CallPattern(module, batch.whole, [], run.axes(0)[1], run.changes_buffers, unowned=run.untold)
 
-    def _dry_runs(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> CallPattern:
+    def _dry_runs(self, module: nn.Module, batch: Batch) -> CallPattern:
         """One plan; or several where layers are left out by chance, so that each is seen."""
         slots = self._slots()
         missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}
@@ -339,7 +327,7 @@ class LayerPlanner:
         plans: list[Plans] = []
         changes, draws, untold = False, False, dict[int, str]()
         for seed in range(self._seed, self._seed + _SEEDS):
-            run = self._dry_run(module, arguments, size, whole, 7919 * seed)
+            run = DryRun(module, batch, slots, self._observed_by, 7919 * seed)
             plan = Plans(run)
             changes |= run.changes_buffers
             draws |= run.draws
@@ -350,14 +338,8 @@ class LayerPlanner:
             if not missing or not run.draws or self.sharded:
                 break
         first = plans[0].of(module, 0)
-        return CallPattern(module, whole, plans, first.outputs if first else (), changes, draws, unowned=untold)
+        return CallPattern(module, batch.whole, plans, first.outputs if first else (), changes, draws, unowned=untold)
 
     def _slots(self) -> set[Slot]:
         """Where trained parameters are held."""
         return {slot for slot, name in self._names.items() if name in self._trained}
-
-    def _dry_run(
-        self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int], seed: int, follows: bool = True
-    ) -> DryRun:
-        slots = self._slots()
-        return DryRun(module, arguments, self._batch_first, size, slots, self._observed_by, whole, seed, follows)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.listeners import changes_on_the_way
-from gradguard.per_sample.call_arguments import Skeleton
+from gradguard.per_sample.call_arguments import Gradients, Skeleton
 from gradguard.per_sample.contributions import (
     Contribution,
+    Contributions,
     Materialized,
     choose_method,
     kept_bytes,
@@ -84,10 +85,10 @@ class MiniBatch:
     fallbacks: list[VmapFallback] = field(default_factory=list)
     loops: list[LoopedCall] = field(default_factory=list)
     witnessed: list[LoopedCall] = field(default_factory=list)
-    to_verify: list[tuple[UsedLayer, dict[str, Contribution], float, Tensor]] = field(default_factory=list)
+    to_verify: list[tuple[UsedLayer, Contributions, float, Tensor]] = field(default_factory=list)
     reached: list[Leaves] = field(default_factory=list)
     tapped: set[Leaves] = field(default_factory=set)
-    finished: dict[str, Contribution] | None = None
+    finished: Contributions | None = None
 
     def expect(self, batch_size: int, layer: nn.Module) -> None:
         """Check that ``layer`` saw as many samples as the others.
@@ -120,11 +121,33 @@ class MiniBatch:
         self.parts[name].append(contribution)
         return contribution
 
-    def finish(self, device: torch.device) -> dict[str, Contribution]:
-        """Return one contribution for each parameter that was used."""
+    def finish(self, device: torch.device) -> Contributions:
+        """Return one contribution for each parameter that was used.
+
+        Raises:
+            UnsupportedGradientError: If a gradient came to parameters of a call whose outputs got none, or the plain
+                gradients of a layer's call are not the sum of what its rule gave.
+        """
         if self.finished is None:
-            self._refuse_untapped()
-            self._verify_layers()
+            for leaves in self.reached:
+                if leaves not in self.tapped and any(bool(gradient.any()) for gradient in leaves.plain.values()):
+                    raise UnsupportedGradientError(
+                        f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__} by a way that "
+                        "is not followed. Either a value that it made reached the loss beside what it returned (an "
+                        "attribute, a list, a hook): return it instead. Or its code used them in another way than when "
+                        "the model was looked at: repeat this step, and it is looked at again. Nothing was clipped."
+                    )
+            self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
+            self.tapped.clear()
+            while self.to_verify:
+                layer, contributions, precision, size = self.to_verify.pop()
+                assert layer.leaves is not None
+                if name := not_adding_up(contributions, layer.leaves, precision, size):
+                    raise UnsupportedGradientError(
+                        f"the samples' gradients of {name} do not add up to its plain gradient in "
+                        f"{type(layer.module).__name__}. Does a hook, or a forward that was replaced, use its "
+                        "parameters or its output before the clipper sees it? Nothing was clipped."
+                    )
             while self.fallbacks:
                 for name, gradients in self.fallbacks.pop().per_sample_gradients().items():
                     self.parts[name].append(Materialized(gradients))
@@ -138,40 +161,6 @@ class MiniBatch:
                 merged = together(uses)
                 self.finished[name] = merged if merged is uses[0] else choose_method(merged, self.budget, device)
         return self.finished
-
-    def _refuse_untapped(self) -> None:
-        """Check that no gradient came to parameters of a call whose outputs got none.
-
-        Raises:
-            UnsupportedGradientError: If one did.
-        """
-        for leaves in self.reached:
-            if leaves in self.tapped or not any(bool(gradient.any()) for gradient in leaves.plain.values()):
-                continue
-            raise UnsupportedGradientError(
-                f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__} by a way that is not "
-                "followed. Either a value that it made reached the loss beside what it returned (an attribute, a list, "
-                "a hook): return it instead. Or its code used them in another way than when the model was looked at: "
-                "repeat this step, and it is looked at again. Nothing was clipped."
-            )
-        self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
-        self.tapped.clear()
-
-    def _verify_layers(self) -> None:
-        """Compare the plain gradients of each call of a layer with the sum of what its rule gave.
-
-        Raises:
-            UnsupportedGradientError: If they differ.
-        """
-        while self.to_verify:
-            layer, contributions, precision, size = self.to_verify.pop()
-            assert layer.leaves is not None
-            if name := not_adding_up(contributions, layer.leaves, precision, size):
-                raise UnsupportedGradientError(
-                    f"the samples' gradients of {name} do not add up to its plain gradient in "
-                    f"{type(layer.module).__name__}. Does a hook, or a forward that was replaced, use its parameters "
-                    "or its output before the clipper sees it? Nothing was clipped."
-                )
 
 
 class GradientCollector:
@@ -215,9 +204,7 @@ class GradientCollector:
         """Forget what has come."""
         self.mini_batch, self.activations = None, 0
 
-    def receive_layer(
-        self, layer: UsedLayer, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
-    ) -> None:
+    def receive_layer(self, layer: UsedLayer, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
         """A layer with a rule: compute its contributions."""
         if all(grad is None for grad in grads):
             self._of(task)
@@ -263,9 +250,7 @@ class GradientCollector:
                 precision = max(precision, TF32_EPSILON) if is_rounded else precision
                 mini_batch.to_verify.append((layer, added, precision, size))
 
-    def receive_nested_call(
-        self, layer: NestedCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
-    ) -> None:
+    def receive_nested_call(self, layer: NestedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
         """The gradient of what a module's own code called a layer with."""
         del saved
         self._of(task)
@@ -275,31 +260,25 @@ class GradientCollector:
         """A plain gradient came to the parameters of a call."""
         self._of(current_graph_task() if made_in == -1 else made_in).reached.append(leaves)
 
-    def receive_fallback(
-        self, fallback: VmapFallback, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
-    ) -> None:
+    def receive_fallback(self, fallback: VmapFallback, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
         """The gradient of what a module's own code returned; those of what it called layers with are still to come."""
         mini_batch = self._reached(fallback, task)
         fallback.saved, fallback.grads = saved, list(grads)
         mini_batch.fallbacks.append(fallback)
 
-    def receive_loop(
-        self, loop: LoopedCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
-    ) -> None:
+    def receive_loop(self, loop: LoopedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
         """The gradients of what a looped call returned."""
         del saved
         loop.grads = list(grads)
         self._reached(loop, task).loops.append(loop)
 
-    def receive_witnessed(
-        self, call: LoopedCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
-    ) -> None:
+    def receive_witnessed(self, call: LoopedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
         """The gradients of what an outermost call returned that one sample is run alone of."""
         del saved
         call.grads = list(grads)
         self._of(task).witnessed.append(call)
 
-    def receive_nothing(self, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int) -> None:
+    def receive_nothing(self, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
         """A backward through a call with no samples."""
         del saved, grads
         self._of(task).batch_size = 0

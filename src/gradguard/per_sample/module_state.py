@@ -107,25 +107,17 @@ class StateReader:
             The number that this state has from now on.
         """
         self._passed.update(self._changed)
-        loose = [place for place in self._changed if self._passed[place] >= self._limit(place)]
+        loose = []
+        for place in self._changed:
+            value = self._held.get(place)
+            counts = isinstance(value, int | float | _Items) and type(value) is not bool
+            if self._passed[place] >= (_PASSED_AS_NUMBER if counts else _PASSED):
+                loose.append(place)
         self._changed = set()
         if loose:
             self._loose |= dict.fromkeys(loose, self._calls)
             self._number = self._look_closely(typed=False)
         return self._number
-
-    def _limit(self, place: Place) -> int:
-        value = self._held.get(place)
-        return _PASSED_AS_NUMBER if isinstance(value, int | float | _Items) and type(value) is not bool else _PASSED
-
-    def _brings_nearer(self, place: Place) -> None:
-        """Count the change of a loose attribute."""
-        self.nearer += self._calls - self._loose[place]
-        self._loose[place] = self._calls
-
-    def _may_hold(self, place: Place, value: Any) -> bool:
-        """Tell whether other values may have to be looked at because of one that is, or was, at a place."""
-        return isinstance(value, nn.Module) or (place not in self._loose and _is_looked_into(value))
 
     def _values(self) -> Iterator[Any]:
         return chain(chain.from_iterable([c.values for c in self._containers]), (_END,))
@@ -141,7 +133,11 @@ class StateReader:
         """
         held, forms = self._held, self._forms
         rebound = _rebound(held, self._items())
-        if not typed or any(self._may_hold(place, value) for place, values in rebound.items() for value in values):
+        if not typed or any(  # other values may have to be looked at because of one that is, or was, at a place
+            isinstance(value, nn.Module) or (place not in self._loose and _is_looked_into(value))
+            for place, values in rebound.items()
+            for value in values
+        ):
             names = {one.name for one in self._containers}
             self.modules = list(self._module.modules())
             self._types = [type(m) for m in self.modules]
@@ -151,7 +147,8 @@ class StateReader:
         self._known, self._held = list(self._values()), self._items()
         for place, values in rebound.items():
             if place in self._loose:
-                self._brings_nearer(place)
+                self.nearer += self._calls - self._loose[place]
+                self._loose[place] = self._calls
             elif any(map(_is_looked_into, values)):
                 self._rebuilt[place] += 1
                 if self._rebuilt[place] > _PASSED:  # a list that is made anew in each call

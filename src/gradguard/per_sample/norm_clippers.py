@@ -107,7 +107,16 @@ class _PartNormClipper(NormClipper):
 
     def _chosen(self, parts: dict[str, list[str]]) -> list[float]:
         if isinstance(self.max_norms, dict):
-            return self._of_mapping(self.max_norms, [*parts])
+            covering = {part: [key for key in self.max_norms if _is_within(part, key)] for part in parts}
+            missing = [part for part, keys in covering.items() if not keys]
+            unknown = [key for key in self.max_norms if not any(_is_within(part, key) for part in parts)]
+            if missing or unknown:
+                raise InvalidValueError(
+                    f"max_norms: expected names of {self._part}s, or beginnings of them, that cover each trained "
+                    f"{self._part}; missing: {missing}, not of a trained {self._part}: {unknown}. A tied parameter "
+                    "belongs to the first module that holds it; PerParameterNormClipper takes the names of parameters."
+                )
+            return [self.max_norms[max(keys, key=len)] for keys in covering.values()]
         if not isinstance(self.max_norms, list):
             return [self.max_norms] * len(parts)
         if len(parts) != len(self.max_norms):
@@ -116,18 +125,6 @@ class _PartNormClipper(NormClipper):
                 f"({', '.join(map(repr, parts))}): expected one for each, or a single number, not in a list, for all."
             )
         return list(self.max_norms)
-
-    def _of_mapping(self, max_norms: dict[str, float], parts: Sequence[str]) -> list[float]:
-        covering = {part: [key for key in max_norms if _is_within(part, key)] for part in parts}
-        missing = [part for part, keys in covering.items() if not keys]
-        unknown = [key for key in max_norms if not any(_is_within(part, key) for part in parts)]
-        if missing or unknown:
-            raise InvalidValueError(
-                f"max_norms: expected names of {self._part}s, or beginnings of them, that cover each trained "
-                f"{self._part}; missing: {missing}, not of a trained {self._part}: {unknown}. A tied parameter belongs "
-                "to the first module that holds it; PerParameterNormClipper takes the names of parameters."
-            )
-        return [max_norms[max(keys, key=len)] for keys in covering.values()]
 
 
 class PerLayerNormClipper(_PartNormClipper):

@@ -86,7 +86,8 @@ class OperationTrace(TorchFunctionMode):
         if (
             not self._paused
             and (name := getattr(func, "__name__", "")) not in _READS
-            and not _is_idle(name, args, kwargs)
+            # ``requires_grad_()`` of what has a gradient, as hooks of checkpoints do, changes nothing
+            and not (name == "requires_grad_" and not kwargs and args[0].requires_grad and args[1:] in ((), (True,)))
         ):
             self._is_without_data = True
             self._note(func, args, kwargs)
@@ -105,22 +106,12 @@ class OperationTrace(TorchFunctionMode):
 
     def _follow_numbers(self, args: Sequence[Any], result: Tensor) -> None:
         """See whether a number made of a whole tensor, such as its largest value, goes into another tensor."""
-        of_all = any(isinstance(a, Tensor) and self._is_of_all(a) for a in args) if self._of_all else False
+        known = [(a, self._of_all.get(id(a))) for a in args if isinstance(a, Tensor)] if self._of_all else []
+        of_all = any(number is not None and number() is a for a, number in known)
         if result.dim():
             self.by_value = of_all
         elif of_all or (args and isinstance(args[0], Tensor) and args[0].dim()):
             self._of_all[id(result)] = weakref.ref(result)
-
-    def _is_of_all(self, tensor: Tensor) -> bool:
-        number = self._of_all.get(id(tensor))
-        return number is not None and number() is tensor
-
-    def _has_data(self, value: Any) -> bool:
-        """Tell whether values of the batch, of parameters or of chance may be in a tensor."""
-        if not isinstance(value, Tensor):
-            return False
-        known = self._without_data.get(id(value))
-        return known is None or known[0]() is not value or known[1] != changes_of(value)
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         forms: list[Any] = [func, *map(self._form, args)]
@@ -131,7 +122,10 @@ class OperationTrace(TorchFunctionMode):
 
     def _form(self, value: Any) -> Any:
         kind = type(value)
-        self._is_without_data = self._is_without_data and not self._has_data(value)
+        if issubclass(kind, Tensor):  # values of the batch, of parameters or of chance may be in it
+            known = self._without_data.get(id(value))
+            without = known is not None and known[0]() is value and known[1] == changes_of(value)
+            self._is_without_data = self._is_without_data and without
         if kind is Tensor or kind is nn.Parameter:
             node = value.grad_fn
             if node is None:
@@ -204,11 +198,6 @@ class OperationTrace(TorchFunctionMode):
     def pairs(self) -> set[Any]:
         """Pairs of neighbours."""
         return set(zip(self.events, self.events[1:], strict=False))
-
-
-def _is_idle(name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Tell whether a call changes nothing: ``requires_grad_()`` of what has a gradient, as hooks of checkpoints do."""
-    return name == "requires_grad_" and not kwargs and args[0].requires_grad and args[1:] in ((), (True,))
 
 
 class KnownOperations:

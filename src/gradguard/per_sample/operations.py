@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradguard.per_sample.contributions import Contribution, Materialized, wide
+from gradguard.per_sample.call_arguments import Slot
+from gradguard.per_sample.contributions import Contributions, Materialized, wide
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall
 from gradguard.per_sample.layers.linear import linear
 from gradguard.per_sample.layers.normalization import layer_norm_over, rms_norm_over
@@ -65,7 +66,7 @@ class ObservedOperation(NamedTuple):
     """
 
     kind: str
-    slots: tuple[tuple[nn.Module, str], ...]
+    slots: tuple[Slot, ...]
     operand: torch.Size
     result: torch.Size
 
@@ -120,14 +121,14 @@ def stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 
 def planned(
     two: Sequence[ObservedOperation | None], three: Sequence[ObservedOperation | None]
-) -> dict[tuple[nn.Module, str], PlannedOperation] | None:
+) -> dict[Slot, PlannedOperation] | None:
     """Return what to do with each parameter; None if that is not known of all of them.
 
     Args:
         two: The operations of a call for two samples.
         three: The operations of the same call for three.
     """
-    found: dict[tuple[nn.Module, str], PlannedOperation] = {}
+    found: dict[Slot, PlannedOperation] = {}
     if len(two) != len(three):
         return None
     for a, b in zip(two, three, strict=True):
@@ -165,7 +166,7 @@ def rule_of_result(operation: Operation, embedding: nn.Module, rule: LayerRule) 
     """
     of_operation = rule_of(operation).contributions
 
-    def contributions(call: LayerCall) -> dict[str, Contribution]:
+    def contributions(call: LayerCall) -> Contributions:
         rows, ids = of_operation(call)["weight"].materialize().gradients, call.args[-1]
         ids, first = ids.expand(len(rows), *ids.shape), [BatchAxis(0)]
         return rule.contributions(
@@ -175,7 +176,7 @@ def rule_of_result(operation: Operation, embedding: nn.Module, rule: LayerRule) 
     return LayerRule(contributions)
 
 
-def _elementwise(product: bool, shape: torch.Size, call: LayerCall) -> dict[str, Contribution]:
+def _elementwise(product: bool, shape: torch.Size, call: LayerCall) -> Contributions:
     """The gradient of the result, times the operand in a product, summed over what the parameter was repeated in."""
     rows = wide(call.grad())
     if product:
@@ -215,20 +216,13 @@ class ParameterProxy(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and (func in _ELEMENTWISE or func in _FUNCTIONS):
-            operation = operation_of(func, args, kwargs, _is_proxy)
+            operation = operation_of(func, args, kwargs, lambda value: isinstance(value, ParameterProxy))
             if operation is not None:
                 own = [one for one in operation.parameters.values() if isinstance(one, ParameterProxy)]
                 dims = operation.operand.dim()
                 if all((one.plan.kind, one.plan.dims) == (operation.kind, dims) for one in own):
                     return own[0].tapped(operation, func, args, kwargs)
-        leaves, kwargs = tree_map(_leaf_of, (tuple(args), kwargs))
+        leaf_of = lambda value: value.leaf if isinstance(value, ParameterProxy) else value  # noqa: E731
+        leaves, kwargs = tree_map(leaf_of, (tuple(args), kwargs))
         result = func(*leaves, **kwargs)
         return args[0] if stays(func, leaves, kwargs, result) else result
-
-
-def _is_proxy(value: Any) -> bool:
-    return isinstance(value, ParameterProxy)
-
-
-def _leaf_of(value: Any) -> Any:
-    return value.leaf if isinstance(value, ParameterProxy) else value

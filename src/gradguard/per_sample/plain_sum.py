@@ -55,27 +55,24 @@ class Leaves:
 
 
 def not_adding_up(found: Mapping[str, Contribution], leaves: Leaves, precision: float, size: Tensor | float) -> str:
-    """Return the name of a parameter whose samples' gradients do not add up to its plain one, "" if all do."""
-    off = [_off_from_sum(rows, leaves.plain.get(name), precision, size) for name, rows in found.items()]
-    errors = torch.stack(off).tolist() if off else []  # one look at the device
-    return next((name for name, error in zip(found, errors, strict=True) if error > 1), "")
-
-
-def _off_from_sum(contribution: Contribution, plain: Tensor | None, precision: float, size: Tensor | float) -> Tensor:
-    """Return how far the sum is from ``plain``, as a multiple of what rounding explains; 0 where it is not finite.
+    """Return the name of a parameter whose samples' gradients do not add up to its plain one, "" if all do.
 
     Args:
-        contribution: The per-sample gradients of one parameter.
-        plain: Autograd's own gradient; None for none, which is zero.
+        found: The per-sample gradients of each parameter.
+        leaves: Autograd's own gradients; one that did not come is zero.
         precision: Machine epsilon of the coarsest dtype that was computed in.
         size: Norm of what else the same call was given and gave.
     """
-    own = magnitude(contribution)
-    total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device))
-    off = total if plain is None else total.sub_(dense(plain).view(total.shape))
-    steps = 1.5 if precision > 1e-4 else 64.0
-    error = total_norm([off]) / (steps * precision * (own + size) + 1e-300)
-    return torch.where(error.isfinite(), error, 0.0)
+    errors, steps = list[Tensor](), 1.5 if precision > 1e-4 else 64.0
+    for name, contribution in found.items():
+        own, plain = magnitude(contribution), leaves.plain.get(name)
+        total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device))
+        off = total if plain is None else total.sub_(dense(plain).view(total.shape))
+        # As a multiple of what rounding explains; one that is not finite says nothing.
+        error = total_norm([off]) / (steps * precision * (own + size) + 1e-300)
+        errors.append(torch.where(error.isfinite(), error, 0.0))
+    each = torch.stack(errors).tolist() if errors else []  # one look at the device
+    return next((name for name, error in zip(found, each, strict=True) if error > 1), "")
 
 
 def magnitude(contribution: Contribution) -> Tensor:

@@ -17,6 +17,7 @@ from gradguard.distributed.placements import is_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import notice_scaled_losses
 from gradguard.optimizer_hooks import EveryStep
+from gradguard.per_sample.call_arguments import Slot
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
 from gradguard.torch_private import batch_norms, parameter_slots
@@ -125,7 +126,7 @@ def refuse_unsupported(module: nn.Module) -> None:
     refuse_batch_norm(module)
 
 
-def refuse_new_parameters(module: nn.Module, known: Container[tuple[nn.Module, str]]) -> None:
+def refuse_new_parameters(module: nn.Module, known: Container[Slot]) -> None:
     """Check that every parameter was there when the clipper was made.
 
     Args:

@@ -16,19 +16,17 @@ What cannot be followed layer by layer is tried again sample by sample; what fai
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, changes_of, promoted, tensor_leaves
+from gradguard.per_sample.call_arguments import Skeleton, Slot, changes_of, is_inexact, tensor_leaves
 from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.comparison import Comparison, SampleGradient
-from gradguard.per_sample.contributions import Contribution
-from gradguard.per_sample.dry_run import Slot, WithoutDropout
-from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.contributions import Contribution, Contributions
+from gradguard.per_sample.dry_run import WithoutDropout
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, frozen, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall
@@ -67,9 +65,14 @@ def _try(tracker: CallTracker, call: OuterCall) -> None:
         try:
             trial(tracker, call)
         except Exception as error:
-            words = _words_of(error)
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):  # which no model causes
+                raise
+            name = f"{type(error).__name__}: {error}."
+            followed = f"gradguard could not follow the module: its trial of some samples ended in {name}"
+            refused = isinstance(error, UnsupportedGradientError)
+            words = str(error) if refused else own_failure(error) or followed
             if not pattern.looped:
-                tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, words)
+                tracker.planner.run_one_by_one(pattern, call.batch, words)
                 pattern.sizes.clear()
                 _try(tracker, call)
                 return
@@ -79,7 +82,13 @@ def _try(tracker: CallTracker, call: OuterCall) -> None:
 
 
 def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
-    samples = _finite_samples(call, min(2, call.batch_size))
+    number = min(2, call.batch_size)
+    samples = call.batch.finite_samples(number)  # beside one with NaN or inf any others would look right
+    if len(samples) < number:
+        raise UnsupportedGradientError(
+            f"only {len(samples)} of the {call.batch_size} samples that {type(call.pattern.module).__name__} is called "
+            f"with are finite: it takes {number} to see whether samples are separate. {_NOT_FINITE}"
+        )
     follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
     found = compare(tracker, call, samples, note=True, opened=follows)
     if found is None:
@@ -117,7 +126,7 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
     ends = [0], [size - 1]
     first = max(1, size // 2 - (size // 2 + 1) % 2)
     if call.autocast is not None:  # under which an earlier call may have returned 16 bits
-        call = replace(call, autocast=None, arguments=promoted(call.arguments, torch.float32))
+        call = call.promoted(torch.float32)
     with _as_called(call) as reset, full_float32():
         with tracker.collect_separately(call.pattern), torch.enable_grad():
             try:
@@ -156,7 +165,7 @@ def _together(
     reset()
     loop = tracker.looped_call(call, order)
     loop.before = frozen(module)
-    args, kwargs = call.samples(order)
+    args, kwargs = call.batch.samples(order)
     with Draws() as loop.draws:
         outputs = Skeleton(module(*args, **kwargs)).tensors
     loop.precision = max(loop.precision, loop.draws.precision)
@@ -168,32 +177,6 @@ _LINEAR = 1e-6
 """The share of a gradient that may change where the gradient of the outputs is scaled: `torch.matrix_exp` chooses its
 series by the size of the gradient, and ends it at 1e-10."""
 _NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN or inf. Nothing was clipped."
-
-
-def _finite_samples(call: OuterCall, number: int) -> list[int]:
-    """Return the first samples without NaN or inf, beside which any others would look right.
-
-    Raises:
-        UnsupportedGradientError: If there are fewer than ``number``.
-    """
-    found = call.finite_samples(number)
-    if len(found) == number:
-        return found
-    raise UnsupportedGradientError(
-        f"only {len(found)} of the {call.batch_size} samples that {type(call.pattern.module).__name__} is called with "
-        f"are finite: it takes {number} to see whether samples are separate. {_NOT_FINITE}"
-    )
-
-
-def _words_of(error: Exception) -> str:
-    """Return what to say of an error that ended a trial; one that no model causes is raised again."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        raise error
-    if isinstance(error, UnsupportedGradientError):
-        return str(error)
-    if words := own_failure(error):
-        return words
-    return f"gradguard could not follow the module: its trial of some samples ended in {type(error).__name__}: {error}."
 
 
 def compare(
@@ -240,7 +223,7 @@ def compare(
     if doubled is not None:
         try:
             with substituted(doubled):
-                return compared(replace(call, arguments=promoted(call.arguments, torch.float64), autocast=None))
+                return compared(call.promoted(torch.float64))
         except UnsupportedGradientError:
             raise
         except Exception:
@@ -268,7 +251,7 @@ class _RehearsedPair:
         self._tracker, self._call, self._samples, self._reset = tracker, call, samples, reset
         self._reduction, self._pattern = tracker.reduction, call.pattern
         held = [tracker.parameter(name) for name in tracker.aliases]
-        self.precision = max(torch.finfo(p.dtype).eps for p in held if p.is_floating_point() or p.is_complex())
+        self.precision = max(torch.finfo(p.dtype).eps for p in held if is_inexact(p))
         self.owns_number = False
 
     def compare(self, scaled: bool, alone: int, both_orders: bool) -> Comparison | None:
@@ -352,7 +335,7 @@ class _RehearsedPair:
         """A random gradient for each output that grows with samples."""
         grads: list[Tensor | None] = []
         for place, (output, axis) in enumerate(zip(outputs, self._pattern.output_axes, strict=True)):
-            if axis is None or not output.requires_grad or not (output.is_floating_point() or output.is_complex()):
+            if axis is None or not output.requires_grad or not is_inexact(output):
                 grads.append(None)
             else:
                 grads.append(seeded_normal(output.shape, output.dtype, output.device, place))
@@ -364,7 +347,7 @@ class _RehearsedPair:
         scaled: bool,
         number: bool = False,
         once_more: bool = False,
-    ) -> tuple[LoopedCall, dict[str, Contribution]]:
+    ) -> tuple[LoopedCall, Contributions]:
         """Run the samples together, as the clipper sees them.
 
         Args:
@@ -391,13 +374,17 @@ class _RehearsedPair:
                 if grad is not None and axis is not None:
                     rows = axis.split(grad, len(order))
                     rows[-1].copy_(rows[0])
-            pairs = [
-                (o, g * scales[0] if a is None else _scaled(g, a, scales))
-                for o, g, a in zip(outputs, loop.grads, axes, strict=True)
-                if g is not None
-            ]
-            if pairs:
-                torch.autograd.backward([get_gradient_edge(o) for o, _ in pairs], [g for _, g in pairs])
+            edges, scaled_grads = [], []
+            for output, grad, axis in zip(outputs, loop.grads, axes, strict=True):
+                if grad is None:
+                    continue
+                grad = grad.clone() if axis else grad * scales[0]
+                for rows, scale in zip(axis.split(grad, len(order)), scales, strict=True) if axis else ():
+                    rows.mul_(scale)
+                edges.append(get_gradient_edge(output))
+                scaled_grads.append(grad)
+            if edges:
+                torch.autograd.backward(edges, scaled_grads)
             device = outputs[0].device if outputs else torch.device("cpu")
             found = {} if collector.mini_batch is None else collector.mini_batch.finish(device)
         return loop, found
@@ -441,14 +428,6 @@ class _RehearsedPair:
         return worst
 
 
-def _scaled(grad: Tensor, axis: BatchAxis, scales: Sequence[float]) -> Tensor:
-    """Return an output's gradient with the part at each place of the batch times the scale there."""
-    scaled = grad.clone()
-    for rows, scale in zip(axis.split(scaled, len(scales)), scales, strict=True):
-        rows.mul_(scale)
-    return scaled
-
-
 def _not_linear(module: nn.Module) -> str:
     return (
         f"the backward of {type(module).__name__} is not linear in the gradient that it gets: a gradient twice as "
@@ -473,7 +452,7 @@ def _in_float64(module: nn.Module, opened: bool) -> dict[Slot, Tensor] | None:
         (m, slot): tensor
         for m in module.modules()
         for slot, tensor in (parameter_slots(m) | buffer_slots(m)).items()
-        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+        if tensor is not None and is_inexact(tensor)
     }
     tensors = {id(tensor): tensor for tensor in places.values()}
     if sum(8 * tensor.numel() for tensor in tensors.values()) > _LARGEST_IN_FLOAT64:

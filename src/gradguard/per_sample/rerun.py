@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.call_arguments import Slot, is_inexact
 from gradguard.state.frozen import Frozen
 from gradguard.state.generators import accelerators_of, device_state, generator_states, have_drawn, restore_generators
 from gradguard.torch_private import (
@@ -114,7 +115,7 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def substituted(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+def substituted(tensors: Mapping[Slot, Tensor]) -> Iterator[None]:
     """Let each tensor stand in for the parameter (or buffer) that a module holds under a name.
 
     Args:
@@ -135,7 +136,7 @@ def substituted(tensors: Mapping[tuple[nn.Module, str], Tensor]) -> Iterator[Non
             renew_recurrent_weights(layer)
 
 
-def copied_buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+def copied_buffers(module: nn.Module) -> dict[Slot, Tensor]:
     """Return a copy of each buffer in ``module``, by the places that hold it."""
     copies = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
     places = {(m, slot): buffer for m in module.modules() for slot, buffer in buffer_slots(m).items()}
@@ -196,11 +197,7 @@ class Draws:
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, list | tuple) else [result]:
-            if (
-                isinstance(tensor, Tensor)
-                and tensor.numel() > 1
-                and (tensor.is_floating_point() or tensor.is_complex())
-            ):
+            if isinstance(tensor, Tensor) and tensor.numel() > 1 and is_inexact(tensor):
                 self.precision = max(self.precision, torch.finfo(tensor.dtype).eps)
         if is_draw(func, args, kwargs) and self._untold is None:
             try:
@@ -229,7 +226,13 @@ class Draws:
             raise self._untold
         now = generator_states([])
         restore_generators(self._generators)
-        drawn = _one_by_one(self.drawn, samples, batch_size) if layout == "one by one" else self.drawn
+        drawn = self.drawn
+        if layout == "one by one":  # draws that are alike follow one another, as many for each sample
+            drawn = list[tuple[str, Tensor]]()
+            for _, alike in itertools.groupby(self.drawn, lambda draw: (draw[0], draw[1].shape)):
+                run = list(alike)
+                own, rest = divmod(len(run), batch_size)
+                drawn += run if rest else [run[i * own + k] for i in samples for k in range(own)]
         replay = _Share(drawn, samples, batch_size, layout == "fastest")
         try:
             with each_operation(replay.draw):
@@ -250,16 +253,6 @@ class Draws:
 
         with each_operation(draw) if self._replayed else nullcontext():
             yield
-
-
-def _one_by_one(drawn: list[tuple[str, Tensor]], samples: Sequence[int], batch_size: int) -> list[tuple[str, Tensor]]:
-    """Leave out the draws of other samples, where draws that are alike follow one another, as many for each sample."""
-    found: list[tuple[str, Tensor]] = []
-    for _, alike in itertools.groupby(drawn, lambda draw: (draw[0], draw[1].shape)):
-        run = list(alike)
-        own, rest = divmod(len(run), batch_size)
-        found += run if rest else [run[i * own + k] for i in samples for k in range(own)]
-    return found
 
 
 class _Share:

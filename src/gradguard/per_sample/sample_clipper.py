@@ -26,7 +26,7 @@ from gradguard.per_sample.call_tracker import CallTracker, places_of_parameters,
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.comparison import Comparison
 from gradguard.per_sample.contributions import (
-    Contribution,
+    Contributions,
     joint_norm,
     sample_norms,
     scale_rows,
@@ -181,8 +181,7 @@ class PerSampleGradientClipper:
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
             scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
-            is_own = check and loss_reduction != "share"
-            self._loss_check = LossCheck(loss_reduction, batch_first, scale) if is_own else None
+            self._loss_check = LossCheck(loss_reduction, batch_first, scale, check and loss_reduction != "share")
             self._tracker = CallTracker(
                 module,
                 batch_first,
@@ -243,8 +242,7 @@ class PerSampleGradientClipper:
                 f"constant: expected a float, or a tensor with a dimension, got {type(value).__name__}. Call .item() "
                 "on a tensor of one number"
             )
-        if self._loss_check is not None:
-            self._loss_check.declare(value)
+        self._loss_check.declare(value)
         return value if isinstance(value, Tensor) else value * 1.0  # a float
 
     def per_sample_losses(self, loss_fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -324,13 +322,12 @@ class PerSampleGradientClipper:
             raise InvalidValueError("per_sample_losses: call the module first, with the batch that the losses are of.")
         if size == 0:
             return torch.cat([tensor.flatten()[:0] for tensor in tensor_leaves((args, kwargs)) if tensor.requires_grad])
-        if self._loss_check is None:
+        if not self._loss_check.reads:
             return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first, time_first=self._time_first))
         self._looked_at = (self._looked_at + 1) % size
         self._loss_check.look_at_bound(loss_fn, size)
         losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
-        due = self._tracker.witness is None or self._tracker.witness.is_due
-        return self._loss_check.own_losses(losses, self._looked_at, due)
+        return self._loss_check.own_losses(losses, self._looked_at, self._tracker.witness.is_due)
 
     def refuse_ambiguous_losses(self) -> None:
         """Refuse a loss with a number that may be another in the next batch, instead of waiting for that batch.
@@ -339,8 +336,7 @@ class PerSampleGradientClipper:
         declared by `constant`, or is 0.5. Private training calls this, because there the batch itself is random, and no
         batch that might have been drawn may give a sample another gradient.
         """
-        if self._loss_check is not None:
-            self._loss_check.refuse_ambiguous()
+        self._loss_check.refuse_ambiguous()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold: what the norm clipper has learned.
@@ -444,8 +440,7 @@ class PerSampleGradientClipper:
                 nothing is lost then.
         """
         self._accumulation.check("pre_step")
-        if self._loss_check is not None:
-            self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
+        self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
         trained = self.trained
         refuse_stale_gradients(trained, self._assigned)
         if self._tracker.planner.sharded:
@@ -454,8 +449,10 @@ class PerSampleGradientClipper:
             refuse_wrapped(trained.values())
         taken, size = self._summed()
         finite = self._finite if self._scaler is not None and self._scaler.is_enabled() else None
-        if self._scaler is not None:
-            self._show_overflow(taken)
+        if self._finite is not None:  # the scaler sees where all samples overflowed: it skips, and lowers its scale
+            smallest = min(taken.values(), key=Tensor.numel)
+            smallest += torch.where(self._finite, 0.0, torch.inf).to(smallest)
+            self._finite = None
         for name, parameter in trained.items():
             gradient = shard_like(taken[name].to(parameter.dtype), parameter)
             parameter.grad, self._assigned[name] = gradient, weakref.ref(gradient)
@@ -613,7 +610,7 @@ class PerSampleGradientClipper:
         device = self._device
         contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
         scale = self._sample_scale(size)
-        agree = None if self._loss_check is None else self._loss_check.labels_agree
+        agree = self._loss_check.labels_agree
         agree = True if agree is None else agree.to(device)
         norms, seen_finite = sample_norms(contributions, scale, agree)
         if unused := [name for name in self._names if name not in norms]:
@@ -621,7 +618,7 @@ class PerSampleGradientClipper:
         norms = {name: norms[name] for name in self._names}
         total = joint_norm(list(norms.values()))
         parts = [joint_norm([norms[name] for name in group]) for group in self._groups] if self._groups[1:] else [total]
-        is_private = self._loss_check is not None and self._loss_check.is_private
+        is_private = self._loss_check.is_private
         factors = checked_factors(self.norm_clipper, parts, apart=is_private)
         if is_private:
             self._accumulation.sensitivities.add(self.sensitivity())
@@ -652,30 +649,23 @@ class PerSampleGradientClipper:
         if mini_batch.batch_size > 0:
             try:
                 self._tracker.refuse_hooks()
-                if self._loss_check is not None:
-                    conclusive = self._loss_check.judge()
-                    if (factors := self._loss_check.factors) is not None:
-                        for call in (*mini_batch.loops, *mini_batch.witnessed):
-                            call.shares = factors / len(factors)
+                conclusive = self._loss_check.judge()
+                if (factors := self._loss_check.factors) is not None:
+                    for call in (*mini_batch.loops, *mini_batch.witnessed):
+                        call.shares = factors / len(factors)
                 device = self._device
                 with outside_autocast(device), full_float32():
                     mini_batch.finish(device)
-                    self._look_at_witness(mini_batch)
+                    try:
+                        self._tracker.witness.look(mini_batch)
+                    except UnsupportedGradientError:
+                        self.discard()  # what differs drops the whole step
+                        raise
             except UnsupportedGradientError:
                 self._tracker.collector.discard()
                 self._tracker.planner.forget()
                 raise
         self._tracker.verified(conclusive)
-
-    def _look_at_witness(self, mini_batch: MiniBatch) -> None:
-        """Compare one sample with what it gives alone, where that is due; what differs drops the whole step."""
-        if self._tracker.witness is None:
-            return
-        try:
-            self._tracker.witness.look(mini_batch)
-        except UnsupportedGradientError:
-            self.discard()
-            raise
 
     def _second_opinion(self, recorded: LoopedCall, sample: int) -> Comparison | None:
         """Compare one sample with all others of its batch beside it, in float64."""
@@ -688,11 +678,11 @@ class PerSampleGradientClipper:
             others = [i for i in range(recorded.batch_size) if i != sample]
             return compare(self._tracker, recorded.call, [sample, *others], alone=1)
 
-    def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
+    def _keep(self, mini_batch: MiniBatch) -> Contributions:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""
         contributions = mini_batch.finish(self._device)
         scale = self._sample_scale(mini_batch.batch_size)
-        kept: dict[str, Contribution] = {name: c.materialize() for name, c in contributions.items()}
+        kept: Contributions = {name: c.materialize() for name, c in contributions.items()}
         mini_batch.finished = kept
         self._gradients, self._clipped_by = {}, None
         for name, parameter in self.trained.items():
@@ -709,7 +699,6 @@ class PerSampleGradientClipper:
         self._loss_scale = self._scaler_scale()
         if self.loss_reduction != "token_mean":
             return (1 if self._adds_up else size) / self._loss_scale
-        assert self._loss_check is not None
         factors = self._loss_check.factors
         if factors is None:
             raise UnsupportedGradientError(
@@ -733,13 +722,6 @@ class PerSampleGradientClipper:
         factor = self._loss_scale / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size
 
-    def _show_overflow(self, sums: dict[str, Tensor]) -> None:
-        """Let the scaler see infinity where all samples overflowed, so that it skips the step and lowers its scale."""
-        if self._finite is not None:
-            smallest = min(sums.values(), key=Tensor.numel)
-            smallest += torch.where(self._finite, 0.0, torch.inf).to(smallest)
-            self._finite = None
-
     @property
     def _adds_up(self) -> bool:
         """Whether the samples' gradients add up to that of the loss, and are not averaged."""
@@ -754,7 +736,7 @@ class PerSampleGradientClipper:
         self._accumulation.check("take")
         size = self._accumulation.batch_size or 0
         sums = self._take(factor)
-        return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
+        return ClippedSums(self._names, [*self.trained.values()], [sums[n] for n in self._names], size)
 
     def _take(self, factor: float | Tensor | None) -> dict[str, Tensor]:
         """The sums times a factor, as they are held if it is None; a step ends."""

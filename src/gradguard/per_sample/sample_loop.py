@@ -9,7 +9,7 @@ in the batch, and must give what it gave there.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,16 @@ from torch.autograd.graph import get_gradient_edge
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import (
     Arguments,
+    Batch,
+    Gradients,
+    Places,
     Skeleton,
+    Slot,
     Versions,
     changes_of,
-    finite_samples,
-    take_samples,
+    promoted,
 )
-from gradguard.per_sample.contributions import Contribution, Materialized, real_parts, row_squares, wide
+from gradguard.per_sample.contributions import Contribution, Contributions, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
@@ -37,9 +40,6 @@ from gradguard.torch_private import parameter_slots
 _FINE = 1e-4
 """Machine epsilon of a dtype whose range is wide, at most."""
 
-Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
-"""The attributes of modules that hold each parameter."""
-
 
 @dataclass(frozen=True, eq=False)
 class OuterCall:
@@ -47,29 +47,27 @@ class OuterCall:
 
     Attributes:
         pattern: How it is treated.
-        arguments: The arguments of the module.
-        batch_first: Whether the batch is the first dimension of the arguments.
-        batch_size: Number of samples.
+        batch: The arguments of the module, and the samples in them.
         autocast: Device type and dtype of the autocast that it ran under, or None.
     """
 
     pattern: CallPattern
-    arguments: Arguments
-    batch_first: bool
-    batch_size: int
+    batch: Batch
     autocast: tuple[str, torch.dtype] | None
 
-    def samples(self, indices: Sequence[int]) -> Arguments:
-        """Return the arguments for some of the samples."""
-        return take_samples(self.arguments, self.batch_first, self.batch_size, indices, self.pattern.whole)
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return self.batch.size
 
-    def finite_samples(self, number: int) -> list[int]:
-        """Return the first ``number`` samples without NaN or inf, or with -inf if need be; fewer if there are few."""
-        found: list[int] = []
-        for masked in (False, True):
-            if len(found) < number:
-                found = finite_samples(self.arguments, self.batch_first, self.batch_size, self.pattern.whole, masked)
-        return found[:number]
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments of the module."""
+        return self.batch.arguments
+
+    def promoted(self, dtype: torch.dtype) -> "OuterCall":
+        """Return the call with arguments in no less than the precision of ``dtype``, without autocast."""
+        return replace(self, batch=replace(self.batch, arguments=promoted(self.arguments, dtype)), autocast=None)
 
 
 @dataclass(eq=False)
@@ -103,7 +101,7 @@ class LoopedCall:
     draws: Draws = field(default_factory=Draws)
     before: Frozen | None = None
     outputs: Versions = field(default_factory=list)
-    grads: Sequence[Tensor | None] = ()
+    grads: Gradients = ()
     leaves: Leaves | None = None
     shares: Tensor | None = None
     scales: Sequence[float] = ()
@@ -140,7 +138,7 @@ class LoopedCall:
         share = self.share_of(sample)
         return 1 / share if share > 0 and self.precision <= _FINE else 1.0
 
-    def contributions(self, budget: int) -> dict[str, Contribution]:
+    def contributions(self, budget: int) -> Contributions:
         """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
         values = {name: _value(places) for name, places in self.places.items()}
         if self.batch_size * sum(max(4, value.element_size()) * value.numel() for value in values.values()) > budget:
@@ -178,8 +176,16 @@ class LoopedCall:
         with self.quietly(), undisturbed(self.module, drop_rate=None), torch.enable_grad():
             for sample in samples:
                 yield self._run_one(sample, numbers)
-        if len(samples) == self.batch_size:
-            self._check_numbers(numbers)
+        if len(samples) < self.batch_size or self.reduction == "token_mean":  # whose shares were read from the graph
+            return
+        for (recorded, _), axis, grad, total in zip(
+            self.outputs, self.call.pattern.output_axes, self.grads, numbers, strict=True
+        ):
+            if axis is None and grad is not None and recorded.dim() == 0:
+                expected = total / (self.batch_size if self.reduction == "mean" else 1)
+                bar = max(4 * self.precision, min(1e3 * self.precision, self.precision**0.5))
+                if abs(float(recorded) - expected) > bar * abs(expected):
+                    raise UnsupportedGradientError(not_the_reduction(float(recorded), expected, self.reduction))
 
     def alone(self, samples: Sequence[int]) -> list[Tensor]:
         """Run some samples without the others, with the random numbers that they had in the batch.
@@ -199,7 +205,7 @@ class LoopedCall:
         failure: UnsupportedGradientError | None = None
         layouts = LAYOUTS if self.draws.drawn and not self._layout else (self._layout or LAYOUTS[0],)
         for layout in layouts:
-            args, kwargs = self.taken.get(samples[0]) or self.call.samples([self.order[i] for i in samples])
+            args, kwargs = self.taken.get(samples[0]) or self.call.batch.samples([self.order[i] for i in samples])
             if self.before is not None:
                 self.before.restore()
             leaves = {name: _value(slots).requires_grad_() for name, slots in places.items()}
@@ -284,17 +290,6 @@ class LoopedCall:
                 raise
             words = own_failure(error) or self._differs(f"it fails ({error})")
             raise UnsupportedGradientError(words) from error
-
-    def _check_numbers(self, numbers: list[float]) -> None:
-        """Check that each number which the batch returned, and that has a gradient, is the mean (or sum) of samples."""
-        if self.reduction == "token_mean":  # its shares were read from the graph
-            return
-        for i, (recorded, _) in enumerate(self.outputs):
-            if self.call.pattern.output_axes[i] is None and self.grads[i] is not None and recorded.dim() == 0:
-                expected = numbers[i] / (self.batch_size if self.reduction == "mean" else 1)
-                bar = max(4 * self.precision, min(1e3 * self.precision, self.precision**0.5))
-                if abs(float(recorded) - expected) > bar * abs(expected):
-                    raise UnsupportedGradientError(not_the_reduction(float(recorded), expected, self.reduction))
 
     def squares(self, name: str) -> Tensor:
         """The squared norms of one parameter's gradients, ``[B]``; all parameters' come from one loop."""
@@ -397,7 +392,7 @@ def not_the_reduction(found: float, expected: float, reduction: str) -> str:
     )
 
 
-def _value(places: Sequence[tuple[nn.Module, str]]) -> Tensor:
+def _value(places: Sequence[Slot]) -> Tensor:
     module, slot = places[0]
     value = parameter_slots(module)[slot]
     assert value is not None

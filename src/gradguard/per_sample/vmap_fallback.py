@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton
+from gradguard.per_sample.call_arguments import Gradients, Places, Skeleton, is_inexact
 from gradguard.per_sample.contributions import Materialized, wide
-from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, not_adding_up
 from gradguard.per_sample.rerun import Quietly, substituted, undisturbed
 from gradguard.torch_private import call_slot
-
-Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
-"""The attributes of modules that hold each parameter."""
 
 _CHUNK = 64 << 20
 """Bytes of per-sample gradients that torch.func computes at a time."""
@@ -50,9 +47,9 @@ class NestedCall:
     module: nn.Module
     tapped: list[int]
     axes: list[BatchAxis | None]
-    grads: Sequence[Tensor | None]
+    grads: Gradients
     output: Skeleton = field(default_factory=lambda: Skeleton(()))
-    output_axes: Sequence[BatchAxis | None] = ()
+    output_axes: Axes = ()
 
 
 @dataclass
@@ -81,9 +78,9 @@ class VmapFallback:
 
     module: nn.Module
     arguments: Skeleton
-    axes: Sequence[BatchAxis | None]
-    output_axes: Sequence[BatchAxis | None]
-    aliases: Aliases
+    axes: Axes
+    output_axes: Axes
+    aliases: Places
     values: Mapping[str, Tensor]
     autocast: tuple[str, torch.dtype] | None
     quietly: Quietly
@@ -92,7 +89,7 @@ class VmapFallback:
     nested_calls: list[NestedCall] = field(default_factory=list)
     saved: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
-    grads: Sequence[Tensor | None] = ()
+    grads: Gradients = ()
     leaves: Leaves | None = None
     in_place: bool = False
 
@@ -170,7 +167,7 @@ class VmapFallback:
         for result, grad in zip(results, tensors, strict=True):
             if result.shape != grad.shape:
                 raise UnsupportedGradientError(self._differs("a result has another shape for one sample"))
-            if _is_inexact(result):
+            if is_inexact(result):
                 total = total + (wide(result) * wide(grad).conj()).sum().real
         return total
 
@@ -208,7 +205,7 @@ class VmapFallback:
         if self.leaves is None:
             return
         grads = [grad for grad in self.grads if grad is not None]
-        dtypes = [t.dtype for t in (*self.saved, *self.results, *grads) if _is_inexact(t)]
+        dtypes = [t.dtype for t in (*self.saved, *self.results, *grads) if is_inexact(t)]
         precision = max((torch.finfo(dtype).eps for dtype in (*dtypes, *(self.autocast or ())[1:])), default=0.0)
         found = {name: Materialized(gradient) for name, gradient in gradients.items()}
         sizes = [*map(magnitude, found.values()), *(wide(grad).norm() for grad in grads)]
@@ -228,10 +225,6 @@ class VmapFallback:
             f"by sample: {what}. Move dropout and the like into a layer of its own (nn.Dropout), write x = x + y in "
             "place of x += y, and let each sample be computed by itself."
         )
-
-
-def _is_inexact(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import written
 from gradguard.per_sample.capture import reaches_inside, taps_are_silent
 from gradguard.per_sample.comparison import Comparison, SampleGradient
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.contributions import Contribution, Contributions
 from gradguard.per_sample.mini_batch import GradientCollector, MiniBatch
 from gradguard.per_sample.rerun import UntoldDrawsError
 from gradguard.per_sample.sample_loop import LoopedCall
@@ -57,9 +57,10 @@ class Witness:
     """Compares one sample of some mini-batches with what it gives alone.
 
     Args:
-        second_opinion: Asked where rounding may explain a difference.
+        second_opinion: Asked where rounding may explain a difference; None where no mini-batch is to be witnessed.
 
     Attributes:
+        is_active: Whether mini-batches are witnessed.
         mini_batch: Number of the mini-batch that is being made, from 1.
         last_good: The one in which the model was last found to be right; 0 for none.
         by_value: Whether forwards read values or select by them, so that another batch may do something else.
@@ -67,8 +68,9 @@ class Witness:
             first of its kind, what only such calls use is compared, and everything on the next mini-batch.
     """
 
-    def __init__(self, second_opinion: SecondOpinion) -> None:
-        self._second_opinion = second_opinion
+    def __init__(self, second_opinion: SecondOpinion | None) -> None:
+        self.is_active = second_opinion is not None
+        self._second_opinion = second_opinion or (lambda: None)
         self._random = random.Random()  # the user's generators are left alone
         self._chosen = self._random.random()
         self._next, self._gap, self._most = 1, 1, 1
@@ -177,7 +179,7 @@ class Witness:
             f"{known}Nothing of this step was taken."
         )
 
-    def _of_recorded(self, calls: Sequence[LoopedCall], found: Mapping[str, Contribution]) -> dict[str, Contribution]:
+    def _of_recorded(self, calls: Sequence[LoopedCall], found: Mapping[str, Contribution]) -> Contributions:
         """Return what parameters got that only recorded calls use.
 
         Raises:

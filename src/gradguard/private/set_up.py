@@ -127,7 +127,7 @@ def make_private(
                 "them out.",
             ),
             (
-                clipper._loss_check is None,
+                not clipper._loss_check.reads,
                 "the clipper has loss_reduction='share' or check=False: a share of a loss depends on the other "
                 "samples, and a loss that is not looked at may. No bound of one sample's part would follow. Leave it "
                 "out.",

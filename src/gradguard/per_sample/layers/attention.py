@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.contributions import Contributions
 from gradguard.per_sample.layers.call import LayerCall, sample_axis, zeros
 from gradguard.per_sample.layers.layer_replay import LayerReplay, replayed
 
@@ -26,7 +26,7 @@ class _AttentionArguments(NamedTuple):
     is_causal: bool = False
 
 
-def attention(call: LayerCall) -> dict[str, Contribution]:
+def attention(call: LayerCall) -> Contributions:
     """Return the contribution to each wanted parameter of a ``torch.nn.MultiheadAttention``.
 
     Raises:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import tensor_leaves
-from gradguard.per_sample.contributions import Contribution, Materialized, wide
+from gradguard.per_sample.call_arguments import Gradients, tensor_leaves
+from gradguard.per_sample.contributions import Contributions, Materialized, wide
 
 
 class BatchAxis(NamedTuple):
@@ -29,6 +29,10 @@ class BatchAxis(NamedTuple):
         """Return ``[B, ...]``: in the place of the dimension, the entries that each sample has there."""
         sizes = (-1, batch_size) if self.last else (batch_size, -1)
         return values.unflatten(self.dim, sizes).movedim(self.dim + self.last, 0)
+
+
+Axes = Sequence[BatchAxis | None]
+"""Where the samples lie in each of some tensors; None for one that belongs to no sample."""
 
 
 @dataclass
@@ -53,10 +57,10 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: list[Tensor | None]
-    grads: Sequence[Tensor | None]
+    grads: Gradients
     batch_size: int
-    axes: Sequence[BatchAxis | None]
-    grad_axes: Sequence[BatchAxis | None]
+    axes: Axes
+    grad_axes: Axes
     wanted: frozenset[str] = frozenset()
     generator_state: Tensor | None = field(default=None, repr=False)
     precision: float = 0.0
@@ -111,7 +115,7 @@ def positions(values: Tensor) -> Tensor:
     return values.flatten(1, -2)
 
 
-def zeros(call: LayerCall) -> dict[str, Contribution]:
+def zeros(call: LayerCall) -> Contributions:
     """Return a zero gradient for each sample and each wanted parameter."""
     parameters = {name: wide(call.module.get_parameter(name).detach()) for name in call.wanted}
     return {name: Materialized(values.new_zeros(call.batch_size, *values.shape)) for name, values in parameters.items()}

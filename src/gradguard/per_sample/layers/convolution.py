@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import (
-    Contribution,
+    Contributions,
     Materialized,
     Outer,
     Recomputed,
@@ -36,15 +36,16 @@ _CACHE, _FEW = 2 << 20, 8
 """Bytes that one kernel of several samples reads and writes at most, and a number of samples that is worth a kernel."""
 
 
-def convolution(call: LayerCall) -> dict[str, Contribution]:
+def convolution(call: LayerCall) -> Contributions:
     """``torch.nn.Conv1d`` to ``ConvTranspose3d``: every stride, dilation, padding, padding mode and group count."""
     inputs, grad = channel_frames(call)
-    contributions: dict[str, Contribution] = {}
+    contributions: Contributions = {}
     if "weight" in call.wanted:
         weight = ConvolutionWeight(call.module, inputs, grad)
         contributions["weight"] = Materialized(weight.correlations()) if weight.depthwise else weight
     if "bias" in call.wanted:
-        contributions["bias"] = Materialized(channel_sums(grad))
+        dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        contributions["bias"] = Materialized(grad.sum(dim=[1, *range(3, grad.dim())], dtype=dtype))
     return contributions
 
 
@@ -66,12 +67,6 @@ def channel_frames(call: LayerCall) -> tuple[Tensor, Tensor]:
     if grad.dim() == call.grads[0].dim():
         return inputs.unsqueeze(1), grad.unsqueeze(1)
     return inputs, grad
-
-
-def channel_sums(values: Tensor) -> Tensor:
-    """Return the sums of ``[B, k, C, ...]`` over all but samples and channels, ``[B, C]``, at least float32."""
-    dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
-    return values.sum(dim=[1, *range(3, values.dim())], dtype=dtype)
 
 
 class ConvolutionWeight(Recomputed):
@@ -160,19 +155,18 @@ class ConvolutionWeight(Recomputed):
     def rows(self, start: int, stop: int) -> Tensor:
         """Return what one kernel gives for all of them."""
         unfolded = self._disjoint or _unfolds(self._grad)
-        compute, chunk = (self._unfolded, self._at_once) if unfolded else (self._grouped, self._in_cache)
-        parts = [compute(first, min(first + chunk, stop)) for first in range(start, stop, chunk)]
+        chunk, parts = self._at_once if unfolded else self._in_cache, list[Tensor]()
+        for first in range(start, stop, chunk):
+            last = min(first + chunk, stop)
+            if unfolded:
+                outer = self._outer(first, last)
+                parts.append(outer.rows(0, outer.batch_size))
+                continue
+            # The k maps of a sample become the batch, over which the kernel sums; samples become groups of channels.
+            inputs, grad = (wide(x[first:last]).transpose(0, 1).flatten(1, 2) for x in (self._inputs, self._grad))
+            parts.append(self._weight_gradient(self._with_margins(inputs), grad, last - first))
         rows = torch.cat(parts) if parts else wide(self._grad).new_zeros(0)
         return rows.view(stop - start, *self.shape)
-
-    def _unfolded(self, start: int, stop: int) -> Tensor:
-        outer = self._outer(start, stop)
-        return outer.rows(0, outer.batch_size)
-
-    def _grouped(self, start: int, stop: int) -> Tensor:
-        """The k maps of a sample become the batch, over which the kernel sums; samples become groups of channels."""
-        inputs, grad = (wide(x[start:stop]).transpose(0, 1).flatten(1, 2) for x in (self._inputs, self._grad))
-        return self._weight_gradient(self._with_margins(inputs), grad, stop - start)
 
     @property
     def _in_cache(self) -> int:

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution, TableRows, wide
+from gradguard.per_sample.contributions import Contributions, TableRows, wide
 from gradguard.per_sample.layers.call import LayerCall, samples_first
 
 
-def embedding(call: LayerCall) -> dict[str, Contribution]:
+def embedding(call: LayerCall) -> Contributions:
     """``torch.nn.Embedding``: row ``ids[i, t]`` gets :math:`G_{it}`; the row at ``padding_idx`` gets nothing.
 
     Returns:
@@ -30,7 +30,7 @@ def embedding(call: LayerCall) -> dict[str, Contribution]:
     return {"weight": TableRows(ids, values, module.weight.shape)}
 
 
-def embedding_bag(call: LayerCall) -> dict[str, Contribution]:
+def embedding_bag(call: LayerCall) -> Contributions:
     """``torch.nn.EmbeddingBag`` of ``[B, T]`` bags: sum (weighted too), mean and max.
 
     Returns:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution, Materialized, Outer, Recomputed, wide
+from gradguard.per_sample.contributions import Contributions, Materialized, Outer, Recomputed, wide
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall, by_sample, zeros
 from gradguard.state.generators import device_state, set_device_state
 
@@ -64,7 +64,7 @@ class LayerReplay:
         self._uses[used].append((output.requires_grad_(), values))
         return output
 
-    def contributions(self, outputs: list[Tensor], axis: BatchAxis) -> dict[str, Contribution]:
+    def contributions(self, outputs: list[Tensor], axis: BatchAxis) -> Contributions:
         """Return those of the wanted parameters, by one backward from what the layer returned."""
         call = self._call
         reached = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, call.grads, strict=True) if grad is not None]
@@ -84,7 +84,7 @@ class LayerReplay:
                 weights[used.weight].append(Outer(left, right))
             if used.bias in call.wanted:
                 biases[used.bias].append(wide(left).sum(1))
-        contributions: dict[str, Contribution] = {n: b[0] if len(b) == 1 else _Stacked(b) for n, b in weights.items()}
+        contributions: Contributions = {n: b[0] if len(b) == 1 else _Stacked(b) for n, b in weights.items()}
         for name, sums in biases.items():
             shape = call.module.get_parameter(name).shape
             contributions[name] = Materialized(torch.cat(sums, 1).view(call.batch_size, *shape))
@@ -114,7 +114,7 @@ class _Stacked(Recomputed):
 
 def replayed(
     call: LayerCall, axis: BatchAxis, dropout: float, forward: Callable[[LayerReplay], list[Tensor]]
-) -> dict[str, Contribution]:
+) -> Contributions:
     """Return the contribution to each wanted parameter of a layer whose forward is run again.
 
     Args:

@@ -1,13 +1,19 @@
 """Linear layers of any leading dimensions: the weight's per-sample gradient is a sum of outer products."""
 
-from gradguard.per_sample.contributions import Contribution, Materialized, Outer, as_computed, sum_positions
+from gradguard.per_sample.contributions import (
+    Contributions,
+    Materialized,
+    Outer,
+    as_computed,
+    sum_positions,
+)
 from gradguard.per_sample.layers.call import LayerCall, positions
 
 
-def linear(call: LayerCall) -> dict[str, Contribution]:
+def linear(call: LayerCall) -> Contributions:
     r"""``torch.nn.Linear``: :math:`g_i = \sum_t G_{it} \otimes A_{it}`, and :math:`\sum_t G_{it}` for the bias."""
     grad = positions(call.grad())
-    contributions: dict[str, Contribution] = {}
+    contributions: Contributions = {}
     if "weight" in call.wanted:
         contributions["weight"] = Outer(grad, as_computed(positions(call.input()), grad))
     if "bias" in call.wanted:
@@ -15,7 +21,7 @@ def linear(call: LayerCall) -> dict[str, Contribution]:
     return contributions
 
 
-def transposed_linear(call: LayerCall) -> dict[str, Contribution]:
+def transposed_linear(call: LayerCall) -> Contributions:
     """Hugging Face's ``Conv1D``, whose weight is ``[in, out]``."""
     contributions = linear(call)
     if isinstance(weight := contributions.get("weight"), Outer):

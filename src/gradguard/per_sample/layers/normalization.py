@@ -12,43 +12,43 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution, Materialized, wide
+from gradguard.per_sample.contributions import Contributions, Materialized, wide
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.layers.convolution import channel_frames
 
 _DIMENSIONS = ((nn.InstanceNorm1d, 3), (nn.InstanceNorm2d, 4), (nn.InstanceNorm3d, 5))
 
 
-def layer_norm(call: LayerCall) -> dict[str, Contribution]:
+def layer_norm(call: LayerCall) -> Contributions:
     r"""``torch.nn.LayerNorm``: :math:`g_i = \sum_t \hat x_{it} \circ G_{it}`, and :math:`\sum_t G_{it}`."""
     module: Any = call.module
     return layer_norm_over(call, list(module.normalized_shape), module.eps)
 
 
-def layer_norm_over(call: LayerCall, shape: list[int], eps: float) -> dict[str, Contribution]:
+def layer_norm_over(call: LayerCall, shape: list[int], eps: float) -> Contributions:
     """``torch.nn.functional.layer_norm`` over the last dimensions, of ``shape``."""
     return _over_last(call, shape, lambda values: torch.native_layer_norm(values, shape, None, None, eps)[0])
 
 
-def rms_norm(call: LayerCall) -> dict[str, Contribution]:
+def rms_norm(call: LayerCall) -> Contributions:
     """``torch.nn.RMSNorm``, the same without a mean; ``eps=None`` is the smallest step of the computing dtype."""
     module: Any = call.module
     return rms_norm_over(call, list(module.normalized_shape), module.eps)
 
 
-def rms_norm_over(call: LayerCall, shape: list[int], eps: float | None) -> dict[str, Contribution]:
+def rms_norm_over(call: LayerCall, shape: list[int], eps: float | None) -> Contributions:
     """``torch.nn.functional.rms_norm`` over the last dimensions, of ``shape``."""
     return _over_last(call, shape, lambda values: torch.rms_norm(values, shape, None, eps))
 
 
-def group_norm(call: LayerCall) -> dict[str, Contribution]:
+def group_norm(call: LayerCall) -> Contributions:
     """``torch.nn.GroupNorm``: sums over positions, one number for each channel."""
     module: Any = call.module
     # torch.nn.functional's own refuses a single value for each channel, which here is the forward's business.
     return _over_positions(call, lambda x: torch.group_norm(x, module.num_groups, None, None, module.eps, False))
 
 
-def instance_norm(call: LayerCall) -> dict[str, Contribution]:
+def instance_norm(call: LayerCall) -> Contributions:
     """``torch.nn.InstanceNorm1d`` to ``3d``: one group for each channel, or the running statistics in evaluation.
 
     Returns:
@@ -70,14 +70,14 @@ def instance_norm(call: LayerCall) -> dict[str, Contribution]:
     return batch_norm(call)
 
 
-def batch_norm(call: LayerCall) -> dict[str, Contribution]:
+def batch_norm(call: LayerCall) -> Contributions:
     """``torch.nn.BatchNorm1d`` to ``3d`` in evaluation: the running statistics are constants."""
     module: Any = call.module
     mean, variance = wide(module.running_mean), wide(module.running_var)
     return _over_positions(call, lambda x: functional.batch_norm(x, mean, variance, eps=module.eps))
 
 
-def _over_last(call: LayerCall, shape: list[int], normalise: Callable[[Tensor], Tensor]) -> dict[str, Contribution]:
+def _over_last(call: LayerCall, shape: list[int], normalise: Callable[[Tensor], Tensor]) -> Contributions:
     for axis in (call.axes[0], call.grad_axes[0]):
         if axis is not None and call.grads[0] is not None and axis.dim >= call.grads[0].dim() - len(shape):
             raise UnsupportedGradientError(
@@ -89,16 +89,14 @@ def _over_last(call: LayerCall, shape: list[int], normalise: Callable[[Tensor], 
     return _affine(call, lambda: normalise(wide(call.input())), grad, range(1, grad.dim() - len(shape)))
 
 
-def _over_positions(call: LayerCall, normalise: Callable[[Tensor], Tensor]) -> dict[str, Contribution]:
+def _over_positions(call: LayerCall, normalise: Callable[[Tensor], Tensor]) -> Contributions:
     inputs, grad = channel_frames(call)
     over = [1, *range(3, grad.dim())]
     normalised = lambda: normalise(wide(inputs).flatten(0, 1)).unflatten(0, inputs.shape[:2])  # noqa: E731
     return _affine(call, normalised, wide(grad), over)
 
 
-def _affine(
-    call: LayerCall, normalised: Callable[[], Tensor], grad: Tensor, over: Sequence[int]
-) -> dict[str, Contribution]:
+def _affine(call: LayerCall, normalised: Callable[[], Tensor], grad: Tensor, over: Sequence[int]) -> Contributions:
     """Return the contributions of what multiplies normalised inputs and is added to them, summed over dimensions."""
     factors = {"weight": lambda: normalised().mul_(grad), "bias": lambda: grad}
     values = {name: factor() for name, factor in factors.items() if name in call.wanted}

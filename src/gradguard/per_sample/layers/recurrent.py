@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.contributions import Contributions
 from gradguard.per_sample.layers.call import LayerCall, sample_axis, zeros
 from gradguard.per_sample.layers.layer_replay import LayerReplay, replayed
 
@@ -44,7 +44,10 @@ class _DirectedLayer:
 
     def run(self, sequence: Tensor, state: State) -> tuple[Tensor, State]:
         """Return the outputs ``[T, rows, H]`` and the last state."""
-        state = state or self._zero_state(sequence)
+        if not state:
+            rows, size = sequence.shape[1], self._module.hidden_size
+            hidden = sequence.new_zeros(rows, _projection(self._module) or size)
+            state = hidden, sequence.new_zeros(rows, size)
         steps = self._linear("ih", sequence).unbind(0)  # the input's share for all times is one product
         reverse = self._suffix.endswith("_reverse")
         outputs: list[Tensor] = []
@@ -73,18 +76,13 @@ class _DirectedLayer:
     def _projected(self, output: Tensor) -> Tensor:
         return self._replay.linear(output, f"weight_hr{self._suffix}") if _projection(self._module) else output
 
-    def _zero_state(self, sequence: Tensor) -> State:
-        rows, size = sequence.shape[1], self._module.hidden_size
-        hidden = sequence.new_zeros(rows, _projection(self._module) or size)
-        return hidden, sequence.new_zeros(rows, size)
-
 
 def _projection(module: nn.RNNBase | nn.RNNCellBase) -> int:
     """Return to how many numbers an LSTM projects its output; 0 for none."""
     return module.proj_size if isinstance(module, nn.RNNBase) else 0
 
 
-def recurrent(call: LayerCall) -> dict[str, Contribution]:
+def recurrent(call: LayerCall) -> Contributions:
     """Return the contribution to each wanted parameter of a ``torch.nn.LSTM``, ``torch.nn.GRU`` or ``torch.nn.RNN``.
 
     Raises:
@@ -126,7 +124,7 @@ def _run_layers(
     return [output, *(torch.stack(states) for states in zip(*last, strict=True))]
 
 
-def recurrent_cell(call: LayerCall) -> dict[str, Contribution]:
+def recurrent_cell(call: LayerCall) -> Contributions:
     """Return the contribution to each wanted parameter of a ``torch.nn.LSTMCell``, ``GRUCell`` or ``RNNCell``.
 
     Raises:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from gradguard.per_sample.contributions import Contribution
+from gradguard.per_sample.contributions import Contributions
 from gradguard.per_sample.layers.attention import attention
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.layers.convolution import convolution
@@ -23,7 +23,7 @@ class LayerRule(NamedTuple):
         replays: The rule runs the layer's forward again, so it is given the outputs and the generator's state.
     """
 
-    contributions: Callable[[LayerCall], dict[str, Contribution]]
+    contributions: Callable[[LayerCall], Contributions]
     replays: bool = False
 
 

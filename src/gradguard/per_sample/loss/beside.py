@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
-    TAPS,
+    PRODUCTS,
     Dependence,
     Unreadable,
+    Value,
     dims_of,
-    inputs_of,
+    fold,
+    input_of,
     is_linear,
     operation,
     operations,
@@ -37,8 +39,6 @@ from gradguard.per_sample.loss.loss_graph import (
 )
 from gradguard.torch_private import arguments_of, input_metadata_of, saved_all, saved_tensors
 
-Value = tuple[Node, int]
-
 TAKES_BESIDE = operations(
     "Mul Div Where MaskedFill MaskedSelect Pow Maximum Minimum Fmax Fmin Xlogy Atan2 Lerp Addcmul Addcdiv Clamp "
     "ClampMin ClampMax Dot MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
@@ -46,14 +46,14 @@ TAKES_BESIDE = operations(
 )
 """Operations whose constants are broadcast beside values."""
 
-_PRODUCTS = operations("Mm Bmm Mv Addmm Baddbmm Addmv")
+_PRODUCTS = PRODUCTS - {"Dot"} | operations("Addmm Baddbmm Addmv")
 _ADDING_UNSEEN = operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
 """Affine operations that do not save what they add."""
 
 _BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices Convolution ConvolutionOverrideable")
 """Operations that choose or put values, whose constants lie beside none, and those that only a module may take."""
 
-_MOVING = operations(
+_TAKEN = operations(
     "Gather Take TakeAlongDim Topk Sort Max Min Amax Amin Median Kthvalue Cumsum Flip Roll Repeat Diagonal Tril Triu"
 )
 """Operations that are linear once they have chosen what they take, beside those that a loss is read through."""
@@ -77,14 +77,19 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
     Dimensions of a constant are those of the value, from the first on; more of them are new in the result.
     """
     name = operation(node)
-    inputs = inputs_of(node, depends)
+    inputs = depends.inputs(node)
     if not inputs or name not in TAKES_BESIDE | _PRODUCTS | LABELLED | {"Index"}:
         return
-    child, number = node.next_functions[inputs[0]]
-    assert child is not None
-    value, shape = (child, number), shape_of(child, number)
+    value = input_of(node, inputs[0])
+    shape = value.shape
     if name == "Index":
-        yield from ((value, mask) for mask in _masks(node, len(shape)))
+        at = 0
+        for index in saved(node, "indices"):
+            used = 1
+            if isinstance(index, Tensor) and index.dtype == torch.bool:
+                used = index.dim()
+                yield value, index.view((1,) * at + index.shape + (1,) * (len(shape) - at - used))
+            at += used
         return
     if name in LABELLED:
         if (weights := saved(node, "weight")) is not None and len(shape) > 1:
@@ -93,7 +98,7 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
     for constant in (one for one in saved_tensors(node) if not one.requires_grad and one.dim()):
         if name not in _PRODUCTS:
             whole = shape if constant.shape == shape else torch.broadcast_shapes(shape, constant.shape)
-            place = value if whole == shape else (node, 0)
+            place = value if whole == shape else Value(node)
             yield place, constant[(None,) * (len(whole) - constant.dim())] if constant.dim() < len(whole) else constant
         elif len(inputs) == 1 and constant.dim() == 1:
             yield value, constant.unsqueeze(0)
@@ -103,38 +108,21 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
             yield value, turned if len(shape) < constant.dim() else turned.unsqueeze(-3 if left else -2)
 
 
-def _masks(node: Node, dims: int) -> Iterator[Tensor]:
-    """Yield the masks by which values are indexed, with a dimension for each of the value's."""
-    at = 0
-    for index in saved(node, "indices"):
-        if isinstance(index, Tensor) and index.dtype == torch.bool:
-            yield index.view((1,) * at + index.shape + (1,) * (dims - at - index.dim()))
-            at += index.dim()
-        else:
-            at += 1
-
-
 def adds_unseen(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation adds a constant that it does not save."""
-    inputs, places = inputs_of(node, depends), node.next_functions
-    return operation(node) in _ADDING_UNSEEN and (len(inputs) < len(places) or len(places) == 1)
+    count, places = len(depends.inputs(node)), len(node.next_functions)
+    return operation(node) in _ADDING_UNSEEN and (count < places or places == 1)
 
 
 def hides_constant(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation takes a constant of any size that it need not save, in a way that is not known."""
     known = operation(node) in TAKES_BESIDE | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
-    return not known and 0 < len(inputs_of(node, depends)) < len(node.next_functions)
-
-
-def puts_unseen(node: Node, depends: Dependence) -> bool:
-    """Tell whether an operation may put constants among values that it passes on, which it does not save."""
-    return operation(node) == "MaskedFill" or hides_constant(node, depends)
+    return not known and 0 < len(depends.inputs(node)) < len(node.next_functions)
 
 
 def is_affine(node: Node, depends: Dependence) -> bool:
     """Tell whether a value is a linear function of one value of the samples, or of several, and a constant."""
-    inputs, name = inputs_of(node, depends), operation(node)
-    return is_linear(name, inputs) or (name in _ADDING_UNSEEN and len(inputs) == 1)
+    return is_linear(node, depends) or (operation(node) in _ADDING_UNSEEN and len(depends.inputs(node)) == 1)
 
 
 def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
@@ -143,18 +131,18 @@ def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
     for node in nodes:
         for tensor in saved_tensors(node):
             if tensor.requires_grad:
-                edge = get_gradient_edge(tensor)
-                found[edge.node, edge.output_nr] = tensor.detach()
-                if operation(edge.node) == "Clone":  # of what an operation in place has written over
-                    copied[parents(edge.node)[0]] = tensor.detach()
+                value = Value.of(tensor)
+                found[value] = tensor.detach()
+                if value.operation == "Clone":  # of what an operation in place has written over
+                    copied[parents(value.node)[0]] = tensor.detach()
         if (again := _again(node)) is not None:
-            found.setdefault((node, 0), again)
+            found.setdefault(Value(node), again)
     return copied | found
 
 
 def _again(node: Node) -> Tensor | None:
     """Return the result of a function of torch's where the operation saved all that it takes."""
-    for function, names, tensors in _functions(operation(node)) if operation(node) not in _MOVING else ():
+    for function, names, tensors in _functions(operation(node)) if operation(node) not in _TAKEN else ():
         given = saved_all(node, names) if len(names) >= len(node.next_functions) else None
         if given is None or any(tensors[i] != isinstance(one, Tensor) for i, one in enumerate(given) if i in tensors):
             continue
@@ -298,155 +286,185 @@ def recovered_values(nodes: Sequence[Node]) -> dict[Value, Bounds]:
     return found
 
 
-def added(
-    value: Value, whole: Bounds, known: Mapping[Value, Tensor], depends: Dependence
-) -> tuple[Bounds, Bounds] | None:
-    """Return the constant in a value; None if it cannot be told.
-
-    It is given twice: by the rounding of each element where its parts do not cancel, and of any, where they do.
+class AffineChains:
+    r"""The affine operations from known values on, and the constants that they add.
 
     Args:
-        value: Where it was computed.
-        whole: The value, without rounding where an operation saved it.
-        known: The values that are known.
-        depends: Knows which values depend on the samples.
-
-    Raises:
-        Unreadable: If a backward from there cannot be run.
-    """
-    below = _behind(value, known, depends)
-    if any(one not in known for one in below):
-        return None
-    cotangent = torch.zeros_like(whole.low, requires_grad=True)
-    with _reading(value, below):
-        pulled = torch.autograd.grad(
-            [GradientEdge(*value)],  # pyright: ignore[reportArgumentType]
-            [GradientEdge(*one) for one in below],  # pyright: ignore[reportArgumentType]
-            [cotangent],
-            retain_graph=True,
-            create_graph=True,
-        )
-        product = torch.stack([(known[one] * each).sum() for one, each in zip(below, pulled, strict=True)]).sum()
-        [linear] = torch.autograd.grad(product, cotangent)
-    chain = list(_affine(value, known, depends))
-    kinds = {whole.low.dtype, *[known[one].dtype for one in below]}
-    kinds |= {one.dtype for node in chain for one in input_metadata_of(node)}
-    rounding = min(16, 2 + len(chain)) * max(torch.finfo(kind).eps for kind in kinds)
-    whole, linear = whole.wide(), linear.to(_wide(linear))
-    each = rounding * (whole.middle.nan_to_num(0.0, 0.0, 0.0).abs() + linear.abs())
-    most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
-    low, high = whole.low - linear, whole.high - linear
-    if sum(adds_unseen(node, depends) for node in chain) == 1 and not _SUMMING & set(map(operation, chain)):
-        most = each  # nothing that is larger than the value has been there
-    return Bounds(low - each, high + each), Bounds(low - most, high + most)
-
-
-def where_added(part: Value, value: Value, constant: Bounds, known: Container[Value], depends: Dependence) -> Bounds:
-    """Return the constant in a value as it was where an operation added it to a part of the value.
-
-    Operations since then have chosen and scaled elements. With :math:`J` for what they do, the constant c was
-
-    .. math:: s = (J^T c) / (J^T J 1)
-
-    where each of its elements comes from one of s, or from a plain sum of them. What no element takes is not known.
-
-    Args:
-        part: Where it was added.
-        value: Where it is seen.
-        constant: As it is there.
         known: The values that are known, through which nothing is followed.
         depends: Knows which values depend on the samples.
-
-    Raises:
-        Unreadable: If a backward from there cannot be run.
     """
-    is_known = constant.are_known
-    middle, rounding = (torch.where(is_known, one, 0.0) for one in (constant.middle, constant.rounding))
-    factors = torch.where(is_known, reached(part, value, known, depends), 0.0)
-    with _reading(value, _behind(value, known, depends)):
-        weights, sums, errors = (_pulled(value, part, one) for one in (factors, middle, rounding * factors.sign()))
-    found = (sums / weights).where(weights > 0, torch.nan)
-    return Bounds.around(found, errors / weights + 16 * torch.finfo(found.dtype).eps * found.abs())
+
+    def __init__(self, known: Mapping[Value, Tensor], depends: Dependence) -> None:
+        self.known, self._depends = known, depends
+
+    def below(self, value: Value) -> list[Node]:
+        """Return the affine operations from a value to the known ones that are nearest."""
+
+        def ends(place: Value) -> bool:
+            moves = place.operation in _TAKEN or is_affine(place.node, self._depends)
+            return (place in self.known and place != value) or not moves
+
+        places = walk([value], lambda place: () if ends(place) else self._depends.below(place.node))
+        return [place.node for place in places if not ends(place)]
+
+    def nearest(self, value: Value) -> list[Value]:
+        """Return the nearest values that a value is an affine function of."""
+        nodes = dict.fromkeys(self.below(value))
+        edges = dict.fromkeys([value, *[edge for node in nodes for edge in self._depends.below(node)]])
+        return [edge for edge in edges if (edge in self.known and edge != value) or edge.node not in nodes]
+
+    def add_unseen(self, value: Value) -> bool:
+        """Tell whether a constant that is not saved was added to a value, or to one that it is a function of."""
+        return any(adds_unseen(node, self._depends) for node in self.below(value))
+
+    def put_nothing_unseen(self, value: Value) -> bool:
+        """Tell whether operations made a value of known ones, none of which may put in what it does not save."""
+        depends, nodes = self._depends, self.below(value)
+        puts = (operation(n) == "MaskedFill" or adds_unseen(n, depends) or hides_constant(n, depends) for n in nodes)
+        return bool(nodes) and not any(puts)
+
+    def are_told(self, value: Value, ends: Container[Value]) -> bool:
+        """Tell whether what was added to a value follows from known values, or lies within the module.
+
+        Args:
+            value: Where it was computed.
+            ends: The values that the module returned.
+
+        Returns:
+            Whether it is so.
+        """
+        return all(edge in self.known or (edge.is_tap and edge not in ends) for edge in self.nearest(value))
+
+    def added(self, value: Value, whole: Bounds) -> tuple[Bounds, Bounds] | None:
+        """Return the constant in a value; None if it cannot be told.
+
+        It is given twice: by the rounding of each element where its parts do not cancel, and of any, where they do.
+
+        Args:
+            value: Where it was computed.
+            whole: The value, without rounding where an operation saved it.
+
+        Raises:
+            Unreadable: If a backward from there cannot be run.
+        """
+        below, known = self.nearest(value), self.known
+        if any(one not in known for one in below):
+            return None
+        cotangent = torch.zeros_like(whole.low, requires_grad=True)
+        with _reading(value, below):
+            pulled = torch.autograd.grad(
+                [GradientEdge(*value)],  # pyright: ignore[reportArgumentType]
+                [GradientEdge(*one) for one in below],  # pyright: ignore[reportArgumentType]
+                [cotangent],
+                retain_graph=True,
+                create_graph=True,
+            )
+            product = torch.stack([(known[one] * each).sum() for one, each in zip(below, pulled, strict=True)]).sum()
+            [linear] = torch.autograd.grad(product, cotangent)
+        chain = self.below(value)
+        kinds = {whole.low.dtype, *[known[one].dtype for one in below]}
+        kinds |= {one.dtype for node in chain for one in input_metadata_of(node)}
+        rounding = min(16, 2 + len(chain)) * max(torch.finfo(kind).eps for kind in kinds)
+        whole, linear = whole.wide(), linear.to(_wide(linear))
+        each = rounding * (whole.middle.nan_to_num(0.0, 0.0, 0.0).abs() + linear.abs())
+        most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
+        low, high = whole.low - linear, whole.high - linear
+        is_one = sum(adds_unseen(node, self._depends) for node in chain) == 1
+        if is_one and _SUMMING.isdisjoint(map(operation, chain)):
+            most = each  # nothing that is larger than the value has been there
+        return Bounds(low - each, high + each), Bounds(low - most, high + most)
+
+    def where_added(self, part: Value, value: Value, constant: Bounds) -> Bounds:
+        """Return the constant in a value as it was where an operation added it to a part of the value.
+
+        Operations since then have chosen and scaled elements. With :math:`J` for what they do, the constant c was
+
+        .. math:: s = (J^T c) / (J^T J 1)
+
+        where each of its elements comes from one of s, or from a plain sum of them. What no element takes is not known.
+
+        Args:
+            part: Where it was added.
+            value: Where it is seen.
+            constant: As it is there.
+
+        Raises:
+            Unreadable: If a backward from there cannot be run.
+        """
+        is_known = constant.are_known
+        middle, rounding = (torch.where(is_known, one, 0.0) for one in (constant.middle, constant.rounding))
+        factors = torch.where(is_known, self.reached(part, value), 0.0)
+        with _reading(value, self.nearest(value)):
+            weights, sums, errors = (_pulled(value, part, one) for one in (factors, middle, rounding * factors.sign()))
+        found = (sums / weights).where(weights > 0, torch.nan)
+        return Bounds.around(found, errors / weights + 16 * torch.finfo(found.dtype).eps * found.abs())
+
+    def reached(self, part: Value, value: Value) -> Tensor:
+        """Return what each element of a value gains where 1 is added to a part of it by the operation of the part.
+
+        Raises:
+            Unreadable: If a backward from there cannot be run.
+        """
+        meta, inputs = value.meta, self._depends.inputs(part.node)
+        one: Tensor | float = 1.0
+        if part.operation == "Where" and len(inputs) == 1:  # where the mask takes the constant
+            mask = saved(part.node, "condition").broadcast_to(part.shape)
+            one = (~mask if inputs == [0] else mask).to(meta.dtype)
+        if part == value:
+            return torch.ones(meta.shape, dtype=meta.dtype, device=meta.device) * one
+        cotangent = torch.ones(meta.shape, dtype=meta.dtype, device=meta.device, requires_grad=True)
+        with _reading(value, self.nearest(value)):
+            pulled = _pulled(value, part, cotangent, again=True)
+            return torch.autograd.grad((pulled * one).sum(), cotangent)[0]
+
+    def summed_in(self, value: Value, constant: Tensor) -> Iterator[Tensor]:
+        """Yield a constant, as it is or as an operation before a value would sum it up, in the value's shape."""
+        shape = value.shape
+        if constant.shape == shape:
+            yield constant
+        for node in self.below(value):
+            sums = operation(node) in {"Sum", "Mean"} and parents(node)[0].shape == constant.shape
+            if sums and (dims := dims_of(node)):
+                summed = constant.sum(dims, keepdim=bool(saved(node, "keepdim")))
+                if summed.shape == shape:
+                    yield summed
+
+    def parts_of(self, value: Value) -> list[Value]:
+        """Return the values that an operation has added an unseen constant to, and others have changed since."""
+        nodes = dict.fromkeys(self.below(value))
+        return [Value(node) for node in nodes if adds_unseen(node, self._depends) and node is not value.node]
+
+    def is_weighed_and_summed(self, part: Value, value: Value, is_summed: bool) -> bool:
+        """Tell whether a part of a value is multiplied by several numbers, or chosen from, and that is added up.
+
+        Args:
+            part: Where something was added.
+            value: Where it is seen.
+            is_summed: Whether the value itself is known but for a sum, as where it is normalized.
+
+        Returns:
+            Whether it is so.
+        """
+        nodes = {*self.below(value)}
+
+        def below(node: Node) -> list[Node]:
+            return [edge.node for edge in parents(node) if edge.node in nodes]
+
+        def combine(node: Node, found: list[int]) -> int:
+            """-1 of what the part does not reach, 0 where it is as it was, 1 where weighed, 2 where summed since."""
+            name, state = operation(node), max(found, default=-1)
+            if state >= 0 and (name in _PRODUCTS or (name in _SUMMING and state)):
+                return 2
+            weighs = not state and name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
+            return 1 if weighs else state
+
+        return fold(value.node, below, combine, {part.node: 0}) >= (1 if is_summed else 2)
 
 
 def _pulled(value: Value, part: Value, cotangent: Tensor, *, again: bool = False) -> Tensor:
     edges = [GradientEdge(*value)], [GradientEdge(*part)]
     [found] = torch.autograd.grad(*edges, [cotangent], retain_graph=True, create_graph=again)  # pyright: ignore
     return found
-
-
-def reached(part: Value, value: Value, known: Container[Value], depends: Dependence) -> Tensor:
-    """Return what each element of a value gains where 1 is added to a part of it by the operation of the part.
-
-    Raises:
-        Unreadable: If a backward from there cannot be run.
-    """
-    node, kind = part[0], input_metadata_of(value[0])[value[1]]
-    one: Tensor | float = 1.0
-    if operation(node) == "Where" and len(inputs_of(node, depends)) == 1:  # where the mask takes the constant
-        mask = saved(node, "condition").broadcast_to(shape_of(*part))
-        one = (~mask if inputs_of(node, depends) == [0] else mask).to(kind.dtype)
-    if part == value:
-        return torch.ones(kind.shape, dtype=kind.dtype, device=kind.device) * one
-    cotangent = torch.ones(kind.shape, dtype=kind.dtype, device=kind.device, requires_grad=True)
-    with _reading(value, _behind(value, known, depends)):
-        pulled = _pulled(value, part, cotangent, again=True)
-        return torch.autograd.grad((pulled * one).sum(), cotangent)[0]
-
-
-def summed_in(value: Value, constant: Tensor, known: Container[Value], depends: Dependence) -> Iterator[Tensor]:
-    """Yield a constant, as it is or as an operation before a value would sum it up, in the value's shape."""
-    shape = shape_of(*value)
-    if constant.shape == shape:
-        yield constant
-    for node in _affine(value, known, depends):
-        if (
-            operation(node) in {"Sum", "Mean"}
-            and (dims := dims_of(node))
-            and shape_of(*parents(node)[0]) == constant.shape
-        ):
-            summed = constant.sum(dims, keepdim=bool(saved(node, "keepdim")))
-            if summed.shape == shape:
-                yield summed
-
-
-def parts_of(value: Value, known: Container[Value], depends: Dependence) -> list[Value]:
-    """Return the values that an operation has added an unseen constant to, and others have changed since."""
-    nodes = dict.fromkeys(_affine(value, known, depends))
-    return [(node, 0) for node in nodes if adds_unseen(node, depends) and node is not value[0]]
-
-
-def is_weighed_and_summed(
-    part: Value, value: Value, known: Container[Value], depends: Dependence, is_summed: bool
-) -> bool:
-    """Tell whether a part of a value is multiplied by several numbers, or chosen from, and the results are added up.
-
-    Args:
-        part: Where something was added.
-        value: Where it is seen.
-        known: The values that are known, through which nothing is followed.
-        depends: Knows which values depend on the samples.
-        is_summed: Whether the value itself is known but for a sum, as where it is normalized.
-
-    Returns:
-        Whether it is so.
-    """
-    nodes = {*_affine(value, known, depends)}
-    weighed: dict[Node, bool | None] = {part[0]: False}  # None of nodes that the part does not reach
-    pending = [value[0]]
-    while pending:
-        node = pending[-1]
-        below = [edge[0] for edge in parents(node) if edge[0] in nodes] if node not in weighed else []
-        if unknown := [one for one in below if one not in weighed]:
-            pending += unknown
-            continue
-        pending.pop()
-        found, name = [reached for one in below if (reached := weighed[one]) is not None], operation(node)
-        if found and (name in _PRODUCTS or (name in _SUMMING and any(found))):
-            return True
-        weighs = name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
-        weighed.setdefault(node, (any(found) or weighs) if found else None)
-    return is_summed and bool(weighed[value[0]])
 
 
 @contextlib.contextmanager
@@ -458,11 +476,11 @@ def _reading(value: Value, below: Sequence[Value]) -> Iterator[None]:
     """
     ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
     try:
-        kind = input_metadata_of(value[0])[value[1]].device.type
-        with torch.enable_grad(), torch.autocast(kind, enabled=False), silent_taps(value[0]):
+        kind = value.meta.device.type
+        with torch.enable_grad(), torch.autocast(kind, enabled=False), silent_taps(value.node):
             yield
     except (RuntimeError, TypeError) as error:
-        raise Unreadable(f"what is added to values from {value[0].name()} cannot be read") from error
+        raise Unreadable(f"what is added to values from {value.node.name()} cannot be read") from error
     finally:
         for end in ends:  # a known value may be a function of another one
             end.remove()
@@ -471,52 +489,6 @@ def _reading(value: Value, below: Sequence[Value]) -> Iterator[None]:
 def _without(number: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the gradients of an operation's results, 0 for one of them."""
     return tuple(torch.zeros_like(one) if i == number else one for i, one in enumerate(gradients))
-
-
-def adds_unseen_below(value: Value, known: Container[Value], depends: Dependence) -> bool:
-    """Tell whether a constant that is not saved was added to a value, or to one that it is an affine function of."""
-    return any(adds_unseen(node, depends) for node in _affine(value, known, depends))
-
-
-def is_told(value: Value, known: Container[Value], ends: Container[Value], depends: Dependence) -> bool:
-    """Tell whether what was added to a value follows from known values, or lies within the module.
-
-    Args:
-        value: Where it was computed.
-        known: The values that are known.
-        ends: The values that the module returned.
-        depends: Knows which values depend on the samples.
-
-    Returns:
-        Whether it is so.
-    """
-    behind = [edge for edge in _behind(value, known, depends) if edge not in known]
-    return all(edge[0].name() in TAPS and edge not in ends for edge in behind)
-
-
-def _behind(value: Value, known: Container[Value], depends: Dependence) -> list[Value]:
-    """Return the nearest values that a value is an affine function of."""
-    nodes = {*_affine(value, known, depends)}
-    edges = [value, *[edge for node in nodes for edge in parents(node) if depends(edge[0])]]
-    return [*dict.fromkeys(e for e in edges if (e in known and e != value) or e[0] not in nodes)]
-
-
-def affine_below(value: Value, known: Container[Value], depends: Dependence) -> list[Node]:
-    """Return the affine operations from a value to the known ones that are nearest."""
-    return [*_affine(value, known, depends)]
-
-
-def _affine(value: Value, known: Container[Value], depends: Dependence) -> Iterator[Node]:
-    """Yield the affine operations from a value to the known ones that are nearest."""
-
-    def ends(place: Value) -> bool:
-        moves = operation(place[0]) in _MOVING or is_affine(place[0], depends)
-        return (place in known and place != value) or not moves
-
-    places = walk(
-        [value], lambda place: () if ends(place) else (edge for edge in parents(place[0]) if depends(edge[0]))
-    )
-    return (place[0] for place in places if not ends(place))
 
 
 def places_of(shape: Sequence[int], batch_size: int) -> list[int]:

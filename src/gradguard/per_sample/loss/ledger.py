@@ -26,6 +26,9 @@ from torch import Tensor
 
 Values = tuple[float, ...]
 
+Kind = tuple[str, ...]
+"""The operations that rows come from, and those that add them up, after "to"."""
+
 _MOST_VALUES = 8
 """More distinct weights than these are the user's."""
 
@@ -37,7 +40,7 @@ class RowWeights:
     """The weights of the rows where one path ends.
 
     Attributes:
-        kind: The operations that the rows come from, and those that add them up, after "to".
+        kind: The operations that make them.
         each: The sum of each sample's weights [B].
         counts: How many of each sample's rows count [B].
         distinct: The weights that rows have; empty if there are many.
@@ -47,7 +50,7 @@ class RowWeights:
         by_shape: Whether nothing but shapes decides how many rows count; None if all that there are would have to.
     """
 
-    kind: tuple[str, ...]
+    kind: Kind
     each: Tensor
     counts: Tensor
     distinct: Values
@@ -112,7 +115,7 @@ class Page:
         divided_by: The number that the whole loss is divided by besides.
     """
 
-    entries: Mapping[tuple[str, ...], Entry]
+    entries: Mapping[Kind, Entry]
     precision: float
     divided_by: float = 1.0
 
@@ -130,7 +133,7 @@ def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum
         The batch's page.
     """
     scale = (1.0 if is_sum else float(len(factors))) / factors.nan_to_num(1.0).where(factors != 0, 1.0)
-    entries: dict[tuple[str, ...], Entry] = {}
+    entries: dict[Kind, Entry] = {}
     for kind in {each.kind: None for each in rows}:
         of_kind = [each for each in rows if each.kind == kind]
         if all(each.by_shape and not each.size for each in of_kind):  # cut to a longest sample that has no rows
@@ -203,10 +206,10 @@ class Ledger:
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
-        self._entries: dict[tuple[str, ...], Entry] = {}
-        self._divided_by: dict[frozenset[tuple[str, ...]], float] = {}
+        self._entries: dict[Kind, Entry] = {}
+        self._divided_by: dict[frozenset[Kind], float] = {}
 
-    def knows(self, kinds: Sequence[tuple[str, ...]]) -> bool:
+    def knows(self, kinds: Sequence[Kind]) -> bool:
         """Tell whether a batch of several samples with rows of these kinds was accepted."""
         return all(kind in self._entries and self._entries[kind].read for kind in kinds)
 
@@ -225,7 +228,7 @@ class Ledger:
         """Return what losses of the same kinds of rows are divided by."""
         return self._divided_by.get(frozenset(page.entries), 1.0)
 
-    def _merged(self, page: Page) -> Iterator[tuple[tuple[str, ...], Entry | str]]:
+    def _merged(self, page: Page) -> Iterator[tuple[Kind, Entry | str]]:
         close = _CLOSE + 2 * page.precision
         for kind, new in page.entries.items():
             old = self._entries.get(kind)
@@ -236,7 +239,7 @@ class Ledger:
             other, found = next((one for one in both if isinstance(one[1], Entry)), both[0])
             yield from ((kind, found), (other, found))
 
-    def _beside(self, kind: tuple[str, ...], new: Entry) -> list[tuple[str, ...]]:
+    def _beside(self, kind: Kind, new: Entry) -> list[Kind]:
         """Return the kinds of the same rows that may be these: one sample's are added up by other operations."""
         rows = kind[: kind.index("to")]
         of_rows = [other for other in self._entries if other[: other.index("to")] == rows]

@@ -2,22 +2,21 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, batch_dims
+from gradguard.per_sample.call_arguments import Batch, Gradients
 from gradguard.per_sample.capture import tap
-from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.loss.ledger import Ledger
-from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Root, Unreadable, make_of
+from gradguard.per_sample.loss.loss_graph import BackwardRoots, Make, Root, Unreadable, Value, make_of
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
-from gradguard.per_sample.loss.shared import LossConstants, SharedValues, shared_in_function
+from gradguard.per_sample.loss.shared import LossConstants, SharedValue, SharedValues, bound_values
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 
@@ -38,22 +37,20 @@ _MOST_STRUCTURES = 10_000
 """Makes of losses that are remembered."""
 
 
+_READING_ERRORS = RuntimeError, ValueError, TypeError, IndexError, AttributeError
+
+
 def is_read_at_once(tensor: Tensor) -> bool:
     """Whether nothing waits where the host reads ``tensor``."""
     return tensor.is_cpu
 
 
-def _pass(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], task: int) -> None:
+def _pass(saved: Sequence[Tensor], gradients: Gradients, task: int) -> None:
     """Let gradients pass a tap that is there for who reads the graph."""
 
 
 def _failed(error: Exception) -> str:
     return f"reading its graph failed ({str(error).split('.')[0]})"
-
-
-def _are_separate(outputs: Outputs, losses: Tensor, samples: Tensor) -> bool:
-    edge = get_gradient_edge(losses)
-    return outputs.are_separate(edge.node, edge.output_nr, samples) is not False
 
 
 @dataclass
@@ -97,16 +94,18 @@ class LossCheck:
         reduction: The loss over samples as the user has said it: ``"mean"``, ``"sum"`` or ``"token_mean"``.
         batch_first: Whether the batch is the first dimension of what the module is called with.
         scale: Gives what a GradScaler multiplies the loss by.
+        reads: Look at losses at all; else every one is accepted.
 
     Attributes:
+        reads: As it was given.
         factors: Each sample's part in the loss that was judged last, as a multiple of its own loss, ``[B]``; NaN for a
             sample without a row; None where it is not known.
         labels_agree: A bool on the device: whether each sample has as many labels as the others, as the verdict takes
             for granted; None where it was looked at. It is read before the next forward.
     """
 
-    def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float]) -> None:
-        self._reduction, self._batch_first, self._scale = reduction, batch_first, scale
+    def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float], reads: bool = True) -> None:
+        self._reduction, self._batch_first, self._scale, self.reads = reduction, batch_first, scale, reads
         self._roots = BackwardRoots(self._look)
         self._calls: list[Outputs] = []
         self._exceeded = 0  # how many calls were kept where there were more; 0 where there were not
@@ -124,9 +123,7 @@ class LossCheck:
         self._seen: _SeenLoss | None = None
         self._divided_by = 1.0
 
-    def start(
-        self, batch_size: int, output_axes: Sequence[BatchAxis | None], verifying: bool, pulls: bool = True
-    ) -> None:
+    def start(self, batch_size: int, output_axes: Axes, verifying: bool, pulls: bool = True) -> None:
         """Look at the next backward.
 
         Args:
@@ -138,7 +135,17 @@ class LossCheck:
         Raises:
             UnsupportedGradientError: If samples had different numbers of labels in the mini-batch before.
         """
-        self._read_late()
+        if not self.reads:
+            return
+        unread, self._unread = self._unread, None  # what nobody waited for
+        if unread is not None and unread[1] is not None:
+            unread[1].synchronize()
+        if unread is not None and not bool(unread[0]):
+            raise UnsupportedGradientError(
+                "the loss is the mean over labels, and in the mini-batch before this one samples had different numbers "
+                "of them, so that each sample's part depended on the others: nothing of it was added. Average within "
+                "each sample first, and then over samples, or say loss_reduction='token_mean'"
+            )
         self.factors = self.labels_agree = None
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
         most = _MOST_CALLS if verifying else _MOST_KNOWN_CALLS
@@ -151,7 +158,7 @@ class LossCheck:
         self._seen = None
         self._roots.start()
 
-    def add_outputs(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
+    def add_outputs(self, tensors: Sequence[Tensor], axes: Axes) -> None:
         """Learn what a call returned, if the next backward is looked at.
 
         Args:
@@ -161,16 +168,12 @@ class LossCheck:
         if self._calls:
             self._calls[-1].add(tensors, axes)
 
-    def look_between(
-        self, module: nn.Module, arguments: Arguments, batch_size: int, whole: Set[int], verifying: bool
-    ) -> None:
+    def look_between(self, module: nn.Module, batch: Batch, verifying: bool) -> None:
         """Check what a call is given that was computed from what earlier calls returned: rows stay their samples' own.
 
         Args:
             module: The module that is called.
-            arguments: The arguments that it is given.
-            batch_size: Number of samples.
-            whole: Positions of tensors among them that belong to no sample.
+            batch: The arguments that it is given.
             verifying: Read them in any case; else only what is computed like nothing that has been verified.
 
         Raises:
@@ -178,14 +181,14 @@ class LossCheck:
         """
         if not self._calls:
             return
-        for place, (tensor, dim) in enumerate(batch_dims(arguments, self._batch_first, batch_size, whole)):
+        for place, (tensor, dim) in enumerate(batch.dims):
             if not tensor.requires_grad:
                 continue
-            edge = get_gradient_edge(tensor)
+            given = Value.of(tensor)
             returned = {value: axis for call in self._calls for value, axis in call.axes.items()}
-            if dim is not None and returned.get((edge.node, edge.output_nr)) == BatchAxis(dim):
+            if dim is not None and returned.get(given) == BatchAxis(dim):
                 continue
-            calls = [call for call in self._calls if call.are_behind([Root(edge.node, edge.output_nr, tensor)])]
+            calls = [call for call in self._calls if call.are_behind(given)]
             if not calls:
                 continue
             check = self._between.setdefault((module, place), LossCheck("mean", self._batch_first, lambda: 1.0))
@@ -201,22 +204,21 @@ class LossCheck:
 
     def _objection_to_input(self, tensor: Tensor, dim: int | None) -> str:
         """Say why rows of a tensor may not be their samples' own, by a mean of something of each; "" if they are."""
-        outputs, edge = of_several(self._calls), get_gradient_edge(tensor)
+        outputs = of_several(self._calls)
         if outputs is None:
             return "the calls had different numbers of samples"
         if dim is None or tensor.shape[dim] != outputs.batch_size:
             return "it has no dimension of the samples"
         samples = torch.arange(outputs.batch_size, device=tensor.device).view(-1, *[1] * (tensor.dim() - dim - 1))
         try:
-            if not outputs.are_separate(edge.node, edge.output_nr, samples):
+            if not outputs.are_separate(Value.of(tensor), samples):
                 return "a row depends on other samples, or rows are in another order"
         except Unreadable as error:
             return str(error)
         with torch.enable_grad(), torch.autocast(tensor.device.type, enabled=False):
             value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             mean = value.asinh().mean()  # whose derivative is never 0, and which keeps the values
-        mean_edge = get_gradient_edge(mean)
-        self._look([Root(mean_edge.node, mean_edge.output_nr, torch.ones_like(mean))])
+        self._look([Root(Value.of(mean), torch.ones_like(mean))])
         parts = None if self._seen is None else self._seen.parts
         if parts is not None and parts.verdict != "right" and parts.reason != NO_PART:
             self._seen = None
@@ -247,13 +249,13 @@ class LossCheck:
             return joined
         everyone = torch.arange(len(losses), device=joined.device)
         operations = outputs.operations_behind(losses[watched]) if losses[watched].requires_grad else frozenset()
-        due, looked_at = due or operations not in self._own_operations, None
+        due, separate = due or operations not in self._own_operations, None
         self._own_operations.add(operations)
         if self._verifying:
-            looked_at = joined, everyone
+            separate = outputs.are_separate(Value.of(joined), everyone)
         elif due and operations:
-            looked_at = losses[watched], everyone[watched]
-        if looked_at is not None and not _are_separate(outputs, *looked_at):
+            separate = outputs.are_separate(Value.of(losses[watched]), everyone[watched])
+        if separate is False:
             raise UnsupportedGradientError(
                 "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
                 "the outputs of the whole batch, instead of the rows that it is given? Or do samples lie along another "
@@ -279,11 +281,11 @@ class LossCheck:
 
     def refuse_ambiguous(self) -> None:
         """Refuse numbers that may be others in the next batch, instead of waiting for it."""
-        self._ledger.strict = self._shared.strict = True
+        self._ledger.strict = self._shared.strict = self.reads
 
     def declare(self, value: Tensor | float) -> None:
         """Take a value in the loss for one that is not computed from the batch, until the next loss is judged."""
-        self._shared.declare(value)
+        self._shared.declared.append(value)
         if not isinstance(value, Tensor):
             self._declared.append(float(value))
 
@@ -293,7 +295,8 @@ class LossCheck:
         Raises:
             UnsupportedGradientError: If something is not, or may be another in the next batch where that counts.
         """
-        if words := self._shared.objection(shared_in_function(loss_fn), batch_size):
+        bound = [SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter)]
+        if words := self._shared.objection(bound, batch_size):  # weights of layers are trained
             raise UnsupportedGradientError(f"per_sample_losses: {words}.")
 
     def judge(self) -> bool:
@@ -351,14 +354,22 @@ class LossCheck:
             )
 
     def _look(self, roots: list[Root]) -> None:
-        calls = [call for call in self._calls if call.are_behind(roots)]
+        calls = [call for call in self._calls if any(call.are_behind(root.value) for root in roots)]
         if not calls:  # another model's loss, or a trial of this one
             return
         make = make_of(roots, set().union(*[call.values for call in calls]))
         outputs = of_several(calls)
         if outputs is not None:
             outputs.declared = self._shared.declared
-        if words := self._what_changed(roots, outputs, make):
+        words = ""
+        if outputs is not None:  # which constant in the loss is another than in the batches before
+            try:
+                constants = LossConstants(roots, outputs)
+                shared = itertools.chain(constants.given() if self._shared.strict else (), constants.shared())
+                words = constants.hidden() or self._shared.objection(shared, outputs.batch_size, make.kind)
+            except _READING_ERRORS as error:
+                words = _failed(error)
+        if words:
             self._seen = _SeenLoss(make, LossParts("unknown", words))
             self.stop()
             return
@@ -383,33 +394,21 @@ class LossCheck:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:
             try:
-                before = None if known is None else known.parts
                 found = loss_parts(
                     roots,
                     outputs,
                     self._reduction,
                     scale=self._scale(),
-                    known=before,
+                    known=None if known is None else known.parts,
                     ledger=self._ledger,
                     constant_sizes=self._constant_sizes[make.kind],
                     declared=self._declared,
                 )
-            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            except _READING_ERRORS as error:
                 found = LossParts("unverified", _failed(error))
         self._seen = _SeenLoss(make, found, complete, outputs is None or outputs.conclusive)
         if found.reason != NO_PART:
             self.stop()
-
-    def _what_changed(self, roots: list[Root], outputs: Outputs | None, make: Make) -> str:
-        """Say which constant in the loss is another than in the batches before; "" if none is."""
-        if outputs is None:
-            return ""
-        try:
-            constants = LossConstants(roots, outputs, Dependence())
-            shared = itertools.chain(constants.given() if self._shared.strict else (), constants.shared())
-            return constants.hidden() or self._shared.objection(shared, outputs.batch_size, make.kind)
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            return _failed(error)
 
     def _labels(self, make: Make, known: _Known) -> bool:
         """Whether each sample has as many labels as before, or it will be read later from `labels_agree`."""
@@ -423,22 +422,3 @@ class LossCheck:
                 return False
         self.labels_agree = torch.stack(agreeing).all() if agreeing else None
         return True
-
-    def _read_late(self) -> None:
-        """Read what nobody waited for.
-
-        Raises:
-            UnsupportedGradientError: If samples had different numbers of labels.
-        """
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return
-        agree, event = unread
-        if event is not None:
-            event.synchronize()
-        if not bool(agree):
-            raise UnsupportedGradientError(
-                "the loss is the mean over labels, and in the mini-batch before this one samples had different numbers "
-                "of them, so that each sample's part depended on the others: nothing of it was added. Average within "
-                "each sample first, and then over samples, or say loss_reduction='token_mean'"
-            )

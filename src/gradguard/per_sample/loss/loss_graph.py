@@ -29,36 +29,45 @@ from gradguard.torch_private import (
     saved_value,
 )
 
-TAPS = frozenset(["TapBackward"])
-"""Nodes by which the clipper sees a value of the module: what lies behind them is the module's."""
-
 
 def operations(names: str) -> frozenset[str]:
     """Return the names of operations, written one after the other."""
     return frozenset(names.split())
 
 
+# What operations do to the rows of the samples, each in one line.
+
 ELEMENTWISE = operations("Add Sub Rsub Neg Mul Div Clone Alias ToCopy CopyBackwards Where MaskedFill Expand")
 """Linear operations that leave every element in its place, broadcast at most."""
 
+RESHAPING = operations("View UnsafeView ReshapeAlias Squeeze Unsqueeze")
+TURNING = operations("Permute Transpose T")
+JOINING = operations("Stack Cat")
+TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
+"""Operations that take places along a dimension, which their settings, or the numbers of their results, tell."""
+
+SELECTING = operations("Index IndexSelect MaskedSelect")
+"""Operations that choose rows by a tensor."""
+
+MOVING = RESHAPING | TURNING | JOINING | TAKING | SELECTING
+"""Linear operations that move elements, or choose some."""
+
 MEANS = frozenset(["Mean"])
+PRODUCTS = operations("Dot Mv Mm Bmm")
+ADDING = PRODUCTS | operations("Sum Nansum")
+"""Linear operations that add elements up."""
+
 LABELLED = frozenset(["NllLoss", "NllLoss2D"])
 """Losses with a label in each row, which may be missing."""
 
-_ELSEWHERE = operations(
-    "Sum Nansum View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes "
-    "UnsafeSplit Index IndexSelect MaskedSelect Stack Cat Permute Transpose T Dot Mv Mm Bmm"
-)
-"""Linear operations that move elements, choose some, or add some up."""
-
-_PRODUCTS = frozenset(["Dot", "Mv", "Mm", "Bmm"])
-_WEIGHTING = _PRODUCTS | operations("Mul Div Where MaskedFill")
+_WEIGHTING = PRODUCTS | operations("Mul Div Where MaskedFill")
 """Linear operations whose factors, or choice of elements, are tensors of the user's."""
 
-_LINEAR = ELEMENTWISE | MEANS | _ELSEWHERE
+_LINEAR = ELEMENTWISE | MOVING | MEANS | ADDING
 _OPERATION = re.compile(r"(\w+?)Backward\d*")  # with a number unless it is a function of somebody's own, or compiled
 _TOO_MANY = 5_000
 _Place = TypeVar("_Place", bound=Hashable)
+_Found = TypeVar("_Found")
 
 
 Verdict = Literal["right", "wrong", "unknown", "unverified"]
@@ -91,11 +100,43 @@ class Coupled(Refused):
     verdict = "wrong"
 
 
+class Value(NamedTuple):
+    """A value in the graph: one of the results of an operation, whose node autograd has put there."""
+
+    node: Node
+    number: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Value":
+        """Return where a tensor was computed."""
+        edge = get_gradient_edge(tensor)
+        return cls(edge.node, edge.output_nr)
+
+    @property
+    def meta(self) -> Any:
+        """Its shape, dtype and device."""
+        return input_metadata_of(self.node)[self.number]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return torch.Size(self.meta.shape)
+
+    @property
+    def operation(self) -> str:
+        """The operation that it is a result of; see `operation`."""
+        return operation(self.node)
+
+    @property
+    def is_tap(self) -> bool:
+        """Whether it is a value of the module that the clipper sees: what lies behind it is the module's."""
+        return is_tap(self.node)
+
+
 class Root(NamedTuple):
     """A value that a backward starts from, and the gradient that it starts with."""
 
-    node: Node
-    number: int
+    value: Value
     gradient: Tensor
 
 
@@ -119,8 +160,15 @@ class BackwardRoots:
 
         def begins(backward: Backward) -> None:
             own = found()
-            if own is not None:
-                own._begins(backward)
+            if own is None or not backward.accumulates or current_graph_task() != -1:
+                return
+            roots = list[Root]()
+            for tensor, grad in zip(backward.roots, backward.gradients, strict=True):
+                if grad is None or not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                    return  # the engine refuses it, or it does not start from tensors
+                roots.append(Root(Value.of(tensor), grad.detach()))
+            if roots and threading.get_ident() == own._thread:
+                own._look(roots)
 
         end = self._end = call_before_backwards(begins)
 
@@ -129,22 +177,6 @@ class BackwardRoots:
         if self._end is not None:
             self._end()
             self._end = None
-
-    def _begins(self, backward: Backward) -> None:
-        mine = backward.accumulates and threading.get_ident() == self._thread and current_graph_task() == -1
-        if mine and (roots := _roots(backward)):
-            self._look(roots)
-
-
-def _roots(backward: Backward) -> list[Root]:
-    """The roots of a backward; none if the engine refuses it, or it does not start from tensors."""
-    roots = []
-    for tensor, grad in zip(backward.roots, backward.gradients, strict=True):
-        if grad is None or not isinstance(tensor, Tensor) or not tensor.requires_grad:
-            return []
-        edge = get_gradient_edge(tensor)
-        roots.append(Root(edge.node, edge.output_nr, grad.detach()))
-    return roots
 
 
 class Make(NamedTuple):
@@ -164,13 +196,12 @@ class Make(NamedTuple):
     labelled: tuple[Node, ...] = ()
 
 
-def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
+def make_of(roots: Sequence[Root], ends: Container[Value]) -> Make:
     """Return how a loss is computed from ``ends``, the values of samples that the module returned.
 
     A loss that the module itself returns is followed to the layers inside. Tensors by which values are multiplied, and
     labels, are not looked at: the next batch changes them.
     """
-    starts = [(root.node, root.number) for root in roots]
     places: dict[Node, int] = {}
     pending: list[Node] = []
 
@@ -178,15 +209,16 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
         """Return a value's number among the nodes, or its shape where samples begin."""
         if node is None:
             return None
-        if (node, number) in ends or (node.name() in TAPS and shape_of(node, number)):
-            return "output", tuple(shape_of(node, number))
+        value = Value(node, number)
+        if value in ends or (value.is_tap and value.shape):
+            return "output", tuple(value.shape)
         if node not in places:
             places[node] = len(places)
             pending.append(node)
         return places[node], number
 
     told: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
-    told += [told_of(node, number) for node, number in starts]
+    told += [told_of(*root.value) for root in roots]
     numbers = [float(root.gradient) for root in roots if not root.gradient.dim()]
     labelled: list[Node] = []
     by_data = False
@@ -198,7 +230,15 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
         if operation(node) in LABELLED:
             labelled.append(node)
         numbers += scalars(node)
-        told += [_settings(node), [told_of(*edge) for edge in node.next_functions]]
+        # The name, the shapes, and what decides how it puts elements together.
+        own: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
+        own += [(name, _shown(value)) for name, value in saved_settings(node).items()]
+        if hasattr(node, "saved_tensors"):  # a function of the user's: the class, and what it keeps
+            held = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
+            own += [id(type(node)), held]
+        elif operation(node) in LABELLED:
+            own.append(saved_constant(node, "weight") is None)
+        told += [own, [told_of(*edge) for edge in node.next_functions]]
     structure = None if by_data else hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
     kind = tuple(sorted({node.name() for node in places if operation(node) not in _NOT_TELLING}))
     return Make(kind, structure, tuple(numbers), tuple(labelled))
@@ -229,7 +269,7 @@ def scalars(node: Node) -> list[float]:
         return []
     which = 0 if len(node.next_functions) == 1 or node.next_functions[0][0] is not None else 1
     try:
-        constant, _ = _multiplier(name, node, which)
+        constant, _ = _multiplier(node, which)
     except Unreadable:
         return [math.nan]  # equal to no number, so that the loss is read again
     return [] if constant is None else [constant.value]
@@ -238,16 +278,13 @@ def scalars(node: Node) -> list[float]:
 _NOT_TELLING = operations("Slice Alias Clone View UnsafeView ReshapeAlias")
 """Operations that come and go with the sizes of a batch."""
 
-_MOVING = _NOT_TELLING | operations(
-    "Squeeze Unsqueeze Expand Permute Transpose T Select Unbind Split SplitWithSizes UnsafeSplit Index MaskedSelect "
-    "Stack Cat"
-)
+_LOOPED = _NOT_TELLING | MOVING - {"IndexSelect"} | {"Expand"}
 """Operations that put the samples' values elsewhere, of which a loop over samples has others than a matrix."""
 
 _BY_INDEX = operations(
     "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
 )
-_CHOOSING_ROWS = operations("Index IndexSelect MaskedSelect Gather Take TakeAlongDim")
+_CHOOSING_ROWS = SELECTING | operations("Gather Take TakeAlongDim")
 _BY_POSITION = operations("Index IndexPut IndexPutImpl MaskedSelect Take Put MaskedScatter")
 
 
@@ -268,18 +305,6 @@ def _is_by_data(node: Node) -> bool:
     return signed(dim) % len(shape) != len(shape) - 1
 
 
-def _settings(node: Node) -> list[Any]:
-    """The name of a node, the shapes of its values, and what decides how it puts elements together."""
-    found: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
-    found += [(name, _shown(value)) for name, value in saved_settings(node).items()]
-    if hasattr(node, "saved_tensors"):  # a function of the user's: the class, and what it keeps
-        own = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
-        found += [id(type(node)), own]
-    elif node.name().startswith("NllLoss"):
-        found.append(saved_constant(node, "weight") is None)
-    return found
-
-
 def _shown(value: Any) -> Any:
     if isinstance(value, Tensor):
         if not value.numel() or value.is_complex() or value.dtype is torch.bool:
@@ -289,6 +314,11 @@ def _shown(value: Any) -> Any:
     return (
         value if isinstance(value, int | float | str | bool | tuple | list) or value is None else type(value).__name__
     )
+
+
+def is_tap(node: Node) -> bool:
+    """Tell whether a node is one by which the clipper sees a value of the module."""
+    return node.name() == "TapBackward"
 
 
 def operation(node: Node) -> str:
@@ -304,19 +334,20 @@ def _without_backward(name: str) -> str:
 
 
 def saved(node: Node, name: str) -> Any:
-    """Return what the forward operation of a node saved.
+    """Return what the forward operation of a node saved; whole numbers with their sign.
 
     Raises:
         Unreadable: If it is gone, because a backward has freed the graph, or was never there.
     """
     try:
-        return saved_value(node, name)
+        value = saved_value(node, name)
     except (AttributeError, RuntimeError) as error:
         raise Unreadable(f"what {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
+    return signed(value) if type(value) is int else value
 
 
 def signed(dim: int) -> int:
-    """Return the dimension that a node saved: it keeps those that are counted from the end as unsigned numbers."""
+    """Return a number that a node saved: it keeps dimensions that are counted from the end as unsigned numbers."""
     return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
@@ -328,52 +359,54 @@ def dims_of(node: Node) -> list[int] | None:
     return [signed(dim) for dim in (dims if isinstance(dims, Sequence) else [dims])]
 
 
-def shape_of(node: Node, number: int = 0) -> torch.Size:
-    """Return the shape of a value: output ``number`` of the forward operation of ``node``."""
-    return torch.Size(input_metadata_of(node)[number].shape)
+def shape_of(node: Node) -> torch.Size:
+    """Return the shape of an operation's first result."""
+    return Value(node).shape
 
 
-def parents(node: Node) -> list[tuple[Node, int]]:
+def parents(node: Node) -> list[Value]:
     """Return the values that a node was computed from, without those that need no gradient."""
-    return [(child, number) for child, number in node.next_functions if child is not None]
+    return [Value(child, number) for child, number in node.next_functions if child is not None]
 
 
-def pull(node: Node, number: int, which: int, gradient: Tensor) -> Tensor:
-    """Return what a linear node passes on to its input ``which``, for a gradient of its output ``number``.
+def input_of(node: Node, which: int) -> Value:
+    """Return an input of a node that needs a gradient."""
+    child, number = node.next_functions[which]
+    assert child is not None
+    return Value(child, number)
+
+
+def pull(value: Value, which: int, gradient: Tensor) -> Tensor:
+    """Return what a linear operation passes on to its input ``which``, for a gradient of its result.
 
     Raises:
         Unreadable: If its backward operation cannot be called.
     """
-    child, child_number = node.next_functions[which]
-    shape = shape_of(child, child_number)  # pyright: ignore[reportArgumentType]
-    if operation(node) in {"ToCopy", "CopyBackwards", "Clone", "Alias"}:  # a cast would round
+    if value.operation in {"ToCopy", "CopyBackwards", "Clone", "Alias"}:  # a cast would round
         return gradient
-    dtype = input_metadata_of(node)[number].dtype
     try:
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             try:
-                passed = _called(node, number, which, gradient)
-            except RuntimeError:  # some take their own dtype alone
-                parts = [_called(node, number, which, part).to(gradient) for part in _in_parts(gradient, dtype)]
+                passed = _called(value, which, gradient)
+            except RuntimeError:  # some take their own dtype alone: four parts of it hold some 30 bits
+                parts, left = list[Tensor](), gradient
+                for _ in range(4):
+                    part = left.to(value.meta.dtype)
+                    parts.append(_called(value, which, part).to(gradient))
+                    left = left - part.to(left)
                 passed = torch.stack(parts).sum(0)
+            shape = input_of(value.node, which).shape
             return passed.to(gradient).sum_to_size(shape)  # the engine does this where forward has broadcast
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise Unreadable(f"what {node.name()} passes on cannot be read ({str(error).split('.')[0]})") from error
+        words = str(error).split(".")[0]
+        raise Unreadable(f"what {value.node.name()} passes on cannot be read ({words})") from error
 
 
-def _called(node: Node, number: int, which: int, gradient: Tensor) -> Tensor:
-    grads: list[Tensor | None] = [None] * len(input_metadata_of(node))
-    grads[number] = gradient
-    passed: Any = node(*grads)  # type: ignore[operator]
+def _called(value: Value, which: int, gradient: Tensor) -> Tensor:
+    grads: list[Tensor | None] = [None] * len(input_metadata_of(value.node))
+    grads[value.number] = gradient
+    passed: Any = value.node(*grads)  # type: ignore[operator]
     return passed[which] if isinstance(passed, tuple | list) else passed
-
-
-def _in_parts(values: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield tensors of a coarser dtype that add up to ``values``, to some 30 bits."""
-    for _ in range(4):
-        part = values.to(dtype)
-        yield part
-        values = values - part.to(values)
 
 
 def walk(starts: Iterable[_Place], onward: Callable[[_Place], Iterable[_Place]]) -> Iterator[_Place]:
@@ -387,6 +420,33 @@ def walk(starts: Iterable[_Place], onward: Callable[[_Place], Iterable[_Place]])
         pending += new
 
 
+def fold(
+    start: _Place,
+    below: Callable[[_Place], Iterable[_Place]],
+    combine: Callable[[_Place, list[_Found]], _Found],
+    known: dict[_Place, _Found],
+) -> _Found:
+    """Return what a place is found to be by what is found of the places below it, and so on down.
+
+    Args:
+        start: The place.
+        below: Gives the places that one follows from.
+        combine: Gives what is found of a place, by what was found of those below.
+        known: The places that are found already; the rest is added.
+    """
+    pending = [start]
+    while pending:
+        top = pending[-1]
+        places = () if top in known else [*below(top)]
+        if unknown := [place for place in places if place not in known]:
+            pending += unknown
+            continue
+        if top not in known:
+            known[top] = combine(top, [known[place] for place in places])
+        pending.pop()
+    return known[start]
+
+
 class Dependence:
     """Knows which values depend on the samples: those with a tap behind them."""
 
@@ -394,21 +454,20 @@ class Dependence:
         self._known: dict[Node, bool] = {}
 
     def __call__(self, node: Node) -> bool:
-        """Tell whether the value depends on the samples."""
-        pending = [node]
-        while pending:
-            top = pending[-1]
-            if top in self._known:
-                pending.pop()
-                continue
-            children = [] if top.name() in TAPS else [child for child, _ in parents(top)]
-            unknown = [child for child in children if child not in self._known]
-            if unknown:
-                pending += unknown
-                continue
-            self._known[top] = top.name() in TAPS or any([self._known[child] for child in children])
-            pending.pop()
-        return self._known[node]
+        """Tell whether an operation's results depend on the samples."""
+        return fold(node, _nodes_below, lambda top, found: is_tap(top) or any(found), self._known)
+
+    def below(self, node: Node) -> list[Value]:
+        """Return the values of the samples that a node was computed from."""
+        return [value for value in parents(node) if self(value.node)]
+
+    def inputs(self, node: Node) -> list[int]:
+        """Return the places of these values among the inputs of the node."""
+        return [k for k, (child, _) in enumerate(node.next_functions) if child is not None and self(child)]
+
+
+def _nodes_below(node: Node) -> list[Node]:
+    return [] if is_tap(node) else [value.node for value in parents(node)]
 
 
 class ValuePlaces:
@@ -421,33 +480,25 @@ class ValuePlaces:
         depends: Knows which values depend on the samples.
     """
 
-    def __init__(self, ends: Container[tuple[Node, int]], depends: Dependence) -> None:
+    def __init__(self, ends: Container[Value], depends: Dependence) -> None:
         self._ends, self._depends = ends, depends
-        self._known: dict[Node, frozenset[int]] = {}
+        self._known: dict[Value, frozenset[int]] = {}
 
-    def of(self, value: tuple[Node, int]) -> frozenset[int]:
+    def of(self, value: Value) -> frozenset[int]:
         """Return a value's place."""
-        pending = [value]
-        while pending:
-            top = pending[-1]
-            if self._is_end(top) or top[0] in self._known:
-                pending.pop()
-                continue
-            below = [edge for edge in parents(top[0]) if self._depends(edge[0])]
-            if unknown := [edge for edge in below if not self._is_end(edge) and edge[0] not in self._known]:
-                pending += unknown
-                continue
-            pending.pop()
-            name, found = operation(top[0]), [self._place(edge) for edge in below]
-            joins = name in _MOVING or (name == "Add" and len(found) > 1)  # as many as there are samples
-            self._known[top[0]] = frozenset().union(*found) if joins else frozenset([hash((name, *found))])
-        return self._place(value)
+        return fold(value, self._below, self._joined, self._known)
 
-    def _is_end(self, value: tuple[Node, int]) -> bool:
-        return value in self._ends or value[0].name() in TAPS
+    def _below(self, value: Value) -> list[Value]:
+        return [] if self._is_end(value) else self._depends.below(value.node)
 
-    def _place(self, value: tuple[Node, int]) -> frozenset[int]:
-        return frozenset() if self._is_end(value) else self._known[value[0]]
+    def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
+        name = value.operation
+        if self._is_end(value) or name in _LOOPED or (name == "Add" and len(found) > 1):  # as many as there are samples
+            return frozenset().union(*found)
+        return frozenset([hash((name, *found))])
+
+    def _is_end(self, value: Value) -> bool:
+        return value in self._ends or value.is_tap
 
 
 @dataclass(frozen=True)
@@ -483,11 +534,25 @@ class Constant:
 
 @dataclass(frozen=True)
 class LinearStep:
-    """A linear operation on the way from a root to rows."""
+    """A linear operation on the way from a root to rows: its result, and which of its inputs is on the way."""
 
-    node: Node
-    number: int
+    value: Value
     which: int
+
+    @property
+    def operation(self) -> str:
+        """Its name."""
+        return self.value.operation
+
+    @property
+    def input(self) -> Value:
+        """The input."""
+        return input_of(self.value.node, self.which)
+
+    @property
+    def mean(self) -> float:
+        """The factor of a mean."""
+        return self.value.shape.numel() / max(1, self.input.shape.numel())
 
 
 @dataclass(frozen=True)
@@ -495,8 +560,7 @@ class Path:
     """One way from a root through linear operations to a value where that ends.
 
     Attributes:
-        node: The node of that value.
-        number: Which of its outputs.
+        value: The value.
         coefficient: The gradient of the root with respect to that value.
         steps: The operations that move elements or add them up, from the value up to the root.
         constants: The scalar factors, from the root down.
@@ -506,11 +570,10 @@ class Path:
         single: The product of tensors of one value that have a dimension: a number, or the weight of the only sample.
     """
 
-    node: Node
-    number: int
+    value: Value
     coefficient: Tensor
-    steps: tuple[LinearStep, ...]
-    constants: tuple[Constant, ...]
+    steps: tuple[LinearStep, ...] = ()
+    constants: tuple[Constant, ...] = ()
     output: "Path | None" = None
     weighing: tuple[Node, ...] = ()
     factor: float = 1.0
@@ -520,7 +583,7 @@ class Path:
 def paths(
     roots: Sequence[Root],
     depends: Dependence,
-    outputs: Container[tuple[Node, int]] = (),
+    outputs: Container[Value] = (),
     declared: Sequence[float] = (),
 ) -> Iterator[Path]:
     """Yield every path to values that depend on the samples.
@@ -535,22 +598,15 @@ def paths(
         Unreadable: If a node cannot be read, or there are too many.
     """
     pending = [
-        Path(
-            root.node,
-            root.number,
-            root.gradient.to(wide_dtype(root.gradient.device)),
-            (),
-            (),
-            factor=1.0 if root.gradient.dim() else abs(float(root.gradient)),
-        )
-        for root in roots
-        if depends(root.node)
+        Path(value, gradient.to(wide_dtype(gradient.device)), factor=1.0 if gradient.dim() else abs(float(gradient)))
+        for value, gradient in roots
+        if depends(value.node)
     ]
     for _ in range(_TOO_MANY):
         if not pending:
             return
         path = pending.pop()
-        if (path.node, path.number) in outputs and path.output is None:
+        if path.value in outputs and path.output is None:
             path = replace(path, output=path)
         onward = _onward(path, depends)
         if onward is None:
@@ -569,75 +625,55 @@ def _declared(constant: Constant, numbers: Sequence[float]) -> Constant:
 
 def declared_at(node: Node, depends: Dependence, numbers: Sequence[float]) -> list[Constant]:
     """Return the declared numbers that an operation multiplies or divides values of the samples by."""
-    found = [_multiplier(operation(node), node, which)[0] for which in inputs_of(node, depends)]
+    found = [_multiplier(node, which)[0] for which in depends.inputs(node)]
     constants = [_declared(constant, numbers) for constant in found if constant is not None]
     return [constant for constant in constants if constant.origin == "declared"]
 
 
-def is_linear(name: str, inputs: Sequence[int]) -> bool:
+def is_linear(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation is linear in those of its inputs that depend on the samples."""
+    name, inputs = operation(node), depends.inputs(node)
     if name not in _LINEAR or (name == "Div" and inputs != [0]):
         return False
-    return len(inputs) == 1 or name not in {"Mul"} | _PRODUCTS
-
-
-def inputs_of(node: Node, depends: Dependence) -> list[int]:
-    """Return the places of the inputs of a node that depend on the samples."""
-    return [k for k, (child, _) in enumerate(node.next_functions) if child is not None and depends(child)]
+    return len(inputs) == 1 or name not in {"Mul"} | PRODUCTS
 
 
 def _onward(path: Path, depends: Dependence) -> list[Path] | None:
-    """The paths behind the node where ``path`` ends; None if that is no linear operation."""
-    node, number = path.node, path.number
-    if node.name() in TAPS and not shape_of(
-        node, number
-    ):  # a loss within the module; a tap's last inputs are its outputs
+    """The paths behind the value where ``path`` ends; None if that is the result of no linear operation."""
+    value, node = path.value, path.value.node
+    if value.is_tap and not value.shape:  # a loss within the module; a tap's last inputs are its outputs
         outputs = len(input_metadata_of(node))
-        child, child_number = node.next_functions[len(node.next_functions) - outputs + number]
-        if child is None:  # of a call that runs sample by sample, which compares the number with the samples'
-            return []
-        return [replace(path, node=child, number=child_number)]
-    name = operation(node)
-    inputs = inputs_of(node, depends)
-    if not is_linear(name, inputs) or (name in _PRODUCTS and shape_of(node, number).numel() != 1):
+        child, number = node.next_functions[len(node.next_functions) - outputs + value.number]
+        # None of a call that runs sample by sample, which compares the number with the samples'
+        return [] if child is None else [replace(path, value=Value(child, number))]
+    name = value.operation
+    if not is_linear(node, depends) or (name in PRODUCTS and value.shape.numel() != 1):
         return None
     found = []
-    for which in inputs:
-        child, child_number = node.next_functions[which]
-        assert child is not None
-        keeps = name in ELEMENTWISE and shape_of(node, number) == shape_of(child, child_number)
-        constant, single = _multiplier(name, node, which)
+    for which in depends.inputs(node):
+        step = LinearStep(value, which)
+        keeps = name in ELEMENTWISE and value.shape == step.input.shape
+        constant, single = _multiplier(node, which)
+        factor = 1.0
+        if constant is not None:
+            factor = abs(constant.value)
+        elif name in MEANS:
+            factor = step.mean
+        elif name in {"Add", "Sub", "Rsub"} and which == (0 if name == "Rsub" else 1):
+            factor = abs(float(saved_constant(node, "alpha")))
         found.append(
             replace(
                 path,
-                node=child,
-                number=child_number,
-                coefficient=pull(node, number, which, path.coefficient),
-                steps=path.steps if keeps else (LinearStep(node, number, which), *path.steps),
+                value=step.input,
+                coefficient=pull(value, which, path.coefficient),
+                steps=path.steps if keeps else (step, *path.steps),
                 constants=path.constants if constant is None else (*path.constants, constant),
                 weighing=(*path.weighing, node) if constant is None and name in _WEIGHTING else path.weighing,
-                factor=path.factor * (_factor(path, which) if constant is None else abs(constant.value)),
+                factor=path.factor * factor,
                 single=path.single * single,
             )
         )
     return found
-
-
-def _factor(path: Path, which: int) -> float:
-    """The number by which a path's last node multiplies input ``which``; 1 where a tensor of several values does."""
-    node, name = path.node, operation(path.node)
-    if name in MEANS:
-        return mean_of(LinearStep(node, path.number, which))
-    if name in {"Add", "Sub", "Rsub"} and which == (0 if name == "Rsub" else 1):
-        return abs(float(saved_constant(node, "alpha")))
-    return 1.0
-
-
-def mean_of(step: LinearStep) -> float:
-    """Return what a mean multiplies by."""
-    child, number = step.node.next_functions[step.which]
-    assert child is not None
-    return shape_of(step.node, step.number).numel() / max(1, shape_of(child, number).numel())
 
 
 def is_tensor(number: Any) -> bool:
@@ -648,12 +684,13 @@ def is_tensor(number: Any) -> bool:
     return bool(torch.result_type(torch.zeros((), dtype=least, device="cpu"), number) != least)
 
 
-def _multiplier(name: str, node: Node, which: int) -> tuple[Constant | None, float]:
+def _multiplier(node: Node, which: int) -> tuple[Constant | None, float]:
     """Return the one value that a node multiplies or divides by.
 
     Returns:
         The scalar, or None; what the only value of another tensor multiplies by, or 1.
     """
+    name = operation(node)
     if name not in {"Mul", "Div"}:
         return None, 1.0
     other = saved(node, "other" if which == 0 else "self")

@@ -145,18 +145,22 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Look at what a function of torch takes, and call it."""
+        """Look at what a function of torch takes, and call it.
+
+        Returns:
+            Its result.
+
+        Raises:
+            UnsupportedGradientError: If it takes such a tensor.
+        """
         for tensor in tensor_leaves((tuple(args), dict(kwargs or {}))):
             if id(tensor) not in self._known and not isinstance(tensor, nn.Parameter):
-                self._refuse(tensor)
+                raise UnsupportedGradientError(
+                    f"per_sample_losses: the function takes a tensor of shape {list(tensor.shape)} that it was not "
+                    f"given, and that may be made of the {self._batch_size} samples. Give it as an argument, which is "
+                    "cut into rows. If it is the same for all batches, bind it: functools.partial(loss_fn, "
+                    "weight=weight), or call .item() on a number."
+                )
         result = func(*args, **(kwargs or {}))
         self._known.update((id(made), made) for made in tensor_leaves(result))
         return result
-
-    def _refuse(self, tensor: Tensor) -> None:
-        raise UnsupportedGradientError(
-            f"per_sample_losses: the function takes a tensor of shape {list(tensor.shape)} that it was not given, "
-            f"and that may be made of the {self._batch_size} samples. Give it as an argument, which is cut into "
-            "rows. If it is the same for all batches, bind it: functools.partial(loss_fn, weight=weight), or call "
-            ".item() on a number."
-        )

@@ -2,19 +2,17 @@
 
 import functools
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import (
+    AffineChains,
     Bounds,
-    added,
     adds_unseen,
-    adds_unseen_below,
     constants_beside,
     hides_constant,
     is_affine,
@@ -25,33 +23,36 @@ from gradguard.per_sample.loss.beside import (
 )
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.loss_graph import (
+    ADDING,
     ELEMENTWISE,
     LABELLED,
     MEANS,
-    TAPS,
+    MOVING,
+    PRODUCTS,
+    RESHAPING,
+    SELECTING,
+    TAKING,
     Constant,
     Coupled,
-    Dependence,
     LinearStep,
     Path,
     Unreadable,
+    Value,
     data_choose_rows,
     data_put_rows,
     dims_of,
-    inputs_of,
-    mean_of,
+    input_of,
+    is_tap,
     operation,
     operations,
     parents,
     pull,
     saved,
     shape_of,
-    signed,
     walk,
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.per_sample.loss.shared import SharedValue
-from gradguard.torch_private import input_metadata_of
 
 _WITH_REDUCTION = operations(
     "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
@@ -67,10 +68,11 @@ _OVER_DIMS = operations(
 )
 """Operations that mix what lies along some dimensions."""
 
-_NONLINEAR = _OVER_DIMS | operations(
-    "Pow Sqrt Rsqrt Exp Log Log1P Expm1 Mul Div Reciprocal Abs Relu Clamp ClampMin ClampMax Maximum Minimum "
-    "Sigmoid Tanh Softplus LogSigmoid Square Dot Mv Mm Bmm"
+_FUNCTIONS = operations(
+    "Pow Exp Log Abs Relu Sigmoid Tanh Softplus LogSigmoid Square Sqrt Rsqrt Reciprocal Log1P Expm1 Clamp ClampMin "
+    "ClampMax Maximum Minimum"
 )
+_NONLINEAR = _OVER_DIMS | _FUNCTIONS | PRODUCTS | {"Mul", "Div"}
 """Operations which, after a reduction over the batch, leave nothing that is one sample's."""
 
 _CHOOSING = operations(
@@ -79,10 +81,6 @@ _CHOOSING = operations(
     "MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D"
 )
 """Operations after which a value may come from one sample because of what the others are."""
-
-_ADDING = operations("Sum Nansum Dot Mv Mm Bmm")
-
-_SELECTING = frozenset(["Index", "IndexSelect", "MaskedSelect"])
 
 
 @dataclass(frozen=True)
@@ -151,98 +149,134 @@ class SampleRows:
     Args:
         path: From the loss to the rows.
         outputs: The values that the module returned.
-        depends: Knows which values depend on the samples.
         owner: Whose they are, if that is known of a loss that is made in the same way.
         is_output: Take the values at the end of the path as the rows, whatever operation made them.
+
+    Attributes:
+        path: As it was given.
+        name: The operation that makes the rows; "" for values that the module returned.
+        shape: Their shape.
+        behind: The operations from there to the module.
+        owner: Whose they are.
 
     Raises:
         Coupled: If samples are mixed there.
         Unreadable: If rows cannot be told from one another.
     """
 
-    def __init__(
-        self, path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None, is_output: bool = False
-    ) -> None:
-        self.path, self._outputs, self._depends = path, outputs, depends
-        self.name = "" if is_output else operation(path.node)
-        self.shape = _shape_of_rows(path, self.name)
-        self.behind = list(_behind(path.node, depends, outputs.values))
+    def __init__(self, path: Path, outputs: Outputs, owner: Owner | None, is_output: bool = False) -> None:
+        self.path, self._outputs, self._depends = path, outputs, outputs.depends
+        self.name = "" if is_output else path.value.operation
+        self.shape = self._shape()
+        ends, top = outputs.values, path.value.node
+        below = walk([top], lambda n: [] if is_tap(n) else [v.node for v in self._depends.below(n) if v not in ends])
+        self.behind = [node for node in below if not is_tap(node)]
         self.owner = self._owner() if owner is None else owner
         self._refuse_constants()
 
+    def _shape(self) -> torch.Size:
+        """The shape of the rows: of labels, or of what a loss takes that reduces it in the same operation."""
+        node = self.path.value.node
+        if self.name in LABELLED:
+            return saved(node, "target").shape
+        if self.name not in _WITH_REDUCTION:
+            return self.path.value.shape
+        of_samples = node.next_functions[0][0] is not None
+        shape = input_of(node, 0).shape if of_samples else torch.Size(saved(node, "self").shape)
+        return shape[:-1] if self.name in _ROW_EACH and len(shape) > 1 else shape
+
     def _owner(self) -> Owner:
-        """Find whose the rows are."""
-        node, outputs = self.path.node, self._outputs
-        candidates = _sample_of_rows(node, self.shape, outputs, self._depends)
-        known = self.name in _NONLINEAR | _WITH_REDUCTION
-        if candidates or known:
-            self._refuse_mixing()
-        found = self._verified(candidates)
-        if found is None:
-            raise Unreadable(
-                f"values of shape {list(self.shape)}, from {node.name()}, do not tell the {outputs.batch_size} samples "
-                "apart"
-                if known
-                else f"the operation {node.name()} between the loss and the samples is not known"
-            )
-        self._refuse_broadcast()
-        return found
-
-    def _apart(self, samples: Tensor) -> list[bool | None]:
-        """Tell of each value that holds the rows whether it is of these samples."""
-        return [
-            self._outputs.are_separate(*value, self._as_values(samples, shape_of(*value))) for value in self._values
-        ]
-
-    @property
-    def _values(self) -> list[tuple[Node, int]]:
-        """The values that hold the rows: those that a loss is computed from that reduces them itself."""
-        if self.name in _WITH_REDUCTION:
-            return [(child, number) for child, number in parents(self.path.node) if self._depends(child)]
-        return [(self.path.node, self.path.number)]
-
-    def _verified(self, candidates: list[Tensor]) -> Owner | None:
-        """Find the sample of each row among ``candidates``, or else by itself.
+        """Find the sample of each row among those that sizes name, or else by derivatives.
 
         Returns:
-            It; None if it cannot be told.
+            It.
 
         Raises:
             Coupled: If no row belongs to one sample.
             Silent: If rows have no derivative that would tell.
             Unreadable: If that cannot be told.
         """
-        for samples in [*candidates, *(self._flattened() if candidates else [])]:
+        outputs, known = self._outputs, self.name in _NONLINEAR | _WITH_REDUCTION
+        size, rows, node = outputs.batch_size, self.shape[:1].numel(), self.path.value.node
+        candidates = self._candidates()
+        if candidates or known:
+            self._refuse_mixing()
+        either_order = (False, True) if candidates and rows > size and rows % size == 0 else ()
+        for samples in [*candidates, *[_numbered(node, self.shape, 0, size, first) for first in either_order]]:
             found = self._apart(samples)
             if all(one is None for one in found):  # within the module, which was looked at by itself
-                only = self._outputs.batch_size == 1 or (len(candidates) == 1 and self._in_order())
-                return Owner(self.name, samples, only)
-            if False not in found:
-                return Owner(self.name, samples, self._are_shown(samples))
-        if not candidates and all(one is None for one in self._apart(torch.zeros((), device="cpu"))):
-            return None
-        if len(self._values) == 1 and not self._passes(_CHOOSING):
+                sure = size == 1 or (len(candidates) == 1 and self._in_order)
+            elif False not in found:
+                sure = self._are_shown(samples)
+            else:
+                continue
+            self._refuse_broadcast()
+            return Owner(self.name, samples, sure)
+        is_told = candidates or not all(one is None for one in self._apart(torch.zeros((), device="cpu")))
+        if is_told and len(self._values) == 1 and not self._passes(_CHOOSING):
             try:
-                samples = self._measured(*self._values[0])
-                if all(self._apart(samples)):
-                    return Owner(self.name, samples, True)
+                measured = self._measured(*self._values)
+                if all(self._apart(measured)):
+                    self._refuse_broadcast()
+                    return Owner(self.name, measured, True)
             except Silent:
                 raise
             except Unreadable:
                 pass
-        if not candidates:
-            return None
-        raise Coupled(
-            f"the values that it is computed from, of shape {list(self.shape)} from {self.path.node.name()}, depend on "
-            "several samples each: what a sample adds to the gradient depends on the others. Leave that term out, or "
-            "compute it for each sample and average"
+        if candidates:
+            raise Coupled(
+                f"the values that it is computed from, of shape {list(self.shape)} from {node.name()}, depend on "
+                "several samples each: what a sample adds to the gradient depends on the others. Leave that term out, "
+                "or compute it for each sample and average"
+            )
+        raise Unreadable(
+            f"values of shape {list(self.shape)}, from {node.name()}, do not tell the {size} samples apart"
+            if known
+            else f"the operation {node.name()} between the loss and the samples is not known"
         )
 
-    def _flattened(self) -> list[Tensor]:
-        """The samples of rows that were flattened in one order or in the other."""
-        size, rows = self._outputs.batch_size, self.shape[:1].numel()
-        flat = rows > size and rows % size == 0
-        return [_numbered(self.path.node, self.shape, 0, size, first) for first in (False, True) if flat]
+    def _candidates(self) -> list[Tensor]:
+        """The samples that rows may belong to, the likeliest first."""
+        node, shape, outputs = self.path.value.node, self.shape, self._outputs
+        if selected := self._selections:
+            first, *others = [_chosen_samples(one, shape, outputs) for one in selected]
+            agreed = [one for one in first if all(any(torch.equal(one, two) for two in other) for other in others)]
+            return [one.view(one.shape + (1,) * (len(shape) - one.dim())).broadcast_to(shape) for one in agreed]
+        axes, size = _axes(shape, outputs), outputs.batch_size
+        return [_numbered(node, shape, axis, size, outputs.batch_first) for axis in axes]
+
+    @functools.cached_property
+    def _selections(self) -> list[Node]:
+        """The operations that chose these rows from others, as ``logits[mask]``; none if a way to them has none."""
+        node, shape = self.path.value.node, self.shape
+        found: list[Node] = []
+        pending, seen = [node] if shape else [], {node}
+        while pending:
+            node = pending.pop()
+            if operation(node) in SELECTING:
+                found.append(node)
+                continue
+            below = self._depends.below(node)
+            if is_tap(node) or not below or any(each.shape[:1] != shape[:1] for each in below):
+                return []
+            pending += [each.node for each in below if each.node not in seen]
+            seen.update(each.node for each in below)
+        return found
+
+    def _apart(self, samples: Tensor) -> list[bool | None]:
+        """Tell of each value that holds the rows whether it is of these samples."""
+        found = []
+        for value in self._values:
+            shape, own = value.shape, samples
+            if len(shape) != len(self.shape):  # rows have classes
+                own = samples.broadcast_to(self.shape).unsqueeze(self._dim_of_classes(shape))
+            found.append(self._outputs.are_separate(value, own))
+        return found
+
+    @property
+    def _values(self) -> list[Value]:
+        """The values that hold the rows: those that a loss is computed from that reduces them itself."""
+        return self._depends.below(self.path.value.node) if self.name in _WITH_REDUCTION else [self.path.value]
 
     def _are_shown(self, samples: Tensor) -> bool:
         """Find out whether each row of a list shows by its derivative whose it is, or all are in the order of samples.
@@ -254,12 +288,12 @@ class SampleRows:
             Silent: If that was chosen by data: a derivative of 0 contradicts nothing.
             Unreadable: If rows are of other samples, or that cannot be told.
         """
-        is_chosen = self._passes(_SELECTING)
+        is_chosen = self._passes(SELECTING)
         is_list = is_chosen or samples.numel() > self._outputs.batch_size
-        if not is_list or self._in_order():  # of [B, T] the samples are known
+        if not is_list or self._in_order:  # of [B, T] the samples are known
             return True
         try:
-            shown = [self._measured(*value) for value in self._values]
+            shown = [*map(self._measured, self._values)]
         except Silent:
             if is_chosen:
                 raise
@@ -270,30 +304,23 @@ class SampleRows:
 
     def _passes(self, names: frozenset[str]) -> bool:
         """Tell whether one of these operations stands between the rows and the module."""
-        return any(operation(node) in names for node in self.behind)
+        return not names.isdisjoint(map(operation, self.behind))
 
+    @property
     def _in_order(self) -> bool:
         """Whether nothing between the rows and the module, or a layer inside it, changes the order of samples."""
-        path, outputs = self.path, self._outputs
-        edges = [(path.node, path.number), *[edge for node in self.behind for edge in parents(node)]]
-        ends = [end for end in edges if end in outputs.values or end[0].name() in TAPS]
-        in_front = all(shape_of(*end)[:1] == (outputs.batch_size,) for end in ends if shape_of(*end))
-        chosen = _selections(path.node, self.shape, self._depends)  # whose rows are known
+        outputs = self._outputs
+        edges = [self.path.value, *[edge for node in self.behind for edge in parents(node)]]
+        ends = [end for end in edges if end in outputs.values or end.is_tap]
+        in_front = all(end.shape[:1] == (outputs.batch_size,) for end in ends if end.shape)
+        chosen = self._selections  # whose rows are known
         still = all(operation(n) in _IN_ORDER or n in chosen or _turns_rows_only(n) for n in self.behind)
         return outputs.batch_first and in_front and still
 
-    def _measured(self, node: Node, number: int) -> Tensor:
+    def _measured(self, value: Value) -> Tensor:
         """The sample of each row, as derivatives of a value that holds them show it."""
-        samples = self._outputs.samples_of(node, number)
-        if samples.shape == self.shape:
-            return samples
-        return samples.select(self._dim_of_classes(samples.shape), 0)
-
-    def _as_values(self, samples: Tensor, values: torch.Size) -> Tensor:
-        """The sample of each element, given that of each row, where rows have classes."""
-        if len(values) == len(self.shape):
-            return samples
-        return samples.broadcast_to(self.shape).unsqueeze(self._dim_of_classes(values))
+        samples = self._outputs.samples_of(value)
+        return samples if samples.shape == self.shape else samples.select(self._dim_of_classes(samples.shape), 0)
 
     def _dim_of_classes(self, values: torch.Size) -> int:
         return 1 if self.name in LABELLED and len(values) > 1 else -1
@@ -304,32 +331,51 @@ class SampleRows:
         Raises:
             Coupled: If something does.
         """
-        if (self.path.node, self.path.number) in self._outputs.values:
+        if self.path.value in self._outputs.values:
             return
         for node in self.behind:
-            reduces = node is self.path.node and self.name in _WITH_REDUCTION
-            if not reduces and _mixes(node, self._outputs, self._depends) and not self._keeps_apart(node):
+            reduces = node is self.path.value.node and self.name in _WITH_REDUCTION
+            if not reduces and self._mixes(node):
                 raise Coupled(
                     f"{node.name()} mixes samples, and what comes of it is no sum of parts that are one sample's own: "
                     "what a sample adds to the gradient depends on the others. Leave that term out, or compute it for "
                     "each sample and average"
                 )
 
-    def _keeps_apart(self, node: Node) -> bool:
-        """Tell whether derivatives show that what an operation puts together is one sample's, whatever sizes say."""
-        if operation(node) not in _OVER_DIMS:
+    def _mixes(self, node: Node) -> bool:
+        """Tell whether an operation puts samples together, by sizes, and no derivatives show that it does not."""
+        name, outputs = operation(node), self._outputs
+        behind = self._depends.below(node)
+        if not behind:
+            return False
+        before = behind[0].shape
+        if name in _WITH_REDUCTION:
+            return saved(node, "reduction") != 0 and bool(_axes(before, outputs))
+        if name == "Mm":
+            return len(behind) == 2
+        if name not in _OVER_DIMS or not before:
+            return False
+        dims, usual = dims_of(node), outputs.usual_dim(before)
+        if dims is None:
+            mixes = bool(_axes(before, outputs))
+        else:
+            others = before[:usual] + before[usual + 1 :]
+            along = usual in [dim % len(before) for dim in dims]
+            whole = before[usual] > 0 and before[usual] % outputs.batch_size == 0
+            mixes = along and whole and outputs.batch_size not in others
+        if not mixes:
             return False
         try:
-            samples = self._outputs.samples_of(*parents(node)[0])
+            samples = outputs.samples_of(parents(node)[0])
         except Unreadable:
-            return False
-        dims = dims_of(node) or [*range(samples.dim())]
-        return torch.equal(samples.amin(dims), samples.amax(dims))
+            return True
+        together = dims or [*range(samples.dim())]
+        return not torch.equal(samples.amin(together), samples.amax(together))
 
     @property
     def _nodes(self) -> list[Node]:
         """The operations between the loss and the module."""
-        return [*[step.node for step in self.path.steps], *self.behind]
+        return [*[step.value.node for step in self.path.steps], *self.behind]
 
     def _refuse_constants(self) -> None:
         """Check that no constant lies along as many entries as there are samples, and is the same for each of them.
@@ -343,44 +389,39 @@ class SampleRows:
         depends, nodes, outputs = self._depends, [*self._nodes, *self.path.weighing], self._outputs
         for node in nodes:
             for value, constant in constants_beside(node, depends):
-                shape, sizes = shape_of(*value), own_sizes(constant)
-                places = places_of(shape, outputs.batch_size)
+                shape, sizes = value.shape, own_sizes(constant)
                 if any(map(SharedValue("", constant).is_of, outputs.declared)):
                     continue
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
-                varying = Bounds(constant.double(), constant.double()).sizes if self._is_doubtful(shape, sizes) else []
-                if varying:
+                if self._is_doubtful(shape, sizes):
                     self._refuse_transposed(node, value, constant)
-                if varying and max(varying) > 1:
-                    sizes = varying
+                    varying = Bounds(constant.double(), constant.double()).sizes
+                    sizes = varying if max(varying, default=1) > 1 else sizes
                 self._refuse_constant(node, value, sizes, sizes)
-                if all(sizes[dim] == 1 for dim in places):
+                if all(sizes[dim] == 1 for dim in places_of(shape, outputs.batch_size)):
                     self._learn(sizes)
         unseen = [node for node in self.behind if adds_unseen(node, depends)]
         hiding = [node for node in nodes if hides_constant(node, depends)]
         for node in hiding:
-            below = [node.next_functions[place] for place in inputs_of(node, depends)]
-            for value in ((node, 0), *below):
-                self._refuse_constant(node, cast("tuple[Node, int]", value))
+            for value in (Value(node), *[input_of(node, place) for place in depends.inputs(node)]):
+                self._refuse_constant(node, value)
         for node in (*unseen, *hiding):
             self._learn(shape_of(node))
-        doubtful = any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen)
-        outputs.coincide |= doubtful
-        known = outputs.held | known_values(nodes) if doubtful else {}
-        recovered = recovered_values(nodes) if doubtful else {}
+        if not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
+            return
+        outputs.coincide = True
+        chains = AffineChains(outputs.held | known_values(nodes), depends)
+        recovered = recovered_values(nodes)
         wholes = {one: bounds for one, bounds in recovered.items() if bool(bounds.middle.isfinite().all())}
-        wholes |= {one: Bounds(values, values) for one, values in known.items()}
-        ends = {edge: None for node in nodes for edge in parents(node) if not is_affine(node, depends)}
-        for value in ends if doubtful else ():
-            shape = shape_of(*value)
-            if not adds_unseen_below(value, known, depends) or not self._is_doubtful(shape, shape):
+        wholes |= {one: Bounds(values, values) for one, values in chains.known.items()}
+        for value in dict.fromkeys(edge for node in nodes for edge in parents(node) if not is_affine(node, depends)):
+            if not chains.add_unseen(value) or not self._is_doubtful(value.shape, value.shape):
                 continue
-            found = added(value, wholes[value], known, depends) if value in wholes else None
-            if found is None:
-                self._refuse_constant(value[0], value)
-                continue
-            each, most = found
-            self._refuse_constant(value[0], value, each.sizes, most.sizes)
+            if value in wholes and (found := chains.added(value, wholes[value])) is not None:
+                each, most = found
+                self._refuse_constant(value.node, value, each.sizes, most.sizes)
+            else:
+                self._refuse_constant(value.node, value)
 
     def _learn(self, sizes: Sequence[int]) -> None:
         """Remember sizes of constants that are made of no samples; beside a single sample any may be."""
@@ -390,8 +431,8 @@ class SampleRows:
     @functools.cached_property
     def _is_inside(self) -> bool:
         """Whether the rows are computed within the module, which was looked at by itself."""
-        ends = {edge for node in [self.path.node, *self.behind] for edge in parents(node)}
-        return not self._outputs.values & {(self.path.node, self.path.number), *ends}
+        edges = [edge for node in [self.path.value.node, *self.behind] for edge in parents(node)]
+        return self._outputs.values.isdisjoint([self.path.value, *edges])
 
     def _is_doubtful(self, shape: torch.Size, constant: Sequence[int]) -> bool:
         """Tell whether a constant of some sizes beside a value may lie along others of B entries than the samples."""
@@ -401,11 +442,7 @@ class SampleRows:
         return not known and bool(sized) and (len(places) != 1 or not sized <= {*places})
 
     def _refuse_constant(
-        self,
-        node: Node,
-        value: tuple[Node, int],
-        sizes: Sequence[int] | None = None,
-        surely: Sequence[int] = (),
+        self, node: Node, value: Value, sizes: Sequence[int] | None = None, surely: Sequence[int] = ()
     ) -> None:
         """Check that a constant beside a value is one of each sample, or lies along nothing of as many entries.
 
@@ -419,7 +456,7 @@ class SampleRows:
             Coupled: If it is neither.
             Unreadable: If it may be neither, and its sizes are not known.
         """
-        shape, batch_size = shape_of(*value), self._outputs.batch_size
+        shape, batch_size = value.shape, self._outputs.batch_size
         if not self._is_doubtful(shape, shape if sizes is None else sizes):
             return
         places = places_of(shape, batch_size)
@@ -433,7 +470,7 @@ class SampleRows:
                 "Begin with a batch of another size, or let clipper.per_sample_losses compute the losses"
             )
         one = sizes is not None and (samples is None or surely[samples] == 1)
-        if one and self._outputs.only_sample(*value) is None:
+        if one and self._outputs.only_sample(value) is None:
             raise Coupled(
                 f"{node.name()} puts a constant of {batch_size} entries, the same ones for every sample, beside values "
                 f"of shape {list(shape)}. Is it made of the {batch_size} samples? Then each value belongs to two of "
@@ -441,13 +478,13 @@ class SampleRows:
                 "batch of another size, or let clipper.per_sample_losses compute each sample's loss from its own rows"
             )
 
-    def _refuse_transposed(self, node: Node, value: tuple[Node, int], constant: Tensor) -> None:
+    def _refuse_transposed(self, node: Node, value: Value, constant: Tensor) -> None:
         """Check that a constant is no transposed view whose samples lie along another dimension than the value's.
 
         Raises:
             Coupled: If it is.
         """
-        places = [dim for dim in places_of(shape_of(*value), len(constant)) if constant.shape[dim] == len(constant)]
+        places = [dim for dim in places_of(value.shape, len(constant)) if constant.shape[dim] == len(constant)]
         if len(places) < 2 or constant.is_contiguous():
             return
         outermost = max(places, key=constant.stride)  # of a batch the samples are
@@ -459,12 +496,12 @@ class SampleRows:
                 "came from the loader; if its samples lie there, copy it, .contiguous()"
             )
 
-    def _dim_of_samples(self, value: tuple[Node, int], places: Sequence[int]) -> int | None:
+    def _dim_of_samples(self, value: Value, places: Sequence[int]) -> int | None:
         """Find the dimension of the samples by derivatives; None if there is none."""
-        shape, size = shape_of(*value), self._outputs.batch_size
-        orders = ((dim, _numbered(value[0], shape, dim, size, first)) for dim in places for first in (True, False))
+        shape, size = value.shape, self._outputs.batch_size
+        orders = ((dim, _numbered(value.node, shape, dim, size, first)) for dim in places for first in (True, False))
         # Within the module, which was looked at by itself, the likeliest.
-        return next((dim for dim, one in orders if self._outputs.are_separate(*value, one) is not False), None)
+        return next((dim for dim, one in orders if self._outputs.are_separate(value, one) is not False), None)
 
     def _refuse_broadcast(self) -> None:
         """Check that no value of the samples is repeated along a constant of as many entries as there are samples.
@@ -474,20 +511,23 @@ class SampleRows:
         Raises:
             Coupled: If one is.
         """
-        outputs = self._outputs
-        beside = {child for node in self._nodes if operation(node) in _BROADCASTING for child, _ in parents(node)}
-        elsewhere = {
-            child for node in self._nodes if operation(node) not in _BROADCASTING for child, _ in parents(node)
-        }
-        for node in self._nodes:
-            if operation(node) == "Expand" and node in beside - elsewhere:  # looked at there
+        outputs, nodes = self._outputs, self._nodes
+        elsewhere = {edge.node for n in nodes if operation(n) not in _BROADCASTING for edge in parents(n)}
+        beside = {edge.node for n in nodes if operation(n) in _BROADCASTING for edge in parents(n)} - elsewhere
+        for node in nodes:
+            name, shape = operation(node), shape_of(node)
+            if name not in _BROADCASTING or (name == "Expand" and node in beside):  # looked at there
                 continue
-            for size in _repeats(node, self._depends):
+            before = map(_before_expand, self._depends.below(node))
+            padded = [(1,) * (len(shape) - len(one)) + one for one in before]
+            for dim, size in enumerate(shape):
+                if size < 2 or any(one[dim] != 1 for one in padded):
+                    continue
                 self._learn([size])
                 if size == outputs.batch_size > 1 and size not in outputs.constant_sizes:
                     raise Coupled(
                         f"{node.name()} repeats outputs along a constant of {size} entries, which makes values of "
-                        f"shape {list(shape_of(node))}. Is the constant made of the {size} samples? Then each value "
+                        f"shape {list(shape)}. Is the constant made of the {size} samples? Then each value "
                         "belongs to two of them: give outputs and targets the same shape, as by output.squeeze(1). If "
                         "it is not, begin with a batch of another size"
                     )
@@ -504,33 +544,46 @@ class SampleRows:
     def _places_of_cuts(self, node: Node) -> list[int]:
         """The places where an operation cuts each sample, as it counts them; the first, last and middle are none."""
         name = operation(node)
-        if name not in _CUTTING:
+        if name not in TAKING - {"Select", "Unbind"}:
             return []
-        [whole], dim = parents(node), signed(saved(node, "dim"))
-        shape = shape_of(*whole)
-        length = shape[dim]
+        [whole], dim = parents(node), saved(node, "dim")
+        length = whole.shape[dim]
         if name == "Slice":
-            start, end = (signed(saved(node, each)) for each in ("start", "end"))
+            start, end = saved(node, "start"), saved(node, "end")
             return [abs(place) for place in (start, end) if 1 < abs(place) < length and end - start != 1]
         sizes = list(saved(node, "split_sizes")) if name == "SplitWithSizes" else [saved(node, "split_size")]
-        along = {dim % len(shape)} & {*places_of(shape, self._outputs.batch_size)}
+        along = {dim % len(whole.shape)} & {*places_of(whole.shape, self._outputs.batch_size)}
         is_halved = sizes[0] == -(-length // 2) and len(sizes) < 3
         return [] if is_halved or self._dim_of_samples(whole, [*along]) is not None else sizes[: max(1, len(sizes) - 1)]
 
     @property
     def _adding(self) -> list[str]:
         """The operations that add rows up, from the rows up to the root."""
-        return [name for step in self.path.steps if (name := operation(step.node)) in MEANS | _ADDING]
+        return [step.operation for step in self.path.steps if step.operation in MEANS | ADDING]
 
     def _weighed(self) -> tuple[Tensor, Tensor | float]:
-        """Return each row's weight in the loss, and how much it counts by itself."""
-        counting = _counting(self.path, self.name)
-        return (self.path.coefficient * counting).broadcast_to(self.shape).abs(), counting
+        """Return each row's weight in the loss, and how much it counts by itself: with class weights, its label's."""
+        path, counting = self.path, 1.0
+        if self.name in LABELLED:
+            node = path.value.node
+            counting = there = has_label(node)
+            if self._has_class_weights:
+                weight, target = saved(node, "weight"), saved(node, "target")
+                counting = there * weight.detach().to(path.coefficient)[target.where(there, 0)]
+        return (path.coefficient * counting).broadcast_to(self.shape).abs(), counting
 
     @property
     def _fused(self) -> int:
         """How the operation that makes the rows reduces them: 0 not, 1 by a mean, 2 by a sum."""
-        return int(saved(self.path.node, "reduction")) if self.name in _WITH_REDUCTION else 0
+        return int(saved(self.path.value.node, "reduction")) if self.name in _WITH_REDUCTION else 0
+
+    @property
+    def _has_class_weights(self) -> bool:
+        """Whether the rows are reduced by a mean over labels of classes that have different weights."""
+        if self.name not in LABELLED or self._fused != 1:
+            return False
+        weight = saved(self.path.value.node, "weight")
+        return weight is not None and not torch.equal(weight, weight[:1].expand_as(weight))
 
     def term(self, scale: float) -> LossTerm:
         """Count each sample's rows, and their weights, in a loss that a GradScaler multiplied by ``scale``.
@@ -544,7 +597,7 @@ class SampleRows:
         """
         path, samples, shape, fused = self.path, self.owner.samples, self.shape, self._fused
         batch_size = self._outputs.batch_size
-        inner = math.prod(mean_of(step) or 1.0 for step in path.steps if operation(step.node) in MEANS)
+        inner = math.prod(step.mean or 1.0 for step in path.steps if step.operation in MEANS)
         weights = self._weighed()[0] / inner / abs(math.prod(constant.value for constant in path.constants))
         nonzero = weights[weights > 0]
         smallest, largest = (float(nonzero.min()), float(nonzero.max())) if len(nonzero) else (1.0, 1.0)
@@ -565,8 +618,14 @@ class SampleRows:
             levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
             share = None if mean is None else mean[1] / mean[1].sum()
             summed, width = self._summed(sums * inner, levels)
-        if share is not None and not even:
-            _refuse_normalized(weights, nonzero)
+        normalized = any(abs(float(each.mean()) - 1) < 1e-6 for each in (weights, nonzero))
+        # Two weights by turns may add up to their number by chance.
+        if share is not None and not even and normalized and nonzero.unique().numel() > 2:
+            raise Coupled(
+                "the weights in the mean add up to the number of rows: they were divided by their own mean over the "
+                "batch, so that every sample's weight depends on the others. Use weights that do not depend on the "
+                "batch"
+            )
         constants = _without(scale, path.constants)
         sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
         if not even:
@@ -580,7 +639,7 @@ class SampleRows:
         if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
             constants = (
                 *constants,
-                Constant(path.node, largest, False, 1e-6, "weights" if path.weighing else "gradient"),
+                Constant(path.value.node, largest, False, 1e-6, "weights" if path.weighing else "gradient"),
             )  # as of gradient=torch.full((B,), 1 / B)
         inner = inner if share is None else 1.0
         weights, size, rows = sums * inner, size * inner, rows * inner
@@ -596,7 +655,7 @@ class SampleRows:
             rows,
             mean,
             sizes,
-            has_class_weights(path.node, self.name),
+            self._has_class_weights,
             weights if summed is None else summed,
             width,
             reduced,
@@ -613,12 +672,12 @@ class SampleRows:
         Returns:
             The weights by sample [B], NaN where samples are added up before; the number.
         """
-        steps = [step for step in self.path.steps if operation(step.node) not in ELEMENTWISE]
-        adding = [i for i, step in enumerate(steps) if operation(step.node) in MEANS | _ADDING]
+        steps = [step for step in self.path.steps if step.operation not in ELEMENTWISE]
+        adding = [i for i, step in enumerate(steps) if step.operation in MEANS | ADDING]
         last = adding[-1] if adding else 0
         if len(levels) < last:
             return torch.full_like(sums, math.nan), 1.0
-        width = math.prod(1 / (mean_of(step) or 1.0) for step in steps[:last] if operation(step.node) in _ADDING)
+        width = math.prod(1 / (step.mean or 1.0) for step in steps[:last] if step.operation in ADDING)
         return sums / width, width
 
     def weights(self, scale: float) -> RowWeights:
@@ -636,59 +695,35 @@ class SampleRows:
         nonzero = weights[weights > 0] / scaled
         few = nonzero.unique()
         behind = [] if path.output is not None else self.behind
-        nodes = [*behind, *[step.node for step in path.steps]]
+        nodes = [*behind, *[step.value.node for step in path.steps]]
         return RowWeights(
-            kind=(*sorted({operation(node) for node in behind} - _MOVING), "to", *self._adding),
+            kind=(*sorted({operation(node) for node in behind} - _WITH_SIZES), "to", *self._adding),
             each=by_sample(samples, weights / scaled, batch_size),
             counts=counts,
             distinct=() if len(few) > _FEW or (path.weighing and len(nonzero) == 1) else tuple(few.tolist()),
-            number=math.nan if has_class_weights(path.node, self.name) else number / scaled,
+            number=math.nan if self._has_class_weights else number / scaled,
             precision=sum(constant.precision for constant in path.constants),
             size=self.shape.numel(),
-            by_shape=_by_shape(path, self.name, nodes, weights > 0, batch_size),
+            by_shape=self._by_shape(nodes, weights > 0),
         )
 
-
-def _by_shape(path: Path, name: str, nodes: Sequence[Node], weighed: Tensor, batch_size: int) -> bool | None:
-    """Tell whether nothing but shapes decides how many rows count; None if only where all that there are do."""
-    if data_choose_rows(nodes):
-        return False
-    if not (path.weighing or name in LABELLED):
-        return True
-    if bool(weighed.all()) or (name not in LABELLED and _is_one_class_of_each(weighed, batch_size)):
-        return True
-    return None
-
-
-def _is_one_class_of_each(weighed: Tensor, batch_size: int) -> bool:
-    """Whether every row weighs as many values along the last dimension, as a product with a one-hot target does."""
-    counts = weighed.sum(-1) if weighed.dim() else weighed
-    if counts.numel() <= batch_size:  # rows of a sample each, of which a mask leaves some out
-        return False
-    return bool((counts == counts.flatten()[:1]).all())
+    def _by_shape(self, nodes: Sequence[Node], weighed: Tensor) -> bool | None:
+        """Tell whether nothing but shapes decides how many rows count; None if only where all that there are do."""
+        if data_choose_rows(nodes):
+            return False
+        labelled = self.name in LABELLED
+        if not (self.path.weighing or labelled) or bool(weighed.all()):
+            return True
+        # As many values along the last dimension of every row, as a product with a one-hot target has.
+        counts = weighed.sum(-1) if weighed.dim() else weighed
+        of_each = counts.numel() > self._outputs.batch_size  # else a mask leaves some samples out
+        return True if not labelled and of_each and bool((counts == counts.flatten()[:1]).all()) else None
 
 
-_CUTTING = operations("Slice Split SplitWithSizes UnsafeSplit")
 _FEW = 64
 _COPIES = "torch::autograd::CopySlices"
-_MOVING = ELEMENTWISE | operations(
-    "View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes UnsafeSplit Index "
-    f"IndexSelect MaskedSelect Stack Cat Permute Transpose T {_COPIES} ConstantPadNd Gather AsStrided"
-)
+_WITH_SIZES = ELEMENTWISE | MOVING | {_COPIES} | operations("ConstantPadNd Gather AsStrided")
 """Operations that come and go with the sizes of a batch."""
-
-
-def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:
-    """Check that the weights in a mean do not add up to the number of its rows, as ``w / w.mean()`` does.
-
-    Raises:
-        Coupled: If they do, and are no two weights by turns, which may do so by chance.
-    """
-    if nonzero.unique().numel() > 2 and any(abs(float(each.mean()) - 1) < 1e-6 for each in (weights, nonzero)):
-        raise Coupled(
-            "the weights in the mean add up to the number of rows: they were divided by their own mean over the batch, "
-            "so that every sample's weight depends on the others. Use weights that do not depend on the batch"
-        )
 
 
 def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:
@@ -699,36 +734,6 @@ def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, .
     return constants
 
 
-def _shape_of_rows(path: Path, name: str) -> torch.Size:
-    node = path.node
-    if name in LABELLED:
-        return saved(node, "target").shape
-    if name in _WITH_REDUCTION:
-        child, number = node.next_functions[0]
-        shape = shape_of(child, number) if child is not None else torch.Size(saved(node, "self").shape)
-        return shape[:-1] if name in _ROW_EACH and len(shape) > 1 else shape
-    return shape_of(node, path.number)
-
-
-def _counting(path: Path, name: str) -> Tensor | float:
-    """Return how much each row counts: 1 with a label, or in a mean with class weights its weight; 1 for all."""
-    if name not in LABELLED:
-        return 1.0
-    there = has_label(path.node)
-    if not has_class_weights(path.node, name):
-        return there
-    weight, target = saved(path.node, "weight"), saved(path.node, "target")
-    return there * weight.detach().to(path.coefficient)[target.where(there, 0)]
-
-
-def has_class_weights(node: Node, name: str) -> bool:
-    """Tell whether an operation is a mean over labels of classes that have different weights."""
-    if name not in LABELLED or int(saved(node, "reduction")) != 1:
-        return False
-    weight = saved(node, "weight")
-    return weight is not None and not torch.equal(weight, weight[:1].expand_as(weight))
-
-
 def has_label(node: Node) -> Tensor:
     """Return which labels of an operation of `LABELLED` are there."""
     return saved(node, "target") != saved(node, "ignore_index")
@@ -737,11 +742,11 @@ def has_label(node: Node) -> Tensor:
 # Where the samples are
 
 
-def _axes(shape: torch.Size, batch_size: int, batch_first: bool) -> list[int]:
+def _axes(shape: torch.Size, outputs: Outputs) -> list[int]:
     """The dimensions that may be the samples', the likeliest first; 0 also where others are flattened into it."""
     if not shape:
         return []
-    usual = 0 if batch_first or len(shape) == 1 else 1
+    usual, batch_size = outputs.usual_dim(shape), outputs.batch_size
     if shape[usual] == batch_size:
         return [usual]
     flat = [0] if shape[0] > batch_size and shape[0] % batch_size == 0 else []
@@ -756,23 +761,14 @@ def _numbered(node: Node, shape: torch.Size, axis: int, batch_size: int, batch_f
     return places.view([-1 if dim == axis else 1 for dim in range(len(shape))])
 
 
-def _sample_of_rows(node: Node, shape: torch.Size, outputs: Outputs, depends: Dependence) -> list[Tensor]:
-    """The samples that rows may belong to, the likeliest first."""
-    batch_size, batch_first = outputs.batch_size, outputs.batch_first
-    if selected := _selections(node, shape, depends):
-        first, *others = [_chosen_samples(one, shape, batch_size, batch_first) for one in selected]
-        agreed = [one for one in first if all(any(torch.equal(one, two) for two in other) for other in others)]
-        return [one.view(one.shape + (1,) * (len(shape) - one.dim())).broadcast_to(shape) for one in agreed]
-    return [_numbered(node, shape, axis, batch_size, batch_first) for axis in _axes(shape, batch_size, batch_first)]
-
-
 _IN_ORDER = (
     ELEMENTWISE
     | _WITH_REDUCTION
+    | RESHAPING
+    | _FUNCTIONS
     | operations(
-        "View UnsafeView ReshapeAlias Squeeze Unsqueeze Slice LogSoftmax Softmax Pow Exp Log Abs Relu Gelu Silu "
-        "Sigmoid Tanh Softplus LogSigmoid Square Sqrt Rsqrt Reciprocal Log1P Expm1 Clamp ClampMin ClampMax Maximum "
-        "Minimum Xlogy Norm LinalgVectorNorm Cumsum Sum Mean Var Std Logsumexp Max Amax Gather Mm Addmm Bmm"
+        "Slice LogSoftmax Softmax Gelu Silu Xlogy Norm LinalgVectorNorm Cumsum Sum Mean Var Std Logsumexp Max Amax "
+        "Gather Mm Addmm Bmm"
     )
 )
 """Operations that leave the samples in their order, where the values of each lie side by side."""
@@ -783,54 +779,36 @@ def _turns_rows_only(node: Node) -> bool:
     if operation(node) == "Permute":
         return saved(node, "dims")[0] == 0
     if operation(node) == "Select":
-        return signed(saved(node, "dim")) % len(shape_of(*parents(node)[0])) != 0
+        return saved(node, "dim") % len(parents(node)[0].shape) != 0
     if operation(node) != "Transpose":
         return False
     dims = len(shape_of(node))
-    return all(signed(saved(node, name)) % dims for name in ("dim0", "dim1"))
+    return all(saved(node, name) % dims for name in ("dim0", "dim1"))
 
 
-def _selections(node: Node, shape: torch.Size, depends: Dependence) -> list[Node]:
-    """The operations that chose these rows from others, as ``logits[mask]`` does; none if one way to them has none."""
-    found: list[Node] = []
-    pending, seen = [node] if shape else [], {node}
-    while pending:
-        node = pending.pop()
-        if operation(node) in _SELECTING:
-            found.append(node)
-            continue
-        behind = [(child, number) for child, number in parents(node) if depends(child)]
-        if node.name() in TAPS or not behind or any(shape_of(*each)[:1] != shape[:1] for each in behind):
-            return []
-        pending += [child for child, _ in behind if child not in seen]
-        seen.update(child for child, _ in behind)
+def _chosen_samples(node: Node, shape: torch.Size, outputs: Outputs) -> list[Tensor]:
+    """The samples that the rows of a selection may be of, for each dimension that may be the samples'."""
+    before, found = parents(node)[0].shape, []
+    for axis in _axes(before, outputs):
+        numbers = _numbered(node, before, axis, outputs.batch_size, outputs.batch_first).broadcast_to(before)
+        if operation(node) == "IndexSelect":
+            chosen = numbers.index_select(saved(node, "dim") % len(before), saved(node, "index"))
+        elif operation(node) == "MaskedSelect":
+            chosen = numbers[saved(node, "mask").broadcast_to(before)]
+        else:
+            indices = tuple(slice(None) if index is None else index for index in saved(node, "indices"))
+            used = sum(
+                index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1 for index in indices
+            )
+            chosen = numbers[(slice(None),) * used + (slice(1),) * (len(before) - used)][indices]
+        samples = chosen.reshape(len(chosen), -1)[:, 0] if chosen.numel() else chosen.flatten()
+        if len(samples) == shape[0]:
+            found.append(samples)
     return found
 
 
-def _chosen_samples(node: Node, shape: torch.Size, batch_size: int, batch_first: bool) -> list[Tensor]:
-    """The samples that the rows of a selection may be of, for each dimension that may be the samples'."""
-    before = shape_of(*parents(node)[0])
-    axes = _axes(before, batch_size, batch_first)
-    chosen = [_chosen(node, before, axis, batch_size, batch_first) for axis in axes]
-    return [samples for samples in chosen if len(samples) == shape[0]]
-
-
-def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_first: bool) -> Tensor:
-    """The sample of each row that a selection chose."""
-    numbers = _numbered(node, before, axis, batch_size, batch_first).broadcast_to(before)
-    if operation(node) == "IndexSelect":
-        chosen = numbers.index_select(saved(node, "dim") % len(before), saved(node, "index"))
-    elif operation(node) == "MaskedSelect":
-        chosen = numbers[saved(node, "mask").broadcast_to(before)]
-    else:
-        indices = tuple(slice(None) if index is None else index for index in saved(node, "indices"))
-        used = sum(index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1 for index in indices)
-        chosen = numbers[(slice(None),) * used + (slice(1),) * (len(before) - used)][indices]
-    return chosen.reshape(len(chosen), -1)[:, 0] if chosen.numel() else chosen.flatten()
-
-
 def _device(node: Node) -> torch.device:
-    return torch.device(input_metadata_of(node)[0].device)
+    return torch.device(Value(node).meta.device)
 
 
 def by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
@@ -876,21 +854,24 @@ def _levels(
     """
     levels: list[Summands] = []
     for step in steps:
-        name, shape = operation(step.node), shape_of(step.node, step.number)
-        if name in ELEMENTWISE:
+        shape = step.value.shape
+        if step.operation in ELEMENTWISE:
             samples, rows = samples.broadcast_to(shape), rows.broadcast_to(shape)
             continue
-        taken, target = _targets(step, shape)
-        taken &= samples >= 0
+        # Of each element that the operation takes: whether it is taken, and the position that it is added to.
+        one = torch.ones(shape, dtype=torch.float64, device=_device(step.value.node))
+        weight = pull(step.value, step.which, one)
+        place = pull(step.value, step.which, one.flatten().cumsum(0).view(shape))
+        taken, target = (weight != 0) & (samples >= 0), (place / weight).nan_to_num(1).round().long() - 1
         target, values = target[taken], samples[taken]
         first, last = (
             torch.full((shape.numel(),), fill, device=samples.device).scatter_reduce(0, target, values, reduce)
             for fill, reduce in ((batch_size, "amin"), (-1, "amax"))
         )
         if (first < last).any():
-            if name not in MEANS:
+            if step.operation not in MEANS:
                 return levels, None
-            return levels, (step.node, _taken(target, values, shape.numel(), batch_size))
+            return levels, (step.value.node, _taken(target, values, shape.numel(), batch_size))
         contributing = torch.zeros(shape.numel(), device=samples.device)
         rows = (contributing.index_add_(0, target, rows[taken].to(contributing)) > 0).view(shape)
         samples = last.view(shape)
@@ -898,14 +879,6 @@ def _levels(
         counts, every = (by_sample(owned, own.double(), batch_size) for own in (rows, samples >= 0))
         levels.append(Summands(counts, every, shape.numel()))
     return levels, None
-
-
-def _targets(step: LinearStep, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """For each input element of a linear operation, whether it is taken, and the position that it is added to."""
-    one = torch.ones(shape, dtype=torch.float64, device=_device(step.node))
-    weight = pull(step.node, step.number, step.which, one)
-    place = pull(step.node, step.number, step.which, one.flatten().cumsum(0).view(shape))
-    return weight != 0, (place / weight).nan_to_num(1).round().long() - 1
 
 
 def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tensor:
@@ -928,48 +901,8 @@ _BROADCASTING = operations(
 """Operations that repeat a value along the dimensions of another, which may be a constant."""
 
 
-def _shape_before_expand(node: Node, number: int) -> torch.Size:
-    while operation(node) == "Expand":
-        node, number = parents(node)[0]
-    return shape_of(node, number)
-
-
-def _repeats(node: Node, depends: Dependence) -> list[int]:
-    """The sizes of the dimensions that a constant alone adds to values of the samples."""
-    name, shape = operation(node), shape_of(node)
-    if name in _BROADCASTING:
-        before = [_shape_before_expand(*edge) for edge in parents(node) if depends(edge[0])]
-        padded = [torch.Size((1,) * (len(shape) - len(each)) + each) for each in before]
-        return [size for dim, size in enumerate(shape) if size > 1 and all(each[dim] == 1 for each in padded)]
-    return []
-
-
-def _behind(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> Iterator[Node]:
-    """The nodes from ``node`` to what the module returned."""
-
-    def onward(top: Node) -> list[Node]:
-        edges = [] if top.name() in TAPS else parents(top)
-        return [edge[0] for edge in edges if edge not in ends and depends(edge[0])]
-
-    return (top for top in walk([node], onward) if top.name() not in TAPS)
-
-
-def _mixes(node: Node, outputs: Outputs, depends: Dependence) -> bool:
-    name, batch_size, batch_first = operation(node), outputs.batch_size, outputs.batch_first
-    behind = [(child, number) for child, number in parents(node) if depends(child)]
-    if not behind:
-        return False
-    before = shape_of(*behind[0])
-    if name in _WITH_REDUCTION:
-        return saved(node, "reduction") != 0 and bool(_axes(before, batch_size, batch_first))
-    if name == "Mm":
-        return len(behind) == 2
-    if name not in _OVER_DIMS or not before:
-        return False
-    dims = dims_of(node)
-    if dims is None:
-        return bool(_axes(before, batch_size, batch_first))
-    usual = 0 if batch_first or len(before) == 1 else 1
-    others = before[:usual] + before[usual + 1 :]
-    along = usual in [dim % len(before) for dim in dims]
-    return along and before[usual] > 0 and before[usual] % batch_size == 0 and batch_size not in others
+def _before_expand(value: Value) -> torch.Size:
+    """The shape of a value before it was expanded."""
+    while value.operation == "Expand":
+        [value] = parents(value.node)
+    return value.shape

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple, cast
@@ -20,35 +20,28 @@ from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import (
     TAKES_BESIDE,
+    AffineChains,
     Bounds,
-    Value,
-    added,
     adds_unseen,
-    adds_unseen_below,
-    affine_below,
     constants_beside,
     is_affine,
-    is_told,
-    is_weighed_and_summed,
     known_values,
     own_sizes,
-    parts_of,
     places_of,
-    puts_unseen,
-    reached,
     recovered_values,
-    summed_in,
-    where_added,
 )
 from gradguard.per_sample.loss.loss_graph import (
+    ADDING,
+    JOINING,
     LABELLED,
-    TAPS,
-    Dependence,
+    MEANS,
+    TAKING,
     Root,
     Unreadable,
+    Value,
     ValuePlaces,
     dims_of,
-    inputs_of,
+    fold,
     is_linear,
     is_tensor,
     operation,
@@ -81,10 +74,7 @@ _SHOWING = operations(
 _ENDING = operations("Mean Sum NllLoss LogSoftmax MseLoss BinaryCrossEntropyWithLogits")
 """Operations of the losses where no value lies between what the module returned and a function that saves it."""
 
-_TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
-"""Operations that take places along a dimension, which their settings, or the numbers of their results, tell."""
-
-_ADDING_UP = operations("Sum Nansum Mean Dot Mv Mm Bmm Addmm Baddbmm Addmv IndexAdd ScatterAdd")
+_ADDING_UP = ADDING | MEANS | operations("Addmm Baddbmm Addmv IndexAdd ScatterAdd")
 
 _NUMBERS = frozenset(
     ["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale", "lambd", "alpha",
@@ -95,6 +85,9 @@ _NUMBERS = frozenset(
 
 Unsettled = Literal["own here", "unclear"]
 """One batch shows that a value is each sample's own, which says nothing of the next, or does not tell."""
+
+IsShared = Callable[[], bool | Unsettled]
+"""Looks whether samples share a value."""
 
 _MOST_ELEMENTS = 4096
 """Elements by which weights are found, and that are kept; all of a batch are compared."""
@@ -185,7 +178,7 @@ class SharedValue:
 
     key: Hashable
     value: Tensor | float
-    is_shared: Callable[[], bool | Unsettled] = lambda: True
+    is_shared: IsShared = lambda: True
     bounds: Bounds | None = None
     places: tuple[Hashable, ...] = ()
     seen: Literal["several", "each", "one"] = "several"
@@ -250,6 +243,7 @@ class SharedValues:
 
     Attributes:
         strict: Take no tensor that was not declared, for another batch might have given another.
+        declared: Values that are the user's own, until `end`.
     """
 
     def __init__(self) -> None:
@@ -261,10 +255,6 @@ class SharedValues:
         self._new_mixtures: dict[Hashable, Mixture] = {}
         self.declared: list[Tensor | float] = []
         self._new: dict[Hashable, list[_KeptValue]] = {}
-
-    def declare(self, value: Tensor | float) -> None:
-        """Take a value for the user's own, until `end`."""
-        self.declared.append(value)
 
     def end(self, accepted: bool) -> None:
         """A loss was judged: nothing is declared for the next, which must have the values of one that was accepted."""
@@ -380,7 +370,7 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 # What a graph shows
 
 
-_Look = Callable[[Value, Sequence[int]], Callable[[], bool | Unsettled]]
+_Look = Callable[[Value, Sequence[int]], IsShared]
 
 
 class _Use(NamedTuple):
@@ -388,7 +378,7 @@ class _Use(NamedTuple):
 
     node: Node
     value: Tensor | float
-    is_shared: Callable[[], bool | Unsettled]
+    is_shared: IsShared
 
 
 class LossConstants:
@@ -397,81 +387,79 @@ class LossConstants:
     Args:
         roots: The values that backward starts from.
         outputs: The values that the module returned.
-        depends: Knows which values depend on the samples.
     """
 
-    def __init__(self, roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> None:
-        self._roots, self._outputs, self._depends = roots, outputs, depends
-        self._nodes = _nodes(roots, outputs, depends)
-        self._places = ValuePlaces(outputs.values, depends)
+    def __init__(self, roots: Sequence[Root], outputs: Outputs) -> None:
+        self._roots, self._outputs, self._depends = roots, outputs, outputs.depends
+        self._nodes = _nodes(roots, outputs)
+        self._places = ValuePlaces(outputs.values, outputs.depends)
 
     @functools.cached_property
-    def _known(self) -> dict[Value, Tensor]:
-        return known_values([*self._nodes]) | self._outputs.held
+    def _chains(self) -> AffineChains:
+        return AffineChains(known_values([*self._nodes]) | self._outputs.held, self._depends)
 
     @functools.cached_property
     def _ends(self) -> list[Value]:
         """The known values, and those that functions take, to which constants were added that no operation saved."""
-        depends = self._depends
-        if not any(adds_unseen(node, depends) for node in self._nodes):
+        if not any(adds_unseen(node, self._depends) for node in self._nodes):
             return []
-        edges = [(edge, is_affine(node, depends)) for node in self._nodes for edge in parents(node)]
-        ends = dict.fromkeys(edge for edge, affine in edges if edge in self._known or not affine)
-        return [end for end in ends if adds_unseen_below(end, self._known, depends)]
+        edges = [(edge, is_affine(node, self._depends)) for node in self._nodes for edge in parents(node)]
+        ends = dict.fromkeys(edge for edge, affine in edges if edge in self._chains.known or not affine)
+        return [end for end in ends if self._chains.add_unseen(end)]
 
-    @functools.cached_property
-    def _untouched(self) -> list[Value]:
-        """The values that follow from known ones by operations that add no constant."""
+    def _are_changed(self) -> bool:
+        """Tell whether a value of known ones is another than operations make of them that add no constant."""
+        if self._outputs.are_changed:
+            return True
         if all(operation(node) in _ENDING for node in self._nodes):  # nothing lies between outputs and functions
-            return []
-        depends, wholes = self._depends, self._wholes[0]
-        found = []
-        for value in dict.fromkeys(edge for node in self._nodes for edge in parents(node) if edge in wholes):
-            if not (depends(value[0]) and wholes[value].low.numel()):
-                continue
-            chain = [] if value in self._outputs.values else affine_below(value, self._known, depends)
-            if chain and not any(adds_unseen(n, depends) or puts_unseen(n, depends) for n in chain):
-                found.append(value)
-        return found
-
-    def _is_changed(self, value: Value) -> bool:
-        """Tell whether a value of `_untouched` is another than its operations make of the values below."""
-        (wholes, normalized), known = self._wholes, self._known
-        if (apart := added(value, wholes[value], known, self._depends)) is None:
             return False
-        bounds = apart[1]
-        if value in normalized:
-            bounds = _but_for_a_number(bounds, wholes[value].middle, normalized[value])
-        return bool(((bounds.low > 0) | (bounds.high < 0)).any())
+        (wholes, normalized), chains = self._wholes, self._chains
+        for value in dict.fromkeys(edge for node in self._nodes for edge in parents(node)):
+            if value not in wholes or value in self._outputs.values or not self._depends(value.node):
+                continue
+            if not (wholes[value].low.numel() and chains.put_nothing_unseen(value)):
+                continue
+            if (apart := chains.added(value, wholes[value])) is None:
+                continue
+            bounds = apart[1]
+            if value in normalized:
+                bounds = _but_for_a_number(bounds, wholes[value].middle, normalized[value])
+            if bool(((bounds.low > 0) | (bounds.high < 0)).any()):
+                return True
+        return False
 
     @functools.cached_property
     def _wholes(self) -> tuple[dict[Value, Bounds], dict[Value, int]]:
         """The bounds of values, and the dimension along which one is known but for a number of each row."""
         found, normalized = dict[Value, Bounds](), dict[Value, int]()
         for node in self._nodes:
-            if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in self._known:
-                result, normalized[value] = saved(node, "result").detach(), signed(saved(node, "dim"))
+            if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in self._chains.known:
+                result, normalized[value] = saved(node, "result").detach(), saved(node, "dim")
                 found[value] = Bounds(result, result)
         found |= recovered_values([*self._nodes])
-        return found | {one: Bounds(values, values) for one, values in self._known.items()}, normalized
+        return found | {one: Bounds(values, values) for one, values in self._chains.known.items()}, normalized
 
     def hidden(self) -> str:
         """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
         for node in self._nodes:
             if operation(node) not in _SHOWING:
                 return f"its graph does not show all numbers that {node.name()} takes"
-        if self._outputs.are_changed or any(map(self._is_changed, self._untouched)):
+        if self._are_changed():
             return (
                 "a value in it was changed in place where its graph does not record it, as under torch.no_grad(), by "
                 ".detach() or .data, or by an eps of torch's. Compute it anew instead, as in output - output.detach()"
             )
         for end in self._ends:
-            told = is_told(end, self._known, self._outputs.values, self._depends)
-            if end not in self._wholes[0] or not told:
-                return f"its graph does not show what is added to values from {end[0].name()}"
+            if end not in self._wholes[0] or not self._chains.are_told(end, self._outputs.values):
+                return f"its graph does not show what is added to values from {end.node.name()}"
             if end in self._mixed and all(end != value for _, value, _ in self._sums):
                 return self._mixed[end]
         return ""
+
+    def _is_each_own(self, value: Value, bounds: Bounds) -> bool:
+        """Tell whether samples may have constants of their own in a value."""
+        places = _places_of_rows(value, self._outputs)
+        return self._outputs.batch_size == 1 or any(bounds.sizes[dim] > 1 for dim in places)
 
     @functools.cached_property
     def _mixed(self) -> dict[Value, str]:
@@ -479,39 +467,66 @@ class LossConstants:
 
         The graph shows the sum of these constants alone.
         """
-        found, known, depends = dict[Value, str](), self._known, self._depends
-        sums, alone = {end: bounds for _, end, bounds in self._sums}, self._outputs.batch_size == 1
+        found, sums = dict[Value, str](), {end: bounds for _, end, bounds in self._sums}
         for end, parts in self._parts.items():
             is_summed = end in self._wholes[1]
-            if any(is_weighed_and_summed(one, end, known, depends, is_summed) for one in parts):
+            if any(self._chains.is_weighed_and_summed(one, end, is_summed) for one in parts):
                 found[end] = (
-                    f"what is added to values before {end[0].name()} is weighed and summed since, and its graph shows "
-                    "the sum alone. Sum apart, as in (output * mask).sum(-1) - (target * mask).sum(-1), or write the "
-                    "loss of one sample and call clipper.per_sample_losses"
+                    f"what is added to values before {end.node.name()} is weighed and summed since, and its graph "
+                    "shows the sum alone. Sum apart, as in (output * mask).sum(-1) - (target * mask).sum(-1), or write "
+                    "the loss of one sample and call clipper.per_sample_losses"
                 )
-                continue
-            if end not in sums:
-                continue
-            is_number = all(size == 1 for size in sums[end].sizes)
-            own = alone or any(sums[end].sizes[dim] > 1 for dim in _places_of_rows(end, self._outputs))
-            if (own or is_number) and _additions(end, self._wholes[0][end].middle, known, depends) > 1:
+            elif (
+                end in sums
+                and (self._is_each_own(end, sums[end]) or all(size == 1 for size in sums[end].sizes))
+                and self._additions(end) > 1
+            ):
                 found[end] = (
-                    f"several numbers or tensors are added to values before {end[0].name()}, and its graph shows "
+                    f"several numbers or tensors are added to values before {end.node.name()}, and its graph shows "
                     "their sum alone. Add up what is no output first, as in output - (target - 1) or "
                     "p.sum(1) + (y.sum(1) + 1), or write the loss of one sample and call clipper.per_sample_losses"
                 )
         return found
 
+    def _additions(self, value: Value) -> int:
+        """Return how many unseen constants are added to an element of a value at most, from the known values on."""
+        known, depends = self._chains.known, self._depends
+
+        def below(top: Value) -> list[Value]:
+            is_end = (top in known and top != value) or not is_affine(top.node, depends)
+            return [] if is_end else depends.below(top.node)
+
+        def combine(top: Value, found: list[int]) -> int:
+            if not found:
+                return 0
+            node = top.node
+            together = max(found) if top.operation in JOINING else sum(found)
+            is_number = node.name() in {"AddBackward1", "SubBackward1"}  # of a function of torch's, as its eps
+            if is_number or not adds_unseen(node, depends):
+                return together
+            if top == value and top.operation == "Where":  # 0 where it is not of the samples' values: a mask
+                result, mask = self._wholes[0][value].middle, saved(node, "condition")
+                own = mask if depends.inputs(node) == [0] else ~mask
+                if bool((result == 0).logical_or(own.broadcast_to(result.shape)).all()):
+                    return together
+            return together + 1
+
+        return fold(value, below, combine, {})
+
     def _mixtures(self) -> Iterator[SharedValue]:
         """Yield the constants in values of `_mixed`, as other constants of the samples explain them."""
-        known, depends = self._known, self._depends
+        chains = self._chains
         for place, end, bounds in self._sums if self._mixed else ():
             if end not in self._mixed:
                 continue
-            beside = [one.nan_to_num(0.0) for node in self._nodes for _, one in constants_beside(node, depends)]
-            beside += [self._own(value, other) for _, value, other in self._sums if value not in self._mixed]
-            columns = [torch.ones_like(bounds.low), *self._gains(end)]
-            columns += [one for constant in beside for one in summed_in(end, constant, known, depends)]
+            beside = [one.nan_to_num(0.0) for node in self._nodes for _, one in constants_beside(node, self._depends)]
+            for _, value, other in self._sums:
+                if value not in self._mixed:  # a statistic, which is no sample's own, explains nothing
+                    own = self._is_each_own(value, other)
+                    beside.append(other.middle.nan_to_num(0.0) if own else torch.full_like(other.low, math.nan))
+            parts = [*([end] if adds_unseen(end.node, self._depends) else []), *self._parts[end]]
+            columns = [torch.ones_like(bounds.low), *[chains.reached(part, end) for part in parts]]
+            columns += [one for constant in beside for one in chains.summed_in(end, constant)]
             if (dim := self._wholes[1].get(end)) is not None:
                 columns = [one.double() - one.double().mean(dim, keepdim=True) for one in columns]
             constants = torch.stack([one.broadcast_to(bounds.low.shape).double().flatten() for one in columns], 1)
@@ -521,29 +536,16 @@ class LossConstants:
                 ("mixture", place), math.nan, mixture=Mixture(constants, each, self._mixed[end]), seen=seen
             )
 
-    def _own(self, value: Value, bounds: Bounds) -> Tensor:
-        """Return what was added to a value, or NaN where it is no sample's own: a statistic explains nothing."""
-        own = self._outputs.batch_size == 1 or any(
-            bounds.sizes[dim] > 1 for dim in _places_of_rows(value, self._outputs)
-        )
-        return bounds.middle.nan_to_num(0.0) if own else torch.full_like(bounds.low, math.nan)
-
-    def _gains(self, end: Value) -> list[Tensor]:
-        """Return what each element of a value gains where an operation adds 1 that adds a constant unseen."""
-        parts = [*([end] if adds_unseen(end[0], self._depends) else []), *self._parts[end]]
-        return [reached(part, end, self._known, self._depends) for part in parts]
-
     @functools.cached_property
     def _sums(self) -> list[tuple[Hashable, Value, Bounds]]:
         """The sums of the unseen constants in values, each after its place."""
-        sums, known, depends = list[tuple[Hashable, Value, Bounds]](), self._known, self._depends
+        sums, (wholes, normalized) = list[tuple[Hashable, Value, Bounds]](), self._wholes
         for end in self._ends:
-            wholes, normalized = self._wholes
             below = self._places.of(end)
-            if end not in wholes or not (_places_of_rows(end, self._outputs) or shape_of(*end) == ()):
+            if end not in wholes or not (_places_of_rows(end, self._outputs) or end.shape == ()):
                 continue
-            bounds = _subtracted(end, known, depends)
-            if bounds is None and (apart := added(end, wholes[end], known, depends)) is not None:
+            bounds = self._subtracted(end)
+            if bounds is None and (apart := self._chains.added(end, wholes[end])) is not None:
                 bounds = apart[1]
             if bounds is not None and end in normalized:
                 bounds = _but_for_a_number(bounds, wholes[end].middle, normalized[end])
@@ -551,29 +553,43 @@ class LossConstants:
                 sums.append((below, end, bounds))
         return sums
 
+    def _subtracted(self, value: Value) -> Bounds | None:
+        """Return the constant that one operation adds to or subtracts from known values: `added` in one pass."""
+        node, known = value.node, self._chains.known
+        if value not in known or value.operation not in {"Add", "Sub"} or scalars(node) != [1.0]:
+            return None
+        below, inputs = self._depends.below(node), self._depends.inputs(node)
+        if len(below) != 1 or below[0] not in known or known[below[0]].shape != known[value].shape:
+            return None
+        whole, part = known[value], known[below[0]]
+        sign = -1 if value.operation == "Sub" and inputs == [1] else 1
+        eps, wide = torch.finfo(whole.dtype).eps, torch.promote_types(whole.dtype, torch.float32)
+        whole, part = whole.to(wide), part.to(wide)
+        return Bounds.around(whole - sign * part, 2 * eps * (whole.abs() + part.abs()))
+
     @functools.cached_property
     def _parts(self) -> dict[Value, list[Value]]:
         """By the values of `_ends`: where the constants were added, if operations have changed the sums since."""
-        return {end: parts_of(end, self._known, self._depends) for end in self._ends}
-
-    @functools.cached_property
-    def _summands(self) -> list[tuple[Hashable, Value, Bounds]]:
-        """The unseen constants where they were added, where operations have changed the sums since."""
-        found = list[tuple[Hashable, Value, Bounds]]()
-        for place, end, bounds in self._sums:
-            for number, part in enumerate(self._parts[end] if end not in self._mixed else ()):
-                found.append(((place, number), part, where_added(part, end, bounds, self._known, self._depends)))
-        return found
+        return {end: self._chains.parts_of(end) for end in self._ends}
 
     def _added(self, look: _Look) -> Iterator[SharedValue]:
-        """Yield the constants that operations add and do not save, where they may be alike for all samples."""
-        sums, counted = [*self._sums, *self._summands], Counter[Hashable]()
+        """Yield the constants that operations add and do not save, where they may be alike for all samples.
+
+        They are seen in values, and where they were added, if operations have changed the sums since.
+        """
+        summands = [
+            ((place, number), part, self._chains.where_added(part, end, bounds))
+            for place, end, bounds in self._sums
+            if end not in self._mixed
+            for number, part in enumerate(self._parts[end])
+        ]
+        sums, counted = [*self._sums, *summands], Counter[Hashable]()
         of_each, alone = Counter(place for place, _, _ in sums), defaultdict[Hashable, list[Bounds]](list)
         for place, value, bounds in sums:
             among, counted[place] = (of_each[place], counted[place]), counted[place] + 1
             if value in self._mixed and self._outputs.batch_size > 1:
                 continue
-            sizes, shape, places = bounds.sizes, shape_of(*value), _places_of_rows(value, self._outputs)
+            sizes, shape, places = bounds.sizes, value.shape, _places_of_rows(value, self._outputs)
             if not shape:  # one sample's, in a loop
                 alone[place].append(bounds)
                 continue
@@ -599,62 +615,97 @@ class LossConstants:
 
     def given(self) -> Iterator[SharedValue]:
         """Yield the gradients that backward was given, but for those of a sum and of a mean over values."""
-        for number, root in enumerate(self._roots):
-            wanted = [1.0, 1 / max(1, root.gradient.numel())]
-            if not any(bool(((root.gradient - one).abs() <= 1e-6 * one).all()) for one in wanted):
-                yield SharedValue(("gradient", number), root.gradient, lambda: "unclear")
+        for number, (_, gradient) in enumerate(self._roots):
+            wanted = [1.0, 1 / max(1, gradient.numel())]
+            if not any(bool(((gradient - one).abs() <= 1e-6 * one).all()) for one in wanted):
+                yield SharedValue(("gradient", number), gradient, lambda: "unclear")
 
     def shared(self) -> Iterator[SharedValue]:
         """Yield what all samples may share, by where it acts on their values: whatever else the loss is made of."""
-        roots, outputs, depends = self._roots, self._outputs, self._depends
+        outputs, depends, size = self._outputs, self._depends, self._outputs.batch_size
         uses: defaultdict[Hashable, dict[Hashable, list[_Use]]] = defaultdict(dict)
 
-        def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool | Unsettled]:
-            is_reduced = functools.partial(_is_reduced, value, outputs, depends)
-            several = outputs.batch_size > 1
-            return functools.partial(_is_shared, outputs, *value, sizes, is_reduced) if several else lambda: True
+        def look(value: Value, sizes: Sequence[int]) -> IsShared:
+            return functools.partial(_is_shared, outputs, value, sizes) if size > 1 else lambda: True
 
-        def use(node: Node, value: Tensor | float, is_shared: Callable[[], bool | Unsettled], *key: Hashable) -> None:
-            place = operation(node), self._places.of((node, 0)), *key
+        def use(node: Node, value: Tensor | float, is_shared: IsShared, *key: Hashable) -> None:
+            place = operation(node), self._places.of(Value(node)), *key
             same = _place(value) if isinstance(value, Tensor) else value
             uses[place].setdefault(same, []).append(_Use(node, value, is_shared))
 
         for node, is_behind in self._nodes.items():
-            name = operation(node)
+            name, whole = operation(node), Value(node)
+            look_at_all = look(whole, [1] * len(whole.shape))
             labelled = name in LABELLED or name == "MultiMarginLoss"
             if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
                 use(node, weight, lambda: True, weight.shape)
             for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
-                places = places_of(shape_of(*value), outputs.batch_size)
+                places = places_of(value.shape, size)
                 sizes, constant = own_sizes(constant), _unrepeated(constant)
-                is_one = outputs.batch_size > 1 and _is_one_number(constant)
+                is_one = size > 1 and _is_one_number(constant)
                 if is_one:
                     sizes, constant = [1] * len(sizes), constant[(slice(1),) * constant.dim()]
-                is_own = (
-                    places and all(sizes[dim] > 1 for dim in (0, *places)) and not _is_reduced(value, outputs, depends)
-                )
+                is_own = places and all(sizes[dim] > 1 for dim in (0, *places)) and not _is_reduced(value, outputs)
                 if is_own or (constant.numel() == 1 and not is_behind and not is_one):
                     continue
-                by_chance = is_one and outputs.batch_size < _MANY_SAMPLES
+                by_chance = is_one and size < _MANY_SAMPLES
                 if not _is_of_parameter(constant):
                     use(node, constant, (lambda: "unclear") if by_chance else look(value, sizes), i, constant.shape)
-            for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
-                use(node, constant, look((node, 0), [1] * len(shape_of(node))), i, "single")
+            # tensors without a dimension, but for factors of rows; no numbers of Python
+            takes = name in TAKES_BESIDE and (is_behind or name not in {"Mul", "Div"})
+            given = [one for one in (saved_tensors(node) if takes else ()) if not (one.dim() or one.requires_grad)]
+            singles = [
+                one for one in given if not _is_of_parameter(one) and (one.dtype == torch.bool or is_tensor(one))
+            ]
+            for i, constant in enumerate(singles):
+                use(node, constant, look_at_all, i, "single")
             for columns, sizes in _columns_of(node):
-                if 1 in [sizes[dim] for dim in (0, *places_of(shape_of(node), outputs.batch_size))]:
-                    use(node, columns, look((node, 0), sizes), "columns", columns.dim())
-            for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
-                use(node, value, look((node, 0), [1] * len(shape_of(node))), setting, outputs.values_of_each)
+                if 1 in [sizes[dim] for dim in (0, *places_of(whole.shape, size))]:
+                    use(node, columns, look(whole, sizes), "columns", columns.dim())
+            for setting, value in _numbers_of(node) if is_behind else ():
+                use(node, value, look_at_all, setting, outputs.values_of_each)
         for key, values in uses.items():
             for number, of in enumerate(values.values()):
                 is_shared = functools.partial(_is_shared_by, outputs, of)
                 yield SharedValue(key, of[0].value, is_shared, among=(len(values), number))
-        edges = [((root.node, root.number), "root") for root in roots]
-        edges += [(edge, operation(node)) for node in self._nodes for edge in parents(node)]
-        yield from _places_taken(edges, self._nodes, outputs, depends)
+        yield from self._places_taken()
         if self._ends:  # else nothing is added unseen, and no value need be computed again to know
             yield from self._added(look)
             yield from self._mixtures()
+
+    def _places_taken(self) -> Iterator[SharedValue]:
+        """Yield the places that operations take along a dimension, such as a column, each for who uses the result."""
+        counted: Counter[Hashable] = Counter()
+        alike: defaultdict[Hashable, list[tuple[Node, float]]] = defaultdict(list)
+        outputs = self._outputs
+        several = outputs.batch_size > 1
+        edges = [(root.value, "root") for root in self._roots]
+        edges += [(edge, operation(node)) for node in self._nodes for edge in parents(node)]
+        for value, user in edges:
+            node, name = value.node, value.operation
+            if node not in self._nodes or name not in TAKING:
+                continue
+            [whole], dim = parents(node), saved(node, "dim") % len(parents(node)[0].shape)
+            shape, among = whole.shape, places_of(whole.shape, outputs.batch_size)
+            if among == [dim] and _is_reduced(whole, outputs):
+                among = []
+            if shape[dim] == 1 or (not several and dim in among):
+                continue
+            place = "taken", user, name, len(shape), among == [dim]
+            counted[place] += 1
+            of_several = functools.partial(_is_for_several, outputs, value, dim, among)
+            shared = of_several if several else lambda: True
+            yield SharedValue((*place, counted[place], "dim"), float(dim), shared)
+            for which, at, ways in _taken(value, dim, shape[dim]):
+                yield SharedValue((*place, counted[place], which), at, shared, places=ways)
+                if name in {"Select", "Unbind"}:
+                    alike[place, which].append((node, at))
+        for key, found in alike.items() if several else ():
+            if len(found) > 1:
+                # for one sample each, as in a loop over samples
+                is_same, of_several = len({at for _, at in found}) == 1, functools.partial(_is_of_several, outputs)
+                of_each = functools.partial(of_several, [node for node, _ in found]) if is_same else lambda: False
+                yield SharedValue((key, "each"), found[0][1], of_each, places=(found[0][1],))
 
 
 def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
@@ -667,31 +718,28 @@ def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
     return Bounds(bounds.low - mean - unseen, bounds.high - mean + unseen)
 
 
-def _adds_up(node: Node, batch_size: int) -> bool:
-    """Tell whether an operation adds values up along a dimension that may be the samples'."""
-    name = operation(node)
-    if name not in _ADDING_UP or not (edges := parents(node)):
-        return False
-    shape = shape_of(*edges[0])
-    dims = dims_of(node) if name in {"Sum", "Nansum", "Mean"} else None
-    places = places_of(shape, batch_size)
-    return bool(places) and (dims is None or not {dim % len(shape) for dim in dims}.isdisjoint(places))
-
-
-def _is_reduced(value: Value, outputs: Outputs, depends: Dependence) -> bool:
+def _is_reduced(value: Value, outputs: Outputs) -> bool:
     """Tell whether samples may be added up in a value, so that a dimension of as many entries is none of theirs."""
-    ends, size = outputs.values, outputs.batch_size
+    ends = outputs.values
 
-    def onward(place: Value) -> Iterable[Value]:
-        is_end = place in ends or place[0].name() in TAPS
-        return () if is_end else (edge for edge in parents(place[0]) if depends(edge[0]))
+    def onward(place: Value) -> list[Value]:
+        return [] if place in ends or place.is_tap else outputs.depends.below(place.node)
 
-    return any(place not in ends and _adds_up(place[0], size) for place in walk([value], onward))
+    for place in walk([value], onward):
+        name, below = place.operation, parents(place.node)
+        if place in ends or name not in _ADDING_UP or not below:
+            continue
+        dims = dims_of(place.node) if name in {"Sum", "Nansum", "Mean"} else None
+        shape = below[0].shape
+        places = places_of(shape, outputs.batch_size)
+        if places and (dims is None or not {dim % len(shape) for dim in dims}.isdisjoint(places)):
+            return True
+    return False
 
 
 def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
     """Return the dimensions along which samples may lie, or rows that were chosen of them."""
-    shape = shape_of(*value)
+    shape = value.shape
     places = places_of(shape, outputs.batch_size)
     return [*places, 0] if 0 not in places and shape and shape[0] else places
 
@@ -706,117 +754,34 @@ def _are_of_several(bounds: Bounds, dim: int) -> bool:
     return bool((known.sum(dim, keepdim=True) >= torch.where(is_whole, _MANY_SAMPLES, 2)).any())
 
 
-def _additions(value: Value, whole: Tensor, known: Mapping[Value, Tensor], depends: Dependence) -> int:
-    """Return how many unseen constants are added to an element of a value at most, from the known values on."""
-    counts: dict[Value, int] = {}
-    pending = [value]
-    while pending:
-        top = pending[-1]
-        node = top[0]
-        if top in counts or (top in known and top != value) or not is_affine(node, depends):
-            counts.setdefault(top, 0)
-            pending.pop()
-            continue
-        below = [edge for edge in parents(node) if depends(edge[0])]
-        if unknown := [edge for edge in below if edge not in counts]:
-            pending += unknown
-            continue
-        found = [counts[edge] for edge in below]
-        together = max(found) if operation(node) in {"Stack", "Cat"} else sum(found)
-        is_seen = top == value and operation(node) == "Where" and _is_zero_elsewhere(node, whole, depends)
-        is_number = node.name() in {"AddBackward1", "SubBackward1"}  # of a function of torch's, as its eps
-        counts[top] = together + (adds_unseen(node, depends) and not is_seen and not is_number)
-    return counts[value]
-
-
-def _is_zero_elsewhere(node: Node, result: Tensor, depends: Dependence) -> bool:
-    """Tell whether a choice by a mask is 0 where it is not of the samples' values: a mask, as any other."""
-    mask = saved(node, "condition").broadcast_to(result.shape)
-    mask = mask if inputs_of(node, depends) == [0] else ~mask
-    return bool((result == 0).logical_or(mask).all())
-
-
-def _single_tensors(node: Node, is_behind: bool) -> Iterator[Tensor]:
-    """Yield the tensors without a dimension that an operation takes, but for factors of rows; no numbers of Python."""
-    if operation(node) in TAKES_BESIDE and (is_behind or operation(node) not in {"Mul", "Div"}):
-        for constant in saved_tensors(node):
-            single = not (constant.dim() or constant.requires_grad or _is_of_parameter(constant))
-            if single and (constant.dtype == torch.bool or is_tensor(constant)):
-                yield constant
-
-
-def _places_taken(
-    edges: Iterable[tuple[Value, str]],
-    nodes: Container[Node],
-    outputs: Outputs,
-    depends: Dependence,
-) -> Iterator[SharedValue]:
-    """Yield the places that operations take along a dimension, such as a column, each for who uses the result."""
-    counted: Counter[Hashable] = Counter()
-    alike: defaultdict[Hashable, list[tuple[Node, float]]] = defaultdict(list)
-    for (node, number), user in edges:
-        if node not in nodes or (taken := _taken(node, number)) is None:
-            continue
-        dim, places = taken
-        [whole], among = parents(node), places_of(shape_of(*parents(node)[0]), outputs.batch_size)
-        shape = shape_of(*whole)
-        if among == [dim] and _is_reduced(whole, outputs, depends):
-            among = []
-        if shape[dim] == 1 or (outputs.batch_size == 1 and dim in among):
-            continue
-        place = "taken", user, operation(node), len(shape), among == [dim]
-        counted[place] += 1
-        of_several = functools.partial(_is_for_several, outputs, (node, number), dim, among)
-        shared = of_several if outputs.batch_size > 1 else lambda: True
-        yield SharedValue((*place, counted[place], "dim"), float(dim), shared)
-        for name, value, ways in places:
-            yield SharedValue((*place, counted[place], name), value, shared, places=ways)
-            if operation(node) in {"Select", "Unbind"}:
-                alike[place, name].append((node, value))
-    for key, found in alike.items() if outputs.batch_size > 1 else ():
-        if len(found) > 1:
-            of_each = functools.partial(_is_of_each, outputs, found)
-            yield SharedValue((key, "each"), found[0][1], of_each, places=(found[0][1],))
-
-
-def _taken(node: Node, number: int) -> tuple[int, Sequence[tuple[str, float, tuple[Hashable, ...]]]] | None:
-    """Return the dimension along which an operation takes some places, and these in the ways of `SharedValue`."""
-    name = operation(node)
-    if name not in _TAKING:
-        return None
-    shape = shape_of(*parents(node)[0])
-    dim = signed(saved(node, "dim")) % len(shape)
-    size, step, part = shape[dim], 1, None
-    if name == "Slice":
-        start, end = signed(saved(node, "start") or 0), saved(node, "end")
-        start, end, step = slice(start, None if end is None else signed(end), saved(node, "step")).indices(size)
-    elif name in {"Select", "Unbind"}:
-        start = number if name == "Unbind" else signed(saved(node, "index")) % size
-        return dim, [("at", float(start), (start, start - size))]
-    elif name == "SplitWithSizes":
+def _taken(value: Value, dim: int, size: int) -> list[tuple[str, float, tuple[Hashable, ...]]]:
+    """Return the places that an operation takes of ``size`` along a dimension, in the ways of `SharedValue`."""
+    (node, number), name = value, value.operation
+    if name in {"Select", "Unbind"}:
+        at = number if name == "Unbind" else saved(node, "index") % size
+        return [("at", float(at), (at, at - size))]
+    if name == "Slice":  # an end is a length, up to which values are padded: that is judged by itself
+        start, _, step = slice(saved(node, "start"), None, saved(node, "step")).indices(size)
+        return [("from", float(start), (start, start - size, object())), ("step", float(step), ())]
+    part: Hashable = object()
+    if name == "SplitWithSizes":
         sizes = list(saved(node, "split_sizes"))
         start, end = sum(sizes[:number]), sum(sizes[: number + 1])
     else:
         each = saved(node, "split_size")
         start, end = number * each, min(size, (number + 1) * each)
         count = -(-size // each) if each else 1
-        part = (number, count) if count and each == -(-size // count) else None
-    parts = () if part is None else (part,)
-    ways = [
-        (which, float(one), (one, one - size, *(parts or (object(),)))) for which, one in (("from", start), ("to", end))
-    ]
-    if name == "Slice":  # an end is a length, up to which values are padded: that is judged by itself
-        return dim, [ways[0], ("step", float(step), ())]
-    return dim, ways
+        if count and each == -(-size // count):
+            part = number, count
+    return [(which, float(at), (at, at - size, part)) for which, at in (("from", start), ("to", end))]
 
 
 def _is_for_several(outputs: Outputs, value: Value, dim: int, among: Sequence[int]) -> bool:
     """Tell whether a result is of several samples, and what was taken lies along another dimension than these."""
-    if _is_shared(outputs, *value, [1] * len(shape_of(*value)), lambda: False) is not True:
+    if _is_shared(outputs, value, [1] * len(value.shape), lambda: False) is not True:
         return False
-    whole = parents(value[0])[0]
     try:
-        samples = outputs.samples_of(*whole)
+        samples = outputs.samples_of(parents(value.node)[0])
     except Unreadable:
         return among[:1] != [dim]
     return torch.equal(samples.amin(dim), samples.amax(dim))
@@ -827,35 +792,21 @@ def _is_of_parameter(constant: Tensor) -> bool:
     return isinstance(constant, nn.Parameter) or isinstance(base_of(constant), nn.Parameter)
 
 
-def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> dict[Node, bool]:
+def _nodes(roots: Sequence[Root], outputs: Outputs) -> dict[Node, bool]:
     """Return the operations between a loss and the module, each with whether one way to it is behind no linear one."""
-    pending = [(root.node, root.number, False) for root in roots]
+    pending = [(root.value, False) for root in roots]
     found: dict[Node, bool] = {}
     while pending:
-        node, number, is_behind = pending.pop()
-        if (node, number) in outputs.values or node.name() in TAPS or not depends(node):
+        value, is_behind = pending.pop()
+        node = value.node
+        if value in outputs.values or value.is_tap or not outputs.depends(node):
             continue
-        is_behind = is_behind or not is_linear(operation(node), inputs_of(node, depends))
+        is_behind = is_behind or not is_linear(node, outputs.depends)
         if found.get(node) in {True, is_behind}:
             continue
         found[node] = is_behind
-        pending += [(child, output, is_behind) for child, output in parents(node)]
+        pending += [(below, is_behind) for below in parents(node)]
     return found
-
-
-def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> Bounds | None:
-    """Return the constant that one operation adds to or subtracts from known values: what `added` does, in one pass."""
-    node, inputs, whole = value[0], inputs_of(value[0], depends), known.get(value)
-    below = node.next_functions[inputs[0]] if len(inputs) == 1 else (None, 0)
-    part = known.get(cast("Value", below))
-    if whole is None or operation(node) not in {"Add", "Sub"} or scalars(node) != [1.0] or part is None:
-        return None
-    if part.shape != whole.shape:
-        return None
-    sign = -1 if operation(node) == "Sub" and inputs == [1] else 1
-    eps, wide = torch.finfo(whole.dtype).eps, torch.promote_types(whole.dtype, torch.float32)
-    whole, part = whole.to(wide), part.to(wide)
-    return Bounds.around(whole - sign * part, 2 * eps * (whole.abs() + part.abs()))
 
 
 def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
@@ -883,7 +834,7 @@ def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
     given = [(dim, index) for dim, index in enumerate(indices) if isinstance(index, Tensor)]
     for _, index in given:
         if index.dim() == 1 and index.dtype != torch.bool:
-            dim = signed(saved(node, "dim")) % len(alike) if name == "IndexSelect" else given[0][0]
+            dim = saved(node, "dim") % len(alike) if name == "IndexSelect" else given[0][0]
             yield _unrepeated(index), [*alike[:dim], *own_sizes(index), *alike[dim + 1 :]]
 
 
@@ -899,11 +850,6 @@ def _is_one_number(constant: Tensor) -> bool:
     return is_a_number and bool((constant == first).all() & (first != first.round()))
 
 
-def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
-    """Tell whether operations for one sample each take the same number, as in a loop over samples."""
-    return len({value for _, value in found}) == 1 and _is_of_several(outputs, [node for node, _ in found])
-
-
 def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:
     """Tell whether samples share a value: in one of the operations that take it, or as several take it, one of each."""
     found: list[bool | Unsettled] = [use.is_shared() for use in uses]
@@ -914,32 +860,32 @@ def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:
 
 def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:
     """Tell whether operations act on values of different samples."""
-    return len({outputs.only_sample(node, 0) for node in nodes}) > 1
+    return len({outputs.only_sample(Value(node)) for node in nodes}) > 1
 
 
 def _is_shared(
-    outputs: Outputs, node: Node, number: int, sizes: Sequence[int], is_reduced: Callable[[], bool]
+    outputs: Outputs, value: Value, sizes: Sequence[int], is_reduced: Callable[[], bool] | None = None
 ) -> bool | Unsettled:
     """Tell whether an element of a constant of some sizes lies beside values of several samples.
 
     Args:
         outputs: The values that the module returned.
-        node: The node of the values.
-        number: Which of its results they are.
+        value: The values.
         sizes: The sizes of the constant, 1 where it is the same along a dimension.
         is_reduced: Tells whether samples may have been added up in the values: then one batch, in which each column
-            has one sample, says nothing of the next.
+            has one sample, says nothing of the next. Without it `_is_reduced` does.
 
     Returns:
         Whether it does, or what this batch alone shows.
     """
+    is_reduced = is_reduced or functools.partial(_is_reduced, value, outputs)
     try:
-        samples, tells_all = outputs.samples_of(node, number), True
+        samples, tells_all = outputs.samples_of(value), True
     except Silent as silent:
         samples, tells_all = silent.samples, False
     except Unreadable:
         return True
-    places, tells = _places_of_rows((node, number), outputs), samples >= 0
+    places, tells = _places_of_rows(value, outputs), samples >= 0
     if not tells_all and places and not is_reduced():
         return len(sizes) > places[0] and sizes[places[0]] == 1
     alike = [dim for dim in range(samples.dim()) if dim >= len(sizes) or sizes[dim] == 1]
@@ -996,8 +942,3 @@ def _numbers_in(code: Any, place: tuple[Hashable, ...]) -> Iterator[tuple[Hashab
         if len(place) < _DEEPEST:
             found = bound_values(value, (*place, function.__code__, name))
             yield from ((where, one) for where, one in found if not isinstance(one, Tensor))
-
-
-def shared_in_function(loss_fn: Any) -> Iterator[SharedValue]:
-    """Yield what is bound to a function of one sample's loss, but for weights of layers, which are trained."""
-    yield from (SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter))

@@ -10,6 +10,7 @@ of its own loss; 1 for a mean over samples, and B for a sum over them. The loss 
 constant factors are the user's.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -22,13 +23,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
+from gradguard.per_sample.loss.ledger import Kind, Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     MEANS,
     Constant,
     Coupled,
-    Dependence,
     LinearStep,
     Path,
     Refused,
@@ -36,8 +36,6 @@ from gradguard.per_sample.loss.loss_graph import (
     Unreadable,
     Verdict,
     declared_at,
-    mean_of,
-    operation,
     parents,
     paths,
     shape_of,
@@ -53,31 +51,30 @@ _CLOSE = 1e-4
 """How far a factor may be from 1."""
 
 
-Totals = dict[Node, Tensor]
-"""The weights of all terms that share a constant, by sample."""
-
-
 @dataclass(frozen=True)
 class _Loss:
     """A loss that is to be judged.
 
     Attributes:
         terms: The terms that it adds up.
-        totals: The weights of all terms that share a constant, by sample.
         rows: The weights of rows in it.
         returned: How many values of each sample the module returned.
         reduction: The loss over samples as the user has said it.
     """
 
     terms: Sequence[LossTerm]
-    totals: Totals
     rows: Sequence[RowWeights]
     returned: float
     reduction: str
 
-    @property
-    def kinds(self) -> list[tuple[str, ...]]:
-        return [each.kind for each in self.rows]
+    @functools.cached_property
+    def totals(self) -> Mapping[Node, Tensor]:
+        """The weights of all terms that share a constant, by sample."""
+        found: dict[Node, Tensor] = {}
+        for term in self.terms:
+            for node in {constant.node for constant in term.constants}:
+                found[node] = found[node] + term.weights if node in found else term.weights
+        return found
 
     def page(self, factors: Tensor) -> Page:
         """Return what rows weigh if samples have these parts, as multiples of their own losses."""
@@ -149,21 +146,19 @@ def loss_parts(
     ledger = ledger or Ledger()
     outputs.constant_sizes = constant_sizes
     try:
-        depends = Dependence()
-        found_paths = list(paths(roots, depends, outputs.values, declared))
+        found_paths = list(paths(roots, outputs.depends, outputs.values, declared))
         owners = known.owners if known else [None] * len(found_paths)
-        ends = [_rows(path, outputs, depends, owner) for path, owner in zip(found_paths, owners, strict=True)]
+        ends = [_rows(path, outputs, owner) for path, owner in zip(found_paths, owners, strict=True)]
         if declared:
-            needless = {0.5} if ledger.strict else set[float]()
-            _refuse_undeclared(found_paths, [node for end in ends for node in end.behind], depends, declared, needless)
-        if ledger.strict and outputs.batch_size > 1:
-            _refuse_cut(ends)
+            _refuse_undeclared(ends, outputs, declared, {0.5} if ledger.strict else frozenset())
+        if ledger.strict and outputs.batch_size > 1 and (cut := next(filter(None, (end.cut() for end in ends)), "")):
+            return LossParts("unknown", _CUT.format(cut))
         terms = [end.term(scale) for end in ends]
         rows = [end.weights(scale) for end in ends]
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
-        loss = _Loss(together, _totals(together), rows, outputs.values_of_each, reduction)
+        loss = _Loss(together, rows, outputs.values_of_each, reduction)
         found = _as_before(loss, ledger) or _judged_anew(loss, ledger)
     except Refused as refused:
         return LossParts(refused.verdict, str(refused), refused.factors)
@@ -177,7 +172,7 @@ def loss_parts(
         or outputs.coincide,
         owners=[end.owner for end in ends],
         label_owners={
-            end.path.node: end.owner.samples
+            end.path.value.node: end.owner.samples
             for end, term in zip(ends, terms, strict=True)
             if end.name in LABELLED and term.share is not None
         },
@@ -192,7 +187,7 @@ def _as_before(loss: _Loss, ledger: Ledger) -> LossParts | None:
         That it is right; None where rows weigh something else than before, or were not judged, or training is private,
         where each batch must be right by itself, too.
     """
-    if ledger.strict or not ledger.knows(loss.kinds):
+    if ledger.strict or not ledger.knows([each.kind for each in loss.rows]):
         return None
     agreeing = [(factors, page) for factors in _possible(loss) if not ledger.objection(page := loss.page(factors))]
     if len(agreeing) != 1:
@@ -211,7 +206,10 @@ def _possible(loss: _Loss) -> list[Tensor]:
             continue
         found = loss.readings(term)
         counted = [one for one in found if one.what == "rows in the mean" and one.is_sure]
-        mine = _right(counted or found, term, loss.reduction)
+        mine = list[Tensor]()  # the factors of the readings by which it is what it is said to be
+        for reading in counted or found:
+            with suppress(Refused):
+                mine.append(_by(reading, term, loss.reduction))
         if not counted and found[0].what == "rows in the mean" and any(not _is_among(one, mine[:1]) for one in mine):
             return []  # the number may be the user's, new in this batch: no earlier batch tells
         if loss.reduction != "token_mean":
@@ -222,15 +220,6 @@ def _possible(loss: _Loss) -> list[Tensor]:
         if not _is_among(factors, distinct):
             distinct.append(factors)
     return distinct
-
-
-def _right(found: Sequence[Reading], term: LossTerm, reduction: str) -> list[Tensor]:
-    """Return the factors of those readings by which a term is what it is said to be."""
-    right = []
-    for reading in found:
-        with suppress(Refused):
-            right.append(_by(reading, term, reduction))
-    return right
 
 
 def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
@@ -246,7 +235,14 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
         if not bool((term.weights if ledger.strict else term.rows).any()):  # of no sample, as where nothing was chosen
             continue
         try:
-            reading, parts = _judged(loss, term, ledger.strict)
+            if ledger.strict:
+                reading, parts = Reading("own"), _private_factors(term, loss.reduction)
+            else:
+                found = loss.readings(term)
+                reading = _likeliest(found, term, loss.reduction)
+                parts = _by(reading, term, loss.reduction)
+                if reason := _doubt(reading, found, term, loss.reduction):
+                    raise Refused(reason)
         except Refused as one:
             refused.append(LossParts(one.verdict, str(one), one.factors))
             continue
@@ -258,7 +254,10 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     for other in factors[1:]:
         if not _is_among(other, factors[:1]):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    divided_by = _common_divisor(divisors, loss.terms)
+    divided_by = math.prod(divisor for _, divisor in set.intersection(*[set(own.items()) for own in divisors]))
+    multiplied = [abs(constant.value) for term in loss.terms for constant in term.constants if not constant.divides]
+    if any(math.isclose(divided_by, factor, rel_tol=1e-6) for factor in multiplied):
+        divided_by = 1.0  # a factor undoes it, as a trainer's adapter does
     candidate = loss.page(factors[0] if factors else torch.ones_like(loss.terms[0].weights))
     candidate = replace(candidate, divided_by=divided_by)
     if reason := ledger.objection(candidate):
@@ -267,22 +266,22 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
 
 
 def _refuse_undeclared(
-    found: Sequence[Path], behind: Sequence[Node], depends: Dependence, declared: Sequence[float], needless: Set[float]
+    ends: Sequence[SampleRows], outputs: Outputs, declared: Sequence[float], needless: Set[float]
 ) -> None:
     """Check that no number is taken for a declared one because it equals that: each was declared where it stands.
 
     Args:
-        found: The paths to the rows.
-        behind: The operations between the rows and the module, where a declared number may stand as well.
-        depends: Knows which values depend on the samples.
+        ends: The rows; a declared number may stand between them and the module as well.
+        outputs: The values that the module returned.
         declared: The declared numbers.
         needless: Factors that need not be declared.
 
     Raises:
         Refused: If more operations take a number than were declared, and it is no such factor.
     """
-    on_paths = {c.node: c for path in found for c in path.constants if c.origin == "declared"}
-    nodes = {one.node: one for node in behind for one in declared_at(node, depends, declared)} | on_paths
+    on_paths = {c.node: c for end in ends for c in end.path.constants if c.origin == "declared"}
+    behind = [one for end in ends for node in end.behind for one in declared_at(node, outputs.depends, declared)]
+    nodes = {one.node: one for one in behind} | on_paths
     for constant in on_paths.values():
         number = constant.number
         same = [one for one in nodes.values() if math.isclose(one.number, number, rel_tol=1e-12)]
@@ -295,22 +294,7 @@ def _refuse_undeclared(
             )
 
 
-def _refuse_cut(found: Sequence[SampleRows]) -> None:
-    """Check that the loss cuts or fills no rows at a place that may be the length of the longest sample.
-
-    Raises:
-        Refused: If it does.
-    """
-    if name := next(filter(None, (rows.cut() for rows in found)), ""):
-        raise Refused(
-            f"{name} cuts or fills values in the loss at a place that may be the length of the longest sample, or puts "
-            "rows where data say, so that it tells of one sample by all others. Halves of each row, such as a mean and "
-            "a log-variance, are taken by output.chunk(2, -1), single columns by output.unbind(-1). Any other place "
-            "that is yours is declared where it stands: output[:, : int(clipper.constant(4))]"
-        )
-
-
-def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None) -> SampleRows:
+def _rows(path: Path, outputs: Outputs, owner: Owner | None) -> SampleRows:
     """Return the rows at the end of a path, or at its end in what the module returned.
 
     Raises:
@@ -319,11 +303,11 @@ def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None
     """
     if owner is None or owner.name or path.output is None:
         try:
-            return SampleRows(path, outputs, depends, owner)
+            return SampleRows(path, outputs, owner)
         except Unreadable:
             if path.output is None:
                 raise
-    return SampleRows(path.output, outputs, depends, owner, is_output=True)
+    return SampleRows(path.output, outputs, owner, is_output=True)
 
 
 _REDUCTIONS = {"mean": "mean over samples", "sum": "sum over samples", "token_mean": "mean over rows"}
@@ -385,13 +369,20 @@ _DIVISORS = {
 _NOT_COUNTED = frozenset(["declared", "torch", "weights"])
 """Constants that no count decides: those which are declared, those of functions of torch's, and a row's own weight."""
 
+_CUT = (
+    "{} cuts or fills values in the loss at a place that may be the length of the longest sample, or puts rows where "
+    "data say, so that it tells of one sample by all others. Halves of each row, such as a mean and a log-variance, "
+    "are taken by output.chunk(2, -1), single columns by output.unbind(-1). Any other place that is yours is declared "
+    "where it stands: output[:, : int(clipper.constant(4))]"
+)
+
 _SEVERAL_SHARES = (
     "it adds up terms of which a sample has different shares. Average each term within each sample first, and then "
     "over samples"
 )
 
 
-def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tuple[str, ...]]) -> list[LossTerm]:
+def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[Kind]) -> list[LossTerm]:
     """Join terms of one sample each to one of all: those of ``torch.stack([loss(o[i]) for i in range(B)]).mean()``.
 
     Returns:
@@ -403,7 +394,7 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
     if terms and len(terms[0].weights) == 1:
         return list(terms)
     single = [i for i, term in enumerate(terms) if int((term.weights > 0).sum()) == 1 and term.share is None]
-    shared: dict[tuple[str, ...], Counter[Node]] = defaultdict(Counter)
+    shared: dict[Kind, Counter[Node]] = defaultdict(Counter)
     for i in single:
         shared[kinds[i]].update(_nodes(found[i]))
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -416,9 +407,9 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
         nodes, mine = shared[kinds[members[0]]], [terms[i] for i in members]
         above = [_above(found[i], nodes) for i in members]
         counts = torch.stack(
-            [(term.weights > 0) * _values_given(shares) for term, shares in zip(mine, above, strict=True)]
+            [(t.weights > 0) * (to[-1].input.shape.numel() if to else 1) for t, to in zip(mine, above, strict=True)]
         ).sum(0, dtype=mine[0].weights.dtype)
-        mean = math.prod(mean_of(step) for step in above[0] if operation(step.node) in MEANS)
+        mean = math.prod(step.mean for step in above[0] if step.operation in MEANS)
         size = float(counts.sum())
         if mean != 1 and not math.isclose(mean * size, 1):
             raise Unreadable("a mean of single samples' terms is over other values, too")
@@ -446,16 +437,7 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
 
 def _above(path: Path, nodes: Counter[Node]) -> list[LinearStep]:
     """The operations, from the root down, that a path shares with others."""
-    return list(itertools.takewhile(lambda step: nodes[step.node] > 1, reversed(path.steps)))
-
-
-def _values_given(above: Sequence[LinearStep]) -> int:
-    """The number of values that a path brings to the last of ``above``, the operations that it shares with others."""
-    if not above:
-        return 1
-    child, number = above[-1].node.next_functions[above[-1].which]
-    assert child is not None
-    return shape_of(child, number).numel()
+    return list(itertools.takewhile(lambda step: nodes[step.value.node] > 1, reversed(path.steps)))
 
 
 def _averaged_together(terms: Sequence[LossTerm]) -> list[LossTerm]:
@@ -467,8 +449,8 @@ def _averaged_together(terms: Sequence[LossTerm]) -> list[LossTerm]:
     joined = [term for term in terms if term.mean is None]
     for node, members in groups.items():
         counts = torch.stack([term.mean[1] for term in members if term.mean is not None]).sum(0)
-        [(child, number)] = parents(node)
-        if len(members) == 1 or float(counts.sum()) * shape_of(node).numel() != shape_of(child, number).numel():
+        [averaged] = parents(node)
+        if len(members) == 1 or float(counts.sum()) * shape_of(node).numel() != averaged.shape.numel():
             joined += members
             continue
         joined.append(
@@ -496,26 +478,7 @@ def _numbers(terms: Sequence[LossTerm]) -> tuple[tuple[Constant, ...], ...]:
 
 def _nodes(path: Path) -> list[Node]:
     """Return the operations on a path, which other paths may pass as well."""
-    return [step.node for step in path.steps] + [constant.node for constant in path.constants]
-
-
-def _judged(loss: _Loss, term: LossTerm, strict: bool) -> tuple[Reading, Tensor]:
-    """Compare one term with what it would be for each sample alone.
-
-    Returns:
-        What its numbers are; each sample's part in it, as a multiple of its own loss.
-
-    Raises:
-        Refused: If the term is not what it is said to be, or a number may be another.
-    """
-    if strict:
-        return Reading("own"), _private_factors(term, loss.reduction)
-    found = loss.readings(term)
-    reading = _likeliest(found, term, loss.reduction)
-    factors = _by(reading, term, loss.reduction)
-    if reason := _doubt(reading, found, term, loss.reduction):
-        raise Refused(reason)
-    return reading, factors
+    return [step.value.node for step in path.steps] + [constant.node for constant in path.constants]
 
 
 def _likeliest(found: Sequence[Reading], term: LossTerm, reduction: str) -> Reading:
@@ -613,7 +576,14 @@ def _private_factors(term: LossTerm, reduction: str) -> Tensor:
         expected = 0.5**halves / count / (term.width if within > 0 else 1.0)
         found = math.prod(abs(c.value) for c in given)
         if not math.isclose(found, expected, rel_tol=1e-6 + sum(c.precision for c in given)):
-            raise Refused(_undeclared(term.is_mean, found, expected, reduction))
+            raise Refused(
+                f"numbers multiply {'a mean' if term.is_mean else 'a sum'} by {found:.6g}, and {expected:.6g} was "
+                "expected. In private training a number may be counted from the batch, whatever it equals. "
+                f"{_DIVISORS[reduction]}. Declare a number that is yours where it stands in the loss: "
+                "clipper.constant(number), with .item() of a tensor. Only the factor 0.5 needs none: instead of "
+                "loss / 2 write 0.5 * loss, or loss / clipper.constant(2). (If it is the number of mini-batches, leave "
+                "the division away: the clipper averages over all samples)"
+            )
     if reduction == "token_mean":
         return (share * size).where(share > 0, math.nan)
     return _compared(term, share, reduction if term.share is not None or by_torch else "mean")
@@ -623,16 +593,6 @@ def _torch_divides(numbers: Sequence[Constant]) -> bool:
     """Tell whether a function of torch's divides a sum by the rows, as `cross_entropy` of smoothed or soft labels."""
     return any(c.origin == "torch" and c.divides for c in numbers) or any(
         above.origin == "torch" and one.origin == "tensor" and one.divides for above, one in itertools.pairwise(numbers)
-    )
-
-
-def _undeclared(is_mean: bool, found: float, expected: float, reduction: str) -> str:
-    return (
-        f"numbers multiply {'a mean' if is_mean else 'a sum'} by {found:.6g}, and {expected:.6g} was expected. In "
-        f"private training a number may be counted from the batch, whatever it equals. {_DIVISORS[reduction]}. Declare "
-        "a number that is yours where it stands in the loss: clipper.constant(number), with .item() of a tensor. Only "
-        "the factor 0.5 needs none: instead of loss / 2 write 0.5 * loss, or loss / clipper.constant(2). (If "
-        "it is the number of mini-batches, leave the division away: the clipper averages over all samples)"
     )
 
 
@@ -706,14 +666,6 @@ def _judged_sum(term: LossTerm, reduction: str) -> Tensor:
     raise Coupled("it is a sum. Use loss_reduction='sum', or divide by the number of samples", ones * batch_size)
 
 
-def _totals(terms: Sequence[LossTerm]) -> Totals:
-    totals: Totals = {}
-    for term in terms:
-        for node in {constant.node for constant in term.constants}:
-            totals[node] = totals[node] + term.weights if node in totals else term.weights
-    return totals
-
-
 def _extremes(values: Tensor) -> tuple[float, float]:
     known = values[~values.isnan()]
     return (float(known.min()), float(known.max())) if len(known) else (1.0, 1.0)
@@ -722,11 +674,3 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 def _distance(factors: Tensor | None) -> float:
     """How far from 1 a factor is."""
     return math.inf if factors is None else max(abs(extreme - 1) for extreme in _extremes(factors))
-
-
-def _common_divisor(divisors: Sequence[Mapping[Node, float]], terms: Sequence[LossTerm]) -> float:
-    """Return the number that all terms are divided by; 1 where a factor undoes that, as a trainer's adapter does."""
-    common = set.intersection(*[set(of_term.items()) for of_term in divisors])
-    divisor = math.prod(divisor for _, divisor in common)
-    factors = [abs(constant.value) for term in terms for constant in term.constants if not constant.divides]
-    return 1.0 if any(math.isclose(divisor, factor, rel_tol=1e-6) for factor in factors) else divisor
