@@ -72,7 +72,8 @@ def clips_on(record: Record, steps: Lines) -> list[ActingClip]:
         >>> [(clip.name, clip.bound) for clip in clips_on(record, record.steps)]
         [("the script's own norm=1.0", 1), ('--clip norm=4.0', 0)]
     """
-    found = _Found(_of_command(record))
+    command = record.meta.get("clip")  # the rule of --clip; a Monitor writes the class of its guard's clipper instead
+    found = _Found(command if isinstance(command, str) and command[:1].islower() else None)
     columns = [steps.column(key) for key in ("rule", "threshold", "coefficient")]
     rules, thresholds, coefficients = columns
     if len(set(rules)) == 1 and not any(steps.column("clips")):  # one clip, whose steps need not be told apart
@@ -181,12 +182,6 @@ class _Found:
         """Return what was counted of each."""
         ordered = sorted(self._clips.values(), key=lambda clip: clip.place)
         return [clip.told(place, self._own is not None) for place, clip in enumerate(ordered)]
-
-
-def _of_command(record: Record) -> str | None:
-    """Return the rule of ``--clip``; a `Monitor` writes the class of its guard's clipper there instead."""
-    clip = record.meta.get("clip")
-    return clip if isinstance(clip, str) and clip[:1].islower() else None
 
 
 @lru_cache(maxsize=64)

@@ -79,8 +79,13 @@ def diagnose(record: Record) -> Diagnosis:
     parts = by_optimizer(record)
     if len(parts) == 1:
         signals = signals_of(parts[0].record)
-        causes = _ranked(signals)
-        return Diagnosis(causes, helped(signals), progress=_progress(signals, causes[0]))
+        causes = sorted(causes_of(signals), key=_certainty)
+        if not causes or causes[0].certainty == "possible":
+            causes.insert(0, _without_cause(signals, causes))
+        first, *others = causes
+        excluded = EXCLUDES.get(first.key, ()) if first.rules_out else ()
+        causes = (first, *(cause for cause in others if cause.key not in excluded))
+        return Diagnosis(causes, helped(signals), progress=_progress(signals, first))
     each = [(part.label, diagnose(part.record)) for part in parts]
     sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
     sick.sort(key=_certainty)
@@ -126,15 +131,6 @@ def weighed_findings(record: Record) -> list[Finding]:
 
 def _certainty(cause: Cause) -> int:
     return CERTAINTIES.index(cause.certainty)
-
-
-def _ranked(signals: RunSignals) -> tuple[Cause, ...]:
-    causes = sorted(causes_of(signals), key=_certainty)
-    if not causes or causes[0].certainty == "possible":
-        causes.insert(0, _without_cause(signals, causes))
-    first, *others = causes
-    excluded = EXCLUDES.get(first.key, ()) if first.rules_out else ()
-    return (first, *(cause for cause in others if cause.key not in excluded))
 
 
 def _progress(signals: RunSignals, cause: Cause) -> str:

@@ -118,6 +118,7 @@ def _judge(record: Record) -> Verdict:
     losses = list(compress(steps.column("loss"), steps.has("loss")))
     means = window_means(losses, last_window(losses))
     share = len(bound) / len(taken) if taken else None
+    wall, overhead = map(record.closing.get, ("wall", "overhead_ms"))
     found = Verdict(
         sentence="",
         regime=regime_of(share or 0.0),
@@ -135,7 +136,7 @@ def _judge(record: Record) -> Verdict:
         final_loss=means[-1] if means else None,
         best_loss=min(without_none(means), default=None),
         diverged=losses[-1:] == [None],
-        overhead_share=_overhead_share(record),
+        overhead_share=overhead / 1000 / wall if wall and overhead is not None else None,
         steps=len(steps),
         taken_steps=len(taken),
         usable_steps=len(usable),
@@ -159,11 +160,6 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
         diverged=any(part.diverged for _, part in parts),
         parts=tuple(parts),
     )
-
-
-def _overhead_share(record: Record) -> float | None:
-    wall, overhead = (record.closing.get(key) for key in ("wall", "overhead_ms"))
-    return overhead / 1000 / wall if wall and overhead is not None else None
 
 
 def _sentence(record: Record, found: Verdict) -> str:

@@ -188,7 +188,15 @@ class Judge:
             return self._followed(line, self._monitor)
         except Exception as error:
             self._monitor = None
-            return [line, _failure(line, error)]
+            failure = {
+                "t": "event",
+                "i": line.get("i", 0),
+                "kind": "observer_failed",
+                "severity": "warning",
+                "message": f"gradguard stopped judging the health of the run: {type(error).__name__}: {error}",
+                "advice": "norms are still recorded; please report this with the record",
+            }
+            return [line, failure]
 
     def _followed(self, line: Line, monitor: HealthMonitor) -> list[Line]:
         kind = line["t"]
@@ -233,14 +241,3 @@ def event_line(found: Finding, i: int) -> Line:
         "optimizer": found.optimizer,
     }
     return known_fields(fields)
-
-
-def _failure(line: Line, error: Exception) -> Line:
-    return {
-        "t": "event",
-        "i": line.get("i", 0),
-        "kind": "observer_failed",
-        "severity": "warning",
-        "message": f"gradguard stopped judging the health of the run: {type(error).__name__}: {error}",
-        "advice": "norms are still recorded; please report this with the record",
-    }

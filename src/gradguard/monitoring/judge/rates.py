@@ -45,7 +45,7 @@ def lower_rate(signals: RunSignals, place: int | None = None) -> LowerRate:
         signals: The signals of the run.
         place: Where it broke; None for a run that was wrong from the start.
     """
-    norms = [norm for norm in signals.norms[: place or _FIRST] if norm]
+    norms = signals.positive_norms(place or _FIRST)
     cancels = signals.cancels_scale
     factor, share = (LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE) if cancels else (LESS_RATE, LESS_NORM)
     rate = signals.rate

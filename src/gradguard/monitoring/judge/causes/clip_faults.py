@@ -65,7 +65,7 @@ def _binding(signals: RunSignals) -> _Binding | None:
     coefficient = statistics.median(clip.coefficient or 1.0 for clip in binding)
     share = percent(statistics.median(clip.bound or 0 for clip in binding) / signals.taken)
     clip = _named(binding, of_all)
-    norms = sorted(norm for norm in signals.norms if norm)
+    norms = sorted(signals.positive_norms())
     threshold = float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and of_all else None
     usual = plain_threshold(threshold) if threshold else ""
     advice = (

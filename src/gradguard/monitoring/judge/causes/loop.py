@@ -30,27 +30,18 @@ UNUSED_SHARE = 0.05
 """Of all elements: less than that without a gradient may be a head that is not used."""
 
 
-def found(kind: str) -> Callable[[RunSignals], Sign | None]:
-    """Return the look for a finding of a kind, as a sign that is only possible where the finding is a remark.
-
-    Args:
-        kind: The kind.
-    """
-
-    def look(signals: RunSignals) -> Sign | None:
-        one = signals.finding(kind)
-        if one is None:
-            return None
-        words = {
-            "params": named(one.params) if one.params else "",
-            "step": one.first_step,
-            "message": one.message,
-            "advice": capital(one.advice),
-        }
-        return Sign((Evidence.of(one),), words, "possible" if one.severity == "info" else "")
-
-    look.__doc__ = f"Return what health found of the kind {kind}."
-    return look
+def found(kind: str, signals: RunSignals) -> Sign | None:
+    """Return what health found of a kind, as a sign that is only possible where the finding is a remark."""
+    one = signals.finding(kind)
+    if one is None:
+        return None
+    words = {
+        "params": named(one.params) if one.params else "",
+        "step": one.first_step,
+        "message": one.message,
+        "advice": capital(one.advice),
+    }
+    return Sign((Evidence.of(one),), words, "possible" if one.severity == "info" else "")
 
 
 def summed_micro_batches(signals: RunSignals) -> Sign | None:
@@ -68,7 +59,7 @@ def summed_micro_batches(signals: RunSignals) -> Sign | None:
 
 def norms_follow_scale(signals: RunSignals) -> Sign | None:
     """Return whether a clip binds nearly always on norms as large as the loss scale, which change with it."""
-    if signals.bound_share < 0.9 or not signals.record.steps.has_any("amp_scale"):
+    if not signals.taken or len(signals.bound) / signals.taken < 0.9 or not signals.record.steps.has_any("amp_scale"):
         return None
     of_scale: dict[float, list[float]] = {}
     for scale, norm in zip(signals.record.steps.column("amp_scale"), signals.norms, strict=True):
@@ -85,30 +76,26 @@ def norms_follow_scale(signals: RunSignals) -> Sign | None:
     return Sign((signals.seen(f"The norms that the clip sees grow with the loss scale: {rises}."),))
 
 
-def idle(why: str, holds: Callable[[RunSignals], bool]) -> Callable[[RunSignals], Sign | None]:
-    """Return the look for an optimizer that stepped and never had a gradient, for one reason.
+def idle(why: str, holds: Callable[[RunSignals], bool], signals: RunSignals) -> Sign | None:
+    """Return whether the optimizer stepped and never had a gradient, for one reason.
 
     Args:
         why: The reason, in a sentence with gaps.
         holds: Whether it is that.
+        signals: The signals of the run.
     """
-
-    def look(signals: RunSignals) -> Sign | None:
-        one = signals.finding("optimizer_without_gradient")
-        if one is None or signals.count or not holds(signals):
-            return None
-        steps = round((signals.record.end or {}).get("idle_steps") or one.value or 0)
-        words = {
-            "steps": f"{steps:,}",
-            "leaves": signals.leaves,
-            "message": capital(one.message),
-            "advice": capital(one.advice),
-        }
-        seen = Evidence((one.first_step, max(one.last_step, steps - 1)), why.format(**words), one.params)
-        return Sign((seen,), words)
-
-    look.__doc__ = f"Return whether no step of the optimizer had a gradient: {why}"
-    return look
+    one = signals.finding("optimizer_without_gradient")
+    if one is None or signals.count or not holds(signals):
+        return None
+    steps = round(signals.record.closing.get("idle_steps") or one.value or 0)
+    words = {
+        "steps": f"{steps:,}",
+        "leaves": signals.leaves,
+        "message": capital(one.message),
+        "advice": capital(one.advice),
+    }
+    seen = Evidence((one.first_step, max(one.last_step, steps - 1)), why.format(**words), one.params)
+    return Sign((seen,), words)
 
 
 def all_zero(signals: RunSignals) -> Sign | None:
@@ -131,7 +118,7 @@ def frozen(signals: RunSignals) -> Sign | None:
     hardly = curve.fallen <= 0.3
     if not idle_groups and (share < MISSING_SHARE or not hardly):
         return None
-    names = [signals.name(place) for place in still]
+    names = [signals.names[place] for place in still]
     words = f"{len(still)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
     evidence = [signals.seen(words, names)]
     if idle_groups:  # with a rate of its own, which moves nothing: nobody writes that on purpose
@@ -151,7 +138,7 @@ def cut_off(signals: RunSignals) -> Sign | None:
     missing = [place for place in signals.own if place in gone and not signals.params[place].get("frozen")]
     if not missing:
         return None
-    names = [signals.name(place) for place in missing]
+    names = [signals.names[place] for place in missing]
     share = signals.elements(missing) / max(1, signals.elements(range(len(signals.params))))
     lowest = min(missing) == 0  # something cuts the model behind them
     words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
@@ -174,7 +161,7 @@ def _never_reached(signals: RunSignals) -> frozenset[int]:
         return frozenset(matrices)
     modules: dict[str, list[int]] = {}
     for place in signals.own:
-        modules.setdefault(signals.name(place).rpartition(".")[0], []).append(place)
+        modules.setdefault(signals.names[place].rpartition(".")[0], []).append(place)
     if any(zero[places[0]] and not all(zero[place] for place in places) for places in modules.values()):
         return frozenset()  # a weight beside a bias that learns: a dead activation below them lets nothing through
     cut = [its for its in modules.values() if len(its) > 1 and all(zero[place] and begins[place] for place in its)]
@@ -202,7 +189,7 @@ def zero_from_start(signals: RunSignals) -> Sign | None:
         zero = sum(line["norm"][place] == 0 and place not in line.get("absent", ()) for line in lines)
         at_first = any(line["norm"][place] for line in lines[:2])
         if len(signals.shape(place)) > 1 and zero >= 0.95 * len(lines) and not at_first:
-            zeros.append(signals.name(place))
+            zeros.append(signals.names[place])
     words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."
     return Sign((signals.seen(words, zeros),), {"params": named(zeros)}) if zeros else None
 
@@ -215,7 +202,7 @@ def _saddle(signals: RunSignals) -> Sign | None:
         return None
     first = measured[0]["weight"]
     zeros = [
-        signals.name(place)
+        signals.names[place]
         for place in signals.own
         if first[place] == 0 and len(signals.shape(place)) > 1 and place not in lines[0].get("absent", ())
         and not any(line["norm"][place] for line in lines[:3])

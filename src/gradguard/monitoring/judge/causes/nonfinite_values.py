@@ -1,7 +1,6 @@
 """Signs of numbers that stopped being finite: by the data, by the range of a type, or because they had grown."""
 
 import statistics
-from collections.abc import Callable
 from itertools import groupby
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
@@ -24,21 +23,17 @@ _NEVER_OVERFLOW = ("LogSoftmax", "Softmax", "")  # what is not finite in the res
 _SMALL_TYPE = "float16"
 
 
-def lost(by: str) -> Callable[[RunSignals], Sign | None]:
-    """Return the look for numbers that were lost for one reason.
+def lost(by: str, signals: RunSignals) -> Sign | None:
+    """Return whether numbers were lost for one reason.
 
     Args:
         by: ``"data"``, ``"growth"``, ``"leap"``, ``"small type"``, ``"exponential"`` or ``"batch"``.
+        signals: The signals of the run.
     """
-
-    def look(signals: RunSignals) -> Sign | None:
-        place = signals.first_lost
-        if place is None or _reason(signals, place) != by:
-            return None
-        return _by_growth(signals, place) if by in ("growth", "leap") else _at_once(signals, place, by)
-
-    look.__doc__ = f"Return whether numbers were lost by {by}."
-    return look
+    place = signals.first_lost
+    if place is None or _reason(signals, place) != by:
+        return None
+    return _by_growth(signals, place, by) if by in ("growth", "leap") else _at_once(signals, place, by)
 
 
 def scale_collapses(signals: RunSignals) -> Sign | None:
@@ -126,10 +121,10 @@ def _at_once(signals: RunSignals, place: int, by: str) -> Sign:
     return Sign((_first_seen(signals, place), seen), {"step": step, "learned": learned}, sure)
 
 
-def _by_growth(signals: RunSignals, place: int) -> Sign:
+def _by_growth(signals: RunSignals, place: int, by: str) -> Sign:
     """Numbers that grew until they were lost; a step that leapt out of calm leaves open what made it."""
     fix, (times, growth) = lower_rate(signals, place), _growth(signals, place)
-    sure = times > 10 * GROWN and place > _BEFORE and _reason(signals, place) == "growth"
+    sure = times > 10 * GROWN and place > _BEFORE and by == "growth"
     return Sign(
         (_first_seen(signals, place), *(growth if times > 1 else ())),
         {"step": signals.named(place), "advice": fix.advice},

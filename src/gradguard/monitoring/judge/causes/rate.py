@@ -48,14 +48,11 @@ def too_long(signals: RunSignals) -> Sign | None:
         return None
     sure = thrown or (len(known) >= 3 and len(signals.outbursts) < 3)
     fix = lower_rate(signals)
-    words = {"rate": f", {signals.rate:g}," if signals.rate else "", "end": _end(signals), "advice": fix.advice}
+    end = "the first steps threw the weights far from where they began"
+    if curve.is_known:
+        end = f"steps are too long, and the loss went from {number(curve.start)} to {signals.ends_at}"
+    words = {"rate": f", {signals.rate:g}," if signals.rate else "", "end": end, "advice": fix.advice}
     return Sign(known, words, "certain" if sure else "likely", fix.factor, fix.threshold)
-
-
-def _end(signals: RunSignals) -> str:
-    if not signals.curve.is_known:
-        return "the first steps threw the weights far from where they began"
-    return f"steps are too long, and the loss went from {number(signals.curve.start)} to {signals.ends_at}"
 
 
 def _thrown(signals: RunSignals) -> Evidence | None:
@@ -78,7 +75,7 @@ def _times_thrown(signals: RunSignals, line: int) -> float:
     if not layers or had_to_grow or not signals.cancels_scale:
         return 0.0
     times = statistics.median(layer.weights[line] / layer.weights[0] for layer in layers)
-    gains = [gain for layer in layers if (gain := signals.gain(layer, line)) is not None]
+    gains = [gain for layer in layers if (gain := layer.gain(line)) is not None]
     return 0.0 if times < THROWN or (gains and statistics.median(gains) < THROWN_GAIN) else times
 
 

@@ -60,7 +60,7 @@ def flattening(signals: RunSignals) -> Sign | None:
     gain = signals.measured[0]["weight"][first] / math.sqrt(signals.shape(first)[0])
     if not 0 < gain < LARGE_GAIN or abs(_size_read(layer, bias, len(layer.gradients)) - 1) > _AT_LIMIT:
         return None
-    name = signals.name(first)
+    name = signals.names[first]
     words = f"The gradient of {name} is exactly 0, and {layer.name} reads numbers of size 1 for every sample."
     return Sign((signals.seen(words, [name]),))
 
@@ -77,7 +77,7 @@ def targets(signals: RunSignals) -> Sign | None:
     size = math.sqrt(loss / outputs)
     slope = bias.gradients[0] / (2 * size)  # 1 or less for a mean of squares
     last = (layer for layer, its in _with_bias(signals) if its is bias and layer.weights)
-    if any(_size_read(layer, bias, 1) * (signals.gain(layer) or 1.0) > OWN * size for layer in last):
+    if any(_size_read(layer, bias, 1) * (layer.gain() or 1.0) > OWN * size for layer in last):
         return None
     words = f"The first loss, {number(loss)}, is that of outputs that are off by about {number(size)}."
     return _sign(signals, "targets", size, words, bias) if 0.03 < slope < 1.02 else None

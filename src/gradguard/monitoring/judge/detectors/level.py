@@ -200,15 +200,12 @@ class NormLevel:
 
     def _vanishing(self, i: int, norm: float, loss: float | None) -> None:
         count = self._count(i, -1)
-        if count < VANISHING_STEPS or self._has_converged(loss):
+        if count < VANISHING_STEPS:
+            return
+        if loss is not None and self._first_losses and 0 <= loss < CONVERGED_LOSS * statistics.median(self._first_losses):
             return
         numbers = {"below": self._low, "smallest": norm}
         self._log.tell("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
-
-    def _has_converged(self, loss: float | None) -> bool:
-        if loss is None or not self._first_losses:
-            return False
-        return 0 <= loss < CONVERGED_LOSS * statistics.median(self._first_losses)
 
     def _close_block(self) -> None:
         level = statistics.median(self._block)

@@ -219,7 +219,9 @@ def _marks(record: Record, height: float) -> list[Keys]:
     marks["non-finite step"] = [(i, "non-finite gradients") for i in lost]
     for event in record.events:
         if event.get("kind") != "nonfinite":  # marked already
-            marks[event.get("severity", "info")].append((event["i"], _event_text(event)))
+            text = str(event.get("message") or event.get("kind") or "event")
+            text = html.escape(text if len(text) <= 120 else f"{text[:120]}…")
+            marks[event.get("severity", "info")].append((event["i"], text))
     return [_marker(name, found, height) for name, found in marks.items() if found and height < math.inf]
 
 
@@ -232,11 +234,6 @@ def _marker(name: str, marks: list[tuple[int, str]], height: float) -> Keys:
         "y": [height] * len(marks), "text": [f"step {i:,}: {text}" for i, text in marks],
         "hovertemplate": "%{text}<extra></extra>",
     }  # fmt: skip
-
-
-def _event_text(event: dict[str, Any]) -> str:
-    text = str(event.get("message") or event.get("kind") or "event")
-    return html.escape(text if len(text) <= 120 else f"{text[:120]}…")
 
 
 def _numbers(records: Sequence[Record], labels: Sequence[str], drawn: Sequence[_Series]) -> Table:

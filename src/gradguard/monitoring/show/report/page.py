@@ -84,12 +84,9 @@ def write_report(records: list[Record], path: str | Path) -> Path:
         else:
             write_whole(path, page)
     except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror or error}. {_elsewhere(records)}") from error
+        elsewhere = f"gradguard report {' '.join(str(record.path) for record in records)} -o PAGE"
+        raise RecordError(f"cannot write {path}: {error.strerror or error}. Draw it elsewhere: {elsewhere}") from error
     return path
-
-
-def _elsewhere(records: Sequence[Record]) -> str:
-    return f"Draw it elsewhere: gradguard report {' '.join(str(record.path) for record in records)} -o PAGE"
 
 
 def page_beside(record: Path) -> Path:
