@@ -182,7 +182,9 @@ def _clip_words(record: Record, found: Verdict) -> str:
         if found.regime == "never":
             return f"{each}: none of them did anything."
         return f"{each}. Together they bound on {share}: {_regime_words(record, found)}."
-    where = _where(record, found.threshold)
+    rules = [rule for rule in record.steps.column("rule") if rule]
+    where = f" by {rules[-1]}" if rules and rules[-1] != "norm" else ""
+    where += "" if found.threshold is None else f" at {plain_threshold(found.threshold)}"
     if found.regime == "never":
         return f"Clipping{where} never bound in {steps}."
     some = ""
@@ -190,12 +192,6 @@ def _clip_words(record: Record, found: Verdict) -> str:
         if clip.bound and clip.acted < found.taken_steps:
             some = f" ({percent(clip.bound / clip.acted)} of the {clip.acted:,} that it acted on)"
     return f"Clipping{where} bound on {share} of {steps}{some}: {_regime_words(record, found)}."
-
-
-def _where(record: Record, threshold: float | None) -> str:
-    rules = [rule for rule in record.steps.column("rule") if rule]
-    how = f" by {rules[-1]}" if rules and rules[-1] != "norm" else ""
-    return how if threshold is None else f"{how} at {plain_threshold(threshold)}"
 
 
 def _regime_words(record: Record, found: Verdict) -> str:

@@ -228,16 +228,8 @@ def event_line(found: Finding, i: int) -> Line:
         found: The finding.
         i: The step on which it is told.
     """
-    fields = {
-        "t": "event",
-        "i": i,
-        "kind": found.kind,
-        "severity": found.severity,
-        "message": found.message,
-        "advice": found.advice,
-        "params": list(found.params) or None,
-        "value": found.value,
-        "confidence": found.confidence,
-        "optimizer": found.optimizer,
-    }
-    return known_fields(fields)
+    fields = {name: getattr(found, name) for name in _FIELDS}
+    return known_fields({"t": "event", "i": i, **fields, "params": list(found.params) or None})
+
+
+_FIELDS = ("kind", "severity", "message", "advice", "params", "value", "confidence", "optimizer")

@@ -23,7 +23,7 @@ from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.record_lines import Numbers, names_of, without_none
 from gradguard.monitoring.record.step_rows import OTHER_LOSSES, bound_on, skipped_on
-from gradguard.threshold_rules import upper_median_distance
+from gradguard.threshold_rules import centre_and_spread
 
 FEWEST_STEPS = 60
 """Fewer steps show neither whether a loss falls nor what a norm usually is."""
@@ -449,8 +449,7 @@ class RunSignals:
     @cached_property
     def layers(self) -> list[Layer]:
         """The weights that had a gradient, in the order of the forward; all parameters of a model without matrices."""
-        mine = [place for place in self.own if len(self.shape(place)) > 1]
-        return self._layers(mine or self.own)
+        return self._layers(self.matrices or self.own)
 
     @cached_property
     def biases(self) -> list[Layer]:
@@ -477,6 +476,15 @@ class RunSignals:
         places = [place for place, name in enumerate(self.names) if name not in theirs]
         order: dict[int, Any] = {place: self.params[place].get("order") for place in places}
         return places if None in order.values() else sorted(places, key=order.__getitem__)
+
+    @cached_property
+    def matrices(self) -> list[int]:
+        """The places of its weights, those of two dimensions or more, in the order of the forward."""
+        return [place for place in self.own if len(self.shape(place)) > 1]
+
+    def norms_of(self, place: int) -> list[float]:
+        """Return the norm of one parameter's gradient on each of `lines`, 0 where it has none."""
+        return [line["norm"][place] for line in self.lines]
 
     def begins_exploded(self, layers: Sequence[Layer]) -> bool:
         """Return whether the first gradient is so far above the weights of some layers that no rate in use fits it.
@@ -644,9 +652,7 @@ def _outbursts(values: Numbers) -> list[int]:
         recent.append(math.log(value))
         fresh += 1
         if fresh >= _REFRESH and len(recent) >= _FEWEST_RECENT:
-            ordered, fresh = sorted(recent), 0
-            middle = ordered[len(ordered) // 2]
-            spread = _MAD_TO_SIGMA * upper_median_distance(ordered, middle)
+            fresh, (middle, spread) = 0, centre_and_spread(sorted(recent))
             above = max(math.log(OUTBURST_TIMES), OUTBURST_DEVIATIONS * spread)
             limit = math.exp(min(middle + above, _LARGEST_LOGARITHM))
     return found

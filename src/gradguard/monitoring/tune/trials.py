@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,27 +89,22 @@ class Trials:
         Raises:
             CommandError: If the script cannot be judged: it fails, or no optimizer steps on a loss.
         """
-        for seed, rule in self._in_turn():
-            done = self._one(rule, seed)
-            self.runs.append(done)
-            if rule == NONE and seed == 1:
-                self._look_at_first(done)  # it chooses the rules, and so how many runs there are
-            place = f"{len(self.runs)} of {self.plan.seeds * len(self.rules)}"
-            self._tell(f"{rule}, seed {seed}: {_outcome(done)} ({place})")
-            if rule == NONE and seed == 2 and same_start(self.runs[0].losses, done.losses):
-                self.seeds_itself = True
-                self.runs.pop()
-                return
+        for seed in range(1, self.plan.seeds + 1):
+            for rule in self.rules:
+                done = self._one(rule, seed)
+                self.runs.append(done)
+                if rule == NONE and seed == 1:
+                    self._look_at_first(done)  # it adds the other rules, which this loop then takes as well
+                place = f"{len(self.runs)} of {self.plan.seeds * len(self.rules)}"
+                self._tell(f"{rule}, seed {seed}: {_outcome(done)} ({place})")
+                if rule == NONE and seed == 2 and same_start(self.runs[0].losses, done.losses):
+                    self.seeds_itself = True
+                    self.runs.pop()
+                    return
 
     def folder_of(self, rule: str, seed: int) -> Path:
         """Return where the record of a run is."""
         return self.plan.folder / f"{rule}-seed{seed}"
-
-    def _in_turn(self) -> Iterator[tuple[int, str]]:
-        for seed in range(1, self.plan.seeds + 1):
-            yield seed, NONE
-            for rule in self.rules[1:]:  # known by now
-                yield seed, rule
 
     def _look_at_first(self, done: TrialRun) -> None:
         folder = self.folder_of(NONE, 1)

@@ -110,8 +110,8 @@ def all_zero(signals: RunSignals) -> Sign | None:
 def frozen(signals: RunSignals) -> Sign | None:
     """Return whether most of what the optimizer has was frozen, and hardly anything is learned by the rest."""
     own, curve = signals.own, signals.curve
-    trained = {place for line in signals.lines for place in own if line["norm"][place]}  # as where they were thawed
-    still = [place for place in own if signals.params[place].get("frozen") and place not in trained]
+    frozen = [place for place in own if signals.params[place].get("frozen")]
+    still = [place for place in frozen if not any(signals.norms_of(place))]  # else they were thawed
     share = signals.elements(still) / max(1, signals.elements(own))
     groups = {signals.params[place].get("group", 0) for place in own}
     idle_groups = groups - {signals.params[place].get("group", 0) for place in own if place not in still}
@@ -133,8 +133,8 @@ def cut_off(signals: RunSignals) -> Sign | None:
     """Return whether parameters that are to be trained never had a gradient."""
     if not signals.lines:
         return None
-    gone = frozenset.intersection(*(frozenset(line.get("absent", ())) for line in signals.lines))
-    gone |= _never_reached(signals)
+    gone = set.intersection(*(set(line.get("absent", ())) for line in signals.lines))
+    gone.update(_never_reached(signals))
     missing = [place for place in signals.own if place in gone and not signals.params[place].get("frozen")]
     if not missing:
         return None
@@ -151,21 +151,21 @@ def cut_off(signals: RunSignals) -> Sign | None:
     return Sign((signals.seen(words, names),), gaps, "likely" if lowest or share >= UNUSED_SHARE else "possible")
 
 
-def _never_reached(signals: RunSignals) -> frozenset[int]:
+def _never_reached(signals: RunSignals) -> list[int]:
     """The parameters of modules that begin with numbers and whose gradients are all exactly 0, on every line."""
     zero = [not any(of_one) for of_one in zip(*(line["norm"] for line in signals.lines), strict=True)]
     begins = signals.measured[0]["weight"] if signals.measured else [0.0] * len(zero)
-    matrices = [place for place in signals.own if len(signals.shape(place)) > 1]
+    matrices = signals.matrices
     if len(matrices) > 1 and all(zero[place] and begins[place] for place in matrices) and zero.count(False) > 1:
         # vectors of several layers learn, and no weight does: what is done to the weights lets nothing through
-        return frozenset(matrices)
+        return matrices
     modules: dict[str, list[int]] = {}
     for place in signals.own:
         modules.setdefault(signals.names[place].rpartition(".")[0], []).append(place)
     if any(zero[places[0]] and not all(zero[place] for place in places) for places in modules.values()):
-        return frozenset()  # a weight beside a bias that learns: a dead activation below them lets nothing through
+        return []  # a weight beside a bias that learns: a dead activation below them lets nothing through
     cut = [its for its in modules.values() if len(its) > 1 and all(zero[place] and begins[place] for place in its)]
-    return frozenset(place for places in cut for place in places)
+    return [place for places in cut for place in places]
 
 
 def rate_zero(signals: RunSignals) -> Sign | None:
@@ -185,10 +185,9 @@ def zero_from_start(signals: RunSignals) -> Sign | None:
         return None
     if signals.learns:
         return _saddle(signals)
-    for place in signals.own:
+    for place in signals.matrices:
         zero = sum(line["norm"][place] == 0 and place not in line.get("absent", ()) for line in lines)
-        at_first = any(line["norm"][place] for line in lines[:2])
-        if len(signals.shape(place)) > 1 and zero >= 0.95 * len(lines) and not at_first:
+        if zero >= 0.95 * len(lines) and not any(signals.norms_of(place)[:2]):
             zeros.append(signals.names[place])
     words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."
     return Sign((signals.seen(words, zeros),), {"params": named(zeros)}) if zeros else None
@@ -203,10 +202,9 @@ def _saddle(signals: RunSignals) -> Sign | None:
     first = measured[0]["weight"]
     zeros = [
         signals.names[place]
-        for place in signals.own
-        if first[place] == 0 and len(signals.shape(place)) > 1 and place not in lines[0].get("absent", ())
-        and not any(line["norm"][place] for line in lines[:3])
-    ]  # fmt: skip
+        for place in signals.matrices
+        if first[place] == 0 and place not in lines[0].get("absent", ()) and not any(signals.norms_of(place)[:3])
+    ]
     words = f"The gradient of {named(zeros)}, which begins at 0, was exactly 0 in the first steps."
     return Sign((signals.seen(words, zeros),), {"params": named(zeros)}) if zeros else None
 

@@ -51,10 +51,10 @@ def flattening(signals: RunSignals) -> Sign | None:
     So does a tanh at its limit: what the first layer reads drives it there whatever the sample is. A sign or a rounded
     number, which let no gradient through either, differ from sample to sample.
     """
-    first = next((place for place in signals.own if len(signals.shape(place)) > 1), None)
     layer, bias = next(_with_bias(signals), (None, None))
-    if first is None or layer is None or bias is None or not signals.measured:
+    if not signals.matrices or layer is None or bias is None or not signals.measured:
         return None
+    first = signals.matrices[0]
     if any(line["norm"][first] or first in line.get("absent", ()) for line in signals.lines):
         return None
     gain = signals.measured[0]["weight"][first] / math.sqrt(signals.shape(first)[0])

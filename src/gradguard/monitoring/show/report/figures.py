@@ -188,7 +188,9 @@ def _banded(record: Record, key: str, label: str, colour: str, most: int, look: 
 
 def _thresholds(record: Record, advice: Recommendation, most: int) -> list[Keys]:
     found = []
-    if clips_norms(record):
+    known = [threshold is not None for threshold in record.steps.column("threshold")]
+    rules = set(compress(record.steps.column("rule"), known))
+    if rules and rules <= {"norm", None}:  # a step that names no rule was clipped by the norm
         look: Keys = {"dash": "dash", "shape": "hv", "legendgroup": "threshold"}
         found += _banded(record, "threshold", "threshold in use", BLACK, most, look)
     if advice.threshold:
@@ -196,13 +198,6 @@ def _thresholds(record: Record, advice: Recommendation, most: int) -> list[Keys]
         ends = [record.steps[0]["i"], record.steps[-1]["i"]]
         found.append(line(ends, [advice.threshold] * 2, name, GREEN, name, width=2, dash="dot"))
     return found
-
-
-def clips_norms(record: Record) -> bool:
-    """Tell whether every threshold of a record is one of global norms, which belongs on an axis of norms."""
-    known = [threshold is not None for threshold in record.steps.column("threshold")]
-    rules = set(compress(record.steps.column("rule"), known))
-    return bool(rules) and rules <= {"norm", None}  # a step that names no rule was clipped by the norm
 
 
 _MARKS = {

@@ -9,9 +9,9 @@ from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files.writing import write_whole
 from gradguard.monitoring.judge.diagnosis import diagnose, weighed_findings
 from gradguard.monitoring.judge.findings import SEVERITIES
-from gradguard.monitoring.judge.judgement import Verdict, verdict
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.numbers import number, percent
-from gradguard.monitoring.judge.recommend import Recommendation, recommend
+from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.record_lines import without_none
@@ -118,10 +118,13 @@ def render(records: Sequence[Record]) -> str:
         _subject(part, record, _label(part, label, len(records)), f"run-{index}", len(parts))
         for index, (part, record, label) in enumerate(parts)
     ]
-    overlay = None
+    overlay, lead = None, ""
     if len(parts) > 1:
         labels = [subject["label"] for subject in subjects]
         overlay = figures.overlay([part.record for part, _, _ in parts], labels, _points(len(parts)))
+        lead = diagnose(records[0]).sentence
+    if len(records) > 1:
+        lead = compared([(label, verdict(record)) for record, label in labelled(records)])
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "explained": explained, "sentence": sentence}
     environment.filters |= {"named": lambda names: listed(names, _NAMED_AT_MOST), "said": said_of}
@@ -133,7 +136,7 @@ def render(records: Sequence[Record]) -> str:
         several_records=len(records) > 1,
         columns=[("run" if len(records) > 1 else "optimizer", False), *_COLUMNS],
         names=[label for _, label in labelled(records)],
-        lead=_lead(records, subjects),
+        lead=lead,
         subjects=subjects,
         overlay=overlay and _drawn(overlay, "", "overlay"),
         terms=sorted(TERMS, key=lambda term: term.name),
@@ -142,13 +145,6 @@ def render(records: Sequence[Record]) -> str:
         css=_text("report.css"),
         scripts=[_text(name) for name in ("report.js", "terms.js")],
     )
-
-
-def _lead(records: Sequence[Record], subjects: Sequence[dict[str, Any]]) -> str:
-    """The first sentence of a page about several runs or optimizers."""
-    if len(records) > 1:
-        return compared([(label, verdict(record)) for record, label in labelled(records)])
-    return diagnose(records[0]).sentence if len(subjects) > 1 else ""
 
 
 def _label(part: OptimizerSteps, label: str, records: int) -> str:
@@ -161,8 +157,16 @@ def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, amo
     findings = [one for one in weighed_findings(whole) if part.index is None or one.optimizer in (part.index, None)]
     events = untold(_events(record, whole, part.index), findings)
     gravest = sorted(events, key=lambda event: SEVERITIES.index(event.get("severity", "info")))[:_MOST_EVENTS]
-    prefix = f"{identity}-" if among > 1 else ""
-    charts = _charts(record, part.index, judged, recommendation, among)
+    prefix, points = f"{identity}-" if among > 1 else "", _points(among)
+    usable = usable_steps(record).column("i")
+    charts = [
+        figures.norms_over_time(record, judged, recommendation, points),
+        figures.updates_over_time(record, points),
+        figures.clip_share(record) if judged.clipping else None,
+        figures.along_depth(record),
+        layer_section.heat_map(record, part.index, max(_FEWEST_CELLS, layer_section.MOST_CELLS // among)),
+        layer_section.dominance(record, part.index, {usable[place] for place in spikes_of(record)}),
+    ]
     return {
         "id": identity,
         "prefix": prefix,
@@ -190,21 +194,6 @@ def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, 
     known = set(whole.steps.column("i"))
     lost = [event for event in whole.events if event["i"] not in known]
     return [*(lost if index == by_optimizer(whole)[0].index else ()), *record.events]
-
-
-def _charts(
-    record: Record, index: int | None, judged: Verdict, recommendation: Recommendation, among: int
-) -> list[Chart | None]:
-    usable = usable_steps(record).column("i")
-    spikes = {usable[place] for place in spikes_of(record)}
-    return [
-        figures.norms_over_time(record, judged, recommendation, _points(among)),
-        figures.updates_over_time(record, _points(among)),
-        figures.clip_share(record) if judged.clipping else None,
-        figures.along_depth(record),
-        layer_section.heat_map(record, index, max(_FEWEST_CELLS, layer_section.MOST_CELLS // among)),
-        layer_section.dominance(record, index, spikes),
-    ]
 
 
 def _points(among: int) -> int:

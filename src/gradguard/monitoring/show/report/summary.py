@@ -303,28 +303,20 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
     meta, end = record.meta, record.closing
     parameters = meta.get("params", ())
     elements = sum(parameter.get("numel", 0) for parameter in parameters)
+    processes = f"{meta['world']:,} processes" if meta.get("world", 1) > 1 else ""
+    shape = " × ".join(f"{name} {size}" for name, size in meta.get("mesh", {}).items())
+    names = {"version": "gradguard ", "torch": "torch ", "python": "Python ", "host_platform": "", "git": "commit "}
     rows = [
         ("Script", record.script if meta.get("argv") else ""),
         ("Optimizer", ", ".join(meta.get("optimizers", ()))),
         ("Parameters", f"{len(parameters):,} tensors, {elements:,} elements" if parameters else ""),
-        ("Device", _device(meta)),
-        ("Versions", _versions(meta)),
+        ("Device", ", ".join(filter(None, (meta.get("device"), processes, shape)))),
+        ("Versions", ", ".join(name + meta[key] for key, name in names.items() if meta.get(key))),
         ("Observing cost", _cost(judged, end)),
         ("Ended", ending(end)[0] if end else "the record has no end: the run was killed, or is still going"),
         ("Record", redacted(str(record.path))),
     ]
     return [(label, value) for label, value in rows if value]
-
-
-def _device(meta: dict[str, Any]) -> str:
-    shape = " × ".join(f"{name} {size}" for name, size in meta.get("mesh", {}).items())
-    processes = f"{meta['world']:,} processes" if meta.get("world", 1) > 1 else ""
-    return ", ".join(filter(None, (meta.get("device"), processes, shape)))
-
-
-def _versions(meta: dict[str, Any]) -> str:
-    named = {"version": "gradguard ", "torch": "torch ", "python": "Python ", "host_platform": "", "git": "commit "}
-    return ", ".join(name + meta[key] for key, name in named.items() if meta.get(key))
 
 
 def _cost(judged: Verdict, end: dict[str, Any]) -> str:
