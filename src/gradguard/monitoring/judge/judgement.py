@@ -165,9 +165,20 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
 def _sentence(record: Record, found: Verdict) -> str:
     if not record.steps:
         return "No optimizer step was recorded."
-    parts = [_clip_words(record, found), _norm_words(found), _fault_words(found)]
-    parts += [] if found.recovery is None else [str(found.recovery)]
-    return " ".join(filter(None, parts))
+    norms, spikes = "No finite gradient norm was recorded.", ""
+    if found.median_norm is not None and found.max_norm is not None:
+        times = f" ({number(found.max_norm / found.median_norm)}x the median)" if found.median_norm > 0 else ""
+        if found.spike_share is not None:
+            usable = counted(found.usable_steps, "step")
+            spikes = f"; {percent(found.spike_share)} of {usable} after the warm-up were spikes"
+        median, largest = number(found.median_norm), number(found.max_norm)
+        norms = f"Gradient norms before clipping: median {median}, largest {largest}{times}{spikes}."
+    skipped, lost, left_out = found.skipped_steps, found.nonfinite_steps, found.skipped_spikes
+    faults = f"Of {counted(found.steps, 'step')}: " if skipped or lost else ""
+    faults += f"{skipped:,} skipped{f' ({left_out:,} as finite spikes)' if left_out else ''}. " if skipped else ""
+    faults += f"{lost:,} non-finite."
+    diverged = "The loss was not finite at the end." if found.diverged else ""
+    return " ".join(filter(None, (_clip_words(record, found), norms, faults, diverged, str(found.recovery or ""))))
 
 
 def _clip_words(record: Record, found: Verdict) -> str:
@@ -203,23 +214,3 @@ def _regime_words(record: Record, found: Verdict) -> str:
     if is_scale_free(record):
         return f"it makes all steps about equally long (gradients usually times {coefficient}), not rare ones shorter"
     return f"it works as a learning rate {coefficient} times as large, not as a guard"
-
-
-def _norm_words(found: Verdict) -> str:
-    median, largest = found.median_norm, found.max_norm
-    if median is None or largest is None:
-        return "No finite gradient norm was recorded."
-    times = f" ({number(largest / median)}x the median)" if median > 0 else ""
-    share = found.spike_share
-    usable = counted(found.usable_steps, "step")
-    spikes = "" if share is None else f"; {percent(share)} of {usable} after the warm-up were spikes"
-    return f"Gradient norms before clipping: median {number(median)}, largest {number(largest)}{times}{spikes}."
-
-
-def _fault_words(found: Verdict) -> str:
-    skipped, lost = found.skipped_steps, found.nonfinite_steps
-    spikes = found.skipped_spikes
-    first = f"{skipped:,} skipped{f' ({spikes:,} as finite spikes)' if spikes else ''}. " if skipped else ""
-    of = f"Of {counted(found.steps, 'step')}: " if skipped or lost else ""
-    diverged = " The loss was not finite at the end." if found.diverged else ""
-    return f"{of}{first}{lost:,} non-finite.{diverged}"

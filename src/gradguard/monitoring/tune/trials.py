@@ -153,7 +153,13 @@ class Trials:
             )
             with process:
                 stopped = self._wait(process, folder / FILE_NAME)
-        return _run_of(rule, seed, folder, process.returncode, stopped, self.plan.metric)
+        try:
+            record = read_record(folder)
+        except RecordError:
+            return TrialRun(rule, seed, [], failed=True, stopped=stopped)
+        value = None if self.plan.metric is None else _last_number(self.plan.metric, folder / OUTPUT)
+        failed = bool(process.returncode) and not stopped
+        return TrialRun(rule, seed, _losses(record.steps), failed, verdict(record).clip_share or 0.0, stopped, value)
 
     def _wait(self, process: subprocess.Popen, path: Path) -> bool:
         """Wait until a run ends; end it where it has diverged, and tell whether that was so."""
@@ -166,17 +172,16 @@ class Trials:
                     return False
                 except subprocess.TimeoutExpired:
                     looked = len(losses)
-                    losses += _losses(_new(reader))
+                    with suppress(RecordError):
+                        losses += _losses([line for line in reader.poll() if line["t"] == "step"])
                 if diverged_at(losses, others, looked) is not None:
                     process.terminate()
                     _end(process)
                     return True
-        except KeyboardInterrupt:  # which the run has got too, and which it may use to save its work
-            _end(process)
-            raise
-        except SystemExit:  # from SIGTERM, which it may not have got
-            process.terminate()
-            _end(process)
+        except (KeyboardInterrupt, SystemExit) as ended:
+            if isinstance(ended, SystemExit):  # from SIGTERM, which the run may not have got
+                process.terminate()
+            _end(process)  # Ctrl-C it has got too, and may use it to save its work
             raise
 
 
@@ -187,25 +192,8 @@ def _end(process: subprocess.Popen) -> None:
         process.kill()
 
 
-def _new(reader: JsonlReader) -> list[dict]:
-    try:
-        return [line for line in reader.poll() if line["t"] == "step"]
-    except RecordError:
-        return []
-
-
 def _losses(steps: Sequence[dict]) -> list[float | None]:
     return [step["loss"] for step in steps if "loss" in step]
-
-
-def _run_of(rule: str, seed: int, folder: Path, code: int, stopped: bool, metric: re.Pattern[str] | None) -> TrialRun:
-    try:
-        record = read_record(folder)
-    except RecordError:
-        return TrialRun(rule, seed, [], failed=True, stopped=stopped)
-    value = None if metric is None else _last_number(metric, folder / OUTPUT)
-    failed = bool(code) and not stopped
-    return TrialRun(rule, seed, _losses(record.steps), failed, verdict(record).clip_share or 0.0, stopped, value)
 
 
 def _last_number(metric: re.Pattern[str], output: Path) -> float:

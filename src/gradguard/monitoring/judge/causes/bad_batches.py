@@ -88,7 +88,12 @@ def bad_batches(signals: RunSignals) -> Sign | None:
         halfway = places[len(places) // 2]
         grown = median(signals.growths(signals.named(halfway))) or 1.0
         for_nothing = grown > GROWN and signals.loss.usual(halfway) > UNFALLEN * signals.curve.start > 0
-        if for_nothing or len(places) < FEWEST_OUTBURSTS or _is_usual(signals, places) or not _losses_leap(signals, places):
+        if (
+            for_nothing
+            or len(places) < FEWEST_OUTBURSTS
+            or _is_usual(signals, places)
+            or not _losses_leap(signals, places)
+        ):
             return None
     certainty = "possible" if _are_harmless(signals, places) else "certain" if period else "likely"
     numbers = [signals.named(place) for place in places]

@@ -155,7 +155,8 @@ CAUSES = (
         _NOTHING_CHANGES,
     ),
     Row(
-        "no_gradient", partial(idle, "{message}.", lambda signals: True), "certain", _IDLE, "{advice}.", _NOTHING_CHANGES,
+        "no_gradient", partial(idle, "{message}.", lambda signals: True), "certain", _IDLE, "{advice}.",
+        _NOTHING_CHANGES,
     ),
     Row(
         "no_gradient", loop.all_zero, "certain",

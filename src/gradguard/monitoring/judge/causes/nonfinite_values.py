@@ -4,9 +4,9 @@ import statistics
 from itertools import groupby
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
+from gradguard.monitoring.judge.causes.rate import lower_rate
 from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import RunSignals
 from gradguard.words import counted
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from gradguard.monitoring.judge.detectors.loss import Loss
 from gradguard.monitoring.judge.detectors.outliers import source_of
-from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said, steps
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said
 from gradguard.monitoring.judge.numbers import number
+from gradguard.words import counted
 
 EXPLODING_TIMES = 10.0
 """A norm that stays above 10 times the usual: log-normal noise as wild as 1.5 gets there on 6 % of the steps."""
@@ -202,7 +203,11 @@ class NormLevel:
         count = self._count(i, -1)
         if count < VANISHING_STEPS:
             return
-        if loss is not None and self._first_losses and 0 <= loss < CONVERGED_LOSS * statistics.median(self._first_losses):
+        if (
+            loss is not None
+            and self._first_losses
+            and 0 <= loss < CONVERGED_LOSS * statistics.median(self._first_losses)
+        ):
             return
         numbers = {"below": self._low, "smallest": norm}
         self._log.tell("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
@@ -225,7 +230,7 @@ def _vanishing(found: Episode) -> Words:
     what = (
         "exactly 0" if smallest == 0 else f"below {number(found.numbers['below'])}, {VANISHING_SHARE:g} of the usual,"
     )
-    message = f"the gradient norm was {what} for {steps(found.count)} from step {found.first} on"
+    message = f"the gradient norm was {what} for {counted(found.count, 'step')} from step {found.first} on"
     advice = "check that the loss depends on the parameters (no detach, no saturated activation, a learning rate not 0)"
     return ("error" if smallest == 0 else "warning"), message, advice
 

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradguard.monitoring.judge.judgement import Verdict
 from gradguard.monitoring.judge.numbers import buckets, median, number, percent, plain_threshold
@@ -217,18 +217,17 @@ def _marks(record: Record, height: float) -> list[Keys]:
             text = str(event.get("message") or event.get("kind") or "event")
             text = html.escape(text if len(text) <= 120 else f"{text[:120]}…")
             marks[event.get("severity", "info")].append((event["i"], text))
-    return [_marker(name, found, height) for name, found in marks.items() if found and height < math.inf]
-
-
-def _marker(name: str, marks: list[tuple[int, str]], height: float) -> Keys:
-    marks = marks[:: max(1, -(-len(marks) // _MOST_MARKERS))]
-    symbol, colour = _MARKS[name]
-    look = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
-    return {
-        "type": "scatter", "mode": "markers", "name": name, "marker": look, "x": [i for i, _ in marks],
-        "y": [height] * len(marks), "text": [f"step {i:,}: {text}" for i, text in marks],
-        "hovertemplate": "%{text}<extra></extra>",
-    }  # fmt: skip
+    drawn = []
+    for name, (symbol, colour) in _MARKS.items():
+        shown = marks[name][:: max(1, -(-len(marks[name]) // _MOST_MARKERS))]
+        look = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
+        if shown and height < math.inf:
+            drawn.append({
+                "type": "scatter", "mode": "markers", "name": name, "marker": look, "x": [i for i, _ in shown],
+                "y": [height] * len(shown), "text": [f"step {i:,}: {text}" for i, text in shown],
+                "hovertemplate": "%{text}<extra></extra>",
+            })  # fmt: skip
+    return drawn
 
 
 def _numbers(records: Sequence[Record], labels: Sequence[str], drawn: Sequence[_Series]) -> Table:

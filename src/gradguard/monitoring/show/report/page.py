@@ -113,10 +113,14 @@ def render(records: Sequence[Record]) -> str:
     """
     import jinja2
 
-    parts = [(part, record, label) for record, label in labelled(records) for part in by_optimizer(record)]
+    named = labelled(records)
+    parts = [
+        (part, record, part.label if part.label and len(records) == 1 else ": ".join(filter(None, (label, part.label))))
+        for record, label in named
+        for part in by_optimizer(record)
+    ]
     subjects = [
-        _subject(part, record, _label(part, label, len(records)), f"run-{index}", len(parts))
-        for index, (part, record, label) in enumerate(parts)
+        _subject(part, record, label, f"run-{index}", len(parts)) for index, (part, record, label) in enumerate(parts)
     ]
     overlay, lead = None, ""
     if len(parts) > 1:
@@ -124,7 +128,7 @@ def render(records: Sequence[Record]) -> str:
         overlay = figures.overlay([part.record for part, _, _ in parts], labels, _points(len(parts)))
         lead = diagnose(records[0]).sentence
     if len(records) > 1:
-        lead = compared([(label, verdict(record)) for record, label in labelled(records)])
+        lead = compared([(label, verdict(record)) for record, label in named])
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "explained": explained, "sentence": sentence}
     environment.filters |= {"named": lambda names: listed(names, _NAMED_AT_MOST), "said": said_of}
@@ -135,7 +139,7 @@ def render(records: Sequence[Record]) -> str:
         kind="Gradient report" if len(records) == 1 else f"{len(records)} runs compared",
         several_records=len(records) > 1,
         columns=[("run" if len(records) > 1 else "optimizer", False), *_COLUMNS],
-        names=[label for _, label in labelled(records)],
+        names=[label for _, label in named],
         lead=lead,
         subjects=subjects,
         overlay=overlay and _drawn(overlay, "", "overlay"),
@@ -145,10 +149,6 @@ def render(records: Sequence[Record]) -> str:
         css=_text("report.css"),
         scripts=[_text(name) for name in ("report.js", "terms.js")],
     )
-
-
-def _label(part: OptimizerSteps, label: str, records: int) -> str:
-    return label if not part.label else part.label if records == 1 else f"{label}: {part.label}"
 
 
 def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
