@@ -105,7 +105,10 @@ def recommend(record: Record) -> Recommendation:
         return _decide(parts[0].record, diagnose(record))
     made = [(part.label, recommend(part.record)) for part in parts]
     said = " ".join(f"{capital(label)}: {one.headline} {one.reason}".strip() for label, one in made)
-    usable, experiment = sum(one.usable_steps for _, one in made), _have_own_losses([part.record for part in parts])
+    usable = sum(one.usable_steps for _, one in made)
+    # on losses of their own, as those of networks that work against each other
+    losses = pairwise([set(part.record.steps.column("loss")) - {None} for part in parts])
+    experiment = any(one and other and len(one & other) < 0.5 * min(len(one), len(other)) for one, other in losses)
     if experiment:
         said += f" Their losses differ and tell little of what comes out; {_tune(record)} --metric REGEX does."
     headline = "Several optimizers step in this run, and each has a decision of its own."
@@ -204,12 +207,6 @@ def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | 
         headline = f"Keep {shown} as insurance."
         why = f"It never acted in {len(taken):,} steps, and holds back the next sudden jump of the gradients, a spike."
     return Recommendation("keep", headline, why, fixed, spelled, None, False, share, len(norms), drift_of(record))
-
-
-def _have_own_losses(parts: Sequence[Record]) -> bool:
-    """Whether the optimizers step on losses of their own, as those of networks that work against each other do."""
-    losses = [set(part.steps.column("loss")) - {None} for part in parts]
-    return any(one and other and len(one & other) < 0.5 * min(len(one), len(other)) for one, other in pairwise(losses))
 
 
 def _tune(record: Record) -> str:

@@ -125,11 +125,13 @@ def explodes_in_time(signals: RunSignals) -> Sign | None:
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     largest, least = max(known), LEARNED * signals.curve.start
-    pairs = zip(signals.norms, signals.losses, strict=True)  # norms are small where all has been learned
-    unlearned = sorted(norm for norm, loss in pairs if norm and not (loss is not None and loss < least)) or known
-    low = unlearned[len(unlearned) // 10]
+    pairs = zip(signals.norms, signals.loss.values, strict=True)  # norms are small where all has been learned
+    unlearned = sorted(norm for norm, loss in pairs if norm and not loss < least) or known
+    low, places = unlearned[len(unlearned) // 10], {layer.place for layer in recurrent}
+    tops = zip(signals.norms, signals.record.steps.column("top"), strict=True)
+    are_theirs = [top[0] in places for norm, top in tops if norm and top and norm > 3 * low]
     differs = len(recurrent) < len(signals.layers)  # else the largest share is always theirs
-    leaps = differs and largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
+    leaps = differs and largest > 30 * low and 2 * sum(are_theirs) > len(are_theirs)
     explodes = begins or (leaps and largest > EXPLODES_IN_TIME * low)  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     fails = signals.ends_lost or signals.curve.fallen <= 0.5  # neither where the loss means no progress
@@ -162,14 +164,6 @@ def _radius(signals: RunSignals, layer: Layer) -> float | None:
 
 def _multiplies(name: str, radius: float) -> str:
     return f"The weight {name} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
-
-
-def _share_of_large(signals: RunSignals, layers: list[Layer], low: float) -> float:
-    """On which share of the steps with large norms one of these layers has the largest share."""
-    places = {layer.place for layer in layers}
-    pairs = zip(signals.norms, signals.record.steps.column("top"), strict=True)
-    tops = [top for norm, top in pairs if norm and top and norm > 3 * low]
-    return sum(top[0] in places for top in tops) / len(tops) if tops else 0.0
 
 
 def vanishes_in_time(signals: RunSignals) -> Sign | None:

@@ -65,8 +65,8 @@ def _reason(signals: RunSignals, place: int) -> str:
 def _growth(signals: RunSignals, place: int) -> tuple[float, tuple[Evidence, ...]]:
     """How far losses and norms had grown when numbers were lost; norms alone grow where learning begins."""
     best, seen = 0.0, ()
-    for name, values in (("loss", signals.losses), ("gradient norm", signals.norms)):
-        before = [(k, value) for k, value in enumerate(values[:place]) if value is not None and value > 0]
+    for name, series in (("loss", signals.loss), ("gradient norm", signals.norm)):
+        before = [(k, value) for k, value in enumerate(series.values[:place]) if value > 0]
         recent = [value for k, value in before if place - _LAST <= k]
         if not recent:
             continue

@@ -145,7 +145,7 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     norm = max(signals.norm.known(place - 2, place + 2), default=math.nan)
     if loss < _FAR_OVERSHOT * start and norm < _WITH_NORMS * middle(signals.norm.known(0, 5)):
         return None  # targets that were set anew, as by an older copy
-    logs = [math.log(one) if one is not None and one > 0 else None for one in signals.losses]
+    logs = [math.log(one) if one > 0 else None for one in signals.loss.values]
     around = without_none(logs[max(1, place - 2) : place + 3])
     if statistics.median(around) - math.log(curve.start) < _ABOVE_CHANCE * usual_step(logs, 1):
         return None  # batches of very unequal losses, of which the first was small

@@ -34,11 +34,11 @@ def inputs(signals: RunSignals) -> Sign | None:
     what they made of the outputs.
     """
     # an embedding, which has no bias, reads no numbers
-    layer, bias = next((pair for pair in _with_bias(signals) if _learns(signals, pair[1])), (None, None))
-    if layer is None or bias is None:
+    pair = next((pair for pair in _with_bias(signals) if _learns(signals, pair[1])), None)
+    if pair is None:
         return None
+    (layer, bias), fails = pair, _fails(signals)
     size = _size_read(layer, bias, _LINES)
-    fails = _fails(signals)
     if size < LARGE or not (fails or (size >= SURE and signals.curve.start > OWN * size)):
         return None
     words = f"A number that {layer.name} reads is some {number(size)}: so many times its bias's gradient is its own."
@@ -51,10 +51,10 @@ def flattening(signals: RunSignals) -> Sign | None:
     So does a tanh at its limit: what the first layer reads drives it there whatever the sample is. A sign or a rounded
     number, which let no gradient through either, differ from sample to sample.
     """
-    layer, bias = next(_with_bias(signals), (None, None))
-    if not signals.matrices or layer is None or bias is None or not signals.measured:
+    pair = next(_with_bias(signals), None)
+    if pair is None or not signals.matrices or not signals.measured:
         return None
-    first = signals.matrices[0]
+    (layer, bias), first = pair, signals.matrices[0]
     if any(line["norm"][first] or first in line.get("absent", ()) for line in signals.lines):
         return None
     gain = signals.measured[0]["weight"][first] / math.sqrt(signals.shape(first)[0])

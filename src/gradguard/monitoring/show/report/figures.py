@@ -263,28 +263,24 @@ def clip_share(record: Record) -> Chart | None:
     if not windows:
         return None
     top = min(1.0, max(0.08, 1.25 * max(window.share for window in windows)))
-    bars = [
-        _windows_of([window for window in windows if regime_of(window.share) == regime], regime, top)
-        for regime in REGIMES
-    ]
+    bars = []
+    for regime, colour in REGIMES.items():
+        own = [window for window in windows if regime_of(window.share) == regime]
+        # A window without a single clip is a line on the axis: it was measured, and is not a gap.
+        bars.append({
+            "type": "bar", "name": regime, "offset": 0, "marker": {"color": colour, "line": {"width": 0}},
+            "x": [window.first for window in own],
+            "y": [max(window.share, 0.006 * top) for window in own],
+            "width": [window.last - window.first + 1 for window in own],
+            "customdata": [[window.count, percent(window.share)] for window in own],
+            "hovertemplate": "steps from %{x:,}: %{customdata[1]} of %{customdata[0]:,} steps",
+            "showlegend": bool(own),
+        })  # fmt: skip
     axis = titled("share that binds", tickformat=".0%", range=[0, top], nticks=6)
     figure = drawing([Subplot(bars, axis)], 270, steps_axis([record]), barmode="overlay")
     rows = [(f"{one.first:,} to {one.last:,}", percent(one.share), regime_of(one.share)) for one in windows]
     table = Table(("steps", "share", "regime"), rows)
     return Chart("clip-share", "How often clipping binds", _BINDS, figure, table, over_steps=True)
-
-
-def _windows_of(windows: Sequence[series.BindingWindow], regime: str, top: float) -> Keys:
-    # A window without a single clip is a line on the axis: it was measured, and is not a gap.
-    return {
-        "type": "bar", "name": regime, "offset": 0, "marker": {"color": REGIMES[regime], "line": {"width": 0}},
-        "x": [window.first for window in windows],
-        "y": [max(window.share, 0.006 * top) for window in windows],
-        "width": [window.last - window.first + 1 for window in windows],
-        "customdata": [[window.count, percent(window.share)] for window in windows],
-        "hovertemplate": "steps from %{x:,}: %{customdata[1]} of %{customdata[0]:,} steps",
-        "showlegend": bool(windows),
-    }  # fmt: skip
 
 
 _FEWEST_LAYERS = 3
