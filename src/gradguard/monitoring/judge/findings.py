@@ -269,8 +269,6 @@ class Lasting:
             i: The step.
             faulty: The places of the parameters on which it is seen.
         """
-        if not (faulty or self._faults):  # as nearly always
-            return []
         new, self._faults = [], {place: self._faults.get(place, _Fault(i)) for place in faulty}
         for place, fault in self._faults.items():
             fault.count += 1

@@ -172,7 +172,10 @@ class NormLevel:
             self._run_losses.append(loss)
         self._tops.update(source_of(top, self._names))
         if count < EXPLODING_STEPS:
-            self._jump(i, norm, clipped)
+            least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
+            if norm > max(least, EXPLODING_TIMES * max(self._recent)):  # a steep rise of all norms is no jump
+                numbers = {"usual": self._usual, "largest": norm}
+                self._log.tell("jump", JUMP, i, i, norm, numbers=numbers, harmless=clipped, params=list(self._tops))
             return
         if not self._is_explosion(norm):
             return
@@ -191,13 +194,6 @@ class NormLevel:
         if rose is None:
             return fast or norm > EXPLODING_EARLY_TIMES * self._usual
         return rose > (ROSE_FAST if fast else ROSE_SLOWLY)
-
-    def _jump(self, i: int, norm: float, clipped: bool) -> None:
-        least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
-        if norm <= max(least, EXPLODING_TIMES * max(self._recent)):  # a steep rise of all norms is no jump
-            return
-        numbers = {"usual": self._usual, "largest": norm}
-        self._log.tell("jump", JUMP, i, i, norm, numbers=numbers, harmless=clipped, params=list(self._tops))
 
     def _vanishing(self, i: int, norm: float, loss: float | None) -> None:
         count = self._count(i, -1)
