@@ -47,12 +47,17 @@ def scale_collapses(signals: RunSignals) -> Sign | None:
 
 def _reason(signals: RunSignals, place: int) -> str:
     """Why numbers were lost at a place: growth is judged against the recent past, and not the first norms."""
-    operation, _ = _origin(signals, place)
+    operation, dtype = _origin(signals, place)
     if operation == "data":
         return "data"
     at_first = 0 < place <= 2 and signals.rates[place - 1]  # right after the first update, which the rate makes
     if _growth(signals, place)[0] <= GROWN:
-        if _is_small(signals, place):
+        is_small = dtype == _SMALL_TYPE
+        if operation in _NEVER_OVERFLOW:  # what is not finite there was so before
+            stored = {parameter.get("dtype") for parameter in signals.params}
+            in_use = stored.union(signals.record.meta.get("compute", ()))
+            is_small = signals.record.steps.has_any("amp_scale") or _SMALL_TYPE in in_use
+        if is_small:
             return "small type"
         if operation == "Exp":
             return "exponential"
@@ -85,16 +90,6 @@ def _origin(signals: RunSignals, place: int) -> tuple[str, str]:
     """Where the forward first had a number that is not finite, and its type; empty where the record does not say."""
     origins = [one for one in signals.record.steps.column("origin")[: place + 2] if one]
     return origins[-1] if origins and len(origins[-1]) == 2 else ("", "")
-
-
-def _is_small(signals: RunSignals, place: int) -> bool:
-    """Whether numbers may have left the range of the type of 16 bits."""
-    operation, dtype = _origin(signals, place)
-    if operation not in _NEVER_OVERFLOW:
-        return dtype == _SMALL_TYPE
-    stored = {parameter.get("dtype") for parameter in signals.params}
-    in_use = stored.union(signals.record.meta.get("compute", ()))
-    return signals.record.steps.has_any("amp_scale") or _SMALL_TYPE in in_use
 
 
 def _first_seen(signals: RunSignals, place: int) -> Evidence:
