@@ -194,11 +194,11 @@ def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | 
     rule, threshold = (only(set(record.steps.column(key))) for key in ("rule", "threshold"))
     if rule is None:
         return None
-    share, shown, fixed, spelled = sum(bound_on(taken)) / max(1, len(taken)), str(rule), None, None
-    if threshold is not None:
-        shown = plain_threshold(threshold) if rule == "norm" else f"{rule}={plain_threshold(threshold)}"
+    share = sum(bound_on(taken)) / max(1, len(taken))
+    text = str(rule) if threshold is None else f"{rule}={plain_threshold(threshold)}"
+    fixed, spelled, shown = None, None, text
     if threshold is not None and rule == "norm":
-        fixed, spelled = threshold, f"norm={shown}"
+        fixed, spelled, shown = threshold, text, plain_threshold(threshold)
     headline, acted = f"Keep {shown}.", f"{percent(share)} of {len(taken):,} steps"
     why = f"It acted on {acted}, and the run is well with it."
     if not share:

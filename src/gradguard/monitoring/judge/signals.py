@@ -22,7 +22,7 @@ from gradguard.monitoring.judge.numbers import median, medians, number, only
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.record_lines import Numbers, names_of, without_none
-from gradguard.monitoring.record.step_rows import OTHER_LOSSES, bound_on, skipped_on
+from gradguard.monitoring.record.step_rows import OTHER_LOSSES, bound_on, nonfinite_on, skipped_on
 from gradguard.threshold_rules import centre_and_spread
 
 FEWEST_STEPS = 60
@@ -243,12 +243,9 @@ class RunSignals:
         self.searched = list(map(all, searched))  # an overflow now and then is how a GradScaler finds its scale
         self.losses, self.turn = _of_turns(steps.column("loss"))
         self.norms, self.rates, self.coefficients = map(steps.column, ("norm", "lr", "coefficient"))
-        gone = [
-            [there and value is None for value, there in zip(values, steps.has(key), strict=True)]
-            for key, values in (("norm", self.norms), ("loss", self.losses))
-        ]
-        lost = map(any, zip(steps.column("nonfinite"), *gone, strict=True))
-        self.lost = [bad and not searched for bad, searched in zip(lost, self.searched, strict=True)]
+        no_loss = [there and loss is None for there, loss in zip(steps.has("loss"), self.losses, strict=True)]
+        lost = zip(nonfinite_on(steps), no_loss, self.searched, strict=True)
+        self.lost = [(bad or gone) and not searched for bad, gone, searched in lost]
 
     @cached_property
     def found(self) -> tuple[Finding, ...]:
