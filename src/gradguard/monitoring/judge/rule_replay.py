@@ -114,7 +114,7 @@ def _row(part: OptimizerSteps, name: str, judged: dict[int, bool]) -> WhatIf:
     if norms is None:
         return replace(unknown, note=_EVERY_STEP)
     try:
-        coefficients, thresholds = zip(*map(rule.step, norms), strict=True)
+        coefficients, thresholds = zip(*[rule.step(norm) for norm in norms], strict=True)
     except OverflowError:
         return replace(unknown, note=_TOO_LARGE)
     binds = [coefficient < BINDS_BELOW for coefficient in coefficients]
