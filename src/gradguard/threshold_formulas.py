@@ -79,7 +79,7 @@ class _Plain:
 
 PLAIN = _Plain()
 
-_TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 _EPSILON = 1e-6
 
 LOCK_IN_WINDOW = 100
@@ -207,7 +207,7 @@ class MedianRule(ThresholdRule):
         start, times = (self.start, MEDIAN_START_TIMES) if longest is None else (1.0, MEDIAN_START_TIMES_BOUNDED)
         progress = ops.within(ops.number(count, norm) / self.warmup, 0.0, 1.0)
         middle = logarithms.median(count)
-        deviation = ops.within(_TO_STANDARD_DEVIATION * logarithms.median_distance(count, middle), self.floor, math.inf)
+        deviation = ops.within(TO_STANDARD_DEVIATION * logarithms.median_distance(count, middle), self.floor, math.inf)
         later = ops.exp(middle + self.k * deviation)
         most = ops.where(count == 0, norm, times * ops.exp(middle))
         early = most * ops.exp((1 - progress) * math.log(start))

@@ -18,6 +18,7 @@ from itertools import repeat
 from gradguard.threshold_formulas import (
     LOCK_IN_WINDOW,
     PLAIN,
+    TO_STANDARD_DEVIATION,
     FractionRule,
     MedianRule,
     Memory,
@@ -278,6 +279,16 @@ def upper_median_distance(ordered: Sequence[float], middle: float) -> float:
     """
     first, last = _nearest(ordered, middle)
     return max(abs(middle - ordered[first]), abs(ordered[last] - middle))
+
+
+def centre_and_spread(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return the upper median of some numbers, and the deviation of a normal distribution with their median distance.
+
+    Args:
+        ordered: At least one number, ascending.
+    """
+    middle = ordered[len(ordered) // 2]
+    return middle, TO_STANDARD_DEVIATION * upper_median_distance(ordered, middle)
 
 
 def _nearest(ordered: Sequence[float], middle: float) -> tuple[int, int]:

@@ -72,19 +72,37 @@ def clips_on(record: Record, steps: Lines) -> list[ActingClip]:
         >>> [(clip.name, clip.bound) for clip in clips_on(record, record.steps)]
         [("the script's own norm=1.0", 1), ('--clip norm=4.0', 0)]
     """
-    found = _Found(_of_command(record))
+    command = record.meta.get("clip")  # the rule of --clip; a Monitor writes the class of its guard's clipper instead
+    command = command if isinstance(command, str) and command[:1].islower() else None
     columns = [steps.column(key) for key in ("rule", "threshold", "coefficient")]
-    rules, thresholds, coefficients = columns
+    rules, *numbers = columns
+    known: dict[tuple, _KnownClip] = {}
     if len(set(rules)) == 1 and not any(steps.column("clips")):  # one clip, whose steps need not be told apart
-        for clip in found.of([(rules[0], None, None)] if rules[0] else []):
-            clip.thresholds, clip.coefficients = thresholds, coefficients
-        return found.told()
-    for clips, *alone in zip(steps.column("clips"), *columns, strict=True):
-        clips = clips or ([alone] if alone[0] else [])
-        for clip, (_, threshold, coefficient, *_) in zip(found.of(clips), clips, strict=True):
-            clip.thresholds.append(threshold)
-            clip.coefficients.append(coefficient)
-    return found.told()
+        is_applied = _applied([(rules[0], None, None)], command) == 0
+        known = {(): _KnownClip(str(rules[0]), is_applied, 0, *numbers)} if rules[0] else {}
+    else:
+        for clips, *alone in zip(steps.column("clips"), *columns, strict=True):
+            clips = clips or ([alone] if alone[0] else [])
+            applied, seen = _applied(clips, command), Counter()
+            for place, (rule, threshold, coefficient, *_) in enumerate(clips):
+                seen[rule] += place != applied
+                key = ("--clip",) if place == applied else (rule, seen[rule])
+                clip = known.setdefault(key, _KnownClip(str(rule), place == applied, place))
+                clip.place = max(clip.place, place)
+                clip.thresholds.append(threshold)
+                clip.coefficients.append(coefficient)
+    ordered = sorted(known.values(), key=lambda clip: clip.place)
+    return [clip.told(place, command is not None) for place, clip in enumerate(ordered)]
+
+
+def _applied(clips: Sequence[Sequence[Any]], command: str | None) -> int | None:
+    """The place of the clip of ``--clip`` among those of a step: the last that fits what it was given."""
+    if command is None:
+        return None
+    name, _, number = command.partition("=")
+    fitting = [place for place, (rule, *_) in enumerate(clips) if _plain(name) in _plain(str(rule))]
+    exactly = [place for place in fitting if clips[place][1] is not None and f"{clips[place][1]:g}" == number]
+    return (exactly or fitting or [None])[-1]
 
 
 def clipped_twice(steps: Lines) -> Lines:
@@ -141,52 +159,6 @@ class _KnownClip:
         binding = [coefficient for coefficient in measured if coefficient < BINDS_BELOW]
         bound = len(binding) if measured else None
         return ActingClip(name, self.thresholds[-1], len(self.thresholds), bound, median(binding))
-
-
-class _Found:
-    """The clips that are known by now."""
-
-    def __init__(self, own: str | None) -> None:
-        self._own = own
-        self._clips: dict[tuple, _KnownClip] = {}
-        self._of: dict[tuple, list[_KnownClip]] = {}  # by the rules of a step, and the place of the one of --clip
-
-    def of(self, clips: Sequence[Sequence[Any]]) -> list[_KnownClip]:
-        """Return the clips of a step, in their order."""
-        key = tuple([clip[0] for clip in clips]), self._applied(clips)
-        if key not in self._of:
-            self._of[key] = self._new(*key)
-        return self._of[key]
-
-    def _applied(self, clips: Sequence[Sequence[Any]]) -> int | None:
-        """Which of them is the one of ``--clip``: the last that fits what it was given."""
-        if self._own is None:
-            return None
-        name, _, number = self._own.partition("=")
-        fitting = [place for place, (rule, *_) in enumerate(clips) if _plain(name) in _plain(str(rule))]
-        exactly = [place for place in fitting if clips[place][1] is not None and f"{clips[place][1]:g}" == number]
-        return (exactly or fitting or [None])[-1]
-
-    def _new(self, rules: tuple[str, ...], applied: int | None) -> list[_KnownClip]:
-        found, seen = [], Counter()
-        for place, rule in enumerate(rules):
-            seen[rule] += place != applied
-            key = ("--clip",) if place == applied else (rule, seen[rule])
-            clip = self._clips.setdefault(key, _KnownClip(str(rule), place == applied, place))
-            clip.place = max(clip.place, place)
-            found.append(clip)
-        return found
-
-    def told(self) -> list[ActingClip]:
-        """Return what was counted of each."""
-        ordered = sorted(self._clips.values(), key=lambda clip: clip.place)
-        return [clip.told(place, self._own is not None) for place, clip in enumerate(ordered)]
-
-
-def _of_command(record: Record) -> str | None:
-    """Return the rule of ``--clip``; a `Monitor` writes the class of its guard's clipper there instead."""
-    clip = record.meta.get("clip")
-    return clip if isinstance(clip, str) and clip[:1].islower() else None
 
 
 @lru_cache(maxsize=64)

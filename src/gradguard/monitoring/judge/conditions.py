@@ -188,12 +188,8 @@ def _of_findings(condition: Condition, record: Record) -> list[str]:
     return [f"{condition}: {found[0].message}{more}"]
 
 
-def _any_step(*keys: str) -> Callable[[Record], bool]:
-    return lambda record: any(map(record.steps.has_any, keys))
-
-
 _STEPS = ("steps", lambda record: bool(record.steps))
-_NORMS = ("norms to find it in", _any_step("norm", "nonfinite"))
+_NORMS = ("norms to find it in", lambda record: record.steps.has_any("norm") or record.steps.has_any("nonfinite"))
 _NEEDED: dict[str, tuple[str, Callable[[Record], bool]]] = {
     "dead_layer": ("norms of each parameter to find it in", lambda record: bool(record.tensors)),
     **dict.fromkeys(("exploding", "vanishing", "nonfinite"), _NORMS),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from gradguard.monitoring.judge.cause import CERTAINTIES, Cause, Evidence
 from gradguard.monitoring.judge.causes import EXCLUDES, KEYS, causes_of
-from gradguard.monitoring.judge.findings import Finding, steps, worst_first
+from gradguard.monitoring.judge.findings import Finding, worst_first
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import capital, number
@@ -13,6 +13,7 @@ from gradguard.monitoring.judge.signals import A_LITTLE, FEWEST_STEPS, RunSignal
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.step_rows import by_optimizer
+from gradguard.words import counted
 
 __all__ = ["KEYS", "Cause", "Diagnosis", "Evidence", "diagnose"]
 
@@ -79,8 +80,13 @@ def diagnose(record: Record) -> Diagnosis:
     parts = by_optimizer(record)
     if len(parts) == 1:
         signals = signals_of(parts[0].record)
-        causes = _ranked(signals)
-        return Diagnosis(causes, helped(signals), progress=_progress(signals, causes[0]))
+        causes = sorted(causes_of(signals), key=_certainty)
+        if not causes or causes[0].certainty == "possible":
+            causes.insert(0, _without_cause(signals, causes))
+        first, *others = causes
+        excluded = EXCLUDES.get(first.key, ()) if first.rules_out else ()
+        causes = (first, *(cause for cause in others if cause.key not in excluded))
+        return Diagnosis(causes, helped(signals), progress=_progress(signals, first))
     each = [(part.label, diagnose(part.record)) for part in parts]
     sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
     sick.sort(key=_certainty)
@@ -128,15 +134,6 @@ def _certainty(cause: Cause) -> int:
     return CERTAINTIES.index(cause.certainty)
 
 
-def _ranked(signals: RunSignals) -> tuple[Cause, ...]:
-    causes = sorted(causes_of(signals), key=_certainty)
-    if not causes or causes[0].certainty == "possible":
-        causes.insert(0, _without_cause(signals, causes))
-    first, *others = causes
-    excluded = EXCLUDES.get(first.key, ()) if first.rules_out else ()
-    return (first, *(cause for cause in others if cause.key not in excluded))
-
-
 def _progress(signals: RunSignals, cause: Cause) -> str:
     """Return what speaks against a cause that is only likely: the loss falls, and nothing else warns."""
     curve = signals.curve
@@ -160,7 +157,7 @@ def _without_cause(signals: RunSignals, others: Sequence[Cause]) -> Cause:
     if not any(norm is not None for norm in signals.norms):
         return Cause("unknown", "certain", "The record has no norms to judge by.", _no_norms(signals.record))
     if signals.count < FEWEST_STEPS:
-        sentence = f"The record has {steps(signals.count)}, too few to say whether the run is well."
+        sentence = f"The record has {counted(signals.count, 'step')}, too few to say whether the run is well."
         return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, better 200.")
     return _well(signals, others)
 

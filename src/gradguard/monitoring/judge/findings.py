@@ -269,8 +269,6 @@ class Lasting:
             i: The step.
             faulty: The places of the parameters on which it is seen.
         """
-        if not (faulty or self._faults):  # as nearly always
-            return []
         new, self._faults = [], {place: self._faults.get(place, _Fault(i)) for place in faulty}
         for place, fault in self._faults.items():
             fault.count += 1
@@ -334,7 +332,7 @@ def said(
         verbs = _SEVERAL if len(found.params) > 1 else _ONE
         gaps = {**numbers, **verbs, "found": found, "names": named(found.params or ["a parameter"])}
         place = where.format(**gaps) if found.params else ""
-        return severity, message.format(**gaps | {"where": place, "steps": steps(found.count)}), advice
+        return severity, message.format(**gaps | {"where": place, "steps": counted(found.count, "step")}), advice
 
     return words
 
@@ -359,16 +357,3 @@ def named(params: Sequence[str]) -> str:
         'a, b, c, d, e and 2 more'
     """
     return listed(params, NAMED_AT_MOST)
-
-
-def steps(count: int) -> str:
-    """Return a number of steps in words.
-
-    Args:
-        count: How many.
-
-    Example:
-        >>> steps(1), steps(1200)
-        ('1 step', '1,200 steps')
-    """
-    return counted(count, "step")

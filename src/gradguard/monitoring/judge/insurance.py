@@ -85,8 +85,7 @@ def insurance(record: Record) -> float | None:
         return None
     ends, spread = drift_of(record), local_spread(norms)
     out = _outliers(norms) | set(spikes_of(record))
-    converges = ends is not None and ends[1] < CONVERGED * ends[0]
-    if converges:
+    if ends is not None and ends[1] < CONVERGED * ends[0]:  # they converge
         return None
     rises = ends is not None and not out and ends[1] > ends[0]
     taken = [norm for norm in taken_steps(record).column("norm") if norm]

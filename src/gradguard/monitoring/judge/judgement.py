@@ -118,6 +118,7 @@ def _judge(record: Record) -> Verdict:
     losses = list(compress(steps.column("loss"), steps.has("loss")))
     means = window_means(losses, last_window(losses))
     share = len(bound) / len(taken) if taken else None
+    wall, overhead = map(record.closing.get, ("wall", "overhead_ms"))
     found = Verdict(
         sentence="",
         regime=regime_of(share or 0.0),
@@ -135,7 +136,7 @@ def _judge(record: Record) -> Verdict:
         final_loss=means[-1] if means else None,
         best_loss=min(without_none(means), default=None),
         diverged=losses[-1:] == [None],
-        overhead_share=_overhead_share(record),
+        overhead_share=overhead / 1000 / wall if wall and overhead is not None else None,
         steps=len(steps),
         taken_steps=len(taken),
         usable_steps=len(usable),
@@ -161,17 +162,23 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
     )
 
 
-def _overhead_share(record: Record) -> float | None:
-    wall, overhead = (record.closing.get(key) for key in ("wall", "overhead_ms"))
-    return overhead / 1000 / wall if wall and overhead is not None else None
-
-
 def _sentence(record: Record, found: Verdict) -> str:
     if not record.steps:
         return "No optimizer step was recorded."
-    parts = [_clip_words(record, found), _norm_words(found), _fault_words(found)]
-    parts += [] if found.recovery is None else [str(found.recovery)]
-    return " ".join(filter(None, parts))
+    norms, spikes = "No finite gradient norm was recorded.", ""
+    if found.median_norm is not None and found.max_norm is not None:
+        times = f" ({number(found.max_norm / found.median_norm)}x the median)" if found.median_norm > 0 else ""
+        if found.spike_share is not None:
+            usable = counted(found.usable_steps, "step")
+            spikes = f"; {percent(found.spike_share)} of {usable} after the warm-up were spikes"
+        median, largest = number(found.median_norm), number(found.max_norm)
+        norms = f"Gradient norms before clipping: median {median}, largest {largest}{times}{spikes}."
+    skipped, lost, left_out = found.skipped_steps, found.nonfinite_steps, found.skipped_spikes
+    faults = f"Of {counted(found.steps, 'step')}: " if skipped or lost else ""
+    faults += f"{skipped:,} skipped{f' ({left_out:,} as finite spikes)' if left_out else ''}. " if skipped else ""
+    faults += f"{lost:,} non-finite."
+    diverged = "The loss was not finite at the end." if found.diverged else ""
+    return " ".join(filter(None, (_clip_words(record, found), norms, faults, diverged, str(found.recovery or ""))))
 
 
 def _clip_words(record: Record, found: Verdict) -> str:
@@ -186,7 +193,9 @@ def _clip_words(record: Record, found: Verdict) -> str:
         if found.regime == "never":
             return f"{each}: none of them did anything."
         return f"{each}. Together they bound on {share}: {_regime_words(record, found)}."
-    where = _where(record, found.threshold)
+    rules = [rule for rule in record.steps.column("rule") if rule]
+    where = f" by {rules[-1]}" if rules and rules[-1] != "norm" else ""
+    where += "" if found.threshold is None else f" at {plain_threshold(found.threshold)}"
     if found.regime == "never":
         return f"Clipping{where} never bound in {steps}."
     some = ""
@@ -194,12 +203,6 @@ def _clip_words(record: Record, found: Verdict) -> str:
         if clip.bound and clip.acted < found.taken_steps:
             some = f" ({percent(clip.bound / clip.acted)} of the {clip.acted:,} that it acted on)"
     return f"Clipping{where} bound on {share} of {steps}{some}: {_regime_words(record, found)}."
-
-
-def _where(record: Record, threshold: float | None) -> str:
-    rules = [rule for rule in record.steps.column("rule") if rule]
-    how = f" by {rules[-1]}" if rules and rules[-1] != "norm" else ""
-    return how if threshold is None else f"{how} at {plain_threshold(threshold)}"
 
 
 def _regime_words(record: Record, found: Verdict) -> str:
@@ -211,23 +214,3 @@ def _regime_words(record: Record, found: Verdict) -> str:
     if is_scale_free(record):
         return f"it makes all steps about equally long (gradients usually times {coefficient}), not rare ones shorter"
     return f"it works as a learning rate {coefficient} times as large, not as a guard"
-
-
-def _norm_words(found: Verdict) -> str:
-    median, largest = found.median_norm, found.max_norm
-    if median is None or largest is None:
-        return "No finite gradient norm was recorded."
-    times = f" ({number(largest / median)}x the median)" if median > 0 else ""
-    share = found.spike_share
-    usable = counted(found.usable_steps, "step")
-    spikes = "" if share is None else f"; {percent(share)} of {usable} after the warm-up were spikes"
-    return f"Gradient norms before clipping: median {number(median)}, largest {number(largest)}{times}{spikes}."
-
-
-def _fault_words(found: Verdict) -> str:
-    skipped, lost = found.skipped_steps, found.nonfinite_steps
-    spikes = found.skipped_spikes
-    first = f"{skipped:,} skipped{f' ({spikes:,} as finite spikes)' if spikes else ''}. " if skipped else ""
-    of = f"Of {counted(found.steps, 'step')}: " if skipped or lost else ""
-    diverged = " The loss was not finite at the end." if found.diverged else ""
-    return f"{of}{first}{lost:,} non-finite.{diverged}"

@@ -188,7 +188,15 @@ class Judge:
             return self._followed(line, self._monitor)
         except Exception as error:
             self._monitor = None
-            return [line, _failure(line, error)]
+            failure = {
+                "t": "event",
+                "i": line.get("i", 0),
+                "kind": "observer_failed",
+                "severity": "warning",
+                "message": f"gradguard stopped judging the health of the run: {type(error).__name__}: {error}",
+                "advice": "norms are still recorded; please report this with the record",
+            }
+            return [line, failure]
 
     def _followed(self, line: Line, monitor: HealthMonitor) -> list[Line]:
         kind = line["t"]
@@ -220,27 +228,8 @@ def event_line(found: Finding, i: int) -> Line:
         found: The finding.
         i: The step on which it is told.
     """
-    fields = {
-        "t": "event",
-        "i": i,
-        "kind": found.kind,
-        "severity": found.severity,
-        "message": found.message,
-        "advice": found.advice,
-        "params": list(found.params) or None,
-        "value": found.value,
-        "confidence": found.confidence,
-        "optimizer": found.optimizer,
-    }
-    return known_fields(fields)
+    fields = {name: getattr(found, name) for name in _FIELDS}
+    return known_fields({"t": "event", "i": i, **fields, "params": list(found.params) or None})
 
 
-def _failure(line: Line, error: Exception) -> Line:
-    return {
-        "t": "event",
-        "i": line.get("i", 0),
-        "kind": "observer_failed",
-        "severity": "warning",
-        "message": f"gradguard stopped judging the health of the run: {type(error).__name__}: {error}",
-        "advice": "norms are still recorded; please report this with the record",
-    }
+_FIELDS = ("kind", "severity", "message", "advice", "params", "value", "confidence", "optimizer")

@@ -105,7 +105,10 @@ def recommend(record: Record) -> Recommendation:
         return _decide(parts[0].record, diagnose(record))
     made = [(part.label, recommend(part.record)) for part in parts]
     said = " ".join(f"{capital(label)}: {one.headline} {one.reason}".strip() for label, one in made)
-    usable, experiment = sum(one.usable_steps for _, one in made), _have_own_losses([part.record for part in parts])
+    usable = sum(one.usable_steps for _, one in made)
+    # on losses of their own, as those of networks that work against each other
+    losses = pairwise([set(part.record.steps.column("loss")) - {None} for part in parts])
+    experiment = any(one and other and len(one & other) < 0.5 * min(len(one), len(other)) for one, other in losses)
     if experiment:
         said += f" Their losses differ and tell little of what comes out; {_tune(record)} --metric REGEX does."
     headline = "Several optimizers step in this run, and each has a decision of its own."
@@ -191,11 +194,11 @@ def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | 
     rule, threshold = (only(set(record.steps.column(key))) for key in ("rule", "threshold"))
     if rule is None:
         return None
-    share, shown, fixed, spelled = sum(bound_on(taken)) / max(1, len(taken)), str(rule), None, None
-    if threshold is not None:
-        shown = plain_threshold(threshold) if rule == "norm" else f"{rule}={plain_threshold(threshold)}"
+    share = sum(bound_on(taken)) / max(1, len(taken))
+    text = str(rule) if threshold is None else f"{rule}={plain_threshold(threshold)}"
+    fixed, spelled, shown = None, None, text
     if threshold is not None and rule == "norm":
-        fixed, spelled = threshold, f"norm={shown}"
+        fixed, spelled, shown = threshold, text, plain_threshold(threshold)
     headline, acted = f"Keep {shown}.", f"{percent(share)} of {len(taken):,} steps"
     why = f"It acted on {acted}, and the run is well with it."
     if not share:
@@ -204,12 +207,6 @@ def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | 
         headline = f"Keep {shown} as insurance."
         why = f"It never acted in {len(taken):,} steps, and holds back the next sudden jump of the gradients, a spike."
     return Recommendation("keep", headline, why, fixed, spelled, None, False, share, len(norms), drift_of(record))
-
-
-def _have_own_losses(parts: Sequence[Record]) -> bool:
-    """Whether the optimizers step on losses of their own, as those of networks that work against each other do."""
-    losses = [set(part.steps.column("loss")) - {None} for part in parts]
-    return any(one and other and len(one & other) < 0.5 * min(len(one), len(other)) for one, other in pairwise(losses))
 
 
 def _tune(record: Record) -> str:

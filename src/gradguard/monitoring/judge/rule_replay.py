@@ -114,19 +114,9 @@ def _row(part: OptimizerSteps, name: str, judged: dict[int, bool]) -> WhatIf:
     if norms is None:
         return replace(unknown, note=_EVERY_STEP)
     try:
-        decisions = [rule.step(norm) for norm in norms]
-        return _tally(unknown, steps, decisions, judged)
+        coefficients, thresholds = zip(*[rule.step(norm) for norm in norms], strict=True)
     except OverflowError:
         return replace(unknown, note=_TOO_LARGE)
-
-
-def _tally(
-    row: WhatIf,
-    steps: Sequence[tuple[int, float]],
-    decisions: Sequence[tuple[float, float]],
-    judged: dict[int, bool],
-) -> WhatIf:
-    coefficients, thresholds = ([decision[place] for decision in decisions] for place in (0, 1))
     binds = [coefficient < BINDS_BELOW for coefficient in coefficients]
     on = list(map(LockInAlarm().follow, binds, thresholds))
     spikes = [judged.get(number) for number, _ in steps]
@@ -134,7 +124,7 @@ def _tally(
     count, bound = sum(known), list(compress(coefficients, map(and_, known, binds)))
     passed = (norm * coefficient for (_, norm), coefficient in zip(steps, coefficients, strict=True))
     return replace(
-        row,
+        unknown,
         steps=count,
         clip_share=len(bound) / count,
         median_coefficient=median(bound),

@@ -17,12 +17,13 @@ from typing import Any
 from gradguard.monitoring.judge.cause import Evidence
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.numbers import last_window, median, medians, number, only, window_means
+from gradguard.monitoring.judge.judgement import verdict
+from gradguard.monitoring.judge.numbers import median, medians, number, only
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.record_lines import Numbers, names_of, without_none
-from gradguard.monitoring.record.step_rows import OTHER_LOSSES, bound_on, skipped_on
-from gradguard.threshold_rules import upper_median_distance
+from gradguard.monitoring.record.step_rows import OTHER_LOSSES, bound_on, nonfinite_on, skipped_on
+from gradguard.threshold_rules import centre_and_spread
 
 FEWEST_STEPS = 60
 """Fewer steps show neither whether a loss falls nor what a norm usually is."""
@@ -141,12 +142,8 @@ class Series:
     def __init__(self, values: Numbers) -> None:
         self.values = [math.nan if value is None else value for value in values]
 
-    def at(self, place: int) -> float:
-        """Return the number of a step.
-
-        Args:
-            place: The place of the step.
-        """
+    def __getitem__(self, place: int) -> float:
+        """Return the number of the step at a place."""
         return self.values[place]
 
     def known(self, first: int, end: int | None = None) -> list[float]:
@@ -178,20 +175,22 @@ class Layer:
     Attributes:
         place: Its place in the record's arrays.
         name: Its name.
-        depth: Its place in the forward among the weights, from 0.
         gradients: The root mean square of an element of its gradient on each line.
         ratios: The norm of its update over its own, where both were measured.
         weights: Its norm, where that was measured.
         uses: How many operations take it in one forward.
+        shape: Its shape; empty where it is not known.
+        root: The root of its number of elements, by which its norm is that of one element.
     """
 
     place: int
     name: str
-    depth: int
     gradients: tuple[float, ...]
     ratios: tuple[float, ...]
     weights: tuple[float, ...]
-    uses: int = 1
+    uses: int
+    shape: Sequence[int]
+    root: float
 
     @property
     def gradient(self) -> float:
@@ -202,6 +201,21 @@ class Layer:
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes it; None where that was not measured."""
         return median(self.ratios[1:] or self.ratios)
+
+    @property
+    def begins_at_zero(self) -> bool:
+        """Whether it begins so near to 0 that it has to grow; it was measured at least once."""
+        return self.weights[0] < _NEARLY_ZERO * self.root
+
+    def gain(self, line: int = 0) -> float | None:
+        """Return by how much a random matrix of this norm multiplies the size of what goes in; None for a vector.
+
+        An initialisation that keeps sizes has 1 to 1.4, the default of `torch.nn.Linear` 0.6.
+
+        Args:
+            line: Which of its measurements.
+        """
+        return self.weights[line] / math.sqrt(self.shape[0]) if len(self.shape) > 1 and self.shape[0] else None
 
 
 class RunSignals:
@@ -220,7 +234,7 @@ class RunSignals:
         self.record = record
         steps = record.steps
         self.numbers: Sequence[int] = steps.column("i")
-        self.count = len(self.numbers)
+        self.count, self.names = len(self.numbers), record.names
         gaps = [after - before for before, after in pairwise(self.numbers)]
         self._usual_gap = middle(gaps)
         self.takes_turns = bool(record.meta.get(OTHER_LOSSES)) and sum(gap > 1 for gap in gaps) > self.count // 10
@@ -229,12 +243,9 @@ class RunSignals:
         self.searched = list(map(all, searched))  # an overflow now and then is how a GradScaler finds its scale
         self.losses, self.turn = _of_turns(steps.column("loss"))
         self.norms, self.rates, self.coefficients = map(steps.column, ("norm", "lr", "coefficient"))
-        gone = [
-            [there and value is None for value, there in zip(values, steps.has(key), strict=True)]
-            for key, values in (("norm", self.norms), ("loss", self.losses))
-        ]
-        lost = map(any, zip(steps.column("nonfinite"), *gone, strict=True))
-        self.lost = [bad and not searched for bad, searched in zip(lost, self.searched, strict=True)]
+        no_loss = [there and loss is None for there, loss in zip(steps.has("loss"), self.losses, strict=True)]
+        lost = zip(nonfinite_on(steps), no_loss, self.searched, strict=True)
+        self.lost = [(bad or gone) and not searched for bad, gone, searched in lost]
 
     @cached_property
     def found(self) -> tuple[Finding, ...]:
@@ -288,9 +299,7 @@ class RunSignals:
     @cached_property
     def ends_at(self) -> str:
         """The loss at the end in words: the ``final_loss`` of the summary, where it is finite."""
-        losses = list(compress(self.record.steps.column("loss"), self.record.steps.has("loss")))
-        width = last_window(losses)
-        final = window_means(losses[-width:], width)[-1] if losses else None
+        final = verdict(self.record).final_loss
         return number(self.curve.final if final is None else final)
 
     @property
@@ -319,6 +328,10 @@ class RunSignals:
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
+    def positive_norms(self, end: int | None = None) -> list[float]:
+        """Return the norms above 0 of the steps before a place; of all steps without one."""
+        return [norm for norm in self.norms[:end] if norm]
+
     @cached_property
     def norm(self) -> Series:
         """The norms before any clip."""
@@ -345,15 +358,11 @@ class RunSignals:
         """
         if place and self.numbers[place] - self.numbers[place - 1] > 2 * self._usual_gap:
             return 1.0
-        times = (one.at(place) / one.usual(place) for one in (self.norm, self.loss))
+        times = (one[place] / one.usual(place) for one in (self.norm, self.loss))
         return max([1.0, *(one for one in times if one == one)])
 
     def leaps_out_of_calm(self, place: int) -> bool:
-        """Return whether a step stands too far above those before for any rate, and none of the last ones stood out.
-
-        Args:
-            place: The place of the step.
-        """
+        """Return whether a step stands too far above those before for any rate, and none of the last ones stood out."""
         calm = place >= _CALM and all(self.times(before) < _STANDS_OUT for before in range(place - _LAST, place))
         return calm and self.times(place) >= FAR
 
@@ -403,29 +412,20 @@ class RunSignals:
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
         """The lines of per-tensor norms with finite numbers, at most some hundred, spread over the run."""
-        return self._picked([True] * len(self.record.tensors), "norm")
+        return self._picked("norm", "norm")
 
     @cached_property
     def measured(self) -> list[dict[str, Any]]:
         """The lines with norms of weights and of updates."""
-        lines = self._picked(self.record.tensors.has("update"), "weight")
+        lines = self._picked("update", "weight")
         return [line for line in lines if len(line["update"]) == len(self.params)]
 
-    def _picked(self, chosen: Sequence[bool], key: str) -> list[dict[str, Any]]:
-        """Some hundred of the chosen lines, without those that lack a number under a key."""
-        tensors = self.record.tensors
-        places = list(compress(range(len(tensors)), chosen))
-        picked = [tensors[place] for place in places[:: max(1, len(places) // 400)]]
-        pairs = [(line, line.get(key, ())) for line in picked]
-        return [line for line, numbers in pairs if len(numbers) == len(self.params) and None not in numbers]
-
-    def name(self, place: int) -> str:
-        """Return the name of a parameter.
-
-        Args:
-            place: Its place in the record's arrays.
-        """
-        return self.record.names[place]
+    def _picked(self, there: str, key: str) -> list[dict[str, Any]]:
+        """Some hundred of the lines that have the first key, without those that lack a number under the second."""
+        lines = self.record.tensors
+        lines = lines.where(lines.has(there))
+        picked = lines[:: max(1, len(lines) // 400)]
+        return [line for line in picked if len(line.get(key, ())) == len(self.params) and None not in line[key]]
 
     def shape(self, place: int) -> list[int]:
         """Return the shape of a parameter; an empty one where it is not known.
@@ -443,19 +443,10 @@ class RunSignals:
         """
         return sum(self.params[place].get("numel", 0) for place in places)
 
-    def root(self, place: int) -> float:
-        """Return the root of a parameter's number of elements, by which its norm is that of one element.
-
-        Args:
-            place: Its place in the record's arrays.
-        """
-        return math.sqrt(self.elements([place]) or 1)
-
     @cached_property
     def layers(self) -> list[Layer]:
         """The weights that had a gradient, in the order of the forward; all parameters of a model without matrices."""
-        mine = [place for place in self.own if len(self.shape(place)) > 1]
-        return self._layers(mine or self.own)
+        return self._layers(self.matrices or self.own)
 
     @cached_property
     def biases(self) -> list[Layer]:
@@ -465,23 +456,32 @@ class RunSignals:
     def _layers(self, places: Sequence[int]) -> list[Layer]:
         found = []
         for place in places:
+            root, uses = math.sqrt(self.elements([place]) or 1), self.params[place].get("uses", 1)
             there = [line["norm"][place] for line in self.lines if place not in line.get("absent", ())]
-            if not any(there):
-                continue
+            gradients = tuple(norm / root for norm in there)
             pairs = [(line["weight"][place], line["update"][place]) for line in self.measured]
             weights = tuple(weight for weight, _ in pairs if weight)
             ratios = tuple(update / weight for weight, update in pairs if weight and update is not None)
-            norms, uses = tuple(norm / self.root(place) for norm in there), self.params[place].get("uses", 1)
-            found.append(Layer(place, self.name(place), len(found), norms, ratios, weights, uses))
+            layer = Layer(place, self.names[place], gradients, ratios, weights, uses, self.shape(place), root)
+            found += [layer] if any(there) else []
         return found
 
     @cached_property
     def own(self) -> list[int]:
         """The places of its parameters in the order of the forward; as the optimizer has them where none is known."""
         theirs = self._names_of_others()
-        places = [place for place in range(len(self.params)) if self.name(place) not in theirs]
+        places = [place for place, name in enumerate(self.names) if name not in theirs]
         order: dict[int, Any] = {place: self.params[place].get("order") for place in places}
         return places if None in order.values() else sorted(places, key=order.__getitem__)
+
+    @cached_property
+    def matrices(self) -> list[int]:
+        """The places of its weights, those of two dimensions or more, in the order of the forward."""
+        return [place for place in self.own if len(self.shape(place)) > 1]
+
+    def norms_of(self, place: int) -> list[float]:
+        """Return the norm of one parameter's gradient on each of `lines`, 0 where it has none."""
+        return [line["norm"][place] for line in self.lines]
 
     def begins_exploded(self, layers: Sequence[Layer]) -> bool:
         """Return whether the first gradient is so far above the weights of some layers that no rate in use fits it.
@@ -505,21 +505,13 @@ class RunSignals:
             layer: The layer.
         """
         by_norm = "muon" in str(self.record.meta.get("optimizers")).lower()  # which divides by that of the matrix
-        return OF_EPS * (self.eps or 0.0) / (self.root(layer.place) if by_norm else 1.0)
-
-    def begins_at_zero(self, layer: Layer) -> bool:
-        """Return whether a layer begins so near to 0 that it has to grow.
-
-        Args:
-            layer: The layer, measured at least once.
-        """
-        return layer.weights[0] < _NEARLY_ZERO * self.root(layer.place)
+        return OF_EPS * (self.eps or 0.0) / (layer.root if by_norm else 1.0)
 
     @cached_property
     def sized_layers(self) -> list[Layer]:
         """The measured weights whose size says how far a step goes: all but those that begin at 0, if others are."""
         measured = [layer for layer in self.layers if layer.ratios and layer.weights]
-        return [layer for layer in measured if not self.begins_at_zero(layer)] or measured
+        return [layer for layer in measured if not layer.begins_at_zero] or measured
 
     @cached_property
     def ratio(self) -> float | None:
@@ -539,30 +531,18 @@ class RunSignals:
             end: The number of the step before which they are measured last.
         """
         count = max(1, sum(line["i"] < end for line in self.measured))
-        layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
+        layers = [layer for layer in self.layers if len(layer.weights) > 1 and not layer.begins_at_zero]
         return [layer.weights[:count][-1] / layer.weights[0] for layer in layers]
 
     @cached_property
     def only_vectors_learn(self) -> bool:
         """Whether gradients of weights are nearly 0 beside those of biases, which move: hardly an input arrives."""
         weights, vectors = self.layers, self.biases
-        if not vectors or len(weights) < 2 or any(len(self.shape(layer.place)) < 2 for layer in weights):
+        if not vectors or len(weights) < 2 or any(len(layer.shape) < 2 for layer in weights):
             return False
-        pairs = [[layer.gradient * self.root(layer.place) for layer in some] for some in (weights, vectors)]
+        pairs = [[layer.gradient * layer.root for layer in some] for some in (weights, vectors)]
         largest = max(vectors, key=lambda layer: layer.gradient)
         return math.hypot(*pairs[0]) < _HARDLY * math.hypot(*pairs[1]) and (largest.ratio or 0.0) > _MOVES
-
-    def gain(self, layer: Layer, line: int = 0) -> float | None:
-        """Return by how much a random matrix of this norm multiplies the size of what goes in; None for a vector.
-
-        An initialisation that keeps sizes has 1 to 1.4, the default of `torch.nn.Linear` 0.6.
-
-        Args:
-            layer: The layer, measured at least so often.
-            line: Which of its measurements.
-        """
-        shape = self.shape(layer.place)
-        return layer.weights[line] / math.sqrt(shape[0]) if len(shape) > 1 and shape[0] else None
 
     @cached_property
     def cancels_scale(self) -> bool:
@@ -595,11 +575,6 @@ class RunSignals:
     def bound(self) -> list[float]:
         """The coefficients of the steps on which a clip bound."""
         return list(compress(self.coefficients, bound_on(self.record.steps)))
-
-    @cached_property
-    def bound_share(self) -> float:
-        """On which share of the steps a clip bound."""
-        return len(self.bound) / self.taken if self.taken else 0.0
 
     @cached_property
     def taken(self) -> int:
@@ -674,9 +649,7 @@ def _outbursts(values: Numbers) -> list[int]:
         recent.append(math.log(value))
         fresh += 1
         if fresh >= _REFRESH and len(recent) >= _FEWEST_RECENT:
-            ordered, fresh = sorted(recent), 0
-            middle = ordered[len(ordered) // 2]
-            spread = _MAD_TO_SIGMA * upper_median_distance(ordered, middle)
+            fresh, (middle, spread) = 0, centre_and_spread(sorted(recent))
             above = max(math.log(OUTBURST_TIMES), OUTBURST_DEVIATIONS * spread)
             limit = math.exp(min(middle + above, _LARGEST_LOGARITHM))
     return found

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.step_rows import usable_norms
-from gradguard.threshold_rules import SortedWindow, upper_median_distance
+from gradguard.threshold_rules import SortedWindow, centre_and_spread
 
 NEIGHBOURS = 50
 """On each side: more than half of them would have to be spikes before one goes unseen."""
@@ -21,7 +21,6 @@ LEAST_DEVIATION = 0.05
 
 _T = TypeVar("_T")
 _FEWEST = 21
-_TO_STANDARD_DEVIATION = 1.4826
 _LEAST = DEVIATIONS * LEAST_DEVIATION
 _WIDTH = 2 * NEIGHBOURS + 1
 
@@ -72,8 +71,7 @@ class SpikeFinder(Generic[_T]):
 
     def _spikes(self, begin: int, end: int) -> list[_T]:
         recent, ordered = self._logarithms.recent, self._logarithms.ordered
-        middle = ordered[len(ordered) // 2]
-        deviation = _TO_STANDARD_DEVIATION * upper_median_distance(ordered, middle)
+        middle, deviation = centre_and_spread(ordered)
         limit = middle + DEVIATIONS * max(deviation, LEAST_DEVIATION)
         high = [place for place in range(begin, end) if recent[place] > limit]
         at_first = sum(place == k for k, place in enumerate(high))  # 0 in a window that begins later

@@ -48,7 +48,17 @@ class Alerts:
         """
         if line["t"] != "event" or line.get("kind") not in KINDS:
             return
-        found = _finding(line)
+        found = Finding(
+            kind=line["kind"],
+            severity=line.get("severity", "info"),
+            message=line.get("message", ""),
+            advice=line.get("advice", ""),
+            first_step=line["i"],
+            last_step=line["i"],
+            params=tuple(line.get("params", ())),
+            optimizer=line.get("optimizer"),
+            value=jsonable(line.get("value")),
+        )
         self._last = found.last_step
         if self._thread is None:
             thread = threading.Thread(target=self._follow, name="gradguard-findings", daemon=True)
@@ -87,17 +97,3 @@ class Alerts:
         with suppress(Exception):  # the function may have closed the record
             self._failed({"t": "event", "i": i, "kind": "on_finding_failed", "severity": "warning"}
                      | {"message": message, "advice": advice})  # fmt: skip
-
-
-def _finding(event: Line) -> Finding:
-    return Finding(
-        kind=event["kind"],
-        severity=event.get("severity", "info"),
-        message=event.get("message", ""),
-        advice=event.get("advice", ""),
-        first_step=event["i"],
-        last_step=event["i"],
-        params=tuple(event.get("params", ())),
-        optimizer=event.get("optimizer"),
-        value=jsonable(event.get("value")),
-    )

@@ -1,7 +1,6 @@
 """Following a run in progress in the terminal."""
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,7 +161,14 @@ class Watched:
     def status(self, now: float) -> tuple[str, str]:
         """Return the state at ``now`` (seconds since the epoch) in words, and a style for them."""
         words, style = self._status(now)
-        return "; ".join([words, *self._remarks()]), style
+        schema, seen = self.run.meta.get("schema", SCHEMA), self._follower
+        remarks = [
+            (schema > SCHEMA, f"written by a newer gradguard (schema {schema}): parts may be missing here"),
+            (seen.skipped, f"{seen.skipped / 2**20:,.0f} MiB of the start of a long record were passed over"),
+            (seen.unreadable, f"{seen.unreadable} unreadable lines"),
+            (seen.dropped, f"{seen.dropped} fields that cannot be meant"),
+        ]
+        return "; ".join([words, *(said for holds, said in remarks if holds)]), style
 
     def _status(self, now: float) -> tuple[str, str]:
         if self.run.end is not None:
@@ -173,26 +179,11 @@ class Watched:
             return (gone if self.there else f"no record yet: waiting for {self.path}"), "yellow"
         if not self.there:
             return "waiting for the first step", "yellow"
-        since = self.quiet_since(now)
-        if since is None:
-            return "running", "green"
-        return f"no new line since {clock(since, now)}: killed, or busy without steps", "yellow"
-
-    def quiet_since(self, now: float) -> float | None:
-        """Return the time of the last write if the run has been silent for unusually long, else None."""
         changed = self._follower.changed
         usual = max(QUIET_SECONDS, _QUIET_STEPS * (self.run.seconds_per_step or 0.0))
-        return changed if changed is not None and self.run.end is None and now - changed > usual else None
-
-    def _remarks(self) -> Iterator[str]:
-        schema, seen = self.run.meta.get("schema", SCHEMA), self._follower
-        remarks = [
-            (schema > SCHEMA, f"written by a newer gradguard (schema {schema}): parts may be missing here"),
-            (seen.skipped, f"{seen.skipped / 2**20:,.0f} MiB of the start of a long record were passed over"),
-            (seen.unreadable, f"{seen.unreadable} unreadable lines"),
-            (seen.dropped, f"{seen.dropped} fields that cannot be meant"),
-        ]
-        return (words for holds, words in remarks if holds)
+        if changed is None or now - changed <= usual:
+            return "running", "green"
+        return f"no new line since {clock(changed, now)}: killed, or busy without steps", "yellow"
 
 
 def _show_once(watched: Watched, events: int, console: "Console") -> None:

@@ -27,17 +27,14 @@ def print_replay(record: Record, rows: Sequence[WhatIf], console: "Console | Non
 
     console = console or Console()
     for optimizer in dict.fromkeys(row.optimizer for row in rows):
-        _print_table(console, record, [row for row in rows if row.optimizer == optimizer])
+        own = [row for row in rows if row.optimizer == optimizer]
+        of = f"{label_of(record, optimizer)}: " if optimizer is not None else ""
+        title = f"{of}{max(row.steps for row in own):,} usable steps of {record.path}"
+        print_table(console, _HEADINGS, [[row.rule, *_cells(row)] for row in own], title=title)
+        for row in own:
+            if row.note:
+                console.print(f"{row.rule}: {row.note}.", markup=False, highlight=False)
     console.print(COUNTERFACTUAL, markup=False, highlight=False)
-
-
-def _print_table(console: "Console", record: Record, rows: Sequence[WhatIf]) -> None:
-    of = f"{label_of(record, rows[0].optimizer)}: " if rows[0].optimizer is not None else ""
-    title = f"{of}{max(row.steps for row in rows):,} usable steps of {record.path}"
-    print_table(console, _HEADINGS, [[row.rule, *_cells(row)] for row in rows], title=title)
-    for row in rows:
-        if row.note:
-            console.print(f"{row.rule}: {row.note}.", markup=False, highlight=False)
 
 
 def _cells(row: WhatIf) -> list[str]:

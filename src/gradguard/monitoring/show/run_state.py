@@ -123,7 +123,9 @@ class RunState:
         if kind == "meta":
             self.meta = line
         elif kind == "step":
-            self._add_step(line)
+            self.last = line
+            self._walls += [line["wall"]] if "wall" in line else []
+            self._state_of(line).add(line)
         elif kind == "tensors":
             self.layers = line["norm"]
         elif kind == "event":
@@ -131,12 +133,6 @@ class RunState:
             self.severities[line.get("severity", "info")] += 1
         elif kind == "end":
             self.end = line
-
-    def _add_step(self, step: dict[str, Any]) -> None:
-        self.last = step
-        if "wall" in step:
-            self._walls.append(step["wall"])
-        self._state_of(step).add(step)
 
     def _state_of(self, step: dict[str, Any]) -> OptimizerProgress:
         place, names = step.get("optimizer"), self.meta.get("optimizers", ())

@@ -66,39 +66,35 @@ def facts(run: RunState) -> list[Fact]:
         found.append(("rate", rate, ""))
     if "wall" in step:
         found.append(("time", duration(step["wall"]), ""))
-    return found + _measured(step, {"loss": "loss", "amp_scale": "AMP scale"})
+    return found + _measured(step, "loss", "amp_scale")
 
 
 def optimizer_facts(state: OptimizerProgress) -> list[Fact]:
     """Return what is known now of one optimizer."""
     step, share = state.last, state.clip_share
-    found = _measured(step, {"norm": "norm"})
+    found = _measured(step, "norm")
     if step.get("threshold") is not None:
         rule = step.get("rule", "norm")
         value = plain_threshold(step["threshold"])
         found.append(("threshold", value if rule == "norm" else f"{rule} {value}", ""))
-    found += _measured(step, {"coefficient": "coefficient", "update": "update", "logit": "logit"})
+    found += _measured(step, "coefficient", "update", "logit")
     if share is not None:
         regime = regime_of(share)
         clipped = f"{percent(share)} of {len(state.recent_taken)} ({regime})"
         found.append(("clipped", clipped, REGIME_STYLES[regime]))
-    return found + _measured(step, {"lr": "lr"})
+    return found + _measured(step, "lr")
 
 
-def _measured(step: dict[str, Any], labels: dict[str, str]) -> list[Fact]:
-    """Return the numbers of a step that it has, by their labels; None is one that was not finite."""
+def _measured(step: dict[str, Any], *keys: str) -> list[Fact]:
+    """Return the numbers of a step that it has; None is one that was not finite."""
     found = []
-    for key, label in labels.items():
-        if key in step:
-            form = plain_threshold if key in _SETTINGS else number
-            lost = step[key] is None
-            found.append(
-                (label, "not finite" if lost else form(step[key]), "bold red" if lost else _STYLES.get(key, ""))
-            )
+    for key in filter(step.__contains__, keys):
+        form = plain_threshold if key in ("lr", "amp_scale") else number
+        shown, style = ("not finite", "bold red") if step[key] is None else (form(step[key]), _STYLES.get(key, ""))
+        found.append(("AMP scale" if key == "amp_scale" else key, shown, style))
     return found
 
 
-_SETTINGS = {"lr", "amp_scale"}
 _STYLES = {"loss": "bold", "norm": "bold"}
 
 

@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,27 +89,22 @@ class Trials:
         Raises:
             CommandError: If the script cannot be judged: it fails, or no optimizer steps on a loss.
         """
-        for seed, rule in self._in_turn():
-            done = self._one(rule, seed)
-            self.runs.append(done)
-            if rule == NONE and seed == 1:
-                self._look_at_first(done)  # it chooses the rules, and so how many runs there are
-            place = f"{len(self.runs)} of {self.plan.seeds * len(self.rules)}"
-            self._tell(f"{rule}, seed {seed}: {_outcome(done)} ({place})")
-            if rule == NONE and seed == 2 and same_start(self.runs[0].losses, done.losses):
-                self.seeds_itself = True
-                self.runs.pop()
-                return
+        for seed in range(1, self.plan.seeds + 1):
+            for rule in self.rules:
+                done = self._one(rule, seed)
+                self.runs.append(done)
+                if rule == NONE and seed == 1:
+                    self._look_at_first(done)  # it adds the other rules, which this loop then takes as well
+                place = f"{len(self.runs)} of {self.plan.seeds * len(self.rules)}"
+                self._tell(f"{rule}, seed {seed}: {_outcome(done)} ({place})")
+                if rule == NONE and seed == 2 and same_start(self.runs[0].losses, done.losses):
+                    self.seeds_itself = True
+                    self.runs.pop()
+                    return
 
     def folder_of(self, rule: str, seed: int) -> Path:
         """Return where the record of a run is."""
         return self.plan.folder / f"{rule}-seed{seed}"
-
-    def _in_turn(self) -> Iterator[tuple[int, str]]:
-        for seed in range(1, self.plan.seeds + 1):
-            yield seed, NONE
-            for rule in self.rules[1:]:  # known by now
-                yield seed, rule
 
     def _look_at_first(self, done: TrialRun) -> None:
         folder = self.folder_of(NONE, 1)
@@ -158,7 +153,13 @@ class Trials:
             )
             with process:
                 stopped = self._wait(process, folder / FILE_NAME)
-        return _run_of(rule, seed, folder, process.returncode, stopped, self.plan.metric)
+        try:
+            record = read_record(folder)
+        except RecordError:
+            return TrialRun(rule, seed, [], failed=True, stopped=stopped)
+        value = None if self.plan.metric is None else _last_number(self.plan.metric, folder / OUTPUT)
+        failed = bool(process.returncode) and not stopped
+        return TrialRun(rule, seed, _losses(record.steps), failed, verdict(record).clip_share or 0.0, stopped, value)
 
     def _wait(self, process: subprocess.Popen, path: Path) -> bool:
         """Wait until a run ends; end it where it has diverged, and tell whether that was so."""
@@ -171,17 +172,16 @@ class Trials:
                     return False
                 except subprocess.TimeoutExpired:
                     looked = len(losses)
-                    losses += _losses(_new(reader))
+                    with suppress(RecordError):
+                        losses += _losses([line for line in reader.poll() if line["t"] == "step"])
                 if diverged_at(losses, others, looked) is not None:
                     process.terminate()
                     _end(process)
                     return True
-        except KeyboardInterrupt:  # which the run has got too, and which it may use to save its work
-            _end(process)
-            raise
-        except SystemExit:  # from SIGTERM, which it may not have got
-            process.terminate()
-            _end(process)
+        except (KeyboardInterrupt, SystemExit) as ended:
+            if isinstance(ended, SystemExit):  # from SIGTERM, which the run may not have got
+                process.terminate()
+            _end(process)  # Ctrl-C it has got too, and may use it to save its work
             raise
 
 
@@ -192,25 +192,8 @@ def _end(process: subprocess.Popen) -> None:
         process.kill()
 
 
-def _new(reader: JsonlReader) -> list[dict]:
-    try:
-        return [line for line in reader.poll() if line["t"] == "step"]
-    except RecordError:
-        return []
-
-
 def _losses(steps: Sequence[dict]) -> list[float | None]:
     return [step["loss"] for step in steps if "loss" in step]
-
-
-def _run_of(rule: str, seed: int, folder: Path, code: int, stopped: bool, metric: re.Pattern[str] | None) -> TrialRun:
-    try:
-        record = read_record(folder)
-    except RecordError:
-        return TrialRun(rule, seed, [], failed=True, stopped=stopped)
-    value = None if metric is None else _last_number(metric, folder / OUTPUT)
-    failed = bool(code) and not stopped
-    return TrialRun(rule, seed, _losses(record.steps), failed, verdict(record).clip_share or 0.0, stopped, value)
 
 
 def _last_number(metric: re.Pattern[str], output: Path) -> float:

@@ -84,10 +84,17 @@ def bad_batches(signals: RunSignals) -> Sign | None:
         places = [place for place in places if place % period == phase]
     if not places or _stay_up(signals, places) or _had_risen(signals, places[0]):
         return None
-    broken = _broken_by(signals, places)
-    lost = _grew_for_nothing(signals, places[len(places) // 2])
-    if not broken and (lost or not _are_exceptions(signals, places)):
-        return None
+    if not _broken_by(signals, places):
+        halfway = places[len(places) // 2]
+        grown = median(signals.growths(signals.named(halfway))) or 1.0
+        for_nothing = grown > GROWN and signals.loss.usual(halfway) > UNFALLEN * signals.curve.start > 0
+        if (
+            for_nothing
+            or len(places) < FEWEST_OUTBURSTS
+            or _is_usual(signals, places)
+            or not _losses_leap(signals, places)
+        ):
+            return None
     certainty = "possible" if _are_harmless(signals, places) else "certain" if period else "likely"
     numbers = [signals.named(place) for place in places]
     times = statistics.median(signals.times(place) for place in places)
@@ -117,16 +124,11 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     )
 
 
-def _are_exceptions(signals: RunSignals, places: Sequence[int]) -> bool:
-    """Whether there are enough of these steps, losses leap with norms, and others stay far below."""
-    return len(places) >= FEWEST_OUTBURSTS and not _is_usual(signals, places) and _losses_leap(signals, places)
-
-
 def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether from the first leap on so many steps are as high that none of them is an exception."""
     for series in (signals.norm, signals.loss):
         since = series.known(places[0])
-        leap = middle([series.at(place) for place in places])
+        leap = middle([series[place] for place in places])
         if sum(value <= 0.5 * leap for value in since) >= (1 - CALM_SHARE) * len(since) > 0:
             return False
     return True
@@ -160,10 +162,10 @@ def _losses_leap(signals: RunSignals, places: Sequence[int]) -> bool:
     leaps, loss, norm = 0, signals.loss, signals.norm
     for place in places:
         recent = loss.known(place - RECENT, place)
-        if len(recent) < 5 or norm.at(place) <= 2.5 * norm.usual(place):
+        if len(recent) < 5 or norm[place] <= 2.5 * norm.usual(place):
             continue
         usual = statistics.median(recent)
-        leaps += loss.at(place) - usual > 4 * statistics.median(abs(one - usual) for one in recent)
+        leaps += loss[place] - usual > 4 * statistics.median(abs(one - usual) for one in recent)
     return leaps >= 0.6 * len(places)
 
 
@@ -175,28 +177,32 @@ def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
     if signals.times(place) < FAR * ramp or not curve.is_known:
         return False
     stays = curve.final > before + 0.1 * abs(before) or signals.ends_lost
-    if not stays or length.at(place) < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss
+    if not stays or length[place] < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss
         return False
-    return max(after, default=math.nan) > 2 * loss.at(place) or any(later < 0.3 * one for one, later in pairwise(after))
+    return max(after, default=math.nan) > 2 * loss[place] or any(later < 0.3 * one for one, later in pairwise(after))
 
 
 def level_changes(signals: RunSignals) -> Sign | None:
     """Return whether losses are at another level from one step on: at once, and they stay there."""
     if signals.takes_turns:
         return None
-    up, loss = _level_shift(signals), signals.loss
+    up, loss, norm = _level_shift(signals), signals.loss, signals.norm
     place = up or _learned_anew(signals)
-    if place is None or _was_thrown(signals, place) or _had_risen(signals, place):
+    if place is None or _had_risen(signals, place):
+        return None
+    # a gradient larger than any recent one, in one of the steps before: a momentum moves the loss on
+    just_before = range(place - CARRIED, place)
+    if any(norm[one] > THROWN * max(norm.known(one - RECENT, one), default=math.inf) for one in just_before):
         return None
     rates = [rate for rate in signals.rates[place - 3 : place + 1] if rate]
     if rates and max(rates) > 2 * min(rates):
         return None
     low, high, step = middle(loss.known(place - 20, place)), middle(loss.known(place, place + 20)), signals.named(place)
-    if max(high, loss.at(place)) < TINY * signals.curve.start:
+    if max(high, loss[place]) < TINY * signals.curve.start:
         return None
     level = f"{number(high)} from step {step} on"
     if not up:
-        level = f"leapt to {number(loss.at(place))} at step {step}, from where it came down step by step"
+        level = f"leapt to {number(loss[place])} at step {step}, from where it came down step by step"
     words = f"The loss was {number(low)} up to step {signals.named(place - 1)} and {level}."
     return Sign((signals.seen(words, since=step),), {"step": step})
 
@@ -204,18 +210,6 @@ def level_changes(signals: RunSignals) -> Sign | None:
 def _had_risen(signals: RunSignals, place: int) -> bool:
     """Whether the loss was far above its start before a step: the run was lost by then."""
     return signals.loss.usual(place) > RISEN * signals.curve.start > 0
-
-
-def _grew_for_nothing(signals: RunSignals, place: int) -> bool:
-    """Whether weights had become others before a step, and the loss had not fallen for it."""
-    grown = median(signals.growths(signals.named(place))) or 1.0
-    return grown > GROWN and signals.loss.usual(place) > UNFALLEN * signals.curve.start > 0
-
-
-def _was_thrown(signals: RunSignals, place: int) -> bool:
-    """Whether one of the steps before took a gradient larger than any recent one: a momentum moves the loss on."""
-    norm, just_before = signals.norm, range(place - CARRIED, place)
-    return any(norm.at(one) > THROWN * max(norm.known(one - RECENT, one), default=math.inf) for one in just_before)
 
 
 def _learned_anew(signals: RunSignals) -> int | None:
@@ -252,7 +246,7 @@ def _level_shift(signals: RunSignals) -> int | None:
     times, place = max(found, default=(0.0, 0))
     gaps = [after - before for before, after in pairwise(leaps)]
     untaught = UNLEARNED * max(loss.known(0, 5), default=math.inf)
-    forgets = found and sum(loss.at(place) > untaught for place in leaps) >= FEWEST_OUTBURSTS  # classes in turn
+    forgets = found and sum(loss[place] > untaught for place in leaps) >= FEWEST_OUTBURSTS  # classes in turn
     by_plan = len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)  # harder data, as sequences that grow every epoch
     if not forgets and (by_plan or times <= (SEVERAL_TIMES if gaps else ONE_TIMES)):
         return None
@@ -302,7 +296,7 @@ def _growing_weight(signals: RunSignals) -> tuple[str, float] | None:
     found = []
     for layer in signals.layers:
         weights = layer.weights
-        if len(weights) < 3 or signals.begins_at_zero(layer) or weights[-1] < 3 * weights[0]:
+        if len(weights) < 3 or layer.begins_at_zero or weights[-1] < 3 * weights[0]:
             continue
         logs = [math.log(weight) for weight in weights]
         steps = [after - before for before, after in pairwise(logs)]
@@ -315,7 +309,7 @@ def _growing_weight(signals: RunSignals) -> tuple[str, float] | None:
 
 def _rising_norms(signals: RunSignals) -> float | None:
     """How many times the median norm rose, where it rises all through the run."""
-    norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
+    norms = signals.positive_norms(signals.first_lost)
     levels = medians(norms, max(1, len(norms) // 10))[1:]
     rises = sum(after > before for before, after in pairwise(levels))
     if len(levels) < 5 or rises < 0.75 * (len(levels) - 1) or levels[-1] < 1.5 * levels[0]:
@@ -325,7 +319,7 @@ def _rising_norms(signals: RunSignals) -> float | None:
 
 def _norm_growth(signals: RunSignals) -> float:
     """The median norm of the last quarter over that of the second one; NaN where there are none."""
-    norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
+    norms = signals.positive_norms(signals.first_lost)
     size = max(1, len(norms) // 4)
     return middle(norms[-size:]) / middle(norms[size : 2 * size])
 

@@ -5,6 +5,7 @@ taken.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from gradguard.monitoring.judge.cause import Cause, Row
 from gradguard.monitoring.judge.causes import bad_batches, clip_faults, depth, loop, nonfinite_values, rate, raw_data
@@ -56,17 +57,17 @@ _ORTHOGONAL = "Initialise the recurrent weight with torch.nn.init.orthogonal_, o
 
 CAUSES = (
     *(
-        Row("nonfinite_data", lost(by), certainty, _NOT_FINITE, _FIND_NAN, _NOT_GROWN)
+        Row("nonfinite_data", partial(lost, by), certainty, _NOT_FINITE, _FIND_NAN, _NOT_GROWN)
         for by, certainty in (("data", "certain"), ("batch", "likely"))
     ),
     Row(
-        "nonfinite_range", lost("small type"), "likely", _FLOAT16,
+        "nonfinite_range", partial(lost, "small type"), "likely", _FLOAT16,
         "Use bfloat16 in place of float16, which has the range of float32; or compute what overflows in float32: "
         "the logits and the loss with .float(), inside torch.autocast(enabled=False).",
         _USUAL_BEFORE,
     ),
     Row(
-        "nonfinite_range", lost("exponential"), "likely",
+        "nonfinite_range", partial(lost, "exponential"), "likely",
         "An exponential left the range of float32 at step {step}{learned}.",
         "Compute it in a stable form: torch.logsumexp, log_softmax, softplus or cross_entropy in place of exp, or "
         "subtract the largest value before exp. If it is stable, the batch of step {step} is unlike the others.",
@@ -80,7 +81,7 @@ CAUSES = (
     ),
     *(
         Row("clip_before_unscale", look, "certain", _CLIPPED_SCALED, _UNSCALE, _COMPARED_SCALED)
-        for look in (found("clip_before_unscale"), loop.norms_follow_scale)
+        for look in (partial(found, "clip_before_unscale"), loop.norms_follow_scale)
     ),
     Row(
         "clip_twice", clip_faults.clips_twice, "likely",
@@ -107,7 +108,7 @@ CAUSES = (
         "The learning rate that the script sets is not the one that acts: the scale sets it.",
     ),
     Row(
-        "accumulation", found("missing_zero_grad"), "certain",
+        "accumulation", partial(found, "missing_zero_grad"), "certain",
         "Gradients are never cleared: each step follows the sum of all gradients so far.",
         "Call optimizer.zero_grad() once for each step, before its first backward().",
         "The learning rate may be right: no threshold and no rate can be read from such norms.",
@@ -120,7 +121,8 @@ CAUSES = (
     ),
     Row(
         "no_gradient",
-        idle(
+        partial(
+            idle,
             "Gradients are there after backward() and gone at step(): zero_grad() is called between the two.",
             lambda signals: any("order" in parameter for parameter in signals.params),
         ),
@@ -130,7 +132,8 @@ CAUSES = (
     ),
     Row(
         "no_gradient",
-        idle(
+        partial(
+            idle,
             "The backward pass reaches {leaves} tensors, and none of them is one of the optimizer's.",
             lambda signals: bool(signals.leaves),
         ),
@@ -141,7 +144,8 @@ CAUSES = (
     ),
     Row(
         "no_gradient",
-        idle(
+        partial(
+            idle,
             "The backward pass reaches no parameter: the loss is cut off from the model.",
             lambda signals: signals.leaves == 0,
         ),
@@ -151,7 +155,8 @@ CAUSES = (
         _NOTHING_CHANGES,
     ),
     Row(
-        "no_gradient", idle("{message}.", lambda signals: True), "certain", _IDLE, "{advice}.", _NOTHING_CHANGES,
+        "no_gradient", partial(idle, "{message}.", lambda signals: True), "certain", _IDLE, "{advice}.",
+        _NOTHING_CHANGES,
     ),
     Row(
         "no_gradient", loop.all_zero, "certain",
@@ -177,14 +182,14 @@ CAUSES = (
         _NO_GRADIENT,
     ),
     Row(
-        "no_gradient", found("gradient_without_optimizer"), "likely",
+        "no_gradient", partial(found, "gradient_without_optimizer"), "likely",
         "The parameters {params} get gradients and are in no optimizer, so that they never change.",
         "Give {params} to the optimizer: it was perhaps made before they were, or they stand in a plain list, where "
         "nn.ModuleList is missing. If they are meant to stay as they are, call requires_grad_(False) on them.",
         may_be_meant=True,
     ),
     Row(
-        "no_gradient", found("detached_layer"), "likely",
+        "no_gradient", partial(found, "detached_layer"), "likely",
         "The parameters {params} get no gradient any more since step {step}.",
         "If they were frozen at step {step} on purpose, nothing is to be done. Else look at what changed there: "
         "detach(), torch.no_grad(), requires_grad set to False, or a branch of the forward that leaves them out.",
@@ -255,12 +260,12 @@ CAUSES = (
         "It is no single batch and no single step: nothing leapt before.",
     ),
     Row(
-        "nonfinite_growth", lost("growth"), "likely", _GREW, "{advice}",
+        "nonfinite_growth", partial(lost, "growth"), "likely", _GREW, "{advice}",
         "It is no bad sample and no bad operation: numbers grew step by step before.",
     ),
-    Row("nonfinite_growth", lost("leap"), "likely", _GREW, "{advice}"),
+    Row("nonfinite_growth", partial(lost, "leap"), "likely", _GREW, "{advice}"),
     Row(
-        "update_rule", found("update_rule"), "likely",
+        "update_rule", partial(found, "update_rule"), "likely",
         "The optimizer's steps are not what its rule should make of the gradients: {message}.",
         "{advice}.",
         "The learning rate and the data need not be the cause: a step is wrong whatever they are.",

@@ -1,12 +1,9 @@
 """Signs of a clip of the script's own that does harm: one that starves the optimizer, or two against each other."""
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import compress
 
 from gradguard.monitoring.judge.acting_clips import (
-    ActingClip,
     acting_clips,
     clipped_twice,
     clips_on,
@@ -33,27 +30,14 @@ SEVERAL = 0.3
 """Of the steps: with more than one clip on more, no clip alone sets what the optimizer gets."""
 
 
-@dataclass(frozen=True)
-class _Binding:
-    """The clips that bind on most steps, where each gradient is clipped once.
+def _binding(signals: RunSignals) -> tuple[Sign | None, float, bool]:
+    """The clips that set the size of most steps, where each gradient is clipped once.
 
-    Attributes:
-        of_all: Whether there is one clip, which sees all gradients.
-        coefficient: The factor by which they multiply gradients on a usual step.
-        seen: On which share of the steps they bind, in a sentence.
-        words: Words for the gaps of the table's rows.
-        threshold: The norm that leaves ordinary steps alone; None where no clip sees all gradients.
+    Returns:
+        The sign of such clips, whose threshold leaves ordinary steps alone; the factor by which they multiply gradients
+        on a usual step; and whether there is one clip, which sees all gradients. Of clips that follow one another none
+        sets the size alone: None and 1 then.
     """
-
-    of_all: bool
-    coefficient: float
-    seen: str
-    words: dict[str, str]
-    threshold: float | None
-
-
-def _binding(signals: RunSignals) -> _Binding | None:
-    """The clips that set the size of most steps; of clips that follow one another none does so alone."""
     clips = acting_clips(signals.record)
     of_all = len(clips) == 1
     binding = [clip for clip in clips if (clip.bound or 0) > ALWAYS * signals.taken]
@@ -61,11 +45,14 @@ def _binding(signals: RunSignals) -> _Binding | None:
         binding = [clip for clip in binding if (clip.coefficient or 1.0) <= STARVING]
     twice = len(clipped_twice(signals.record.steps)) > SEVERAL * signals.count
     if not binding or 2 * len(binding) < len(clips) or twice or follows_clip(signals):
-        return None
+        return None, 1.0, of_all
     coefficient = statistics.median(clip.coefficient or 1.0 for clip in binding)
     share = percent(statistics.median(clip.bound or 0 for clip in binding) / signals.taken)
-    clip = _named(binding, of_all)
-    norms = sorted(norm for norm in signals.norms if norm)
+    known = without_none(clip.threshold for clip in binding)
+    clip = "The clip" if of_all else "The clip of some parameters"
+    clip = f"Each of {len(binding)} clips of different parameters" if len(binding) > 1 else clip
+    clip += f" at {from_to(known)}" if known else ""
+    norms = sorted(signals.positive_norms())
     threshold = float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and of_all else None
     usual = plain_threshold(threshold) if threshold else ""
     advice = (
@@ -75,23 +62,13 @@ def _binding(signals: RunSignals) -> _Binding | None:
     )
     words = {"clip": clip, "coefficient": f"{coefficient:.2g}", "advice": advice}
     seen = f"{clip} bound on {share} of the steps, and multiplied gradients by {coefficient:.2g}."
-    return _Binding(of_all, coefficient, seen, words, threshold)
-
-
-def _named(clips: Sequence[ActingClip], of_all: bool) -> str:
-    known = without_none(clip.threshold for clip in clips)
-    at = f" at {from_to(known)}" if known else ""
-    if len(clips) > 1:
-        return f"Each of {len(clips)} clips of different parameters{at}"
-    return f"The clip{at}" if of_all else f"The clip of some parameters{at}"
+    return Sign((signals.seen(seen),), words, threshold=threshold), coefficient, of_all
 
 
 def starves_rate(signals: RunSignals) -> Sign | None:
     """Return whether clips act as a learning rate that is too low for a loss that falls slowly or not at all."""
-    found = _binding(signals)
-    if found is None or found.coefficient > STARVING or not _is_slow(signals) or signals.cancels_scale:
-        return None
-    return Sign((signals.seen(found.seen),), found.words, threshold=found.threshold)
+    sign, coefficient, _ = _binding(signals)
+    return sign if coefficient <= STARVING and _is_slow(signals) and not signals.cancels_scale else None
 
 
 def _is_slow(signals: RunSignals) -> bool:
@@ -120,24 +97,24 @@ def starves_unseen(signals: RunSignals) -> Sign | None:
 
 def starves_below_eps(signals: RunSignals) -> Sign | None:
     """Return whether most elements' gradients are below the optimizer's eps after the clip, and were not before."""
-    found, eps, layers = _binding(signals), signals.eps, signals.layers
-    if found is None or eps is None:
+    (sign, coefficient, of_all), eps, layers = _binding(signals), signals.eps, signals.layers
+    if sign is None or eps is None:
         return None
     # Of which parameters each of several clips is, no record says: the largest gradient stands for all of theirs.
     largest = max((layer.gradient for layer in layers), default=0.0)
-    before = {layer.name: layer.gradient if found.of_all else largest for layer in layers}
+    before = {layer.name: layer.gradient if of_all else largest for layer in layers}
     floors = {layer.name: signals.floor(layer) for layer in layers}
-    starved = [name for name, size in before.items() if size * found.coefficient < floors[name] < size]
+    starved = [name for name, size in before.items() if size * coefficient < floors[name] < size]
     if not starved or 2 * len(starved) < len(before):
         return None
-    left = f"{found.coefficient * statistics.median(before.values()):.1g}"
-    which = "in the usual weight" if found.of_all else "at most"
+    left = f"{coefficient * statistics.median(before.values()):.1g}"
+    which = "in the usual weight" if of_all else "at most"
     words = (
         f"After the clip an element's gradient is {left} {which}; eps, a number that the optimizer adds where it "
         f"divides by the size of the gradients, is {eps:g}."
     )
-    evidence = (signals.seen(words, starved if found.of_all else ()), signals.seen(found.seen))
-    return Sign(evidence, found.words | {"eps": f"{eps:g}"}, threshold=found.threshold)
+    evidence = (signals.seen(words, starved if of_all else ()), *sign.evidence)
+    return Sign(evidence, {**sign.words, "eps": f"{eps:g}"}, threshold=sign.threshold)
 
 
 def clips_twice(signals: RunSignals) -> Sign | None:

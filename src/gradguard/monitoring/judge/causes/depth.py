@@ -47,7 +47,10 @@ def vanishes_along_depth(signals: RunSignals) -> Sign | None:
     last = next((k for k, size in enumerate(gradients) if size >= least[k]), len(layers))
     if last < 2 and signals.is_stuck:
         gradients = [statistics.median(layer.gradients[:3]) for layer in layers]
-        last = _end_of_slope(gradients)
+        # a layer that begins at 0 lets nothing through, and soon does
+        falls = _rising_share(gradients) >= 0.75 and all(gradients)
+        below = SLOPE * max(gradients)
+        last = next((k for k, size in enumerate(gradients) if size > below), len(layers)) if falls else 0
     if last < 2 or not top:
         return None
     below, edge = layers[:last], layers[min(last, len(layers) - 1)].name
@@ -61,14 +64,6 @@ def vanishes_along_depth(signals: RunSignals) -> Sign | None:
     return Sign(tuple(evidence), gaps)
 
 
-def _end_of_slope(gradients: list[float]) -> int:
-    """How many layers from the input lie below a thousandth of the top, where gradients fall from layer to layer."""
-    falls, top = _rising_share(gradients), max(gradients)
-    if falls < 0.75 or not all(gradients):  # a layer that begins at 0 lets nothing through, and soon does
-        return 0
-    return next((k for k, gradient in enumerate(gradients) if gradient > SLOPE * top), len(gradients))
-
-
 def _rising_share(gradients: Sequence[float]) -> float:
     """On which share of the steps from a layer to the next gradients are larger."""
     return sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
@@ -78,8 +73,8 @@ def explodes_along_depth(signals: RunSignals) -> Sign | None:
     """Return whether gradients grow from layer to layer on the way down, from the first steps on."""
     if any(layer.uses >= RECURRENT_USES for layer in signals.layers):
         return None
-    measured = [layer for layer in signals.layers if layer.weights and not signals.begins_at_zero(layer)]
-    gain = statistics.median_low([signals.gain(layer) or 0.0 for layer in measured] or [0.0])
+    measured = [layer for layer in signals.layers if layer.weights and not layer.begins_at_zero]
+    gain = statistics.median_low([layer.gain() or 0.0 for layer in measured] or [0.0])
     for layers in (signals.biases, signals.layers):
         first = [layer.gradients[0] for layer in layers]
         if len(layers) < FEWEST_LAYERS or not all(first):
@@ -101,7 +96,7 @@ def explodes_along_depth(signals: RunSignals) -> Sign | None:
     fewest, least = (2, ABOVE) if gain > LARGE_GAIN else (FEWEST_LAYERS, FAR_ABOVE)
     if len(measured) < fewest:
         return None
-    times = statistics.median_low(one.gradients[0] * signals.root(one.place) / one.weights[0] for one in measured)
+    times = statistics.median_low(one.gradients[0] * one.root / one.weights[0] for one in measured)
     if times < least:
         return None
     words = f"In the first step the gradient of the usual weight is {number(times)} times as large as the weight."
@@ -123,18 +118,20 @@ EXPLODES_IN_TIME = 1e4
 def explodes_in_time(signals: RunSignals) -> Sign | None:
     """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
     recurrent = _recurrent(signals)
-    known = [norm for norm in signals.norms if norm]
+    known = signals.positive_norms()
     radius = max((_radius(signals, layer) or 0.0 for layer in recurrent), default=0.0)
     begins = signals.begins_exploded(recurrent)
     broke = signals.ends_lost and (radius > AMPLIFIES or begins)
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     largest, least = max(known), LEARNED * signals.curve.start
-    pairs = zip(signals.norms, signals.losses, strict=True)  # norms are small where all has been learned
-    unlearned = sorted(norm for norm, loss in pairs if norm and not (loss is not None and loss < least)) or known
-    low = unlearned[len(unlearned) // 10]
+    pairs = zip(signals.norms, signals.loss.values, strict=True)  # norms are small where all has been learned
+    unlearned = sorted(norm for norm, loss in pairs if norm and not loss < least) or known
+    low, places = unlearned[len(unlearned) // 10], {layer.place for layer in recurrent}
+    tops = zip(signals.norms, signals.record.steps.column("top"), strict=True)
+    are_theirs = [top[0] in places for norm, top in tops if norm and top and norm > 3 * low]
     differs = len(recurrent) < len(signals.layers)  # else the largest share is always theirs
-    leaps = differs and largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
+    leaps = differs and largest > 30 * low and 2 * sum(are_theirs) > len(are_theirs)
     explodes = begins or (leaps and largest > EXPLODES_IN_TIME * low)  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     fails = signals.ends_lost or signals.curve.fallen <= 0.5  # neither where the loss means no progress
@@ -167,14 +164,6 @@ def _radius(signals: RunSignals, layer: Layer) -> float | None:
 
 def _multiplies(name: str, radius: float) -> str:
     return f"The weight {name} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
-
-
-def _share_of_large(signals: RunSignals, layers: list[Layer], low: float) -> float:
-    """On which share of the steps with large norms one of these layers has the largest share."""
-    places = {layer.place for layer in layers}
-    pairs = zip(signals.norms, signals.record.steps.column("top"), strict=True)
-    tops = [top for norm, top in pairs if norm and top and norm > 3 * low]
-    return sum(top[0] in places for top in tops) / len(tops) if tops else 0.0
 
 
 def vanishes_in_time(signals: RunSignals) -> Sign | None:

@@ -30,27 +30,18 @@ UNUSED_SHARE = 0.05
 """Of all elements: less than that without a gradient may be a head that is not used."""
 
 
-def found(kind: str) -> Callable[[RunSignals], Sign | None]:
-    """Return the look for a finding of a kind, as a sign that is only possible where the finding is a remark.
-
-    Args:
-        kind: The kind.
-    """
-
-    def look(signals: RunSignals) -> Sign | None:
-        one = signals.finding(kind)
-        if one is None:
-            return None
-        words = {
-            "params": named(one.params) if one.params else "",
-            "step": one.first_step,
-            "message": one.message,
-            "advice": capital(one.advice),
-        }
-        return Sign((Evidence.of(one),), words, "possible" if one.severity == "info" else "")
-
-    look.__doc__ = f"Return what health found of the kind {kind}."
-    return look
+def found(kind: str, signals: RunSignals) -> Sign | None:
+    """Return what health found of a kind, as a sign that is only possible where the finding is a remark."""
+    one = signals.finding(kind)
+    if one is None:
+        return None
+    words = {
+        "params": named(one.params) if one.params else "",
+        "step": one.first_step,
+        "message": one.message,
+        "advice": capital(one.advice),
+    }
+    return Sign((Evidence.of(one),), words, "possible" if one.severity == "info" else "")
 
 
 def summed_micro_batches(signals: RunSignals) -> Sign | None:
@@ -68,7 +59,7 @@ def summed_micro_batches(signals: RunSignals) -> Sign | None:
 
 def norms_follow_scale(signals: RunSignals) -> Sign | None:
     """Return whether a clip binds nearly always on norms as large as the loss scale, which change with it."""
-    if signals.bound_share < 0.9 or not signals.record.steps.has_any("amp_scale"):
+    if not signals.taken or len(signals.bound) / signals.taken < 0.9 or not signals.record.steps.has_any("amp_scale"):
         return None
     of_scale: dict[float, list[float]] = {}
     for scale, norm in zip(signals.record.steps.column("amp_scale"), signals.norms, strict=True):
@@ -85,30 +76,26 @@ def norms_follow_scale(signals: RunSignals) -> Sign | None:
     return Sign((signals.seen(f"The norms that the clip sees grow with the loss scale: {rises}."),))
 
 
-def idle(why: str, holds: Callable[[RunSignals], bool]) -> Callable[[RunSignals], Sign | None]:
-    """Return the look for an optimizer that stepped and never had a gradient, for one reason.
+def idle(why: str, holds: Callable[[RunSignals], bool], signals: RunSignals) -> Sign | None:
+    """Return whether the optimizer stepped and never had a gradient, for one reason.
 
     Args:
         why: The reason, in a sentence with gaps.
         holds: Whether it is that.
+        signals: The signals of the run.
     """
-
-    def look(signals: RunSignals) -> Sign | None:
-        one = signals.finding("optimizer_without_gradient")
-        if one is None or signals.count or not holds(signals):
-            return None
-        steps = round((signals.record.end or {}).get("idle_steps") or one.value or 0)
-        words = {
-            "steps": f"{steps:,}",
-            "leaves": signals.leaves,
-            "message": capital(one.message),
-            "advice": capital(one.advice),
-        }
-        seen = Evidence((one.first_step, max(one.last_step, steps - 1)), why.format(**words), one.params)
-        return Sign((seen,), words)
-
-    look.__doc__ = f"Return whether no step of the optimizer had a gradient: {why}"
-    return look
+    one = signals.finding("optimizer_without_gradient")
+    if one is None or signals.count or not holds(signals):
+        return None
+    steps = round(signals.record.closing.get("idle_steps") or one.value or 0)
+    words = {
+        "steps": f"{steps:,}",
+        "leaves": signals.leaves,
+        "message": capital(one.message),
+        "advice": capital(one.advice),
+    }
+    seen = Evidence((one.first_step, max(one.last_step, steps - 1)), why.format(**words), one.params)
+    return Sign((seen,), words)
 
 
 def all_zero(signals: RunSignals) -> Sign | None:
@@ -123,15 +110,15 @@ def all_zero(signals: RunSignals) -> Sign | None:
 def frozen(signals: RunSignals) -> Sign | None:
     """Return whether most of what the optimizer has was frozen, and hardly anything is learned by the rest."""
     own, curve = signals.own, signals.curve
-    trained = {place for line in signals.lines for place in own if line["norm"][place]}  # as where they were thawed
-    still = [place for place in own if signals.params[place].get("frozen") and place not in trained]
+    frozen = [place for place in own if signals.params[place].get("frozen")]
+    still = [place for place in frozen if not any(signals.norms_of(place))]  # else they were thawed
     share = signals.elements(still) / max(1, signals.elements(own))
     groups = {signals.params[place].get("group", 0) for place in own}
     idle_groups = groups - {signals.params[place].get("group", 0) for place in own if place not in still}
     hardly = curve.fallen <= 0.3
     if not idle_groups and (share < MISSING_SHARE or not hardly):
         return None
-    names = [signals.name(place) for place in still]
+    names = [signals.names[place] for place in still]
     words = f"{len(still)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
     evidence = [signals.seen(words, names)]
     if idle_groups:  # with a rate of its own, which moves nothing: nobody writes that on purpose
@@ -146,12 +133,12 @@ def cut_off(signals: RunSignals) -> Sign | None:
     """Return whether parameters that are to be trained never had a gradient."""
     if not signals.lines:
         return None
-    gone = frozenset.intersection(*(frozenset(line.get("absent", ())) for line in signals.lines))
-    gone |= _never_reached(signals)
+    gone = set.intersection(*(set(line.get("absent", ())) for line in signals.lines))
+    gone.update(_never_reached(signals))
     missing = [place for place in signals.own if place in gone and not signals.params[place].get("frozen")]
     if not missing:
         return None
-    names = [signals.name(place) for place in missing]
+    names = [signals.names[place] for place in missing]
     share = signals.elements(missing) / max(1, signals.elements(range(len(signals.params))))
     lowest = min(missing) == 0  # something cuts the model behind them
     words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
@@ -164,21 +151,21 @@ def cut_off(signals: RunSignals) -> Sign | None:
     return Sign((signals.seen(words, names),), gaps, "likely" if lowest or share >= UNUSED_SHARE else "possible")
 
 
-def _never_reached(signals: RunSignals) -> frozenset[int]:
+def _never_reached(signals: RunSignals) -> list[int]:
     """The parameters of modules that begin with numbers and whose gradients are all exactly 0, on every line."""
     zero = [not any(of_one) for of_one in zip(*(line["norm"] for line in signals.lines), strict=True)]
     begins = signals.measured[0]["weight"] if signals.measured else [0.0] * len(zero)
-    matrices = [place for place in signals.own if len(signals.shape(place)) > 1]
+    matrices = signals.matrices
     if len(matrices) > 1 and all(zero[place] and begins[place] for place in matrices) and zero.count(False) > 1:
         # vectors of several layers learn, and no weight does: what is done to the weights lets nothing through
-        return frozenset(matrices)
+        return matrices
     modules: dict[str, list[int]] = {}
     for place in signals.own:
-        modules.setdefault(signals.name(place).rpartition(".")[0], []).append(place)
+        modules.setdefault(signals.names[place].rpartition(".")[0], []).append(place)
     if any(zero[places[0]] and not all(zero[place] for place in places) for places in modules.values()):
-        return frozenset()  # a weight beside a bias that learns: a dead activation below them lets nothing through
+        return []  # a weight beside a bias that learns: a dead activation below them lets nothing through
     cut = [its for its in modules.values() if len(its) > 1 and all(zero[place] and begins[place] for place in its)]
-    return frozenset(place for places in cut for place in places)
+    return [place for places in cut for place in places]
 
 
 def rate_zero(signals: RunSignals) -> Sign | None:
@@ -198,11 +185,10 @@ def zero_from_start(signals: RunSignals) -> Sign | None:
         return None
     if signals.learns:
         return _saddle(signals)
-    for place in signals.own:
+    for place in signals.matrices:
         zero = sum(line["norm"][place] == 0 and place not in line.get("absent", ()) for line in lines)
-        at_first = any(line["norm"][place] for line in lines[:2])
-        if len(signals.shape(place)) > 1 and zero >= 0.95 * len(lines) and not at_first:
-            zeros.append(signals.name(place))
+        if zero >= 0.95 * len(lines) and not any(signals.norms_of(place)[:2]):
+            zeros.append(signals.names[place])
     words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."
     return Sign((signals.seen(words, zeros),), {"params": named(zeros)}) if zeros else None
 
@@ -215,11 +201,10 @@ def _saddle(signals: RunSignals) -> Sign | None:
         return None
     first = measured[0]["weight"]
     zeros = [
-        signals.name(place)
-        for place in signals.own
-        if first[place] == 0 and len(signals.shape(place)) > 1 and place not in lines[0].get("absent", ())
-        and not any(line["norm"][place] for line in lines[:3])
-    ]  # fmt: skip
+        signals.names[place]
+        for place in signals.matrices
+        if first[place] == 0 and place not in lines[0].get("absent", ()) and not any(signals.norms_of(place)[:3])
+    ]
     words = f"The gradient of {named(zeros)}, which begins at 0, was exactly 0 in the first steps."
     return Sign((signals.seen(words, zeros),), {"params": named(zeros)}) if zeros else None
 

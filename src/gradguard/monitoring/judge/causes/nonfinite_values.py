@@ -1,13 +1,12 @@
 """Signs of numbers that stopped being finite: by the data, by the range of a type, or because they had grown."""
 
 import statistics
-from collections.abc import Callable
 from itertools import groupby
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
+from gradguard.monitoring.judge.causes.rate import lower_rate
 from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import RunSignals
 from gradguard.words import counted
 
@@ -24,21 +23,17 @@ _NEVER_OVERFLOW = ("LogSoftmax", "Softmax", "")  # what is not finite in the res
 _SMALL_TYPE = "float16"
 
 
-def lost(by: str) -> Callable[[RunSignals], Sign | None]:
-    """Return the look for numbers that were lost for one reason.
+def lost(by: str, signals: RunSignals) -> Sign | None:
+    """Return whether numbers were lost for one reason.
 
     Args:
         by: ``"data"``, ``"growth"``, ``"leap"``, ``"small type"``, ``"exponential"`` or ``"batch"``.
+        signals: The signals of the run.
     """
-
-    def look(signals: RunSignals) -> Sign | None:
-        place = signals.first_lost
-        if place is None or _reason(signals, place) != by:
-            return None
-        return _by_growth(signals, place) if by in ("growth", "leap") else _at_once(signals, place, by)
-
-    look.__doc__ = f"Return whether numbers were lost by {by}."
-    return look
+    place = signals.first_lost
+    if place is None or _reason(signals, place) != by:
+        return None
+    return _by_growth(signals, place, by) if by in ("growth", "leap") else _at_once(signals, place, by)
 
 
 def scale_collapses(signals: RunSignals) -> Sign | None:
@@ -52,12 +47,17 @@ def scale_collapses(signals: RunSignals) -> Sign | None:
 
 def _reason(signals: RunSignals, place: int) -> str:
     """Why numbers were lost at a place: growth is judged against the recent past, and not the first norms."""
-    operation, _ = _origin(signals, place)
+    operation, dtype = _origin(signals, place)
     if operation == "data":
         return "data"
     at_first = 0 < place <= 2 and signals.rates[place - 1]  # right after the first update, which the rate makes
     if _growth(signals, place)[0] <= GROWN:
-        if _is_small(signals, place):
+        is_small = dtype == _SMALL_TYPE
+        if operation in _NEVER_OVERFLOW:  # what is not finite there was so before
+            stored = {parameter.get("dtype") for parameter in signals.params}
+            in_use = stored.union(signals.record.meta.get("compute", ()))
+            is_small = signals.record.steps.has_any("amp_scale") or _SMALL_TYPE in in_use
+        if is_small:
             return "small type"
         if operation == "Exp":
             return "exponential"
@@ -70,8 +70,8 @@ def _reason(signals: RunSignals, place: int) -> str:
 def _growth(signals: RunSignals, place: int) -> tuple[float, tuple[Evidence, ...]]:
     """How far losses and norms had grown when numbers were lost; norms alone grow where learning begins."""
     best, seen = 0.0, ()
-    for name, values in (("loss", signals.losses), ("gradient norm", signals.norms)):
-        before = [(k, value) for k, value in enumerate(values[:place]) if value is not None and value > 0]
+    for name, series in (("loss", signals.loss), ("gradient norm", signals.norm)):
+        before = [(k, value) for k, value in enumerate(series.values[:place]) if value > 0]
         recent = [value for k, value in before if place - _LAST <= k]
         if not recent:
             continue
@@ -90,16 +90,6 @@ def _origin(signals: RunSignals, place: int) -> tuple[str, str]:
     """Where the forward first had a number that is not finite, and its type; empty where the record does not say."""
     origins = [one for one in signals.record.steps.column("origin")[: place + 2] if one]
     return origins[-1] if origins and len(origins[-1]) == 2 else ("", "")
-
-
-def _is_small(signals: RunSignals, place: int) -> bool:
-    """Whether numbers may have left the range of the type of 16 bits."""
-    operation, dtype = _origin(signals, place)
-    if operation not in _NEVER_OVERFLOW:
-        return dtype == _SMALL_TYPE
-    stored = {parameter.get("dtype") for parameter in signals.params}
-    in_use = stored.union(signals.record.meta.get("compute", ()))
-    return signals.record.steps.has_any("amp_scale") or _SMALL_TYPE in in_use
 
 
 def _first_seen(signals: RunSignals, place: int) -> Evidence:
@@ -126,10 +116,10 @@ def _at_once(signals: RunSignals, place: int, by: str) -> Sign:
     return Sign((_first_seen(signals, place), seen), {"step": step, "learned": learned}, sure)
 
 
-def _by_growth(signals: RunSignals, place: int) -> Sign:
+def _by_growth(signals: RunSignals, place: int, by: str) -> Sign:
     """Numbers that grew until they were lost; a step that leapt out of calm leaves open what made it."""
     fix, (times, growth) = lower_rate(signals, place), _growth(signals, place)
-    sure = times > 10 * GROWN and place > _BEFORE and _reason(signals, place) == "growth"
+    sure = times > 10 * GROWN and place > _BEFORE and by == "growth"
     return Sign(
         (_first_seen(signals, place), *(growth if times > 1 else ())),
         {"step": signals.named(place), "advice": fix.advice},

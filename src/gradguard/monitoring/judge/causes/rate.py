@@ -2,12 +2,12 @@
 
 import math
 import statistics
+from dataclasses import dataclass
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
-from gradguard.monitoring.judge.numbers import median, number
-from gradguard.monitoring.judge.rates import lower_rate
-from gradguard.monitoring.judge.signals import Curve, RunSignals, middle, usual_step
+from gradguard.monitoring.judge.numbers import median, number, plain_threshold
+from gradguard.monitoring.judge.signals import OF_EPS, Curve, RunSignals, middle, usual_step
 from gradguard.monitoring.record.record_lines import without_none
 
 GROWN = 2.0
@@ -32,9 +32,62 @@ RULE_OF_THUMB, LEAST_RATE, MOST_RATE = 1e-3, 10.0, 1e4
 GONE = 0.02
 """Of its largest value: a learning rate below that moves little any more."""
 
+LESS_RATE, LESS_NORM = 0.3, 0.1
+"""Of the learning rate, and of the first norms as a threshold. Their product bounds a step; small gradients move more
+by a higher rate and a lower threshold."""
+
+LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE = 0.1, 0.3
+"""With an optimizer that cancels a scale only the rate makes steps shorter."""
+
+CALM_STEPS, FAR_FROM_CALM = 20, 3.0
+"""A run whose norms were below so many times the first ones for so many steps has shown what an ordinary norm is."""
+
+_FIRST_NORMS = 5
 _OVERSHOT, _FAR_OVERSHOT = 1.5, 5.0  # times its start: a loss that the first steps raised so far
 _WITH_NORMS = 2.0  # times the first ones: norms where a loss was raised less far than the second
 _ABOVE_CHANCE = 3.0  # times the usual step between two logarithms of losses: further than batches lie apart
+
+
+@dataclass(frozen=True)
+class LowerRate:
+    """The first remedy of a run whose learning rate was too high.
+
+    Attributes:
+        factor: The number to multiply the rate by.
+        threshold: The norm to clip at; None where no norm is known.
+        advice: Both in whole sentences.
+    """
+
+    factor: float
+    threshold: float | None
+    advice: str
+
+
+def lower_rate(signals: RunSignals, place: int | None = None) -> LowerRate:
+    """Return what to try first in a run whose rate was too high.
+
+    The threshold is a share of the first norms, which the rate had not moved yet; of a run that broke out of many calm
+    steps it is their median. None is read from norms that were huge from the start, or that eps swallows.
+
+    Args:
+        signals: The signals of the run.
+        place: Where it broke; None for a run that was wrong from the start.
+    """
+    norms = signals.positive_norms(place or _FIRST_NORMS)
+    cancels = signals.cancels_scale
+    factor, share = (LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE) if cancels else (LESS_RATE, LESS_NORM)
+    rate = signals.rate
+    to = "" if not rate else f", from {rate:g} to {float(f'{factor * rate:.2g}'):g}"
+    advice = f"Multiply the learning rate by {factor:g}{to}."
+    if not norms or signals.begins_exploded(signals.layers):
+        return LowerRate(factor, None, advice)
+    first = min(norms[0], statistics.median(norms[:_FIRST_NORMS]))
+    calm = norms[: next((k for k, norm in enumerate(norms) if norm > FAR_FROM_CALM * first), len(norms))]
+    usual = statistics.median(calm) if place and len(calm) >= CALM_STEPS else share * first
+    threshold = float(f"{usual:.1e}")
+    if threshold <= OF_EPS * (signals.eps or 0.0) * math.sqrt(signals.elements(signals.own)):
+        return LowerRate(factor, None, advice)
+    return LowerRate(factor, threshold, f"{advice} Clip at {plain_threshold(threshold)} as well.")
 
 
 def too_long(signals: RunSignals) -> Sign | None:
@@ -48,14 +101,11 @@ def too_long(signals: RunSignals) -> Sign | None:
         return None
     sure = thrown or (len(known) >= 3 and len(signals.outbursts) < 3)
     fix = lower_rate(signals)
-    words = {"rate": f", {signals.rate:g}," if signals.rate else "", "end": _end(signals), "advice": fix.advice}
+    end = "the first steps threw the weights far from where they began"
+    if curve.is_known:
+        end = f"steps are too long, and the loss went from {number(curve.start)} to {signals.ends_at}"
+    words = {"rate": f", {signals.rate:g}," if signals.rate else "", "end": end, "advice": fix.advice}
     return Sign(known, words, "certain" if sure else "likely", fix.factor, fix.threshold)
-
-
-def _end(signals: RunSignals) -> str:
-    if not signals.curve.is_known:
-        return "the first steps threw the weights far from where they began"
-    return f"steps are too long, and the loss went from {number(signals.curve.start)} to {signals.ends_at}"
 
 
 def _thrown(signals: RunSignals) -> Evidence | None:
@@ -78,7 +128,7 @@ def _times_thrown(signals: RunSignals, line: int) -> float:
     if not layers or had_to_grow or not signals.cancels_scale:
         return 0.0
     times = statistics.median(layer.weights[line] / layer.weights[0] for layer in layers)
-    gains = [gain for layer in layers if (gain := signals.gain(layer, line)) is not None]
+    gains = [gain for layer in layers if (gain := layer.gain(line)) is not None]
     return 0.0 if times < THROWN or (gains and statistics.median(gains) < THROWN_GAIN) else times
 
 
@@ -95,7 +145,7 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     norm = max(signals.norm.known(place - 2, place + 2), default=math.nan)
     if loss < _FAR_OVERSHOT * start and norm < _WITH_NORMS * middle(signals.norm.known(0, 5)):
         return None  # targets that were set anew, as by an older copy
-    logs = [math.log(one) if one is not None and one > 0 else None for one in signals.losses]
+    logs = [math.log(one) if one > 0 else None for one in signals.loss.values]
     around = without_none(logs[max(1, place - 2) : place + 3])
     if statistics.median(around) - math.log(curve.start) < _ABOVE_CHANCE * usual_step(logs, 1):
         return None  # batches of very unequal losses, of which the first was small

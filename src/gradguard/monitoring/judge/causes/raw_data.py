@@ -34,11 +34,11 @@ def inputs(signals: RunSignals) -> Sign | None:
     what they made of the outputs.
     """
     # an embedding, which has no bias, reads no numbers
-    layer, bias = next((pair for pair in _with_bias(signals) if _learns(signals, pair[1])), (None, None))
-    if layer is None or bias is None:
+    pair = next((pair for pair in _with_bias(signals) if _learns(signals, pair[1])), None)
+    if pair is None:
         return None
+    (layer, bias), fails = pair, _fails(signals)
     size = _size_read(layer, bias, _LINES)
-    fails = _fails(signals)
     if size < LARGE or not (fails or (size >= SURE and signals.curve.start > OWN * size)):
         return None
     words = f"A number that {layer.name} reads is some {number(size)}: so many times its bias's gradient is its own."
@@ -51,16 +51,16 @@ def flattening(signals: RunSignals) -> Sign | None:
     So does a tanh at its limit: what the first layer reads drives it there whatever the sample is. A sign or a rounded
     number, which let no gradient through either, differ from sample to sample.
     """
-    first = next((place for place in signals.own if len(signals.shape(place)) > 1), None)
-    layer, bias = next(_with_bias(signals), (None, None))
-    if first is None or layer is None or bias is None or not signals.measured:
+    pair = next(_with_bias(signals), None)
+    if pair is None or not signals.matrices or not signals.measured:
         return None
+    (layer, bias), first = pair, signals.matrices[0]
     if any(line["norm"][first] or first in line.get("absent", ()) for line in signals.lines):
         return None
     gain = signals.measured[0]["weight"][first] / math.sqrt(signals.shape(first)[0])
     if not 0 < gain < LARGE_GAIN or abs(_size_read(layer, bias, len(layer.gradients)) - 1) > _AT_LIMIT:
         return None
-    name = signals.name(first)
+    name = signals.names[first]
     words = f"The gradient of {name} is exactly 0, and {layer.name} reads numbers of size 1 for every sample."
     return Sign((signals.seen(words, [name]),))
 
@@ -77,7 +77,7 @@ def targets(signals: RunSignals) -> Sign | None:
     size = math.sqrt(loss / outputs)
     slope = bias.gradients[0] / (2 * size)  # 1 or less for a mean of squares
     last = (layer for layer, its in _with_bias(signals) if its is bias and layer.weights)
-    if any(_size_read(layer, bias, 1) * (signals.gain(layer) or 1.0) > OWN * size for layer in last):
+    if any(_size_read(layer, bias, 1) * (layer.gain() or 1.0) > OWN * size for layer in last):
         return None
     words = f"The first loss, {number(loss)}, is that of outputs that are off by about {number(size)}."
     return _sign(signals, "targets", size, words, bias) if 0.03 < slope < 1.02 else None

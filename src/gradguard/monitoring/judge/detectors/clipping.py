@@ -7,7 +7,6 @@ from operator import or_
 from gradguard.monitoring.judge.acting_clips import clipped_twice, clips_on, shares_in_words
 from gradguard.monitoring.judge.findings import Episode, Kind, named, said
 from gradguard.monitoring.judge.scale_free import is_scale_free
-from gradguard.monitoring.record.record_lines import Lines
 from gradguard.monitoring.record.step_rows import OptimizerSteps, bound_on, taken_steps
 
 ALWAYS_ON_SHARE = 0.5
@@ -27,26 +26,22 @@ def clipping_of_whole(part: OptimizerSteps) -> list[Episode]:
     clipped = taken.where(list(map(or_, taken.has("threshold"), taken.has("coefficient"))))
     if not clipped:
         return []
+    found, twice = [], clipped_twice(taken)
+    if twice:
+        clips = clips_on(part.record, twice)
+        words, *before, last_clip = shares_in_words(clips, len(twice)), *clips
+        idle = named([clip.name for clip in clips if clip.bound == 0])
+        words += f"; {idle} had no effect" if idle else ""
+        if any(clip.bound for clip in before) and all(twice.has("threshold")):  # one behind the other
+            words += f"; {last_clip.name} only saw what {named([clip.name for clip in before])} had left"
+        harmless = all(clip.bound == 0 for clip in clips)
+        found.append(Episode.over(TWICE, part, twice, text=words, harmless=harmless))
     bound = list(compress(clipped.column("coefficient"), bound_on(clipped)))
-    found, share = _clipped_twice(part, taken), len(bound) / len(clipped)
+    share = len(bound) / len(clipped)
     if share > ALWAYS_ON_SHARE and len(clipped) >= ALWAYS_ON_STEPS:
         numbers, harmless = {"share": share, "coefficient": statistics.median(bound)}, bool(is_scale_free(part.record))
         found.append(Episode.over(ALWAYS_ON, part, clipped, numbers=numbers, harmless=harmless))
     return found
-
-
-def _clipped_twice(part: OptimizerSteps, taken: Lines) -> list[Episode]:
-    """Which of several clips bound how often, where more than one acted."""
-    twice = clipped_twice(taken)
-    if not twice:
-        return []
-    clips = clips_on(part.record, twice)
-    words, *before, last_clip = shares_in_words(clips, len(twice)), *clips
-    idle = named([clip.name for clip in clips if clip.bound == 0])
-    words += f"; {idle} had no effect" if idle else ""
-    if any(clip.bound for clip in before) and all(twice.has("threshold")):  # one behind the other
-        words += f"; {last_clip.name} only saw what {named([clip.name for clip in before])} had left"
-    return [Episode.over(TWICE, part, twice, text=words, harmless=all(clip.bound == 0 for clip in clips))]
 
 
 _ALWAYS_ON = "clipping bound on {share:%} of {steps}"

@@ -63,26 +63,21 @@ class Layers:
             zero = [place for place in zero if self._alive[place]]
         self._lines += 1
         new = self._dead.follow(i, zero)
-        for alive, kind in ((True, DEAD), (False, NEVER_ALIVE)) if new else ():
+        for alive, kind in ((True, DEAD), (False, NEVER_ALIVE)):
             self._dead.begin(kind, i, [place for place in new if self._alive[place] is alive])
         self._vanishing(i, norms)
 
     def _detach(self, i: int, absent: Sequence[int]) -> None:
         """Those that had a gradient nearly always, and now no more; an expert that some batches use is none."""
-        if not absent:  # as nearly always
-            self._detached.follow(i, absent)
-            return
         self._absences.update(absent)
-        regular = [place for place in absent if self._was_regular(place)]
+        regular = []
+        for place in absent:
+            now = self._detached.count(place)
+            before = self._lines - now  # lines until this absence began, on so many of which it was absent:
+            missed = self._absences[place] - 1 - now
+            if self._alive[place] and before >= LAYER_LINES and missed <= (1 - REGULAR) * before:
+                regular.append(place)
         self._detached.begin(DETACHED, i, self._detached.follow(i, regular))
-
-    def _was_regular(self, place: int) -> bool:
-        if not self._alive[place]:
-            return False
-        now = self._detached.count(place)
-        before = self._lines - now  # lines until this absence began, on so many of which it was absent:
-        missed = self._absences[place] - 1 - now
-        return before >= LAYER_LINES and missed <= (1 - REGULAR) * before
 
     def _vanishing(self, i: int, norms: Sequence[float]) -> None:
         if self._of_matrices is None:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from gradguard.monitoring.judge.detectors.loss import Loss
 from gradguard.monitoring.judge.detectors.outliers import source_of
-from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said, steps
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said
 from gradguard.monitoring.judge.numbers import number
+from gradguard.words import counted
 
 EXPLODING_TIMES = 10.0
 """A norm that stays above 10 times the usual: log-normal noise as wild as 1.5 gets there on 6 % of the steps."""
@@ -171,7 +172,10 @@ class NormLevel:
             self._run_losses.append(loss)
         self._tops.update(source_of(top, self._names))
         if count < EXPLODING_STEPS:
-            self._jump(i, norm, clipped)
+            least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
+            if norm > max(least, EXPLODING_TIMES * max(self._recent)):  # a steep rise of all norms is no jump
+                numbers = {"usual": self._usual, "largest": norm}
+                self._log.tell("jump", JUMP, i, i, norm, numbers=numbers, harmless=clipped, params=list(self._tops))
             return
         if not self._is_explosion(norm):
             return
@@ -191,24 +195,18 @@ class NormLevel:
             return fast or norm > EXPLODING_EARLY_TIMES * self._usual
         return rose > (ROSE_FAST if fast else ROSE_SLOWLY)
 
-    def _jump(self, i: int, norm: float, clipped: bool) -> None:
-        least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
-        if norm <= max(least, EXPLODING_TIMES * max(self._recent)):  # a steep rise of all norms is no jump
-            return
-        numbers = {"usual": self._usual, "largest": norm}
-        self._log.tell("jump", JUMP, i, i, norm, numbers=numbers, harmless=clipped, params=list(self._tops))
-
     def _vanishing(self, i: int, norm: float, loss: float | None) -> None:
         count = self._count(i, -1)
-        if count < VANISHING_STEPS or self._has_converged(loss):
+        if count < VANISHING_STEPS:
+            return
+        if (
+            loss is not None
+            and self._first_losses
+            and 0 <= loss < CONVERGED_LOSS * statistics.median(self._first_losses)
+        ):
             return
         numbers = {"below": self._low, "smallest": norm}
         self._log.tell("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
-
-    def _has_converged(self, loss: float | None) -> bool:
-        if loss is None or not self._first_losses:
-            return False
-        return 0 <= loss < CONVERGED_LOSS * statistics.median(self._first_losses)
 
     def _close_block(self) -> None:
         level = statistics.median(self._block)
@@ -228,7 +226,7 @@ def _vanishing(found: Episode) -> Words:
     what = (
         "exactly 0" if smallest == 0 else f"below {number(found.numbers['below'])}, {VANISHING_SHARE:g} of the usual,"
     )
-    message = f"the gradient norm was {what} for {steps(found.count)} from step {found.first} on"
+    message = f"the gradient norm was {what} for {counted(found.count, 'step')} from step {found.first} on"
     advice = "check that the loss depends on the parameters (no detach, no saturated activation, a learning rate not 0)"
     return ("error" if smallest == 0 else "warning"), message, advice
 

@@ -67,18 +67,17 @@ class Outliers:
             if times < SPIKE_TIMES or position < SETTLING:
                 continue
             is_new, self._last = i - self._last > ONE_SPIKE, i
-            if is_new:
-                self._spike(i, times, source_of(top, self._names), clipped)
-
-    def _spike(self, i: int, times: float, source: list[str], clipped: bool) -> None:
-        self._spikes.append((i, times, clipped))
-        near = [spike for spike in self._spikes if i - spike[0] <= RECURRING_STEPS]
-        if len(near) >= RECURRING:
-            numbers, harmless = {"largest": max(times for _, times, _ in near)}, all(clipped for *_, clipped in near)
-            about = {"numbers": numbers, "harmless": harmless, "count": len(near)}
-            self._log.tell("recurring spikes", RECURRING_SPIKES, near[0][0], i, times, **about)
-        elif not clipped:  # a clip has done what it is for
-            self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=source)
+            if not is_new:
+                continue
+            self._spikes.append((i, times, clipped))
+            near = [spike for spike in self._spikes if i - spike[0] <= RECURRING_STEPS]
+            if len(near) >= RECURRING:
+                steps, sizes, bound = zip(*near, strict=True)
+                about = {"numbers": {"largest": max(sizes)}, "harmless": all(bound), "count": len(near)}
+                self._log.tell("recurring spikes", RECURRING_SPIKES, steps[0], i, times, **about)
+            elif not clipped:  # a clip has done what it is for
+                source = source_of(top, self._names)
+                self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=source)
 
 
 def source_of(top: Top, names: Sequence[str]) -> list[str]:

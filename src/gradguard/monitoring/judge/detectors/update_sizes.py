@@ -11,7 +11,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Log, said
 from gradguard.monitoring.record.record_lines import Numbers, names_of
-from gradguard.threshold_rules import SortedWindow, upper_median_distance
+from gradguard.threshold_rules import SortedWindow, centre_and_spread
 
 SPIKE_TIMES = 1.5
 """Of the median of the last ones: what an optimizer that divides by the size of gradients moves hardly varies."""
@@ -103,12 +103,9 @@ class UpdateSpikes:
         self._rate = rate
         size, ordered = math.log(update / rate), self._window.ordered
         self._seen += 1
-        middle = ordered[len(ordered) // 2] if ordered else size
+        middle, deviation = centre_and_spread(ordered) if self._seen > SETTLED else (size, math.inf)
         distance = size - middle
-        if self._seen > SETTLED and distance > max(
-            math.log(SPIKE_TIMES),
-            SPIKE_DEVIATIONS * max(1.4826 * upper_median_distance(ordered, middle), LEAST_DEVIATION),
-        ):
+        if distance > max(math.log(SPIKE_TIMES), SPIKE_DEVIATIONS * max(deviation, LEAST_DEVIATION)):
             if self._hot == 0:
                 self._since, self._is_batch = i, loss is not None and loss > unusual > 0
             self._hot += 1

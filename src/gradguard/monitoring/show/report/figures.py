@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradguard.monitoring.judge.judgement import Verdict
 from gradguard.monitoring.judge.numbers import buckets, median, number, percent, plain_threshold
@@ -188,7 +188,9 @@ def _banded(record: Record, key: str, label: str, colour: str, most: int, look: 
 
 def _thresholds(record: Record, advice: Recommendation, most: int) -> list[Keys]:
     found = []
-    if clips_norms(record):
+    known = [threshold is not None for threshold in record.steps.column("threshold")]
+    rules = set(compress(record.steps.column("rule"), known))
+    if rules and rules <= {"norm", None}:  # a step that names no rule was clipped by the norm
         look: Keys = {"dash": "dash", "shape": "hv", "legendgroup": "threshold"}
         found += _banded(record, "threshold", "threshold in use", BLACK, most, look)
     if advice.threshold:
@@ -196,13 +198,6 @@ def _thresholds(record: Record, advice: Recommendation, most: int) -> list[Keys]
         ends = [record.steps[0]["i"], record.steps[-1]["i"]]
         found.append(line(ends, [advice.threshold] * 2, name, GREEN, name, width=2, dash="dot"))
     return found
-
-
-def clips_norms(record: Record) -> bool:
-    """Tell whether every threshold of a record is one of global norms, which belongs on an axis of norms."""
-    known = [threshold is not None for threshold in record.steps.column("threshold")]
-    rules = set(compress(record.steps.column("rule"), known))
-    return bool(rules) and rules <= {"norm", None}  # a step that names no rule was clipped by the norm
 
 
 _MARKS = {
@@ -219,24 +214,20 @@ def _marks(record: Record, height: float) -> list[Keys]:
     marks["non-finite step"] = [(i, "non-finite gradients") for i in lost]
     for event in record.events:
         if event.get("kind") != "nonfinite":  # marked already
-            marks[event.get("severity", "info")].append((event["i"], _event_text(event)))
-    return [_marker(name, found, height) for name, found in marks.items() if found and height < math.inf]
-
-
-def _marker(name: str, marks: list[tuple[int, str]], height: float) -> Keys:
-    marks = marks[:: max(1, -(-len(marks) // _MOST_MARKERS))]
-    symbol, colour = _MARKS[name]
-    look = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
-    return {
-        "type": "scatter", "mode": "markers", "name": name, "marker": look, "x": [i for i, _ in marks],
-        "y": [height] * len(marks), "text": [f"step {i:,}: {text}" for i, text in marks],
-        "hovertemplate": "%{text}<extra></extra>",
-    }  # fmt: skip
-
-
-def _event_text(event: dict[str, Any]) -> str:
-    text = str(event.get("message") or event.get("kind") or "event")
-    return html.escape(text if len(text) <= 120 else f"{text[:120]}…")
+            text = str(event.get("message") or event.get("kind") or "event")
+            text = html.escape(text if len(text) <= 120 else f"{text[:120]}…")
+            marks[event.get("severity", "info")].append((event["i"], text))
+    drawn = []
+    for name, (symbol, colour) in _MARKS.items():
+        shown = marks[name][:: max(1, -(-len(marks[name]) // _MOST_MARKERS))]
+        look = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
+        if shown and height < math.inf:
+            drawn.append({
+                "type": "scatter", "mode": "markers", "name": name, "marker": look, "x": [i for i, _ in shown],
+                "y": [height] * len(shown), "text": [f"step {i:,}: {text}" for i, text in shown],
+                "hovertemplate": "%{text}<extra></extra>",
+            })  # fmt: skip
+    return drawn
 
 
 def _numbers(records: Sequence[Record], labels: Sequence[str], drawn: Sequence[_Series]) -> Table:
@@ -272,28 +263,24 @@ def clip_share(record: Record) -> Chart | None:
     if not windows:
         return None
     top = min(1.0, max(0.08, 1.25 * max(window.share for window in windows)))
-    bars = [
-        _windows_of([window for window in windows if regime_of(window.share) == regime], regime, top)
-        for regime in REGIMES
-    ]
+    bars = []
+    for regime, colour in REGIMES.items():
+        own = [window for window in windows if regime_of(window.share) == regime]
+        # A window without a single clip is a line on the axis: it was measured, and is not a gap.
+        bars.append({
+            "type": "bar", "name": regime, "offset": 0, "marker": {"color": colour, "line": {"width": 0}},
+            "x": [window.first for window in own],
+            "y": [max(window.share, 0.006 * top) for window in own],
+            "width": [window.last - window.first + 1 for window in own],
+            "customdata": [[window.count, percent(window.share)] for window in own],
+            "hovertemplate": "steps from %{x:,}: %{customdata[1]} of %{customdata[0]:,} steps",
+            "showlegend": bool(own),
+        })  # fmt: skip
     axis = titled("share that binds", tickformat=".0%", range=[0, top], nticks=6)
     figure = drawing([Subplot(bars, axis)], 270, steps_axis([record]), barmode="overlay")
     rows = [(f"{one.first:,} to {one.last:,}", percent(one.share), regime_of(one.share)) for one in windows]
     table = Table(("steps", "share", "regime"), rows)
     return Chart("clip-share", "How often clipping binds", _BINDS, figure, table, over_steps=True)
-
-
-def _windows_of(windows: Sequence[series.BindingWindow], regime: str, top: float) -> Keys:
-    # A window without a single clip is a line on the axis: it was measured, and is not a gap.
-    return {
-        "type": "bar", "name": regime, "offset": 0, "marker": {"color": REGIMES[regime], "line": {"width": 0}},
-        "x": [window.first for window in windows],
-        "y": [max(window.share, 0.006 * top) for window in windows],
-        "width": [window.last - window.first + 1 for window in windows],
-        "customdata": [[window.count, percent(window.share)] for window in windows],
-        "hovertemplate": "steps from %{x:,}: %{customdata[1]} of %{customdata[0]:,} steps",
-        "showlegend": bool(windows),
-    }  # fmt: skip
 
 
 _FEWEST_LAYERS = 3

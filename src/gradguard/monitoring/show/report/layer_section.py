@@ -89,17 +89,23 @@ def heat_map(record: Record, optimizer: int | None, most_cells: int = MOST_CELLS
     matrix = layer_norms(record, rows_of(record, optimizer), most_cells)
     if matrix is None:
         return None
-    pixels = max(2.5, min(26, 1000 / len(matrix.names)))
+    names = matrix.names
+    pixels = max(2.5, min(26, 1000 / len(names)))
     every = math.ceil(_LABEL_PIXELS / pixels)
     yaxis = {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""}
-    figure = drawing([Subplot([], yaxis)], round(120 + pixels * len(matrix.names)), steps_axis([record]))
+    figure = drawing([Subplot([], yaxis)], round(120 + pixels * len(names)), steps_axis([record]))
     heat = {
-        **_names(matrix),
+        # rows of one name would be drawn on top of each other
+        "rows": [
+            html.escape(name if names.index(name) == row else f"{name} ({row})") for row, name in enumerate(names)
+        ],
+        "narrow": [short(name, NARROW_LABEL) for name in names],
+        "labels": list(map(short, names)),
         "steps": matrix.steps,
         "medians": [None if usual is None else round(100 * math.log10(usual)) for usual in matrix.medians()],
         "cells": matrix.packed(),
         "colours": {"scale": DEVIATION_SCALE, "zero": GREY, "nonfinite": BLACK},
-        "bar": max(80, min(280, round(pixels * len(matrix.names)))),
+        "bar": max(80, min(280, round(pixels * len(names)))),
         "every": every,
         "font": min(13, max(9, round(pixels * every) - 1)),
     }
@@ -263,16 +269,6 @@ def _mean_shares(norms: Sequence[list[Any]], places: Sequence[int]) -> list[floa
         statistics.fmean(square / total for square, total in zip(column, totals, strict=True))
         for column in zip(*rows, strict=True)
     ]
-
-
-def _names(matrix: LayerMatrix) -> Keys:
-    # Rows of one name would be drawn on top of each other.
-    names = [name if matrix.names.index(name) == row else f"{name} ({row})" for row, name in enumerate(matrix.names)]
-    return {
-        "rows": list(map(html.escape, names)),
-        "narrow": [short(name, NARROW_LABEL) for name in matrix.names],
-        "labels": list(map(short, matrix.names)),
-    }
 
 
 def _numbers(matrix: LayerMatrix) -> Table:

@@ -9,9 +9,9 @@ from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files.writing import write_whole
 from gradguard.monitoring.judge.diagnosis import diagnose, weighed_findings
 from gradguard.monitoring.judge.findings import SEVERITIES
-from gradguard.monitoring.judge.judgement import Verdict, verdict
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.numbers import number, percent
-from gradguard.monitoring.judge.recommend import Recommendation, recommend
+from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.record_lines import without_none
@@ -84,12 +84,9 @@ def write_report(records: list[Record], path: str | Path) -> Path:
         else:
             write_whole(path, page)
     except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror or error}. {_elsewhere(records)}") from error
+        elsewhere = f"gradguard report {' '.join(str(record.path) for record in records)} -o PAGE"
+        raise RecordError(f"cannot write {path}: {error.strerror or error}. Draw it elsewhere: {elsewhere}") from error
     return path
-
-
-def _elsewhere(records: Sequence[Record]) -> str:
-    return f"Draw it elsewhere: gradguard report {' '.join(str(record.path) for record in records)} -o PAGE"
 
 
 def page_beside(record: Path) -> Path:
@@ -116,15 +113,22 @@ def render(records: Sequence[Record]) -> str:
     """
     import jinja2
 
-    parts = [(part, record, label) for record, label in labelled(records) for part in by_optimizer(record)]
-    subjects = [
-        _subject(part, record, _label(part, label, len(records)), f"run-{index}", len(parts))
-        for index, (part, record, label) in enumerate(parts)
+    named = labelled(records)
+    parts = [
+        (part, record, part.label if part.label and len(records) == 1 else ": ".join(filter(None, (label, part.label))))
+        for record, label in named
+        for part in by_optimizer(record)
     ]
-    overlay = None
+    subjects = [
+        _subject(part, record, label, f"run-{index}", len(parts)) for index, (part, record, label) in enumerate(parts)
+    ]
+    overlay, lead = None, ""
     if len(parts) > 1:
         labels = [subject["label"] for subject in subjects]
         overlay = figures.overlay([part.record for part, _, _ in parts], labels, _points(len(parts)))
+        lead = diagnose(records[0]).sentence
+    if len(records) > 1:
+        lead = compared([(label, verdict(record)) for record, label in named])
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "explained": explained, "sentence": sentence}
     environment.filters |= {"named": lambda names: listed(names, _NAMED_AT_MOST), "said": said_of}
@@ -135,8 +139,8 @@ def render(records: Sequence[Record]) -> str:
         kind="Gradient report" if len(records) == 1 else f"{len(records)} runs compared",
         several_records=len(records) > 1,
         columns=[("run" if len(records) > 1 else "optimizer", False), *_COLUMNS],
-        names=[label for _, label in labelled(records)],
-        lead=_lead(records, subjects),
+        names=[label for _, label in named],
+        lead=lead,
         subjects=subjects,
         overlay=overlay and _drawn(overlay, "", "overlay"),
         terms=sorted(TERMS, key=lambda term: term.name),
@@ -147,25 +151,22 @@ def render(records: Sequence[Record]) -> str:
     )
 
 
-def _lead(records: Sequence[Record], subjects: Sequence[dict[str, Any]]) -> str:
-    """The first sentence of a page about several runs or optimizers."""
-    if len(records) > 1:
-        return compared([(label, verdict(record)) for record, label in labelled(records)])
-    return diagnose(records[0]).sentence if len(subjects) > 1 else ""
-
-
-def _label(part: OptimizerSteps, label: str, records: int) -> str:
-    return label if not part.label else part.label if records == 1 else f"{label}: {part.label}"
-
-
 def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
     record = part.record
     judged, recommendation, diagnosis = verdict(record), recommend(record), diagnose(record)
     findings = [one for one in weighed_findings(whole) if part.index is None or one.optimizer in (part.index, None)]
     events = untold(_events(record, whole, part.index), findings)
     gravest = sorted(events, key=lambda event: SEVERITIES.index(event.get("severity", "info")))[:_MOST_EVENTS]
-    prefix = f"{identity}-" if among > 1 else ""
-    charts = _charts(record, part.index, judged, recommendation, among)
+    prefix, points = f"{identity}-" if among > 1 else "", _points(among)
+    usable = usable_steps(record).column("i")
+    charts = [
+        figures.norms_over_time(record, judged, recommendation, points),
+        figures.updates_over_time(record, points),
+        figures.clip_share(record) if judged.clipping else None,
+        figures.along_depth(record),
+        layer_section.heat_map(record, part.index, max(_FEWEST_CELLS, layer_section.MOST_CELLS // among)),
+        layer_section.dominance(record, part.index, {usable[place] for place in spikes_of(record)}),
+    ]
     return {
         "id": identity,
         "prefix": prefix,
@@ -193,21 +194,6 @@ def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, 
     known = set(whole.steps.column("i"))
     lost = [event for event in whole.events if event["i"] not in known]
     return [*(lost if index == by_optimizer(whole)[0].index else ()), *record.events]
-
-
-def _charts(
-    record: Record, index: int | None, judged: Verdict, recommendation: Recommendation, among: int
-) -> list[Chart | None]:
-    usable = usable_steps(record).column("i")
-    spikes = {usable[place] for place in spikes_of(record)}
-    return [
-        figures.norms_over_time(record, judged, recommendation, _points(among)),
-        figures.updates_over_time(record, _points(among)),
-        figures.clip_share(record) if judged.clipping else None,
-        figures.along_depth(record),
-        layer_section.heat_map(record, index, max(_FEWEST_CELLS, layer_section.MOST_CELLS // among)),
-        layer_section.dominance(record, index, spikes),
-    ]
 
 
 def _points(among: int) -> int:

@@ -12,7 +12,7 @@ from gradguard.monitoring.judge.health import lock_in_share
 from gradguard.monitoring.judge.judgement import Verdict, verdict
 from gradguard.monitoring.judge.norm_statistics import drift_ratio
 from gradguard.monitoring.judge.numbers import capital, number, percent, plain_threshold
-from gradguard.monitoring.judge.recommend import Recommendation, recommend
+from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.step_rows import usable_norms
@@ -23,7 +23,6 @@ from gradguard.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 _MOST_FINDINGS = 4
 _COMPARED = ("run", "clip", "final loss", "best loss", "largest norm", "steps clipped")
@@ -41,8 +40,21 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     from rich.text import Text
 
     judged, recommendation, diagnosis = verdict(record), recommend(record), diagnose(record)
-    style = {"guard": "green", "shaping": "yellow", "bad": "red"}[tone_of(diagnosis)]
-    body = _body(judged, recommendation, diagnosis, weighed_findings(record))
+    style, found = {"guard": "green", "shaping": "yellow", "bad": "red"}[tone_of(diagnosis)], weighed_findings(record)
+    body = Text(diagnosis.sentence, style="bold")
+    body.append("" if diagnosis.is_well else f"\n{diagnosis.cause.advice}", style="not bold")
+    if recommendation.kind != "fix" and recommendation.headline != diagnosis.sentence:  # an unknown cause has said it
+        body.append("\n\n").append(recommendation.headline, style="bold")
+        body.append(f" {recommendation.reason}" if recommendation.reason else "", style="not bold")
+    body.append(f"\n\n{judged.sentence}", style="not bold")
+    grave = [item for item in found if item.severity != "info"]
+    body.append("\n" * bool(grave))
+    for item in grave[:_MOST_FINDINGS]:
+        body.append(f"\n{item.severity}: ", style="bold")
+        body.append(f"{said_of(item)} {sentence(item.advice)}", style="not bold")
+    rest = [item for item in found if item not in grave[:_MOST_FINDINGS]]
+    if grave and rest:
+        body.append(f"\nand {severities(rest)}, see the report", style="not bold dim")
     panel = Panel(body, title="gradguard", title_align="left", border_style=style, padding=(0, 1))
     console = console or Console()
     console.print(panel)
@@ -208,28 +220,6 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
     return f"gradguard run --clip {f'norm={threshold}' if threshold else rule} {script}"
 
 
-def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis, found: Sequence[Finding]) -> "Text":
-    """The diagnosis, then what to do, then the clip; below that what was measured, and the gravest findings."""
-    from rich.text import Text
-
-    body = Text(diagnosis.sentence, style="bold")
-    body.append("" if diagnosis.is_well else f"\n{diagnosis.cause.advice}", style="not bold")
-    if recommendation.kind != "fix" and recommendation.headline != diagnosis.sentence:  # an unknown cause has said it
-        body.append("\n\n").append(recommendation.headline, style="bold")
-        body.append(f" {recommendation.reason}" if recommendation.reason else "", style="not bold")
-    body.append(f"\n\n{judged.sentence}", style="not bold")
-    grave = [item for item in found if item.severity != "info"]
-    body.append("\n" * bool(grave))
-    for item in grave[:_MOST_FINDINGS]:
-        body.append(f"\n{item.severity}: ", style="bold").append(
-            f"{said_of(item)} {sentence(item.advice)}", style="not bold"
-        )
-    rest = [item for item in found if item not in grave[:_MOST_FINDINGS]]
-    if grave and rest:
-        body.append(f"\nand {severities(rest)}, see the report", style="not bold dim")
-    return body
-
-
 def numbers_of(record: Record, judged: Verdict) -> dict[str, float | None]:
     """Return the numbers of a run under the names that ``--text``, ``--json`` and ``--fail-on`` share.
 
@@ -303,28 +293,20 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
     meta, end = record.meta, record.closing
     parameters = meta.get("params", ())
     elements = sum(parameter.get("numel", 0) for parameter in parameters)
+    processes = f"{meta['world']:,} processes" if meta.get("world", 1) > 1 else ""
+    shape = " × ".join(f"{name} {size}" for name, size in meta.get("mesh", {}).items())
+    names = {"version": "gradguard ", "torch": "torch ", "python": "Python ", "host_platform": "", "git": "commit "}
     rows = [
         ("Script", record.script if meta.get("argv") else ""),
         ("Optimizer", ", ".join(meta.get("optimizers", ()))),
         ("Parameters", f"{len(parameters):,} tensors, {elements:,} elements" if parameters else ""),
-        ("Device", _device(meta)),
-        ("Versions", _versions(meta)),
+        ("Device", ", ".join(filter(None, (meta.get("device"), processes, shape)))),
+        ("Versions", ", ".join(name + meta[key] for key, name in names.items() if meta.get(key))),
         ("Observing cost", _cost(judged, end)),
         ("Ended", ending(end)[0] if end else "the record has no end: the run was killed, or is still going"),
         ("Record", redacted(str(record.path))),
     ]
     return [(label, value) for label, value in rows if value]
-
-
-def _device(meta: dict[str, Any]) -> str:
-    shape = " × ".join(f"{name} {size}" for name, size in meta.get("mesh", {}).items())
-    processes = f"{meta['world']:,} processes" if meta.get("world", 1) > 1 else ""
-    return ", ".join(filter(None, (meta.get("device"), processes, shape)))
-
-
-def _versions(meta: dict[str, Any]) -> str:
-    named = {"version": "gradguard ", "torch": "torch ", "python": "Python ", "host_platform": "", "git": "commit "}
-    return ", ".join(name + meta[key] for key, name in named.items() if meta.get(key))
 
 
 def _cost(judged: Verdict, end: dict[str, Any]) -> str:

@@ -107,7 +107,13 @@ def open_sink(sink: Any) -> Sink:
     if isinstance(sink, str) and sink in _DASHBOARDS:
         return _dashboard(sink, None)
     if isinstance(sink, str | os.PathLike):
-        return JsonLinesSink(_checked_path(sink))
+        path = Path(sink)
+        if path.suffix and not path.is_dir():
+            return JsonLinesSink(path)
+        raise InvalidValueError(
+            f"sink={str(sink)!r} is neither a file name with an ending nor a known name: {_EXPECTED}. "
+            f"For a folder write sink={str(path / 'run.jsonl')!r}."
+        )
     kind = type(sink)
     for package, name in _KINDS:  # their own object; looked up by name, so that nothing is imported for it
         if any(one.__name__ == name and one.__module__.split(".")[0] in package for one in kind.__mro__):
@@ -116,16 +122,6 @@ def open_sink(sink: Any) -> Sink:
         came = f"the class {sink.__name__}" if isinstance(sink, type) else f"{sink!r} of type {kind.__name__}"
         raise InvalidTypeError(f"sink is {came}: {_EXPECTED}.")
     return CallableSink(sink)
-
-
-def _checked_path(path: str | os.PathLike) -> Path:
-    found = Path(path)
-    if not found.suffix or found.is_dir():
-        raise InvalidValueError(
-            f"sink={str(path)!r} is neither a file name with an ending nor a known name: {_EXPECTED}. "
-            f"For a folder write sink={str(found / 'run.jsonl')!r}."
-        )
-    return found
 
 
 def _dashboard(name: str, run: Any) -> Sink:
