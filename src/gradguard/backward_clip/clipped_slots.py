@@ -20,8 +20,6 @@ class NodeAction(NamedTuple):
     node: Node
     numbers: tuple[int, ...]
     """Its slots to clip."""
-    name: str
-    """Such as ``"MulBackward0"``."""
     sources: str
     """The names of the nodes whose backward makes the gradients of its slots."""
 
@@ -57,7 +55,7 @@ def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) ->
         if numbers:
             users = [user for number in slots[position] for user, _ in graph.consumers[position, number]]
             sources = ", ".join(dict.fromkeys(graph.nodes[user].name() for user in users))
-            steps.append(NodeAction(node, tuple(numbers), node.name(), sources))
+            steps.append(NodeAction(node, tuple(numbers), sources))
     return steps
 
 

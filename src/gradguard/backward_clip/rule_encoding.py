@@ -42,8 +42,11 @@ def encode_attributes(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...
         elif _is_plain(value):
             texts.append((name, repr(value)))
         else:
-            held.append(_reference_to(value))
-            texts.append((name, held[-1].text))
+            reference = _by_identity.get(id(value))
+            if reference is None:
+                reference = _by_identity[id(value)] = _Reference(value)
+            held.append(reference)
+            texts.append((name, reference.text))
     return tuple(texts), tuple(held)
 
 
@@ -57,13 +60,6 @@ def decode_attribute(text: str) -> Any:
     if text.startswith(_OBJECT):
         return _by_text[text].value
     return float(text) if text in {"inf", "-inf", "nan"} else ast.literal_eval(text)
-
-
-def _reference_to(value: Any) -> _Reference:
-    held = _by_identity.get(id(value))
-    if held is None:
-        held = _by_identity[id(value)] = _Reference(value)
-    return held
 
 
 def _is_plain(value: Any) -> bool:

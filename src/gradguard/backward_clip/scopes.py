@@ -81,13 +81,14 @@ class Scope:
         self.clipping.forget_dead()
         self.taken = [(claim, number) for claim, number in self.taken if claim() is not None]
 
+    def _begin(self, loss: Tensor | None, device: torch.device) -> None:
+        if self.clipping.observer is not None:
+            self.clipping.observer.begin(loss)
+        self._rescale(device)
+
     def _rescale(self, device: torch.device) -> None:
         if self.scale is not None:
             self.clipping.set_scale(loss_scale(self.scale, device))
-
-    def _begin(self, loss: Tensor | None) -> None:
-        if self.clipping.observer is not None:
-            self.clipping.observer.begin(loss)
 
 
 def refresh_all(thread: int, but: "Scope") -> None:
@@ -104,17 +105,11 @@ def claim_slots(scope: "Scope", node: Node, claim: Claim) -> None:
     """
     owners = _metadata(node).setdefault(_OWNERS, {})
     for number in claim.numbers:
-        before = owner_of(node, number)
-        if before is not None and number in before.numbers:
+        serial, before = owners.get(number, (-1, claim))
+        if serial in active and number in before.numbers:
             before.numbers = tuple(n for n in before.numbers if n != number)
             scope.taken.append((weakref.ref(before), number))
         owners[number] = (scope.serial, claim)
-
-
-def owner_of(node: Node, number: int) -> Claim | None:
-    """Return the claim of the running scope of targets that has this slot."""
-    serial, claim = _metadata(node).get(_OWNERS, {}).get(number, (-1, None))
-    return claim if serial in active else None
 
 
 def owned_slots(graph: Graph, since: int = -1) -> set[Slot]:
@@ -177,8 +172,7 @@ class LossScope(Scope):
 
     def enter(self) -> None:
         """Install the hooks, and remove those of outer blocks."""
-        self._begin(self.loss)
-        self._rescale(self.loss.device)
+        self._begin(self.loss, self.loss.device)
         self._install()
         refresh_all(self.thread, but=self)
 
@@ -206,20 +200,14 @@ class LossScope(Scope):
         """Return the nodes among which a freed one may be."""
         return self.graph.nodes
 
-    def _others(self) -> list["LossScope"]:
-        mine = (s for s in list(active.values()) if isinstance(s, LossScope) and s.thread == self.thread)
-        return [scope for scope in mine if scope is not self and scope.graph.nodes]
-
     def _owned_by_others(self, graph: Graph) -> frozenset[Slot]:
-        inner = [scope.graph.index for scope in self._others() if scope.serial > self.serial]
         owned = owned_slots(graph)
-        for index in inner:
-            owned |= {(i, n) for i, node in enumerate(graph.nodes) if node in index for n in _numbers(node)}
+        for scope in list(active.values()):
+            is_inner = isinstance(scope, LossScope) and scope.thread == self.thread and scope.serial > self.serial
+            if is_inner:
+                shared = [(i, node) for i, node in enumerate(graph.nodes) if node in scope.graph.index]
+                owned |= {(i, n) for i, node in shared for n in range(len(input_metadata_of(node)))}
         return frozenset(owned)
-
-
-def _numbers(node: Node) -> range:
-    return range(len(input_metadata_of(node)))  # type: ignore[attr-defined]
 
 
 Target = Tensor | nn.Module
@@ -249,8 +237,10 @@ class TargetScope(Scope):
 
     def enter(self) -> None:
         """Hook the chosen tensors, and get ready for the modules' forwards."""
-        self._begin(None)
-        self._rescale(_device_of(self.targets))
+        parts = (
+            one for target in self.targets for one in ([target] if isinstance(target, Tensor) else target.parameters())
+        )
+        self._begin(None, next((tensor.device for tensor in parts), torch.device("cpu")))
         for target in self.targets:
             if isinstance(target, Tensor):
                 self._take(target)
@@ -264,18 +254,15 @@ class TargetScope(Scope):
     def check(self) -> None:
         """Raise if the block could clip nothing."""
         for number, target in enumerate(self.targets):
-            if isinstance(target, nn.Module):
-                which = type(target).__name__ if len(self.targets) == 1 else f"{type(target).__name__}, entry {number},"
-                if target not in self.forwards:
-                    raise InvalidValueError(
-                        f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
-                        f"gradients enabled and something in it or in its input that requires them, and let it return "
-                        f"tensors, nested lists, tuples or dicts of them, or objects with them as attributes."
-                    )
-                if target not in self.backwards:
-                    raise InvalidValueError(
-                        f"no backward passed through {which} in the block: call backward() inside it."
-                    )
+            which = type(target).__name__ if len(self.targets) == 1 else f"{type(target).__name__}, entry {number},"
+            if isinstance(target, nn.Module) and target not in self.forwards:
+                raise InvalidValueError(
+                    f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
+                    f"gradients enabled and something in it or in its input that requires them, and let it return "
+                    f"tensors, nested lists, tuples or dicts of them, or objects with them as attributes."
+                )
+            if isinstance(target, nn.Module) and target not in self.backwards:
+                raise InvalidValueError(f"no backward passed through {which} in the block: call backward() inside it.")
 
     def exit(self) -> None:
         """Remove the hooks, and install those of whole graphs again."""
@@ -291,7 +278,7 @@ class TargetScope(Scope):
             self.kept.append(node)  # a leaf's node is freed where nothing holds it
             claim_slots(self, node, Claim((number,)))
         else:
-            claim_slots(self, node, self.clipping.hook_slot(node, number))
+            claim_slots(self, node, self.clipping.hook_slots(node, (number,)))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -367,10 +354,3 @@ def _contents_of(value: Any) -> list[Any]:
         return leaves
     state: Any = object.__getstate__(value)  # a dict of attributes, with another one of slots in a tuple, or None
     return [one for part in (state if isinstance(state, tuple) else (state,)) for one in (part or {}).values()]
-
-
-def _device_of(targets: list[Target]) -> torch.device:
-    for target in targets:
-        for tensor in (target,) if isinstance(target, Tensor) else target.parameters():
-            return tensor.device
-    return torch.device("cpu")

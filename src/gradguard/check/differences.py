@@ -153,31 +153,26 @@ class Differences:
         """
         product = direction * self.gradient
         scale, enough = norm(product), 1e-11 * float(product.abs_().sum())
-        taken, central, moved, limits = [], [], torch.zeros_like(self.usable), []
+        found: list[tuple[float, float]] = []
+        moved, best = torch.zeros_like(self.usable), NOTHING._replace(value=0.0)
         steps, together = LOW_STEPS if self.is_low else STEPS, _AT_ONCE if self.are_few else 1
         for start in range(0, len(steps), together):
-            moved |= self._add_central(direction, steps[start : start + together], taken, central)
+            tried = steps[start : start + together]
+            gone, change = self.central(numbers(tried)[:, None] * direction)
+            gone = torch.where(direction != 0, gone, 0.0)  # of points that are infinite
+            apart = (change @ self.cotangent - gone @ self.gradient).tolist()
+            usable = [i for i, one in enumerate(apart) if math.isfinite(one)]
+            found += [(tried[i], apart[i] / (2 * tried[i])) for i in usable]
+            moved |= change[usable].any(dim=0)
             if with_noise and not self.has_noise:
                 self.measure_noise(direction, moved)
             noise = self.rounding_of(moved)
-            limits = extrapolated([(h, d, noise / h) for h, d in zip(taken, central, strict=True)], 2, _AMPLIFIED)
-            if _are_settled(limits, enough):
-                break
-        largest = max(map(abs, central[:2]), default=0.0)
-        best = min(limits, key=_bar, default=NOTHING._replace(value=0.0))
+            limits = extrapolated([(step, one, noise / step) for step, one in found], 2, _AMPLIFIED)
+            best = min(limits, key=_bar, default=best)
+            if _bar(best) <= enough or (len(limits) > 2 and _bar(best) <= 2 * limits[-1].rounding):
+                break  # smaller steps have nothing to add: accurate enough, or rounding takes over
+        largest = max((abs(one) for _, one in found[:2]), default=0.0)
         return Disagreement(best.value, best.bar, scale, max(scale, largest))
-
-    def _add_central(
-        self, direction: Tensor, steps: Sequence[float], taken: list[float], central: list[float]
-    ) -> Tensor:
-        """Add the disagreement at each of ``steps`` where all is finite; return which outputs these move."""
-        gone, change = self.central(numbers(steps)[:, None] * direction)
-        gone = torch.where(direction != 0, gone, 0.0)  # of points that are infinite
-        found = (change @ self.cotangent - gone @ self.gradient).tolist()
-        usable = [i for i, one in enumerate(found) if math.isfinite(one)]
-        taken += [steps[i] for i in usable]
-        central += [found[i] / (2 * steps[i]) for i in usable]
-        return change[usable].any(dim=0)
 
     def central(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far the point and the outputs move from below the point to above it, by each of ``offsets``."""
@@ -227,12 +222,6 @@ def _bar(limit: Limit) -> float:
     return limit.bar if limit.bar == limit.bar else math.inf
 
 
-def _are_settled(limits: list[Limit], enough: float) -> bool:
-    """Tell whether smaller steps have nothing to add: accurate enough, or rounding takes over."""
-    best = min(map(_bar, limits), default=math.inf)
-    return best <= enough or (len(limits) > 2 and best <= 2 * limits[-1].rounding)
-
-
 def directions(function: Function, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield random directions: signs, sized in turn by max(|x|, mean |x|) and by |x|, where that is not 0.
 
@@ -241,13 +230,9 @@ def directions(function: Function, generator: torch.Generator) -> Iterator[Tenso
     point = function.point
     while True:
         for keeps_zeros in (False, True):
-            yield _direction(point, function.sizes, keeps_zeros, generator)
-
-
-def _direction(point: Tensor, lengths: list[int], keeps_zeros: bool, generator: torch.Generator) -> Tensor:
-    found = clear_of_zero(point.shape, generator)
-    for part, own in zip(point.split(lengths), found.split(lengths), strict=True):
-        mean, sizes = mean_size(part), part.abs()
-        sizes = sizes if are_finite(sizes) else torch.where(sizes.isfinite(), sizes, 0.0)
-        own *= torch.where(sizes == 0, mean, sizes) if keeps_zeros else torch.maximum(sizes, mean, out=sizes)
-    return found
+            found = clear_of_zero(point.shape, generator)
+            for part, own in zip(point.split(function.sizes), found.split(function.sizes), strict=True):
+                mean, sizes = mean_size(part), part.abs()
+                sizes = sizes if are_finite(sizes) else torch.where(sizes.isfinite(), sizes, 0.0)
+                own *= torch.where(sizes == 0, mean, sizes) if keeps_zeros else torch.maximum(sizes, mean, out=sizes)
+            yield found

@@ -35,7 +35,7 @@ class Function:
         names: list[str] | None = None,
         chosen: list[str] | None = None,
     ) -> None:
-        self.fn, self.wide = fn, wide
+        self.fn = fn
         self.forwards = self.backwards = 0
         self.state = Frozen(modules_of_call(fn, args, kwargs), copies=False)
         self.clones_inputs = False
@@ -45,21 +45,23 @@ class Function:
         parameters = {} if module is None else dict(module.named_parameters())
         own = parameters if module is None else {**parameters, **dict(module.named_buffers())}
         names = names or _argument_names(fn if module is None else module.forward, args, flat)
-        refuse_empty(dict(zip([*names, *own], [*given, *own.values()], strict=True)))
+        values = [*given, *own.values()]
+        refuse_empty(dict(zip([*names, *own], values, strict=True)))
         names = [*names, *(f"parameter {n}" if n in names else n for n in own)]
         self._count, self._own_names = len(given), list(own)
-        self._values = [self._converted(value) for value in (*given, *own.values())]
+        self._values = [_converted(value, wide) for value in values]
         candidates = [i for i, v in enumerate(given) if is_differentiable(v)]
         checked = [i for i in candidates if given[i].requires_grad] or candidates
         checked += [i for i, p in enumerate(parameters.values(), len(given)) if p.requires_grad]
         if chosen is not None:
             _refuse_others(chosen, [names[i] for i in checked], dict(zip(names, self._values, strict=True)))
             checked = [i for i in checked if names[i] in chosen]
+        self.inputs: list[Slot] = []
         for i in checked:
-            refuse_unfit(f"input {names[i]!r}", self._values[i], names[i])
-            refuse_unless(~self._values[i].isnan(), f"input {names[i]!r}", self._values[i], "expected numbers")
-        values = [_dense(self._values[i]) for i in checked]
-        self.inputs = [Slot(names[i], v, i, i < len(given)) for i, v in zip(checked, values, strict=True)]
+            name, value = f"input {names[i]!r}", self._values[i]
+            refuse_unfit(name, value, names[i])
+            refuse_unless(~value.isnan(), name, value, "expected numbers")
+            self.inputs.append(Slot(names[i], _dense(value), i, i < len(given)))
         self.sizes = [one.size for one in self.inputs]
         ends = accumulate(self.sizes)
         self.ranges = {one.name: range(end - one.size, end) for one, end in zip(self.inputs, ends, strict=True)}
@@ -67,7 +69,7 @@ class Function:
         self._copied = [i for i, value in enumerate(self._values) if isinstance(value, Tensor) and i not in checked]
         self.is_wide = all(one.dtype is torch.float64 for one in self.inputs)
         """Whether all inputs are float64, so that no step is rounded."""
-        self.point = joined(values)
+        self.point = joined(one.value for one in self.inputs)
         """The inputs as one vector, not to be changed."""
         self.outputs: list[Slot] = []
         self.has_own_code = True
@@ -77,12 +79,8 @@ class Function:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
-        tensors = []
-        for tensor, one in zip(parts_of(vector, self.inputs), self.inputs, strict=True):
-            if not one.value.is_contiguous():
-                tensor = _strided_as(one.value).copy_(tensor)
-            tensors.append(tensor)
-        return tensors
+        pairs = zip(parts_of(vector, self.inputs), self.inputs, strict=True)
+        return [_strided_as(part, one.value) for part, one in pairs]
 
     def rounded(self, vectors: Tensor) -> Tensor:
         """Return ``vectors``, one in each row, as the dtypes of the inputs hold them."""
@@ -105,10 +103,9 @@ class Function:
                     outputs = self.call(self.split(vector.clone()))
                 except Exception:  # outside of the domain
                     outputs = []
-                if [one.shape for one in outputs] == shapes:  # not where a shape depends on the data
-                    rows.append(joined(outputs))  # a copy: the next call may overwrite them
-                else:
-                    rows.append(zeros(self.size) + torch.nan)
+                is_usual = [one.shape for one in outputs] == shapes  # not where a shape depends on the data
+                # A copy: the next call may overwrite the outputs.
+                rows.append(joined(outputs) if is_usual else zeros(self.size) + torch.nan)
         return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -131,7 +128,7 @@ class Function:
     def leaves(self, vector: Tensor | None = None) -> list[Tensor]:
         """Return the inputs as leaves that require a gradient."""
         tensors = [one.value for one in self.inputs] if vector is None else self.split(vector)
-        return [_like(tensor).requires_grad_() for tensor in tensors]
+        return [_strided_as(tensor.clone(), tensor).requires_grad_() for tensor in tensors]
 
     def record(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Call the callable so that a graph is recorded; return its outputs."""
@@ -187,12 +184,17 @@ class Function:
 
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember what the outputs look like."""
-        self.has_own_code = any(map(_is_own_code, nodes_of(outputs)))
-        names = [f"output {i}" if len(outputs) > 1 else "the output" for i in range(len(outputs))]
-        for name, output in zip(names, outputs, strict=True):
+        # PyTorch's own nodes have a type each.
+        self.has_own_code = any(
+            isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction"
+            for node in nodes_of(outputs)
+        )
+        self.outputs = []
+        for i, output in enumerate(outputs):
+            name = f"output {i}" if len(outputs) > 1 else "the output"
             refuse_unfit(f"{name} of {name_of(self.fn)}", output, "output")
-        named = zip(names, outputs, strict=True)
-        self.outputs = [Slot(n, o.detach().new_empty(()).expand(o.shape), has_graph=o.requires_grad) for n, o in named]
+            like = output.detach().new_empty(()).expand(output.shape)
+            self.outputs.append(Slot(name, like, has_graph=output.requires_grad))
         self.base = joined(outputs)
         self.size = len(self.base)
         """The number of real numbers in all outputs."""
@@ -213,12 +215,6 @@ class Function:
         """Return a vector of one value for all elements of each output."""
         return torch.cat([zeros(one.size).add_(value) for one, value in zip(self.outputs, each, strict=True)])
 
-    def _converted(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = value.detach()
-        return value.to(WIDE[value.dtype]) if self.wide and value.dtype in WIDE else value
-
 
 def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:
     """Yield each node of the graph of ``outputs`` once."""
@@ -230,11 +226,6 @@ def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [other for other, _ in node.next_functions]
-
-
-def _is_own_code(node: Any) -> bool:
-    """Tell whether a node of the graph was written by somebody else than PyTorch, whose own nodes have a type each."""
-    return isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
 def is_differentiable(value: Any) -> bool:
@@ -252,20 +243,25 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
+def _converted(value: Any, wide: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(WIDE[value.dtype]) if wide and value.dtype in WIDE else value.detach()
+
+
 def _dense(value: Tensor) -> Tensor:
     """Return a copy whose elements have places of their own: expanded inputs and windows are laid out in full."""
+    value = value.detach()
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     overlaps = 0 < span < value.numel()
-    return value.detach().contiguous().clone() if overlaps or value.is_conj() else _like(value.detach())
+    return value.contiguous().clone() if overlaps or value.is_conj() else _strided_as(value.clone(), value)
 
 
-def _like(value: Tensor) -> Tensor:
-    """Return a copy with the same strides."""
-    return value.clone() if value.is_contiguous() else _strided_as(value).copy_(value)
-
-
-def _strided_as(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+def _strided_as(value: Tensor, like: Tensor) -> Tensor:
+    """Return ``value`` with the strides of ``like``."""
+    if like.is_contiguous():
+        return value
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(value)
 
 
 def _outputs_of(result: Any) -> list[Tensor]:

@@ -39,10 +39,7 @@ def _place_of(tensor: Tensor) -> object:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    buffer = torch.full((*tensor.shape, 2), torch.nan, dtype=tensor.dtype, device=tensor.device)
-    view = buffer[..., 0]
-    view.copy_(tensor)
-    return view
+    return _buffer_for(tensor, *tensor.shape, 2)[..., 0].copy_(tensor)
 
 
 def _room(tensor: Tensor) -> int:
@@ -50,10 +47,13 @@ def _room(tensor: Tensor) -> int:
     return 1 if tensor.is_cpu else 64
 
 
+def _buffer_for(tensor: Tensor, *shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
+
+
 def _within(tensor: Tensor) -> Tensor:
     before = _room(tensor)  # it stays dense: what is not is copied by many a kernel
-    buffer = torch.full((before + tensor.numel(),), torch.nan, dtype=tensor.dtype, device=tensor.device)
-    return buffer[before:].copy_(tensor.reshape(-1)).view(tensor.shape)
+    return _buffer_for(tensor, before + tensor.numel())[before:].copy_(tensor.reshape(-1)).view(tensor.shape)
 
 
 def _cut_out(dim: int, least: int) -> Callable[[Tensor], Tensor]:
@@ -64,8 +64,7 @@ def _cut_out(dim: int, least: int) -> Callable[[Tensor], Tensor]:
             return tensor
         shape = list(tensor.shape)
         shape[dim] += _room(tensor)
-        buffer = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
-        return buffer.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        return _buffer_for(tensor, *shape).narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
 
     return place
 

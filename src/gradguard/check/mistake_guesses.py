@@ -87,8 +87,6 @@ def _bad_slices(shape: torch.Size, dim: int, is_wrong: Callable[[Tensor], bool])
 
 def _described(bad: list[int], length: int, name: str) -> str:
     count = len(bad)
-    if bad == list(range(length - count, length)):
-        return f"only the last {count} of {length} {name}"
-    if bad == list(range(count)):
-        return f"only the first {count} of {length} {name}"
-    return f"only {count} of {length} {name}"
+    ends = {"the last ": list(range(length - count, length)), "the first ": list(range(count))}
+    where = next((words for words, places in ends.items() if bad == places), "")
+    return f"only {where}{count} of {length} {name}"

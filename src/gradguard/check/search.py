@@ -79,14 +79,12 @@ class Search:
             elements = self._halve(suspect, self._disagrees(suspect))
             if not elements and not self._set_jumps_aside(suspect):
                 break
-            for position in elements:
-                if len(self.findings) < _MOST_FINDINGS:
-                    self.examine_element(position)
-        if suspect is not None and not self.findings:
-            if len(differences.point) <= _FEW_ENOUGH:
-                check_every_element(self)
-            else:
-                self._first_suspect(jointly=True)
+            self._examine_up_to_five(elements)
+        is_open = suspect is not None and not self.findings
+        if is_open and len(differences.point) > _FEW_ENOUGH:
+            self._first_suspect(jointly=True)
+        elif is_open:
+            check_every_element(self)
         if not self.findings:
             self._examine_kinks_together()
         if exhaustive and not self.findings:
@@ -94,9 +92,14 @@ class Search:
         self._propose_a_tolerance()
         self._rate()
         if len(self.findings) >= _MOST_FINDINGS:
-            self.notes.insert(
-                0, GradientFinding("stopped", f"after {_MOST_FINDINGS} wrong elements, and there may be more")
-            )
+            message = f"after {_MOST_FINDINGS} wrong elements, and there may be more"
+            self.notes.insert(0, GradientFinding("stopped", message))
+
+    def _examine_up_to_five(self, elements: list[int]) -> None:
+        """Examine elements one by one, until there are as many findings as a report needs."""
+        for position in elements:
+            if len(self.findings) < _MOST_FINDINGS:
+                self.examine_element(position)
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
         """Return the first direction that disagrees or says nothing, None if enough of them agree.
@@ -199,9 +202,9 @@ class Search:
         return disagrees
 
     def _set_jumps_aside(self, direction: Tensor) -> bool:
-        """Return whether elements were left out whose value is isolated: whichever way they move, the function jumps.
+        """Return whether elements were left out whose value is isolated: the function jumps whichever way they move.
 
-        Central differences of such an element alone see nothing; those of others see another function.
+        Central differences of such an element alone see nothing; those of other elements see another function.
         """
         jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
         for position in jumping:
@@ -215,9 +218,7 @@ class Search:
         if are_finite(gradient):
             return
         broken = [i for kind in (gradient.isnan(), gradient.isinf()) for i in kind.nonzero().reshape(-1).tolist()]
-        for position in broken[:_MOST_BROKEN]:
-            if len(self.findings) < _MOST_FINDINGS:
-                self.examine_element(position)
+        self._examine_up_to_five(broken[:_MOST_BROKEN])
         if len(broken) > _MOST_BROKEN and not self.findings:
             message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
             self.undecided.append(GradientFinding("singular", message))
@@ -238,30 +239,30 @@ class Search:
         self.open[position] = False
         direction = torch.zeros_like(differences.point)
         direction[position] = 1.0
-        place = differences.function.name_of(position)
+        place = self._place(position)
         own = differences.function.ranges[place[0]]
         mean = float(mean_size(differences.point[own.start : own.stop]))
         shown = examine(differences, direction, [abs(float(differences.point[position])), mean, 1.0])
         if shown.kind == "nan" and differences.reaches_a_pole(direction):
             self.notes.append(GradientFinding("singular", _NOTES["singular"], *place))
-        elif shown.kind == "nan" and self._jumps_where_it_is_nan:
-            self.undecided += [] if self.undecided else [GradientFinding("singular", _NAN_AT_A_JUMP, *place)]
-        elif shown.kind != "nan" and shown.is_wrong and (pieces := self._pieces(direction)):
+            return
+        if shown.kind == "nan" and self._jumps_where_it_is_nan:
+            self.undecided = self.undecided or [GradientFinding("singular", _NAN_AT_A_JUMP, *place)]
+            return
+        pieces = self._pieces(direction) if shown.is_wrong and shown.kind != "nan" else None
+        if pieces is not None:
             self.kinks.append(position)
             message = f"between the derivatives of pieces that meet here, {pieces.low:.6g} and {pieces.high:.6g}"
             self.notes.append(GradientFinding("tie", message, *place, analytical=shown.analytical))
-        else:
-            self._note(self._unless_in_doubt(shown, direction * mean), position)
-
-    def _unless_in_doubt(self, shown: ElementVerdict, direction: Tensor) -> ElementVerdict:
-        """Return "undecided" for an agreement whose bar is so wide that it hides a disagreement at larger steps."""
-        if shown.kind != "ok" or shown.is_wrong or not self.differences.is_low:
-            return shown
-        found, moved = self.differences.along(direction), float(direction.abs().max())
-        bar = 10 * shown.numerical.bar * moved
-        is_little = bar <= LITTLE_OF_TYPICAL * typical_size(self.differences) * moved
-        in_doubt = found.allowed(self.differences.relative) < abs(found.error) < bar and not is_little
-        return replace(shown, kind="undecided") if in_doubt else shown
+            return
+        if shown.kind == "ok" and differences.is_low:
+            # The bar may be so wide that it hides a disagreement at larger steps.
+            found = differences.along(direction * mean)
+            bar = 10 * shown.numerical.bar * mean
+            is_little = bar <= LITTLE_OF_TYPICAL * typical_size(differences) * mean
+            if found.allowed(differences.relative) < abs(found.error) < bar and not is_little:
+                shown = replace(shown, kind="undecided")
+        self._note(shown, position)
 
     def _examine_jointly(self, direction: Tensor, found: Disagreement) -> None:
         """Examine a whole direction as if it were an element, where too many elements are at kinks or ties."""

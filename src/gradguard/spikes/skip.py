@@ -60,10 +60,12 @@ class SkipSpikes:
     or of which some record none, has no kind. A process that does not know the loss records the kind by
     ``guard.record_loss(0.0, weight=0, kind=...)``.
 
-    **Guarantees.** Those of the detector; and a step that is not finite is not judged and leaves no trace.
-    Where it acts, all ranks treat such a step as not finite, also a rank whose own gradients are finite.
-    A loss that is NaN or infinite where all gradients are finite is reported once, as a RuntimeWarning, which on an
-    accelerator comes some steps late: the host never waits for it.
+    **Guarantees.** Those of the detector, and:
+
+    - A step that is not finite is not judged and leaves no trace.
+    - With ``act=True`` all ranks treat such a step as not finite, also a rank whose own gradients are finite.
+    - A loss that is NaN or infinite although all gradients are finite is reported once, as a RuntimeWarning. On an
+      accelerator the warning comes some steps late: the host never waits for it.
 
     **Updates.** With ``updates=True`` the last signal is the norm of what the step takes from the weights: Adam's
     update may spike where neither loss nor gradient does. Where the optimizer is one of `torch.optim` that treats each

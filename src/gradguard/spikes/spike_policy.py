@@ -44,11 +44,13 @@ _AS_BEFORE = (
 class Detector(ABC):
     """A rule that recognises spikes: `observe` it once a step. Subclasses write `_empty` and `_judge`.
 
-    **Guarantees.** All state is in tensors on one device, changed in place by a fixed sequence of operations without a
-    look from the host, so that a CUDA graph can hold it, and ranks that observe the same bits decide the same. The
-    state moves to the device of the observed values by itself. A run that is resumed from `state_dict` decides bit by
-    bit as the uninterrupted one.
+    **Guarantees.**
 
+    - All state is in tensors on one device. On an accelerator it is changed in place, by a fixed sequence of operations
+      without a host sync: a CUDA graph can hold it.
+    - Ranks that observe the same bits decide the same.
+    - The state moves to the device of the observed values.
+    - A run that is resumed from `state_dict` decides bit by bit as the uninterrupted one.
     """
 
     def __init__(self) -> None:
