@@ -29,16 +29,16 @@ _MOST_BROKEN = 200
 _LITTLE = 1e-4
 """A relative error of several elements below this may come from a solver that stops at a tolerance."""
 _SEVERAL = 3
-_MESSAGES = {
-    "mismatch": "",
-    "kink": "outside the subgradients [{low:.6g}, {high:.6g}]",
-    "nan": "not finite where the function has a finite derivative",
+_WORDS = {
+    ("mismatch", True): "",
+    ("kink", True): "outside the subgradients [{low:.6g}, {high:.6g}]",
+    ("nan", True): "not finite where the function has a finite derivative",
+    ("undecided", False): "the numerical derivative does not settle",
+    ("kink", False): "a subgradient, between the one-sided derivatives {low:.6g} and {high:.6g}",
+    ("jump", False): "the function jumps here",
+    ("singular", False): "the derivative is not finite here, or the function is defined on one side only",
 }
-_NOTES = {
-    "kink": "a subgradient, between the one-sided derivatives {low:.6g} and {high:.6g}",
-    "jump": "the function jumps here",
-    "singular": "the derivative is not finite here, or the function is defined on one side only",
-}
+"""The message for an element, by the kind of its verdict and by whether its gradient is wrong."""
 
 _NAN_AT_A_JUMP = "NaN, and the function jumps when such elements move together: choose another point"
 
@@ -209,7 +209,7 @@ class Search:
         jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
         for position in jumping:
             self.open[position] = self.continuous[position] = False
-            self.notes.append(GradientFinding("jump", _NOTES["jump"], *self._place(position)))
+            self.notes.append(GradientFinding("jump", _WORDS["jump", False], *self._place(position)))
         return bool(jumping)
 
     def _examine_broken_gradients(self) -> None:
@@ -244,7 +244,7 @@ class Search:
         mean = float(mean_size(differences.point[own.start : own.stop]))
         shown = examine(differences, direction, [abs(float(differences.point[position])), mean, 1.0])
         if shown.kind == "nan" and differences.reaches_a_pole(direction):
-            self.notes.append(GradientFinding("singular", _NOTES["singular"], *place))
+            self.notes.append(GradientFinding("singular", _WORDS["singular", False], *place))
             return
         if shown.kind == "nan" and self._jumps_where_it_is_nan:
             self.undecided = self.undecided or [GradientFinding("singular", _NAN_AT_A_JUMP, *place)]
@@ -298,20 +298,20 @@ class Search:
         return pieces_around(self.differences, direction, self.generator)
 
     def _note(self, shown: ElementVerdict, position: int) -> None:
-        place = self._place(position)
-        if shown.is_wrong:
-            self.findings.append(_finding(shown, *place, _MESSAGES[shown.kind].format(low=shown.low, high=shown.high)))
-        elif shown.kind == "undecided":
-            self.undecided.append(_finding(shown, *place, "the numerical derivative does not settle"))
-        elif shown.kind in _NOTES:
-            self.kinks += [position] if shown.kind == "kink" else []
-            self.continuous[position] = shown.kind == "kink"
-            self.notes.append(_finding(shown, *place, _NOTES[shown.kind].format(low=shown.low, high=shown.high)))
-        if not shown.is_wrong and shown.kind != "undecided" and not math.isnan(shown.numerical.value):
+        if shown.kind != "ok":
+            words = _WORDS[shown.kind, shown.is_wrong].format(low=shown.low, high=shown.high)
+            kept = self.findings if shown.is_wrong else self.undecided if shown.kind == "undecided" else self.notes
+            kept.append(_finding(shown, *self._place(position), words))
+        if shown.is_wrong or shown.kind == "undecided":
+            return
+        if shown.kind == "kink":
+            self.kinks.append(position)
+        elif shown.kind != "ok":
+            self.continuous[position] = False
+        if not math.isnan(shown.numerical.value):
             size = abs(shown.analytical) if shown.kind == "ok" else 0.0  # something to compare with
-            self.singly.append(
-                max(shown.numerical.bar / size, self.differences.rtol) if size > self.negligible else 0.0
-            )
+            is_known = size > self.negligible
+            self.singly.append(max(shown.numerical.bar / size, self.differences.rtol) if is_known else 0.0)
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
