@@ -8,9 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -22,16 +20,6 @@ Slot = tuple[int, int]
 
 COMPILED = "CompiledFunctionBackward"
 """The name of the one node that compiled code is."""
-
-
-class Metadata(Protocol):
-    """PyTorch's record of the value of a slot."""
-
-    shape: list[int]
-    dtype: torch.dtype
-    device: torch.device
-    is_nested_tensor: bool
-    is_cpp_nested_tensor: bool
 
 
 _OPERATION = re.compile(r"(\w+?)Backward\d+")  # the number tells PyTorch's own operations from custom functions
@@ -101,18 +89,10 @@ class Graph:
                         order.append(self.index[child])
         return order
 
-    def is_scalar(self, slot: Slot) -> bool:
-        """Tell whether the value of ``slot`` has no dimensions."""
-        return dimensions(self.metadata(slot)) == 0
-
-    def metadata(self, slot: Slot) -> "Metadata":
-        """Return the shape, dtype and device of a slot's value."""
-        return input_metadata_of(self.nodes[slot[0]])[slot[1]]
-
-
-def dimensions(value: Metadata) -> int:
-    """Return the number of dimensions of a slot's value; -1 for nested ones, which have no single shape."""
-    return -1 if value.is_nested_tensor or value.is_cpp_nested_tensor else len(value.shape)
+    def dimensions(self, slot: Slot) -> int:
+        """Return the number of dimensions of a slot's value; -1 for nested ones, which have no single shape."""
+        value = input_metadata_of(self.nodes[slot[0]])[slot[1]]
+        return -1 if value.is_nested_tensor or value.is_cpp_nested_tensor else len(value.shape)
 
 
 def walk(roots: Iterable[tuple[Node, int]], stop: Callable[[Node], bool] | None = None) -> Graph:

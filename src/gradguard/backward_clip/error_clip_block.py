@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor, nn
 
 from gradguard.backward_clip.backward_graph import raise_if_freed
-from gradguard.backward_clip.error_clip_rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
+from gradguard.backward_clip.error_clip_rules import BaseErrorClip, ErrorClipNonfinite
 from gradguard.backward_clip.hooks import Clipping
 from gradguard.backward_clip.scopes import LossScale, LossScope, Scope, Target, TargetScope, active
 from gradguard.backward_clip.statistics import BlockCounts, ErrorClipStats
@@ -132,7 +132,12 @@ def checked_rule(rule: object) -> BaseErrorClip:
     if rule is None:
         return ErrorClipNonfinite("keep")
     if isinstance(rule, BaseErrorClip):
-        check_thresholds(rule)
+        for name in rule.thresholds or ():
+            if not hasattr(rule, name):
+                raise InvalidValueError(
+                    f"{type(rule).__name__}.thresholds names {name!r}, and the rule has no such attribute: assign it "
+                    f"in __init__, or correct the name."
+                )
         return rule
     hint = f": did you mean gg.ErrorClipByValue({rule})?" if isinstance(rule, int | float) else "."
     raise InvalidTypeError(f"rule is {type(rule).__name__}, expected one such as gg.ErrorClipByValue(max=5.0){hint}")

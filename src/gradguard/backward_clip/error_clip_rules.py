@@ -186,7 +186,7 @@ class _OnUnscaled(BaseErrorClip):
 def encode_rule(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
     """Return ``rule`` as texts and tensors, the two things that compiled code can be handed."""
     inputs = rule._inputs
-    assert inputs is not None, "check_thresholds comes first"
+    assert inputs is not None, "checked_rule comes first"
     return rule._kind, inputs
 
 
@@ -198,20 +198,6 @@ def decode_rule(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
     names = [*(rule.thresholds or ()), *(name for name, text in state if is_encoded_tensor(text))]
     rule.__dict__.update(zip(names, inputs, strict=True))
     return rule
-
-
-def check_thresholds(rule: BaseErrorClip) -> None:
-    """Refuse a rule one of whose thresholds has no value.
-
-    Raises:
-        InvalidValueError: If so.
-    """
-    for name in rule.thresholds or ():
-        if not hasattr(rule, name):
-            raise InvalidValueError(
-                f"{type(rule).__name__}.thresholds names {name!r}, and the rule has no such attribute: assign it in "
-                f"__init__, or correct the name."
-            )
 
 
 def clamp_bounds(rule: BaseErrorClip) -> tuple[float, float] | None:

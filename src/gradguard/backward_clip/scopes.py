@@ -305,12 +305,9 @@ class TargetScope(Scope):
             exclude=lambda graph: frozenset(owned_slots(graph, since=self.serial)),
             claimed=lambda node, claim: claim_slots(self, node, claim),
         )
-        passed = partial(self._passed, module)
-        self.clipping.handles += [node.register_prehook(passed) for node in {node for node, _ in roots}]
+        for node in {node for node, _ in roots}:
+            self.clipping.handles.append(node.register_prehook(lambda grads: self.backwards.add(module)))
         self.forwards.add(module)
-
-    def _passed(self, module: nn.Module, grads: Any) -> None:
-        self.backwards.add(module)
 
 
 def _check_target(number: int, target: Any) -> None:

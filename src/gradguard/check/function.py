@@ -42,8 +42,7 @@ class Function:
         self.module = module = fn if isinstance(fn, nn.Module) else None
         flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
         given = [value for _, value in flat]
-        parameters = {} if module is None else dict(module.named_parameters())
-        own = parameters if module is None else {**parameters, **dict(module.named_buffers())}
+        parameters, own = own_tensors(fn)
         names = names or _argument_names(fn if module is None else module.forward, args, flat)
         values = [*given, *own.values()]
         refuse_empty(dict(zip([*names, *own], values, strict=True)))
@@ -106,7 +105,7 @@ class Function:
                 is_usual = [one.shape for one in outputs] == shapes  # not where a shape depends on the data
                 # A copy: the next call may overwrite the outputs.
                 rows.append(joined(outputs) if is_usual else zeros(self.size) + torch.nan)
-        return torch.stack(rows) if len(rows) > 1 else rows[0][None]
+        return torch.stack(rows)
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the callable with these tensors for its inputs; return its floating and complex outputs."""
@@ -214,6 +213,14 @@ class Function:
     def _of_outputs(self, each: Sequence[float]) -> Tensor:
         """Return a vector of one value for all elements of each output."""
         return torch.cat([zeros(one.size).add_(value) for one, value in zip(self.outputs, each, strict=True)])
+
+
+def own_tensors(fn: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters of a module by name, and with them its buffers; nothing for another callable."""
+    if not isinstance(fn, nn.Module):
+        return {}, {}
+    parameters = dict(fn.named_parameters())
+    return parameters, parameters | dict(fn.named_buffers())
 
 
 def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:

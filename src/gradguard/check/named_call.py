@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.function import Function, is_autograd_function, is_differentiable, name_of
+from gradguard.check.function import Function, is_autograd_function, is_differentiable, name_of, own_tensors
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.frozen import Frozen, modules_of_call
 from gradguard.state.generators import generator_states
@@ -40,8 +40,7 @@ class NamedCall:
         inputs, further = _tensor_values("input_values", values), _tensor_values("local_scope", scope or {})
         if common := [name for name in inputs if name in further]:
             raise InvalidValueError(f"{common} are in input_values and in local_scope: give each in one of them.")
-        parameters = dict(op.named_parameters()) if isinstance(op, nn.Module) else {}
-        own = {**parameters, **dict(op.named_buffers())} if isinstance(op, nn.Module) else {}
+        parameters, own = own_tensors(op)
         refuse_empty(own)
         self.names = list(dict.fromkeys([*inputs, *parameters]))
         self.values = {**{name: one.detach() for name, one in own.items()}, **inputs, **further}

@@ -136,15 +136,11 @@ class Conditioning:
     def _spread_of_inputs(self, generator: torch.Generator) -> Tensor:
         spread = torch.zeros_like(self.gradient)
         for _ in range(_PERTURBATIONS):
-            moved = self.exact.gradient(
-                self._nudged(self.low.point, generator), self._nudged(self.cotangent, generator)
-            )
+            vectors = (self.low.point, self.cotangent)
+            moved = self.exact.gradient(*(v * (1 + self.eps * signs(v.shape, generator)) for v in vectors))
             spread = torch.maximum(spread, finite(moved - self.gradient).abs())
         size = self._finite.abs()
         return spread + _mean(spread) + self.eps * (size + _mean(size))
-
-    def _nudged(self, vector: Tensor, generator: torch.Generator) -> Tensor:
-        return vector * (1 + self.eps * signs(vector.shape, generator))
 
     def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
         """Return what belongs to each input."""
