@@ -24,17 +24,16 @@ COMPILED = "CompiledFunctionBackward"
 
 _OPERATION = re.compile(r"(\w+?)Backward\d+")  # the number tells PyTorch's own operations from custom functions
 
-REARRANGES = frozenset(
-    [
-        "Alias", "Clone", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes",
-        "Squeeze", "T", "Transpose", "Unbind", "UnsafeSplit", "UnsafeSplitWithSizes", "UnsafeView", "Unsqueeze", "View",
-    ]
-)  # fmt: skip
+_REARRANGING = """
+    Alias Clone Diagonal Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T Transpose Unbind UnsafeSplit
+    UnsafeSplitWithSizes UnsafeView Unsqueeze View
+"""
+_CASTING = "AsStrided Conj ConjPhysical Expand NegView ToCopy Unfold ViewAsComplex ViewAsReal"
+
+REARRANGES = frozenset(_REARRANGING.split())
 """Operations of one input whose backward gives each element its own place, or none."""
 
-VIEWS_AND_CASTS = REARRANGES | frozenset(
-    ["AsStrided", "Conj", "ConjPhysical", "Expand", "NegView", "ToCopy", "Unfold", "ViewAsComplex", "ViewAsReal"]
-)
+VIEWS_AND_CASTS = REARRANGES.union(_CASTING.split())
 """Operations of one input whose chains from a parameter, such as ``weight.t()``, still hold that parameter."""
 
 

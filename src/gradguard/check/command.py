@@ -19,9 +19,9 @@ from gradguard.check.gradient_report import GradientReport
 from gradguard.check.named_call import bind_by_name
 from gradguard.errors import CommandError, GradguardError
 
-_REAL = ("float16", "bfloat16", "float32", "float64")
-_COMPLEX = ("complex64", "complex128")
-_WHOLE = ("uint8", "int8", "int16", "int32", "int64", "bool")
+_COMPLEX = ["complex64", "complex128"]
+_WHOLE = ["uint8", "int8", "int16", "int32", "int64", "bool"]
+_KNOWN = ["float16", "bfloat16", "float32", "float64", *_COMPLEX, *_WHOLE]
 _EXAMPLE = "as in x=2,3:float32, or x=:float64 for a single number"
 
 
@@ -128,9 +128,8 @@ def make_inputs(specifications: Sequence[str], seed: int) -> dict[str, Tensor]:
         if min(shape, default=0) < 0:
             raise CommandError(f"--input {text}: {sizes!r} is no shape; expected sizes >= 0, {_EXAMPLE}.")
         dtype = dtype or "float32"
-        if dtype not in (*_REAL, *_COMPLEX, *_WHOLE):
-            known = [*_REAL, *_COMPLEX, *_WHOLE]
-            raise CommandError(f"--input {text}: unknown dtype {dtype!r}; expected one of {known}.")
+        if dtype not in _KNOWN:
+            raise CommandError(f"--input {text}: unknown dtype {dtype!r}; expected one of {_KNOWN}.")
         if dtype in _WHOLE:
             drawn = torch.randint(0, 2, shape, generator=generator, device="cpu")
         else:

@@ -49,10 +49,13 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
 
 def parts_of(vector: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
     """Return the tensors that ``vector`` stands for: rounded to the dtypes of ``slots``, contiguous."""
-    return [
-        _unflattened(part, one.value)
-        for part, one in zip(vector.split_with_sizes([one.size for one in slots]), slots, strict=True)
-    ]
+    parts = []
+    for part, one in zip(vector.split_with_sizes([one.size for one in slots]), slots, strict=True):
+        like = one.value
+        if like.is_complex():
+            part = torch.view_as_complex(part.clone().reshape(*like.shape, 2))
+        parts.append(part.reshape(like.shape).to(like.device, like.dtype))
+    return parts
 
 
 def element_of(slots: Sequence[Slot], position: int) -> tuple[str, tuple[int, ...]]:
@@ -148,9 +151,3 @@ def _flat(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return real.reshape(-1).to("cpu", torch.float64)
-
-
-def _unflattened(part: Tensor, like: Tensor) -> Tensor:
-    if like.is_complex():
-        part = torch.view_as_complex(part.clone().reshape(*like.shape, 2))
-    return part.reshape(like.shape).to(like.device, like.dtype)

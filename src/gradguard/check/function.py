@@ -281,12 +281,17 @@ def _outputs_of(result: Any) -> list[Tensor]:
     return found
 
 
+def signature_of(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of a callable, None for the functions of torch that are written in C++."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
 def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequence[tuple[Any, Any]]) -> list[str]:
     """Return a name for each leaf of the arguments, as the callable's signature has them."""
-    try:
-        given = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    except (TypeError, ValueError):
-        given = []
+    given = [p for p in signature_of(fn) or () if p.kind is not p.KEYWORD_ONLY]
     found: list[str] = []
     for one in given:
         found += [f"{one.name}[{j}]" for j in range(len(args))] if one.kind is one.VAR_POSITIONAL else [one.name]

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.function import Function, is_autograd_function, is_differentiable, name_of, own_tensors
+from gradguard.check.function import (
+    Function,
+    is_autograd_function,
+    is_differentiable,
+    name_of,
+    own_tensors,
+    signature_of,
+)
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.frozen import Frozen, modules_of_call
 from gradguard.state.generators import generator_states
@@ -226,10 +233,6 @@ def _parameters(fn: Any) -> list[inspect.Parameter] | None:
     """Return the parameters of a callable, None for the functions of torch that are written in C++."""
     owner = getattr(fn, "__self__", None)
     if is_autograd_function(owner):  # its ``apply`` takes what ``forward`` takes, by position only
-        given = list(inspect.signature(owner.forward).parameters.values())
-        given = given[owner.setup_context is torch.autograd.Function.setup_context :]
+        given = (signature_of(owner.forward) or [])[owner.setup_context is torch.autograd.Function.setup_context :]
         return [p.replace(kind=p.POSITIONAL_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in given]
-    try:
-        return list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
-    except (TypeError, ValueError):
-        return None
+    return signature_of(fn.forward if isinstance(fn, nn.Module) else fn)

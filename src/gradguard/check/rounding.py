@@ -29,22 +29,19 @@ from gradguard.torch_private import (
 )
 
 _RUNS = 16
-_FUSED = (
-    "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
-    "native_batch_norm", "fused_rms_norm", "fused_rms_norm_backward", "softmax", "softmax_backward_data",
-    "log_softmax", "log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "gelu", "gelu_backward",
-    "silu", "silu_backward", "glu", "glu_backward", "sigmoid_backward", "tanh_backward", "addmm", "baddbmm",
-    "logsumexp",
-)  # fmt: skip
-_EXACT = frozenset(
-    [
-        "to_copy", "unsafe_view", "abs", "amax", "amin", "cat", "clamp", "clamp_max", "clamp_min", "clone",
-        "constant_pad_nd", "copy", "empty", "empty_like", "fill", "flip", "full", "full_like", "gather", "index",
-        "index_select", "embedding", "masked_fill", "max", "maximum", "min", "minimum", "neg", "ones", "ones_like",
-        "relu", "repeat", "roll", "scalar_tensor", "select_backward", "slice_backward", "sort", "stack", "threshold",
-        "threshold_backward", "topk", "tril", "triu", "where", "zeros", "zeros_like",
-    ]
-)  # fmt: skip
+_FUSED = """
+    native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm
+    fused_rms_norm fused_rms_norm_backward softmax softmax_backward_data log_softmax log_softmax_backward_data
+    nll_loss_forward nll_loss_backward gelu gelu_backward silu silu_backward glu glu_backward sigmoid_backward
+    tanh_backward addmm baddbmm logsumexp
+"""
+_CHOOSING = """
+    to_copy unsafe_view abs amax amin cat clamp clamp_max clamp_min clone constant_pad_nd copy empty empty_like fill
+    flip full full_like gather index index_select embedding masked_fill max maximum min minimum neg ones ones_like relu
+    repeat roll scalar_tensor select_backward slice_backward sort stack threshold threshold_backward topk tril triu
+    where zeros zeros_like
+"""
+_EXACT = frozenset(_CHOOSING.split())
 """Operations that choose among numbers, and round none."""
 _SEQUENTIAL = 0.2
 """Standard deviation of a sum of n terms that is added up one by one, over √n · eps · size of its partial sums."""
@@ -55,10 +52,13 @@ def _of_scatters(args: Sequence[Any], result: Tensor) -> float:
     return max((float(one.flatten().bincount().max()) for one in indices if one.min() >= 0), default=1.0)
 
 
-_REDUCTIONS = ["sum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm"]
-_SCATTERED = ["embedding_dense_backward", "index_add", "scatter_add", "index_put", "scatter_reduce"]
+_NONLINEAR = "var std var_mean logsumexp prod norm linalg_vector_norm"
+_NOT_LINEAR = _NONLINEAR.split()
+_SCATTERED = "embedding_dense_backward index_add scatter_add index_put scatter_reduce"
 _TERMS: dict[str, Callable[[Sequence[Any], Tensor], float]] = {
-    **dict.fromkeys(_REDUCTIONS, lambda args, result: max(1.0, args[0].numel() / max(1, result.numel()))),
+    **dict.fromkeys(
+        ["sum", "mean", *_NOT_LINEAR], lambda args, result: max(1.0, args[0].numel() / max(1, result.numel()))
+    ),
     "cumsum": lambda args, result: args[0].shape[args[1]] if args[0].dim() else 1,
     **dict.fromkeys(
         ["mm", "bmm", "mv", "dot"],
@@ -68,10 +68,9 @@ _TERMS: dict[str, Callable[[Sequence[Any], Tensor], float]] = {
         ["convolution", "convolution_backward"],
         lambda args, result: max(one.numel() for one in args if isinstance(one, Tensor)),
     ),
-    **dict.fromkeys(_SCATTERED, _of_scatters),
+    **dict.fromkeys(_SCATTERED.split(), _of_scatters),
 }
 """The number of terms that each element of the result is a sum of, by operation."""
-_NOT_LINEAR = frozenset(_REDUCTIONS[2:])
 
 
 class Scatter:
@@ -95,7 +94,7 @@ class Scatter:
         limits = torch.finfo(dtype)
         self._eps, self._least = limits.eps, limits.smallest_normal * limits.eps
         self._generator = generator
-        self._decompositions = decompositions(_FUSED)
+        self._decompositions = decompositions(_FUSED.split())
         exact = function.gradient(vector, cotangent)
         runs = [self._run(function, vector, cotangent)]
         self.is_seen = bool((finite(runs[0] - exact).abs() > self._eps / 50 * finite(exact).abs()).any())
