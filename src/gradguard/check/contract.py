@@ -180,7 +180,7 @@ class Contract:
             The faults of gradients that the first backward returned and the second one overwrites.
         """
         function, fresh, (leaves, outputs) = self.function, [v.clone() for v in self.shaped], self._graph
-        given, names = [one.value for one in function.inputs], [one.name for one in function.inputs]
+        given, names = [*function.given.values()], [*function.given]
         self.findings += _changed("the forward overwrites input", names, leaves, given)  # which are not the leaves
         returned = function.gradients(outputs, leaves, fresh, keep=True)
         self.first = joined(returned)
@@ -320,7 +320,7 @@ class Contract:
 
     def _some_needed(self) -> None:
         """Compare the gradients of runs in which only some inputs need one."""
-        names, count = [one.name for one in self.function.inputs], len(self.function.inputs)
+        names, count = [*self.function.given], len(self.function.given)
         if count <= _MOST_SUBSETS:
             subsets = [[i for i in range(count) if mask >> i & 1] for mask in range(1, 2**count - 1)]
         else:
@@ -360,7 +360,7 @@ class Contract:
 
         Input i is slice ``sources[i]``, repeated to fill its shape.
         """
-        values, alike = [one.value for one in self.function.inputs], {}
+        values, alike = [*self.function.given.values()], {}
         same = list(range(len(values)))
         own = [one.is_argument and one.size > 0 for one in self.function.inputs]
         sources = [alike.setdefault((v.shape, v.dtype), i) if own[i] else i for i, v in enumerate(values)]
@@ -390,7 +390,7 @@ class Contract:
         With ``moved`` the inputs are copies, each moved at random by this share of its size, or of the mean size if
         that is larger.
         """
-        shapes = [one.value.shape for one in self.function.inputs]
+        shapes = [one.shape for one in self.function.given.values()]
         leaves = [one.clone().requires_grad_() for one in slices]
         inputs = [leaves[source].expand(shape) for source, shape in zip(sources, shapes, strict=True)]
         if moved is not None:
@@ -416,7 +416,7 @@ class Contract:
 
     def _is_rounding(self, found: BackwardRun) -> bool:
         """Tell whether a run differs by no more than rounding the inputs does, as sums in another order do."""
-        values, usual = [one.value for one in self.function.inputs], BackwardRun(self.first, self.usual_values)
+        values, usual = [*self.function.given.values()], BackwardRun(self.first, self.usual_values)
         changes = self._changes(values, list(range(len(values))), usual, torch.finfo(self.dtype).eps)
         if changes is None or found.values.shape != usual.values.shape:
             return False

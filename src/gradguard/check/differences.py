@@ -47,9 +47,18 @@ class Disagreement(NamedTuple):
     size: float
     """The larger of the 2-norm and the derivative at large steps."""
 
-    def allowed(self, relative: float) -> float:
-        """Return the disagreement that is no finding."""
-        return MULTIPLE * self.bar + relative * self.scale
+    relative: float
+    """The tolerated error beside the bar, relative to ``scale``."""
+
+    @property
+    def allowed(self) -> float:
+        """The disagreement that is no finding."""
+        return MULTIPLE * self.bar + self.relative * self.scale
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the disagreement is larger than its bar allows."""
+        return abs(self.error) > self.allowed
 
 
 class Limit(NamedTuple):
@@ -172,7 +181,7 @@ class Differences:
             if _bar(best) <= enough or (len(limits) > 2 and _bar(best) <= 2 * limits[-1].rounding):
                 break  # smaller steps have nothing to add: accurate enough, or rounding takes over
         largest = max((abs(one) for _, one in found[:2]), default=0.0)
-        return Disagreement(best.value, best.bar, scale, max(scale, largest))
+        return Disagreement(best.value, best.bar, scale, max(scale, largest), self.relative)
 
     def central(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far the point and the outputs move from below the point to above it, by each of ``offsets``."""

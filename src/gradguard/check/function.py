@@ -61,14 +61,16 @@ class Function:
             refuse_unfit(name, value, names[i])
             refuse_unless(~value.isnan(), name, value, "expected numbers")
             self.inputs.append(Slot(names[i], _dense(value), i, i < len(given)))
+        self.given = {one.name: one.value for one in self.inputs}
+        """The inputs by name."""
         self.sizes = [one.size for one in self.inputs]
         ends = accumulate(self.sizes)
-        self.ranges = {one.name: range(end - one.size, end) for one, end in zip(self.inputs, ends, strict=True)}
+        self.ranges = {one.name: slice(end - one.size, end) for one, end in zip(self.inputs, ends, strict=True)}
         """The positions of each input in the vector, by name."""
         self._copied = [i for i, value in enumerate(self._values) if isinstance(value, Tensor) and i not in checked]
         self.is_wide = all(one.dtype is torch.float64 for one in self.inputs)
         """Whether all inputs are float64, so that no step is rounded."""
-        self.point = joined(one.value for one in self.inputs)
+        self.point = joined(self.given.values())
         """The inputs as one vector, not to be changed."""
         self.outputs: list[Slot] = []
         self.has_own_code = True
@@ -78,8 +80,7 @@ class Function:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
-        pairs = zip(parts_of(vector, self.inputs), self.inputs, strict=True)
-        return [_strided_as(part, one.value) for part, one in pairs]
+        return list(map(_strided_as, parts_of(vector, self.inputs), self.given.values()))
 
     def rounded(self, vectors: Tensor) -> Tensor:
         """Return ``vectors``, one in each row, as the dtypes of the inputs hold them."""
@@ -126,7 +127,7 @@ class Function:
 
     def leaves(self, vector: Tensor | None = None) -> list[Tensor]:
         """Return the inputs as leaves that require a gradient."""
-        tensors = [one.value for one in self.inputs] if vector is None else self.split(vector)
+        tensors = self.given.values() if vector is None else self.split(vector)
         return [_strided_as(tensor.clone(), tensor).requires_grad_() for tensor in tensors]
 
     def record(self, leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -288,7 +288,7 @@ class _Check:
             return exact
         exact.state.restore()
         self.functions.remove(exact)
-        return None if any(one.value.dtype in _LOW for one in low.inputs) else low
+        return None if any(one.dtype in _LOW for one in low.inputs) else low
 
     def _learn(self, function: Function) -> list[Tensor]:
         """Call the function once, and refuse what cannot be checked; return the outputs with their graph."""
@@ -445,8 +445,8 @@ class _Check:
 
     def _second_order(self, function: Function) -> None:
         cotangents = function.shaped(self._cotangent(function))
-        point = (*(one.value for one in function.inputs), *cotangents)
-        names = [*(one.name for one in function.inputs), *(f"grad of {one.name}" for one in function.outputs)]
+        point = (*function.given.values(), *cotangents)
+        names = [*function.given, *(f"grad of {one.name}" for one in function.outputs)]
         second = Function(function.gradient_function, point, {}, wide=False, names=names)
         self.functions.append(second)
         try:

@@ -121,7 +121,7 @@ class Search:
                 needed = 1 if not attempt and not differences.is_low and is_telling else needed
             elif jointly:
                 self._examine_jointly(direction, found)
-            elif self.is_wrong(found):
+            elif found.is_wrong:
                 return direction
             else:
                 powerless = direction if powerless is None else powerless
@@ -132,20 +132,19 @@ class Search:
     def _suspect_of_one_input(self, direction: Tensor, agreed: Disagreement, jointly: bool) -> Tensor | None:
         """Look one by one at inputs whose gradient is so small that an error in it would not show in ``agreed``."""
         differences = self.differences
-        relative, negligible = differences.relative, self.negligible
         for name, own in differences.function.ranges.items():
-            moved = direction[own.start : own.stop]
-            scale = norm(moved * differences.gradient[own.start : own.stop])
-            hidden = agreed.allowed(relative) * int((moved != 0).sum()) ** 0.5
+            moved = direction[own]
+            scale = norm(moved * differences.gradient[own])
+            hidden = agreed.allowed * int((moved != 0).sum()) ** 0.5
             if scale >= agreed.scale or hidden <= _TOO_WEAK * scale:
                 continue
             part = _of_input(direction, own)
             found = self._along(part)
-            if found.size > negligible and self.is_wrong(found):
+            if found.size > self.negligible and found.is_wrong:
                 if not jointly:
                     return part
                 self._examine_jointly(part, found)
-            elif scale > 0 and (found.size <= negligible or found.allowed(relative) > _TOO_WEAK * scale):
+            elif scale > 0 and (found.size <= self.negligible or found.allowed > _TOO_WEAK * scale):
                 note = GradientFinding("precision", "not judged: its gradient is rounding beside the others", name)
                 self.notes += [] if note in self.notes else [note]
         return None
@@ -159,20 +158,14 @@ class Search:
 
     def _is_clear(self, found: Disagreement) -> bool:
         """Tell whether a direction agrees within a bar narrow enough to mean something."""
-        if self.is_wrong(found):
-            return False
         is_nothing = found.scale <= self.negligible and found.bar <= 1e3 * self.negligible
-        return is_nothing or not found.bar > _POWERLESS * found.size
+        return not found.is_wrong and (is_nothing or not found.bar > _POWERLESS * found.size)
 
     def _power(self, found: Disagreement) -> float | None:
         """Return from which relative error on one element of typical size would show; None if no element has a size."""
         if found.scale <= self.negligible:
             return None
-        return found.allowed(self.differences.relative) / found.scale * max(1, int(self.open.sum())) ** 0.5
-
-    def is_wrong(self, found: Disagreement) -> bool:
-        """Tell whether a disagreement is larger than its bar allows."""
-        return abs(found.error) > found.allowed(self.differences.relative)
+        return found.allowed / found.scale * max(1, int(self.open.sum())) ** 0.5
 
     def _halve(self, direction: Tensor, is_suspect: Callable[[Tensor], bool]) -> list[int]:
         """Return single elements of ``direction`` that are suspect, found by halving."""
@@ -197,7 +190,7 @@ class Search:
         def disagrees(part: Tensor) -> bool:
             found = self.differences.along(part)
             enough = max(_POWERLESS * found.scale, floor * int((part != 0).sum()) ** 0.5)
-            return self.is_wrong(found) or found.bar > enough
+            return found.is_wrong or found.bar > enough
 
         return disagrees
 
@@ -241,7 +234,7 @@ class Search:
         direction[position] = 1.0
         place = self._place(position)
         own = differences.function.ranges[place[0]]
-        mean = float(mean_size(differences.point[own.start : own.stop]))
+        mean = float(mean_size(differences.point[own]))
         shown = examine(differences, direction, [abs(float(differences.point[position])), mean, 1.0])
         if shown.kind == "nan" and differences.reaches_a_pole(direction):
             self.notes.append(GradientFinding("singular", _WORDS["singular", False], *place))
@@ -260,7 +253,7 @@ class Search:
             found = differences.along(direction * mean)
             bar = 10 * shown.numerical.bar * mean
             is_little = bar <= LITTLE_OF_TYPICAL * typical_size(differences) * mean
-            if found.allowed(differences.relative) < abs(found.error) < bar and not is_little:
+            if found.allowed < abs(found.error) < bar and not is_little:
                 shown = replace(shown, kind="undecided")
         self._note(shown, position)
 
@@ -272,7 +265,7 @@ class Search:
             low, high = pieces or (shown.low, shown.high)
             width = 0.0 if low != low else high - low  # anything in between passes, and less than that is not seen
             self.agreed.append(found._replace(bar=max(found.bar, width)))
-        elif shown.is_wrong and self.is_wrong(found):
+        elif shown.is_wrong and found.is_wrong:
             self.findings.append(_finding(shown, "", None, "along a random direction, from many elements together"))
         else:
             self.unclear.append(_finding(shown, "", None, "nothing settles along a random direction"))
@@ -325,7 +318,7 @@ class Search:
         ranges = self.differences.function.ranges.values()
         moved = [next(drawn) * usable for _ in range(_DIRECTIONS)]
         parts = [_of_input(direction, own) for direction in moved for own in ranges]
-        found = [one for one in map(self.differences.along, parts) if self.is_wrong(one)]
+        found = [one for one in map(self.differences.along, parts) if one.is_wrong]
         needed = max((abs(one.error) / one.scale if one.scale else math.inf for one in found), default=0.0)
         if not 0 < needed < _LITTLE:
             return
@@ -351,10 +344,10 @@ class Search:
             self.undecided.append(GradientFinding("undecided", message))
 
 
-def _of_input(direction: Tensor, own: range) -> Tensor:
+def _of_input(direction: Tensor, own: slice) -> Tensor:
     """Return the part of a direction that moves one input, which lies at ``own``."""
     part = torch.zeros_like(direction)
-    part[own.start : own.stop] = direction[own.start : own.stop]
+    part[own] = direction[own]
     return part
 
 
