@@ -194,7 +194,7 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 def _after_operation(callback: Callback, name: str, made: Gradients, taken: Gradients) -> Gradients | None:
-    """Call back; return the gradients in place of those ``made``, if the backward can go on with them."""
+    """Call the callback on the gradients ``made``; return its gradients if they fit, None to keep those made."""
     changed: Any = callback(name, made)
     if changed is None:
         return None
@@ -231,7 +231,7 @@ def _block(tensor: Tensor) -> RemovableHandle:
 
 
 def _named(parameters: Any) -> list[tuple[str, Tensor]]:
-    """Return parameters with their names, empty where there is none."""
+    """Return (name, parameter) pairs; a parameter without a name has an empty one."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     if isinstance(parameters, Mapping):

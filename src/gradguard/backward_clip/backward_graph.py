@@ -38,7 +38,7 @@ VIEWS_AND_CASTS = REARRANGES.union(_CASTING.split())
 
 
 def operation(node: Node) -> str:
-    """Return the operation of a node, ``"Mul"`` for ``MulBackward0``; of a custom function, its whole name."""
+    """Return the name of a node's operation: ``"Mul"`` for ``MulBackward0``, the whole name for a custom function."""
     match = _OPERATION.fullmatch(node.name())
     return match[1] if match else node.name()
 
@@ -77,7 +77,7 @@ class Graph:
     """For each slot the (node, input number) pairs whose backward makes its gradient; empty for an unused root."""
 
     def backward_order(self) -> list[int]:
-        """Return the nodes so that each comes after all whose backward makes its gradient."""
+        """Return the positions of the nodes in the order of the backward: each after all that add to its gradient."""
         missing = Counter(position for (position, _), users in self.consumers.items() for _ in users)
         order = [position for position in range(len(self.nodes)) if not missing[position]]
         for position in order:  # grows while it is read

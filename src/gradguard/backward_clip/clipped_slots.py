@@ -62,7 +62,7 @@ def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) ->
 
 
 def _is_term(graph: Graph, slot: Slot, terms: set[Slot]) -> bool:
-    """Tell whether a value is one of the 0-dim ones of which the root is a sum, or the stack of some."""
+    """Tell whether a value is a 0-dim term of the sum that the root is, or a stack of such terms."""
     # The gradient of a term is its weight in the loss, and clipping that would be another loss. A value that came to
     # have no dimensions by `squeeze` or `view` is none: with a larger batch it would have some.
     (user, edge), *others = graph.consumers[slot]

@@ -180,7 +180,7 @@ def _attach(
 
 
 class _BeginBackward:
-    """Tells statistics where a backward through an attached clip begins and ends."""
+    """A hook that announces to the statistics where a backward through an attached clip begins and ends."""
 
     def __init__(self, observer: BlockCounts) -> None:
         self.observer, self.task = observer, -1

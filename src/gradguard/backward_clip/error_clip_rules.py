@@ -87,7 +87,7 @@ class BaseErrorClip:
         _CLASSES[cls._class_serial] = cls
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Return a rule that has what its class gives it; ``__init__`` adds the rest."""
+        """Return a rule with the attributes of its class; ``__init__`` adds its own."""
         if getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
             raise InvalidTypeError(f"{cls.__name__} is a frozen dataclass: rules may change, leave frozen=True out.")
         rule = object.__new__(cls)
@@ -116,7 +116,7 @@ class BaseErrorClip:
         return f"{type(self).__name__}({shown})"
 
     def clip(self, grad: Tensor) -> Tensor:
-        """Return what the backward goes on with in place of ``grad``: same shape, same dtype, not changed in place.
+        """Return the gradient that the backward continues with: a new tensor of the shape and dtype of ``grad``.
 
         Raises:
             NotImplementedError: Always; a subclass says what to do.
@@ -126,7 +126,7 @@ class BaseErrorClip:
     def bounds(self) -> tuple[float, float] | None:
         """Return (low, high) if the rule is the elementwise clamp to them, else None.
 
-        Counts only where it is written together with `clip`, or below: a subclass with a ``clip`` of its own has none.
+        A subclass with a ``clip`` of its own has bounds only if it defines ``bounds`` too.
         """
         return None
 
@@ -169,7 +169,7 @@ class BaseErrorClip:
 
 
 class _OnUnscaled(BaseErrorClip):
-    """A rule that knows nothing of loss scales, under one: unscale in a wide dtype, clip, scale."""
+    """A rule without thresholds under a loss scale: it unscales in a wide dtype, clips, and scales again."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -184,7 +184,7 @@ class _OnUnscaled(BaseErrorClip):
 
 
 def encode_rule(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
-    """Return ``rule`` as texts and tensors, the two things that compiled code can be handed."""
+    """Return ``rule`` as texts and tensors, which compiled code takes as arguments."""
     inputs = rule._inputs
     assert inputs is not None, "checked_rule comes first"
     return rule._kind, inputs
@@ -201,7 +201,7 @@ def decode_rule(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
 
 
 def clamp_bounds(rule: BaseErrorClip) -> tuple[float, float] | None:
-    """Return the bounds of a rule that is a clamp, and None for a rule that inherits them with another ``clip``."""
+    """Return the bounds of a rule that is a clamp; None for a rule that inherits them and has another ``clip``."""
     if "clip" in rule.__dict__:
         return None
     owner = next(cls for cls in type(rule).__mro__ if "bounds" in cls.__dict__ or "clip" in cls.__dict__)
@@ -209,7 +209,7 @@ def clamp_bounds(rule: BaseErrorClip) -> tuple[float, float] | None:
 
 
 def apply_rule(rule: BaseErrorClip, grad: Tensor, overflow_stays: bool = False) -> Tensor:
-    """Return what ``rule`` makes of ``grad``, checked, with overflow left visible where a loss scale depends on it."""
+    """Return the clipped ``grad``, checked; an overflow stays visible as NaN where a loss scale depends on it."""
     if grad.dim() == 0 and not is_trusted(rule):
         values = [getattr(rule, name) for name in rule.thresholds or ()]
         if any(isinstance(value, Tensor) for value in values):
@@ -249,7 +249,7 @@ def are_alike(old: Tensor | None, new: Any) -> bool:
 
 
 def described(gradient: Any) -> str:
-    """Return what an error calls a gradient, or what came in its place."""
+    """Return the description of a gradient, or of another object in its place, for an error."""
     if isinstance(gradient, Tensor):
         return f"a tensor of shape {tuple(gradient.shape)}, {gradient.dtype}, on {gradient.device}"
     return "None" if gradient is None else type(gradient).__name__
@@ -500,5 +500,5 @@ def _scale_to_norm(grad: Tensor, max_norm: float | Tensor, dims: tuple[int, ...]
 
 
 def _within(number: float, limit: float) -> float:
-    """Return ``number``, or the nearest to it up to ``limit``, the largest finite value of a dtype."""
+    """Return ``number`` clamped to ±``limit``, the largest finite value of a dtype; infinity stays."""
     return number if math.isinf(number) else math.copysign(min(abs(number), limit), number)

@@ -22,7 +22,7 @@ Roots = Sequence[tuple[Node, int]]
 
 @dataclass
 class Claim:
-    """The slots of one node that one scope clips; an inner scope takes some of them away for a while."""
+    """The slots of one node that one scope clips; an inner scope takes some of them over until it ends."""
 
     numbers: tuple[int, ...]
 

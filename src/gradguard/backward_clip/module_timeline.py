@@ -19,7 +19,7 @@ _LEAVES = 2**63
 
 
 class ModuleTimeline:
-    """Notes at which node number each submodule's forward begins and ends, thread by thread."""
+    """A record of the node numbers at which each submodule's forward begins and ends, for each thread."""
 
     def __init__(self, model: nn.Module) -> None:
         self._starts: dict[int, list[int]] = defaultdict(list)

@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class _Reference:
-    """An object that no text spells out, under a number that no other object will ever have."""
+    """An object that has no text, under a number that no other object will ever have."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.text = value, f"{_OBJECT}{next(_serials)}"
@@ -34,7 +34,7 @@ _by_identity: WeakValueDictionary[int, _Reference] = WeakValueDictionary()
 
 
 def encode_attributes(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[_Reference, ...]]:
-    """Return a text for each attribute, and what must be kept as long as the texts are in use."""
+    """Return a text for each attribute, and the references that must live as long as the texts are in use."""
     texts, held = [], []
     for name, value in state.items():
         if isinstance(value, Tensor):

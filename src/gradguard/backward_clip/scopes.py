@@ -99,9 +99,9 @@ def refresh_all(thread: int, but: "Scope") -> None:
 
 
 def claim_slots(scope: "Scope", node: Node, claim: Claim) -> None:
-    """Note on ``node`` itself that ``scope`` has these slots of it; the note lives as long as the node.
+    """Record on ``node`` itself that ``scope`` owns these slots; the record lives as long as the node.
 
-    A running scope that had one of them gives it up until ``scope`` ends.
+    A running scope that owned one of the slots gives it up until ``scope`` ends.
     """
     owners = _metadata(node).setdefault(_OWNERS, {})
     for number in claim.numbers:
@@ -113,7 +113,7 @@ def claim_slots(scope: "Scope", node: Node, claim: Claim) -> None:
 
 
 def owned_slots(graph: Graph, since: int = -1) -> set[Slot]:
-    """Return the slots that running scopes of targets have, of those that began at ``since`` or later."""
+    """Return the slots owned by running scopes of targets that began at ``since`` or later."""
     if not any(scope.marks_nodes for scope in list(active.values())):
         return set()
     marked = [(i, _metadata(node)[_OWNERS]) for i, node in enumerate(graph.nodes) if _OWNERS in _metadata(node)]
@@ -322,7 +322,7 @@ def _check_target(number: int, target: Any) -> None:
 
 
 def _tensors_in(output: Any) -> list[Tensor]:
-    """Return the tensors in what a forward returns: in nested lists, tuples and dicts, and in attributes of objects."""
+    """Return the tensors in a forward's output: in nested lists, tuples and dicts, and in attributes of objects."""
     found, seen, waiting = [], set(), [output]
     for value in waiting:  # grows while it is read
         if isinstance(value, Tensor):

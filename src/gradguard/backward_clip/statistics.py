@@ -171,7 +171,7 @@ class ErrorClipStats:
             self._first = FirstNonfinite(row.op, row.module, made_by, self._blocks, nonfinite, elements)
 
     def _read(self, wait: bool) -> None:
-        """Look at the oldest blocks, those whose counts have landed; all if the host may ``wait``."""
+        """Read the oldest blocks' counts that have arrived on the host; those of all blocks if it may ``wait``."""
         while self._unread:
             block, shown, counts, landed = self._unread[0]
             if landed is not None and not wait and not landed.query():
@@ -206,7 +206,7 @@ class _OpCounts:
 
 
 class BlockCounts:
-    """Counts the clips of one block, or of one backward through an attached clip, and tells those who listen."""
+    """The counts of one block, or of one backward through an attached clip; listeners get their sums."""
 
     def __init__(self, stats: ErrorClipStats, rule: BaseErrorClip) -> None:
         self.stats, self.rule = stats, rule
@@ -214,7 +214,7 @@ class BlockCounts:
         self.clipped: list[Count] = []
 
     def row(self, node: Node, name: str, sources: str) -> "NodeCounts":
-        """Return where the gradients of the output of ``node`` are written down."""
+        """Return the counter for the gradients of the output of ``node``."""
         return NodeCounts(self, self.stats.line(node, name), sources)
 
     def begin(self, loss: Tensor | None) -> None:

@@ -70,7 +70,7 @@ def check_command(
 
 
 def load_callable(target: str, seed: int = 0) -> Callable[..., Any]:
-    """Import what ``package.module:name`` names; the current folder comes first.
+    """Import the callable that ``package.module:name`` names; the current folder comes first.
 
     The weights that a module draws come from ``seed``, so that two classes of one shape have the same ones.
 

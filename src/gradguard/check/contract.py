@@ -193,7 +193,7 @@ class Contract:
         return _changed(words, names, joined(returned).split(sizes), self.first.split(sizes))
 
     def _repeat(self) -> None:
-        """Say by how much backward runs of one graph differ: in place of the other findings, if by much."""
+        """Report by how much backward runs of one graph differ; a large difference replaces the other findings."""
         self._record()
         first, *others = [self._backward() for _ in range(_REPEATS)]
         message = "the same backward, run again, gives something else"

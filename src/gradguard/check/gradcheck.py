@@ -391,7 +391,7 @@ class _Check:
         return not is_random
 
     def _cotangent(self, function: Function) -> Tensor:
-        """Return a random one, of elements between 0.5 and 1.5 in size: each output counts."""
+        """Return a random cotangent with elements between 0.5 and 1.5 in size: each output counts."""
         drawn = clear_of_zero([function.size], self.generator)
         drawn.masked_fill_(~(function.base.isfinite() & function.with_graph()), 0.0)
         return joined(function.shaped(drawn))

@@ -101,7 +101,7 @@ class GradientReport:
     seconds: float = field(default=0.0, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON has it: what is not finite is None, an index is a list."""
+        """Return the report as JSON values: numbers that are not finite are None, an index is a list."""
         return jsonable(asdict(self))
 
     def __bool__(self) -> bool:

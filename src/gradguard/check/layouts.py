@@ -23,17 +23,17 @@ class InputLayout:
 
 
 def layouts_of(tensors: Sequence[Tensor], layouts: Sequence[InputLayout]) -> list[InputLayout]:
-    """Return those of ``layouts`` in which at least one of ``tensors`` lies elsewhere."""
+    """Return the ``layouts`` that would move at least one of ``tensors`` in memory."""
     return [one for one in layouts if any(_place_of(one.place(t)) != _place_of(t) for t in tensors)]
 
 
 def orders_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
-    """Return the orders of dimensions in which at least one of ``tensors`` lies elsewhere; if none, strided ones."""
+    """Return the orders of dimensions that would move at least one of ``tensors``; if none, the strided layout."""
     return layouts_of(tensors, _ORDERS) or layouts_of(tensors, [STRIDED])
 
 
 def _place_of(tensor: Tensor) -> object:
-    """Return what two layouts of one tensor differ by; the stride along a dimension of one entry does not matter."""
+    """Return the layout of a tensor in memory; the stride along a dimension of one entry does not matter."""
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return strides, tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
 
@@ -57,7 +57,7 @@ def _within(tensor: Tensor) -> Tensor:
 
 
 def _cut_out(dim: int, least: int) -> Callable[[Tensor], Tensor]:
-    """Cut copies of at least so many dimensions out of a buffer which is longer along one of them."""
+    """Return a function that cuts copies of tensors with ``least`` dimensions or more out of a longer buffer."""
 
     def place(tensor: Tensor) -> Tensor:
         if tensor.dim() < least:
@@ -82,7 +82,7 @@ def _flagged(tensor: Tensor) -> Tensor:
 
 
 def _ordered(counts: range, order: Callable[[list[int]], list[int]]) -> Callable[[Tensor], Tensor]:
-    """Have the dimensions in another order, the outermost first, of tensors with so many of them."""
+    """Return a function that stores the dimensions of a tensor in another order, the outermost first."""
 
     def place(tensor: Tensor) -> Tensor:
         if tensor.dim() not in counts:

@@ -54,7 +54,7 @@ class NamedCall:
         self._owned = own.keys() - {one.name for one in _parameters(op) or ()}
 
     def name_of(self, name: str, argument: str) -> str:
-        """Return the name under which an input is kept.
+        """Return the name of an input, if there is such an input.
 
         Raises:
             InvalidValueError: If there is no such input.

@@ -143,7 +143,7 @@ class Conditioning:
         return spread + _mean(spread) + self.eps * (size + _mean(size))
 
     def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
-        """Return what belongs to each input."""
+        """Return the part of each input."""
         return vectors.split(self.exact.sizes, dim=-1)
 
 

@@ -162,7 +162,7 @@ class Search:
         return not found.is_wrong and (is_nothing or not found.bar > _POWERLESS * found.size)
 
     def _power(self, found: Disagreement) -> float | None:
-        """Return from which relative error on one element of typical size would show; None if no element has a size."""
+        """Return the relative error from which one element of typical size would show; None if all are 0."""
         if found.scale <= self.negligible:
             return None
         return found.allowed / found.scale * max(1, int(self.open.sum())) ** 0.5
@@ -310,7 +310,7 @@ class Search:
         return self.differences.function.name_of(position)
 
     def _propose_a_tolerance(self) -> None:
-        """Say which ``rtol`` would accept what is off by little: wrong, unless the function is itself no more exact."""
+        """Propose the ``rtol`` that accepts small errors: they are wrong unless the function itself is as inexact."""
         if len(self.findings) < _SEVERAL or any(one.kind != "mismatch" or one.index is None for one in self.findings):
             return
         drawn = directions(self.differences.function, self.generator)
@@ -327,7 +327,7 @@ class Search:
         self.findings[0] = replace(self.findings[0], message=message)
 
     def _rate(self) -> None:
-        """Work out the relative error that one element of typical size would have shown with."""
+        """Compute the relative error from which one wrong element of typical size would have shown."""
         if not self.agreed:
             self.undecided += self.unclear[:1]
         seen = [power for one in self.agreed if (power := self._power(one)) is not None]

@@ -286,7 +286,7 @@ def _sum(function: Function) -> Tensor:
 
 
 def _shaped(gradient: Tensor, value: Tensor) -> Tensor:
-    """Return a flat gradient in the shape of the input, as complex numbers where that holds such."""
+    """Return a flat gradient in the shape of the input, as complex numbers if the input is complex."""
     if value.is_complex():
         return torch.view_as_complex(gradient.reshape(*value.shape, 2))
     return gradient.view(value.shape)

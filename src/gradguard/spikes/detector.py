@@ -134,7 +134,7 @@ class SpikeDetector(Detector):
         check_number("alone", alone, "at least 1, which calls each that stands out a spike")
 
     def __repr__(self) -> str:
-        """Return the call that makes such a detector."""
+        """Return the call that makes an equal detector."""
         usual = inspect.signature(SpikeDetector).parameters.values()
         given = [(one.name, getattr(self, one.name)) for one in usual if getattr(self, one.name) != one.default]
         return f"SpikeDetector({', '.join(f'{name}={value!r}' for name, value in given)})"
@@ -300,7 +300,7 @@ class SpikeDetector(Detector):
         steps.copy_(torch.where(is_known, newer, steps))
 
     def _reject(self, values: Tensor, known: Tensor, over: Tensor, spike: Tensor) -> tuple[Tensor, Tensor]:
-        """Remember a spike apart; return the spikes in a row, and whether they are adopted now."""
+        """Store a spike's values among the rejected ones; return the spikes in a row, and whether they are adopted."""
         in_a_row, too_high, rejected = self._tensors["in_a_row"], self._tensors["too_high"], self._tensors["rejected"]
         _put(rejected, in_a_row.expand(len(values)), torch.where(known, values, torch.inf), spike.expand(len(values)))
         heard = known.any()
@@ -342,7 +342,7 @@ class _Usual(NamedTuple):
 
 
 def _after(chosen: Tensor, longest: int) -> Tensor:
-    """Return how many are ``chosen`` behind the first 0, 1, ... of a row, for ``longest`` numbers of them."""
+    """Return the sums of ``chosen`` without its first 0, 1, ... entries, for ``longest`` such numbers."""
     before = torch.cat([torch.zeros_like(chosen[:1]), chosen[: longest - 1]]).cumsum(0)
     return chosen.sum() - before
 

@@ -126,7 +126,7 @@ class SkipSpikes:
         self._counts = torch.zeros(2, dtype=torch.int64, device="cpu")  # spikes seen, and spikes skipped
 
     def __repr__(self) -> str:
-        """Return the call that makes such an object; a process group has no text."""
+        """Return the call that makes an equal object; the process group is left out."""
         updates = ", updates=True" if self.updates else ""
         return f"SkipSpikes({self.detector!r}{updates}{'' if self.act else ', act=False'})"
 
@@ -222,7 +222,7 @@ class SkipSpikes:
         return spike
 
     def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
-        """Do what `judge` does with norms that are plain numbers on the CPU, where no other process has a part."""
+        """Judge a step as `judge` does, by plain numbers on the CPU, where no other process trains this model."""
         sums = self._losses.sums
         total, weight = (0.0, 0.0) if sums is None else sums.tolist()
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
