@@ -203,8 +203,7 @@ class LossScope(Scope):
     def _owned_by_others(self, graph: Graph) -> frozenset[Slot]:
         owned = owned_slots(graph)
         for scope in list(active.values()):
-            is_inner = isinstance(scope, LossScope) and scope.thread == self.thread and scope.serial > self.serial
-            if is_inner:
+            if isinstance(scope, LossScope) and scope.thread == self.thread and scope.serial > self.serial:
                 shared = [(i, node) for i, node in enumerate(graph.nodes) if node in scope.graph.index]
                 owned |= {(i, n) for i, node in shared for n in range(len(input_metadata_of(node)))}
         return frozenset(owned)

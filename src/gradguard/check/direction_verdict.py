@@ -191,7 +191,10 @@ def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) 
     floor = float(shares @ finite(differences.rounding))
     each = torch.maximum(differences.noise, torch.maximum(*(quantum.size() for quantum in quanta)))
     noise = float(shares @ finite(each))
-    return [_StepSize(*derivatives, noise / length, floor / length) for *derivatives, length in found]
+    return [
+        _StepSize(size, above, below, low, high, noise / length, floor / length)
+        for size, above, below, low, high, length in found
+    ]
 
 
 def _chosen_sizes(differences: Differences, here: float, sizes: Sequence[float]) -> list[float]:

@@ -220,8 +220,8 @@ def own_tensors(fn: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the parameters of a module by name, and with them its buffers; nothing for another callable."""
     if not isinstance(fn, nn.Module):
         return {}, {}
-    parameters = dict(fn.named_parameters())
-    return parameters, parameters | dict(fn.named_buffers())
+    parameters: dict[str, Tensor] = dict(fn.named_parameters())
+    return parameters, {**parameters, **dict(fn.named_buffers())}
 
 
 def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:

@@ -243,10 +243,17 @@ class SpikeDetector(Detector):
         over = scores > self.k
         stands_out = over.any()
         spike = ((judged > self.k) & (is_far | self._is_burst())).any()
-        self._accept(values, weight, known & ~spike)
+        history, count, weights, steps = (self._tensors[name] for name in ("history", "count", "weights", "steps"))
+        enters = known & ~spike
+        _put(history, count % self.window, values, enters)
+        count.add_(enters)
+        newer = torch.cat([weights[:, 1:], weight.expand(len(weights))[:, None]], dim=1)
+        weights.copy_(torch.where((enters & (weight > 0))[:, None], newer, weights))
         in_a_row, adopted = self._reject(values, known, over, spike)
         became = torch.where(spike, SKIPPED, torch.where(stands_out, STOOD_OUT, ORDINARY))
-        self._became(became, known.any(), adopted)
+        newer = torch.cat([steps[1:], became.to(steps).reshape(1)])
+        newer = torch.where(adopted & (newer == SKIPPED), ORDINARY, newer)
+        steps.copy_(torch.where(known.any(), newer, steps))
         return SpikeVerdict(spike, judged, in_a_row, adopted, stands_out)
 
     def _scores(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,19 +292,6 @@ class SpikeDetector(Detector):
         rest = torch.where(many < lengths, (lengths - many) * ((1 - share) / (1 - usual)).log(), 0.0)
         evidence = many * (share / usual).log() + rest
         return ((earlier > 0) & (share > usual) & (evidence >= BURST)).any()
-
-    def _accept(self, values: Tensor, weight: Tensor, enters: Tensor) -> None:
-        count, weights = self._tensors["count"], self._tensors["weights"]
-        _put(self._tensors["history"], count % self.window, values, enters)
-        count.add_(enters)
-        newer = torch.cat([weights[:, 1:], weight.expand(len(weights))[:, None]], dim=1)
-        weights.copy_(torch.where((enters & (weight > 0))[:, None], newer, weights))
-
-    def _became(self, became: Tensor, is_known: Tensor, adopted: Tensor) -> None:
-        steps = self._tensors["steps"]
-        newer = torch.cat([steps[1:], became.to(steps).reshape(1)])
-        newer = torch.where(adopted & (newer == SKIPPED), ORDINARY, newer)
-        steps.copy_(torch.where(is_known, newer, steps))
 
     def _reject(self, values: Tensor, known: Tensor, over: Tensor, spike: Tensor) -> tuple[Tensor, Tensor]:
         """Store a spike's values among the rejected ones; return the spikes in a row, and whether they are adopted."""
