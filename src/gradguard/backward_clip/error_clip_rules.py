@@ -312,8 +312,7 @@ class ErrorClipByValue(BaseErrorClip):
         check_bounds(low, high, ("min", "max"))
         object.__setattr__(self, "min", low)
         object.__setattr__(self, "_bounds_modulus", low == -high)
-        if self._symmetric and not symmetric:
-            self._symmetric = False
+        object.__setattr__(self, "_symmetric", symmetric)
         return number
 
     def clip(self, grad: Tensor) -> Tensor:

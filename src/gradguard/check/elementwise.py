@@ -102,9 +102,9 @@ def _groups(differences: Differences) -> Iterator[Group]:
 
 
 def _coloured(differences: Differences, places: Tensor, dim: int) -> list[_Colour]:
+    """Return colours for the slices along ``dim``: the outputs that a slice reaches are those that change with it."""
     colours: list[_Colour] = []
     for index in range(places.shape[dim]):
-        # By random amounts, of two sizes.
         positions = places.select(dim, index).reshape(-1)
         generator = torch.Generator().manual_seed(index)
         own = differences.point[positions].abs().clamp(min=float(mean_size(differences.point)))
