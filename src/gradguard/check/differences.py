@@ -100,7 +100,7 @@ class Differences:
         return self.function.rounding_of(self.base)
 
     def measure_noise(self, direction: Tensor, concerned: Tensor) -> None:
-        """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.
+        """Estimate the rounding errors of the outputs from second differences at tiny steps, which show nothing else.
 
         Each side of the point by itself, so that a kink or a jump at the point is not taken for noise. Outputs that the
         smallest step does not move may be quantised: those ``concerned`` are looked at with larger ones, where noise is
@@ -139,14 +139,14 @@ class Differences:
         return either(*spreads).mul_(2 / math.sqrt(6)), moved
 
     def reaches_a_pole(self, direction: Tensor) -> bool:
-        """Tell whether an output that is not finite at the point is, or is another one, a step further."""
+        """Tell whether an output that is not finite at the point is finite, or another infinity, one step further."""
         if self.is_finite:
             return False
         beside = [self.function.values(self.point + step * direction) for step in (1e-3, -1e-3)]
         return any(bool((~self.usable & (one != self.base) & ~one.isnan()).any()) for one in beside)
 
     def jumps(self, direction: Tensor) -> bool:
-        """Tell whether an output is elsewhere after any step along ``direction``, however small."""
+        """Tell whether an output jumps: steps along ``direction`` change it by as much, however small they are."""
         for side in (1e-9, -1e-9):
             sizes = [self.function.values(self.point + step * direction) - self.base for step in (side, side / 8)]
             large, small = (torch.where(self.usable, size, 0.0).abs() for size in sizes)
@@ -211,7 +211,7 @@ class Differences:
 
 
 def extrapolated(derivatives: Sequence[tuple[float, float, float]], order: int, amplified: float = 2.0) -> list[Limit]:
-    """Return the limit that each two neighbouring steps give, by one Richardson extrapolation.
+    """Return a limit for each two neighbouring steps, by one Richardson extrapolation.
 
     ``derivatives`` are (step, derivative, rounding), largest steps first.
 

@@ -156,7 +156,7 @@ def _series(steps: list[_StepSize], name: str) -> list[tuple[float, float, float
 
 
 def typical_size(differences: Differences) -> float:
-    """Return the size that an element of the gradient usually has."""
+    """Return the root mean square of the finite elements of the gradient."""
     finite = differences.gradient[differences.gradient.isfinite()]
     return norm(finite) / max(1, len(finite)) ** 0.5
 
@@ -209,7 +209,7 @@ def _chosen_sizes(differences: Differences, here: float, sizes: Sequence[float])
 
 
 class _Quantum:
-    """The least that an output moves by, if small steps leave it where it is: then it is rounded to that."""
+    """The smallest change of each output that small steps leave unchanged: the output is rounded to multiples of it."""
 
     def __init__(self, base: Tensor) -> None:
         self.least, self.most = torch.full_like(base, torch.inf), torch.zeros_like(base)

@@ -68,7 +68,7 @@ def element_of(slots: Sequence[Slot], position: int) -> tuple[str, tuple[int, ..
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of one element of a tensor of this shape, in which it is the one at ``position``."""
+    """Return the index, in a tensor of this shape, of the element at a flat ``position``."""
     index = []
     for length in reversed(shape):
         position, within = divmod(position, length)
@@ -108,7 +108,7 @@ def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return ``values`` with 0 in place of what is not finite."""
+    """Return ``values`` with 0 in place of NaN and infinity."""
     return values.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -123,7 +123,7 @@ def are_finite(values: Tensor) -> bool:
 
 
 def are_the_same(first: Tensor, second: Tensor) -> bool:
-    """Compare bit for bit, NaN equal to itself."""
+    """Tell whether two tensors are equal, element by element, NaN equal to itself."""
     if torch.equal(first, second):
         return True
     one, other = (torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in (first, second))

@@ -183,7 +183,7 @@ class Function:
         return self.backward(outputs, leaves, self.shaped(cotangent))
 
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Remember what the outputs look like."""
+        """Store the outputs at the point, with their names, shapes and dtypes."""
         # PyTorch's own nodes have a type each.
         self.has_own_code = any(
             isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction"
@@ -247,7 +247,7 @@ def is_autograd_function(one: Any) -> TypeGuard[type[torch.autograd.Function]]:
 
 
 def name_of(fn: Any) -> str:
-    """Return what a person would call a callable."""
+    """Return the name of a callable, for a message."""
     return getattr(fn, "__name__", type(fn).__name__)
 
 
@@ -305,7 +305,7 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
 
 
 def _refuse_others(chosen: list[str], inputs: list[str], known: Mapping[str, Any]) -> None:
-    """Refuse names of what is no input to check.
+    """Refuse names that are not names of inputs to check.
 
     Raises:
         InvalidValueError: If there is no such input, or no name at all.

@@ -44,7 +44,7 @@ def gradcheck(
     sizes: Mapping[int, int | Sequence[int]] | None = None,
     seed: int = 0,
 ) -> GradientReport:
-    r"""Check the backward of ``fn`` against differences of its forward; say which element is wrong, and how sure it is.
+    r"""Check the backward of ``fn`` against differences of its forward; name each wrong element, with its error bar.
 
     .. math:: v \cdot \frac{f(x + hu) - f(x - hu)}{2h} \;\to\; (\nabla_x\, v \cdot f) \cdot u
 
@@ -201,7 +201,7 @@ class _Check:
         self.generator = torch.Generator().manual_seed(_UNLIKE_THE_CALLERS + self.seed)
 
     def run(self, backends: dict[str, Any]) -> None:
-        """Do everything that was asked for."""
+        """Run the checks that the arguments ask for."""
         low = self._function(self.fn, wide=False)
         exact = self._exact(low)
         self.dtype = str((exact or low).inputs[0].value.dtype).removeprefix("torch.")
@@ -236,7 +236,7 @@ class _Check:
             mine += [replace(one, message=f"{said}: {one.message}".removesuffix(": ")) for one in found]
 
     def put_back(self) -> None:
-        """Leave the buffers of modules as they were."""
+        """Restore the buffers of modules."""
         for function in self.functions:
             function.state.restore()
 
@@ -271,7 +271,7 @@ class _Check:
         return function
 
     def _exact(self, low: Function) -> Function | None:
-        """Return the function in float64 if it works there, else itself, or None if that is no use."""
+        """Return the function in float64 if it works there, else the function itself; None for half precision alone."""
         is_low = any(one.value.dtype is not WIDE[one.value.dtype] for one in low.inputs)
         if self.reference is None and not is_low:
             self._learn(low)
@@ -314,38 +314,36 @@ class _Check:
         Raises:
             InvalidValueError: If they have other inputs or outputs, or other values.
         """
-        outputs, inputs = (
-            [[tuple(one.value.shape) for one in slots] for slots in pair]
-            for pair in ((low.outputs, exact.outputs), (low.inputs, exact.inputs))
+        mine, theirs = (
+            [[tuple(one.value.shape) for one in slots] for slots in (f.outputs, f.inputs)] for f in (low, exact)
         )
-        if outputs[0] != outputs[1] or inputs[0] != inputs[1]:
+        if mine != theirs:
             raise InvalidValueError(
-                f"{name} is another function than the float64 one: it has outputs of shape {outputs[0]} and inputs of "
-                f"{inputs[0]}, expected {outputs[1]} and {inputs[1]}."
+                f"{name} is another function than the float64 one: it has outputs of shape {mine[0]} and inputs of "
+                f"{mine[1]}, expected {theirs[0]} and {theirs[1]}."
             )
         low.state.generators = exact.state.generators
         eps = max(torch.finfo(o.dtype).eps for o in low.outputs)
         found, expected = low.values(low.point), exact.values(low.point)
         low.base = found  # from random numbers that are now the same
-        if largest(found - expected) <= 100 * eps**0.5 * largest(expected):
+        off, size = largest(found - expected), largest(expected)
+        if off <= 100 * eps**0.5 * size:
             return True
         if exact.state.generators is not None:
-            self.notes.append(
-                GradientFinding("random", f"{name} draws other random numbers in float64, and was not compared")
-            )
+            message = f"{name} draws other random numbers in float64, and was not compared"
+            self.notes.append(GradientFinding("random", message))
             return False
         nearby = low.point + next(directions(exact, self.generator)) * eps
-        if low.fn is exact.fn and largest(found - expected) <= 100 * largest(exact.values(nearby) - expected):
-            off = largest(found - expected) / largest(expected)
-            message = f"at this point the values in {low.outputs[0].dtype} are off by {off:.1g} relative, by rounding: "
-            self.notes.append(GradientFinding("precision", f"{message}only the float64 gradient was judged"))
+        if low.fn is exact.fn and off <= 100 * largest(exact.values(nearby) - expected):
+            message = f"at this point the values in {low.outputs[0].dtype} are off by {off / size:.1g} relative, by "
+            self.notes.append(GradientFinding("precision", f"{message}rounding: only the float64 gradient was judged"))
             return False
         raise InvalidValueError(
             f"{name} and the float64 function have different values: expected the same function, or inputs in float64."
         )
 
     def _contract(self, function: Function, who: str = "") -> tuple[Tensor, Tensor] | None:
-        """Look at everything but the values of the gradient.
+        """Check everything but the values of the gradient.
 
         Returns:
             A cotangent and its gradient, whose values can be looked at too; None if they cannot.
@@ -377,9 +375,9 @@ class _Check:
         return (cotangent, contract.first) if is_one else None
 
     def _is_repeatable(self, function: Function) -> bool:
-        """Tell whether the outputs at the point are the same in each call; random numbers are put back for that."""
+        """Tell whether each call gives the same outputs at the point, after restoring random generators if needed."""
         base, again = function.base, function.values(function.point)
-        if torch.equal(base, again) or torch.equal(base.nan_to_num(), again.nan_to_num()):
+        if torch.equal(base.nan_to_num(), again.nan_to_num()):
             return True
         function.state.generators = generator_states()
         function.base, again = function.values(function.point), function.values(function.point)
