@@ -53,8 +53,8 @@ class Scope:
         """The claims of other scopes, and the slots of them that this scope has taken over until it ends."""
 
     def enter(self) -> None:
-        """Install the hooks that can be installed now."""
-        raise NotImplementedError
+        """Install the hooks that can be installed now, and update those of the other blocks of this thread."""
+        self._refresh_others()
 
     def check(self) -> None:
         """Raise if the block could clip nothing."""
@@ -75,11 +75,17 @@ class Scope:
         self.taken = []
         if self.clipping.observer is not None:
             self.clipping.observer.end()
+        self._refresh_others()
 
     def forget_dead(self) -> None:
         """Drop the hooks of freed graphs, so that the memory of a long block does not grow."""
         self.clipping.forget_dead()
         self.taken = [(claim, number) for claim, number in self.taken if claim() is not None]
+
+    def _refresh_others(self) -> None:
+        for scope in list(active.values()):
+            if scope.thread == self.thread and scope is not self:
+                scope.refresh()
 
     def _begin(self, loss: Tensor | None, device: torch.device) -> None:
         if self.clipping.observer is not None:
@@ -89,13 +95,6 @@ class Scope:
     def _rescale(self, device: torch.device) -> None:
         if self.scale is not None:
             self.clipping.set_scale(loss_scale(self.scale, device))
-
-
-def refresh_all(thread: int, but: "Scope") -> None:
-    """Update the hooks of the other blocks of this thread."""
-    for scope in list(active.values()):
-        if scope.thread == thread and scope is not but:
-            scope.refresh()
 
 
 def claim_slots(scope: "Scope", node: Node, claim: Claim) -> None:
@@ -174,13 +173,12 @@ class LossScope(Scope):
         """Install the hooks, and remove those of outer blocks."""
         self._begin(self.loss, self.loss.device)
         self._install()
-        refresh_all(self.thread, but=self)
+        super().enter()
 
     def exit(self) -> None:
         """Remove the hooks, and install those of outer blocks again."""
-        super().exit()
         self.graph = Graph()
-        refresh_all(self.thread, but=self)
+        super().exit()
 
     def refresh(self) -> None:
         """Install the hooks anew, without the slots that other scopes own now."""
@@ -248,7 +246,7 @@ class TargetScope(Scope):
                 before, after = ForwardHook(self._before_forward), ForwardHook(self._after_forward)
                 handles.append(target.register_forward_pre_hook(before, prepend=True))
                 handles.append(target.register_forward_hook(after, prepend=True, always_call=True))
-        refresh_all(self.thread, but=self)
+        super().enter()
 
     def check(self) -> None:
         """Raise if the block could clip nothing."""
@@ -265,9 +263,8 @@ class TargetScope(Scope):
 
     def exit(self) -> None:
         """Remove the hooks, and install those of whole graphs again."""
-        super().exit()
         self.targets, self.kept = [], []
-        refresh_all(self.thread, but=self)
+        super().exit()
 
     def _take(self, value: Tensor) -> None:
         """Clip one chosen value, in place of the scope that had it."""
