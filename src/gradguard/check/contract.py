@@ -61,14 +61,14 @@ class BackwardRun(NamedTuple):
     values: Tensor
 
 
-class Graph(NamedTuple):
+class RecordedForward(NamedTuple):
     """The inputs and the outputs of a recorded forward."""
 
     leaves: list[Tensor]
     outputs: list[Tensor]
 
 
-_NO_GRAPH = Graph([], [])
+_NO_GRAPH = RecordedForward([], [])
 
 
 class OwedGradient(NamedTuple):
@@ -163,7 +163,7 @@ class Contract:
         """Call the function anew, with these leaves or its inputs."""
         self._graph = _NO_GRAPH  # so that no two graphs are in memory
         leaves = self.function.leaves() if leaves is None else leaves
-        self._graph = Graph(leaves, self.function.record(leaves))
+        self._graph = RecordedForward(leaves, self.function.record(leaves))
 
     def _run(self) -> BackwardRun:
         """Return outputs and gradient of the graph."""
