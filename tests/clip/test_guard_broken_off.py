@@ -215,3 +215,17 @@ def test_a_detector_takes_its_last_step_back_bit_by_bit(row, last):
     assert detector.last is verdict
     assert not detector.take_back()
     assert_same(detector.state_dict(), state)
+
+
+@pytest.mark.parametrize("act", [True, False], ids=["skipped", "seen only"])
+def test_a_spike_that_is_taken_back_is_not_counted_where_ranks_add_up_their_norms(act, monkeypatch):
+    """Then the count is a tensor, though the detector reads its values on the CPU."""
+    monkeypatch.setattr("gradguard.spikes.skip.are_readable", lambda *tensors: False)
+    spikes = gg.SkipSpikes(gg.SpikeDetector(warmup=4, window=8, recent=4, cap=3), act=act)
+    for norm in [1.0] * 12 + [900.0]:
+        spikes.judge(torch.tensor([norm], dtype=torch.float64), torch.tensor(False))
+    assert (spikes.seen, spikes.skipped) == (1, act)
+    spikes.take_back()
+    assert (spikes.seen, spikes.skipped) == (0, 0)
+    spikes.take_back()
+    assert (spikes.seen, spikes.skipped) == (0, 0)

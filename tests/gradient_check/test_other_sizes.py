@@ -78,3 +78,9 @@ def test_integers_keep_their_values_and_numbers_their_range():
 def test_sizes_that_cannot_be(sizes, words):
     with pytest.raises(InvalidValueError, match=words):
         gg.gradcheck(torch.sin, X, sizes=sizes)
+
+
+def test_names_of_inputs_hold_for_each_length():
+    names = (name for name in ["input"])  # can be read once only
+    report = gg.gradcheck(torch.sin, X, inputs_to_check=names, sizes={7: [3, 9]})
+    assert report.verdict == "PASS", str(report)

@@ -50,7 +50,7 @@ BOTH = {
     "the usual rate without a prior": ("_is_burst", "(stood_out + 1)", "(stood_out + 1e-3)"),
     "the row is usual": ("_is_burst", "in (ORDINARY, STOOD_OUT))", "in (ORDINARY, 2)); stood_out = stood_out[0]"),
     "skipped steps are not of the row": ("_is_burst", "longest - 1] > ORDINARY", "longest - 1] == STOOD_OUT"),
-    "skipped ones stay after an adoption": ("_became", "adopted &", "(adopted & ~adopted) &"),
+    "skipped ones stay after an adoption": ("_judge_tensors", "adopted &", "(adopted & ~adopted) &"),
     "missing values are adopted": ("_adopt", "rejected < torch.inf", "rejected <= torch.inf"),
     "the count is not adopted": ("_adopt", "torch.where(chosen, known.sum(1), count)", "count.clone()"),
 }  # fmt: skip
@@ -79,7 +79,7 @@ DEVICE = {
     "two-sided": ("_judge_tensors", "over = scores > self.k", "over = scores.abs() > self.k"),
     "the median of all": ("_scores", "past[:, -self.recent :], stored.clamp(max=self.recent)", "past, stored"),
     "the ring is off by one": ("_scores", "count[:, None] + places", "count[:, None] + 1 + places"),
-    "the ring is one shorter": ("_accept", "count % self.window", "count % (self.window - 1)"),
+    "the ring is one shorter": ("_judge_tensors", "count % self.window", "count % (self.window - 1)"),
     "one more of warm-up": ("_judge_tensors", ">= self.warmup", "> self.warmup"),
     "no logarithm": ("_scores", "history.amin(1) > 0", "history.amin(1) > torch.inf"),
     "the jump to the new value is an earlier one": ("_scores", "jumps[:, -1] = torch.inf", "jumps[:, -1] = 0.0"),
@@ -87,7 +87,7 @@ DEVICE = {
     "the first look is late": ("_scores", "min(FIRST_LOOK, self.warmup)", "self.warmup"),
     "all stand out": ("_judge_tensors", "torch.where(stands_out, STOOD_OUT, ORDINARY)", "STOOD_OUT"),
     "a step of NaN ends the row": ("_reject", "(heard, (in_a_row", "(known.any() | True, (in_a_row"),
-    "steps of NaN are noted": ("_became", "torch.where(is_known, newer, steps)", "newer"),
+    "steps of NaN are noted": ("_judge_tensors", "torch.where(known.any(), newer, steps)", "newer"),
     "a row that no healthy step ends": ("_reject", "(in_a_row + 1) * spike", "in_a_row + spike"),
 }  # fmt: skip
 """Where ordinary steps are judged by tensors too, as on an accelerator."""

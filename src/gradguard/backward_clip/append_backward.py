@@ -32,14 +32,18 @@ def append_backward(
 
     The callback gets the operation's name as PyTorch has it (``"MulBackward0"``) and the gradients that its backward
     has just made, one for each input of the operation, ``None`` where there is none; it may return other gradients of
-    the same shapes and dtypes. It is called once for each operation, in the order of the backward, and sees what one
-    operation contributes, before contributions to one value are added up; gradients of parameters are among them. So
-    says PaddlePaddle's design; `error_clip` clips the sum, once, and leaves parameters alone.
+    the same shapes and dtypes. The callback sees the contribution of one operation, before contributions to one value
+    are added up; gradients of parameters are among them. PaddlePaddle's design says so; `error_clip` clips the sum,
+    once, and leaves parameters alone.
 
     ``.grad`` of the parameters is added to, as ``loss.backward()`` does.
 
-    **Guarantees.** No hook stays in the graph, also after an error. Tensors of ``no_grad_set`` get no gradient, and
-    no gradient passes through them. Gradients of another shape or dtype than those made are refused.
+    **Guarantees.**
+
+    - The callback is called once for each operation, in the order of the backward.
+    - No hook stays in the graph, also after an error.
+    - Tensors of ``no_grad_set`` get no gradient, and no gradient passes through them.
+    - Gradients of another shape, dtype or device than those of the operation are refused.
 
     Args:
         loss: A scalar with a graph behind it.
@@ -114,7 +118,10 @@ def minimize(
     parameters included, before contributions to one value are added up. `error_clip` clips sums, for chosen modules
     and with a loss scale.
 
-    **Guarantees.** Where the backward raises, every ``.grad`` is the tensor that it was before, and no step is made.
+    **Guarantees.**
+
+    - If the backward raises, every ``.grad`` is the tensor that it was before, and no step is made.
+    - Only parameters of the optimizer are updated, and only those of ``parameter_list``.
 
     Args:
         optimizer: Any optimizer whose ``step`` needs no closure.
@@ -157,7 +164,9 @@ def minimize(
             f"parameters when they are made. For the parameters to update write parameter_list=..."
         )
     _checked_loss(loss)
-    owned = _optimized(optimizer)
+    owned: list[tuple[str, Tensor]] = []
+    for group in optimizer.param_groups:
+        owned += zip(group.get("param_names", [""] * len(group["params"])), group["params"], strict=True)
     listed = owned if parameter_list is None else _named(parameter_list)
     for name, parameter in listed:
         if not any(parameter is one for _, one in owned):
@@ -185,7 +194,7 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 def _after_operation(callback: Callback, name: str, made: Gradients, taken: Gradients) -> Gradients | None:
-    """Call back; return the gradients in place of those ``made``, if the backward can go on with them."""
+    """Call the callback on the gradients ``made``; return its gradients if they fit, None to keep those made."""
     changed: Any = callback(name, made)
     if changed is None:
         return None
@@ -222,7 +231,7 @@ def _block(tensor: Tensor) -> RemovableHandle:
 
 
 def _named(parameters: Any) -> list[tuple[str, Tensor]]:
-    """Return parameters with their names, empty where there is none."""
+    """Return (name, parameter) pairs; a parameter without a name has an empty one."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     if isinstance(parameters, Mapping):
@@ -238,13 +247,6 @@ def _named(parameters: Any) -> list[tuple[str, Tensor]]:
         if not isinstance(one, Tensor):
             raise InvalidTypeError(f"parameter_list has {one!r}: expected tensors; names alone do not tell which.")
     return [(name, one) for name, one in named if one.requires_grad]
-
-
-def _optimized(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    found = []
-    for group in optimizer.param_groups:
-        found += zip(group.get("param_names", [""] * len(group["params"])), group["params"], strict=True)
-    return found
 
 
 def _resolved(no_grad_set: Iterable[Tensor | str] | None, named: Sequence[tuple[str, Tensor]]) -> list[Tensor]:

@@ -8,9 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -24,34 +22,23 @@ COMPILED = "CompiledFunctionBackward"
 """The name of the one node that compiled code is."""
 
 
-class Metadata(Protocol):
-    """PyTorch's record of the value of a slot."""
-
-    shape: list[int]
-    dtype: torch.dtype
-    device: torch.device
-    is_nested_tensor: bool
-    is_cpp_nested_tensor: bool
-
-
 _OPERATION = re.compile(r"(\w+?)Backward\d+")  # the number tells PyTorch's own operations from custom functions
 
-REARRANGES = frozenset(
-    [
-        "Alias", "Clone", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes",
-        "Squeeze", "T", "Transpose", "Unbind", "UnsafeSplit", "UnsafeSplitWithSizes", "UnsafeView", "Unsqueeze", "View",
-    ]
-)  # fmt: skip
+_REARRANGING = """
+    Alias Clone Diagonal Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T Transpose Unbind UnsafeSplit
+    UnsafeSplitWithSizes UnsafeView Unsqueeze View
+"""
+_CASTING = "AsStrided Conj ConjPhysical Expand NegView ToCopy Unfold ViewAsComplex ViewAsReal"
+
+REARRANGES = frozenset(_REARRANGING.split())
 """Operations of one input whose backward gives each element its own place, or none."""
 
-VIEWS_AND_CASTS = REARRANGES | frozenset(
-    ["AsStrided", "Conj", "ConjPhysical", "Expand", "NegView", "ToCopy", "Unfold", "ViewAsComplex", "ViewAsReal"]
-)
+VIEWS_AND_CASTS = REARRANGES.union(_CASTING.split())
 """Operations of one input whose chains from a parameter, such as ``weight.t()``, still hold that parameter."""
 
 
 def operation(node: Node) -> str:
-    """Return the operation of a node, ``"Mul"`` for ``MulBackward0``; of a custom function, its whole name."""
+    """Return the name of a node's operation: ``"Mul"`` for ``MulBackward0``, the whole name for a custom function."""
     match = _OPERATION.fullmatch(node.name())
     return match[1] if match else node.name()
 
@@ -90,7 +77,7 @@ class Graph:
     """For each slot the (node, input number) pairs whose backward makes its gradient; empty for an unused root."""
 
     def backward_order(self) -> list[int]:
-        """Return the nodes so that each comes after all whose backward makes its gradient."""
+        """Return the positions of the nodes in the order of the backward: each after all that add to its gradient."""
         missing = Counter(position for (position, _), users in self.consumers.items() for _ in users)
         order = [position for position in range(len(self.nodes)) if not missing[position]]
         for position in order:  # grows while it is read
@@ -101,18 +88,10 @@ class Graph:
                         order.append(self.index[child])
         return order
 
-    def is_scalar(self, slot: Slot) -> bool:
-        """Tell whether the value of ``slot`` has no dimensions."""
-        return dimensions(self.metadata(slot)) == 0
-
-    def metadata(self, slot: Slot) -> "Metadata":
-        """Return the shape, dtype and device of a slot's value."""
-        return input_metadata_of(self.nodes[slot[0]])[slot[1]]
-
-
-def dimensions(value: Metadata) -> int:
-    """Return the number of dimensions of a slot's value; -1 for nested ones, which have no single shape."""
-    return -1 if value.is_nested_tensor or value.is_cpp_nested_tensor else len(value.shape)
+    def dimensions(self, slot: Slot) -> int:
+        """Return the number of dimensions of a slot's value; -1 for nested ones, which have no single shape."""
+        value = input_metadata_of(self.nodes[slot[0]])[slot[1]]
+        return -1 if value.is_nested_tensor or value.is_cpp_nested_tensor else len(value.shape)
 
 
 def walk(roots: Iterable[tuple[Node, int]], stop: Callable[[Node], bool] | None = None) -> Graph:

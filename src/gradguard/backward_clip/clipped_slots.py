@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.backward_graph import REARRANGES, Graph, Slot, dimensions, holds_a_leaf, is_leaf, operation
+from gradguard.backward_clip.backward_graph import REARRANGES, Graph, Slot, holds_a_leaf, is_leaf, operation
 
 _MULTIPLIES = frozenset(["Alias", "Clone", "Div", "Mean", "Mul", "Neg", "Sum", "ToCopy"])
 _ADDS = frozenset(["Add", "Rsub", "Stack", "Sub"])
@@ -20,8 +20,6 @@ class NodeAction(NamedTuple):
     node: Node
     numbers: tuple[int, ...]
     """Its slots to clip."""
-    name: str
-    """Such as ``"MulBackward0"``."""
     sources: str
     """The names of the nodes whose backward makes the gradients of its slots."""
 
@@ -37,7 +35,7 @@ def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) ->
     slots: dict[int, list[int]] = defaultdict(list)
     for position, number in graph.consumers:
         slots[position].append(number)
-    terms = {root for root in graph.roots if not graph.consumers[root] and graph.is_scalar(root)}
+    terms = {root for root in graph.roots if not graph.consumers[root] and graph.dimensions(root) == 0}
     steps = []
     for position in graph.backward_order():
         node, numbers = graph.nodes[position], []
@@ -47,22 +45,24 @@ def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) ->
             slot = (position, number)
             if slot in excluded:
                 continue
-            if graph.consumers[slot]:
-                if _is_term(graph, slot, terms):
-                    terms.add(slot)
-                    continue
-            elif not roots_too or graph.is_scalar(slot):
-                continue  # a root and nothing else: its gradient is the loss's own 1, not an error signal
-            numbers.append(number)
+            if not graph.consumers[slot]:
+                # A root and nothing else: that without dimensions has the loss's own 1, which is no error signal.
+                is_clipped = roots_too and graph.dimensions(slot) != 0
+            elif _is_term(graph, slot, terms):
+                terms.add(slot)
+                is_clipped = False
+            else:
+                is_clipped = True
+            numbers += [number] if is_clipped else []
         if numbers:
             users = [user for number in slots[position] for user, _ in graph.consumers[position, number]]
             sources = ", ".join(dict.fromkeys(graph.nodes[user].name() for user in users))
-            steps.append(NodeAction(node, tuple(numbers), node.name(), sources))
+            steps.append(NodeAction(node, tuple(numbers), sources))
     return steps
 
 
 def _is_term(graph: Graph, slot: Slot, terms: set[Slot]) -> bool:
-    """Tell whether a value is one of the 0-dim ones of which the root is a sum, or the stack of some."""
+    """Tell whether a value is a 0-dim term of the sum that the root is, or a stack of such terms."""
     # The gradient of a term is its weight in the loss, and clipping that would be another loss. A value that came to
     # have no dimensions by `squeeze` or `view` is none: with a larger batch it would have some.
     (user, edge), *others = graph.consumers[slot]
@@ -72,5 +72,5 @@ def _is_term(graph: Graph, slot: Slot, terms: set[Slot]) -> bool:
     operands = graph.nodes[user].next_functions
     alone = all(child is None for i, (child, _) in enumerate(operands) if i != edge)
     linear = used_by in _ADDS or (used_by in _MULTIPLIES and alone and (used_by != "Div" or edge == 0))
-    scalar = dimensions(graph.metadata(slot)) == (1 if made_by == "Stack" else 0)
+    scalar = graph.dimensions(slot) == (1 if made_by == "Stack" else 0)
     return linear and scalar and made_by not in _MAY_DROP_DIMENSIONS

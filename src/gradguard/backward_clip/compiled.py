@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradguard.backward_clip.backward_graph import COMPILED, operation, root_of, walk
-from gradguard.backward_clip.error_clip_block import checked_rule, checked_stats
+from gradguard.backward_clip.error_clip_block import checked_rule, observer_of
 from gradguard.backward_clip.error_clip_rules import BaseErrorClip, Kind, decode_rule, encode_rule
 from gradguard.backward_clip.hooks import Clipping, Gradients, Roots
 from gradguard.backward_clip.scopes import LossScale, loss_scale
@@ -60,19 +60,22 @@ def attach_error_clip(
     `error_clip` clips within a block; this call clips every backward through a graph, as long as the graph lives. In
     eager code the graph is everything behind ``values``; in compiled code it is the part within the compiled region,
     and the clip becomes part of the compiled backward, without a graph break, also under ``fullgraph=True`` and with
-    dynamic shapes. A new
-    threshold (a new rule of the same kind, or ``rule.max = …``) does not recompile, another kind of rule does.
+    dynamic shapes. A new threshold (a new rule of the same kind, or ``rule.max = …``) does not recompile; another kind
+    of rule does.
 
-    **Guarantees.** As `error_clip` says, with these differences. A value that is not 0-dim, such as logits, is an
-    intermediate one, and its own gradient is clipped too; a 0-dim value is taken for the loss, and is not. Parameter
-    gradients are never clipped. Under ``backend="aot_eager"`` compiled code is equal to eager code bit for bit; under
-    Inductor it differs by what Inductor differs without a clip.
+    **Guarantees.** Those of `error_clip`, with these differences:
+
+    - A value that is not 0-dim, such as logits, is an intermediate one, and its own gradient is clipped too. A 0-dim
+      value is taken for the loss, and its gradient is not clipped.
+    - Gradients of parameters are never clipped.
+    - Under ``backend="aot_eager"`` compiled code is equal to eager code bit for bit; under Inductor the two differ by
+      no more than they differ without a clip.
+    - A graph break that would leave a part unclipped is refused.
 
     **Edge cases.** With gradients disabled nothing is attached. Two clips on one value apply one after the other. The
     compiler records some operations that do nothing, such as dropout in evaluation, as copies, and takes inputs of the
     compiled region for leaves: a rule that would change its own results, such as halving, meets the copy once more than
-    in eager code, and views of an input go unclipped. Eager code takes a compiled region for one operation. A graph
-    break that would leave a part unclipped is refused.
+    in eager code, and views of an input go unclipped. Eager code takes a compiled region for one operation.
 
     Args:
         values: A tensor, or tuples, lists and dicts of tensors: the loss, or a module's outputs.
@@ -131,7 +134,7 @@ def attach_error_clip(
         _refuse_counts()
     rule = checked_rule(rule)
     kind, thresholds = encode_rule(rule)
-    observer = None if stats is None else checked_stats(stats).observer(rule)
+    observer = observer_of(stats, rule)
     factor = None if scale is None else loss_scale(scale, tensors[0].device)
     attached = iter(_attach(kind, thresholds, factor, observer, tensors))
     chosen = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
@@ -177,7 +180,7 @@ def _attach(
 
 
 class _BeginBackward:
-    """Tells statistics where a backward through an attached clip begins and ends."""
+    """A hook that announces to the statistics where a backward through an attached clip begins and ends."""
 
     def __init__(self, observer: BlockCounts) -> None:
         self.observer, self.task = observer, -1

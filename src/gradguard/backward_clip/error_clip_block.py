@@ -6,10 +6,10 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor, nn
 
 from gradguard.backward_clip.backward_graph import raise_if_freed
-from gradguard.backward_clip.error_clip_rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
+from gradguard.backward_clip.error_clip_rules import BaseErrorClip, ErrorClipNonfinite
 from gradguard.backward_clip.hooks import Clipping
 from gradguard.backward_clip.scopes import LossScale, LossScope, Scope, Target, TargetScope, active
-from gradguard.backward_clip.statistics import ErrorClipStats
+from gradguard.backward_clip.statistics import BlockCounts, ErrorClipStats
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.listeners import changing_on_the_way
 
@@ -47,7 +47,15 @@ def error_clip(
     rule: that of the block for chosen tensors before that for a module before that for a whole graph, and among
     blocks of one kind the innermost. A rule of ``None`` leaves a scope alone.
 
-    **Guarantees.** Nothing stays attached after the block, also after an error.
+    **Guarantees.**
+
+    - Each intermediate value has one rule, and its accumulated gradient is clipped once in each backward.
+    - Gradients of parameters and inputs are clipped only under ``leaves=True``.
+    - The loss's own gradient, a loss scale and a ``gradient=`` of yours are never clipped.
+    - With a loss scale, and in float16, an overflow stays visible as NaN.
+    - A backward that the block cannot clip in full raises an error: a reentrant checkpoint, a loss that comes straight
+      out of compiled code, a module that no backward passed through.
+    - Nothing stays attached after the block, also after an error.
 
     **Edge cases.**
 
@@ -98,8 +106,7 @@ def error_clip(
         PaddlePaddle, Error Clip (2018).
     """
     rule = checked_rule(rule)
-    observer = None if stats is None else checked_stats(stats).observer(rule)
-    clipping = Clipping(rule, leaves=leaves, observer=observer)
+    clipping = Clipping(rule, leaves=leaves, observer=observer_of(stats, rule))
     scope = _scope(target, clipping, scale)
     try:
         active[scope.serial] = scope
@@ -125,7 +132,12 @@ def checked_rule(rule: object) -> BaseErrorClip:
     if rule is None:
         return ErrorClipNonfinite("keep")
     if isinstance(rule, BaseErrorClip):
-        check_thresholds(rule)
+        for name in rule.thresholds or ():
+            if not hasattr(rule, name):
+                raise InvalidValueError(
+                    f"{type(rule).__name__}.thresholds names {name!r}, and the rule has no such attribute: assign it "
+                    f"in __init__, or correct the name."
+                )
         return rule
     hint = f": did you mean gg.ErrorClipByValue({rule})?" if isinstance(rule, int | float) else "."
     raise InvalidTypeError(f"rule is {type(rule).__name__}, expected one such as gg.ErrorClipByValue(max=5.0){hint}")
@@ -144,12 +156,14 @@ def _scope(target: object, clipping: Clipping, scale: LossScale | None) -> Scope
     return TargetScope(clipping, scale, targets)
 
 
-def checked_stats(stats: object) -> ErrorClipStats:
-    """Return ``stats``.
+def observer_of(stats: object, rule: BaseErrorClip) -> BlockCounts | None:
+    """Return a counter of the gradients of blocks with ``rule`` for ``stats``, None for None.
 
     Raises:
-        InvalidTypeError: If they are of another type.
+        InvalidTypeError: If ``stats`` are of another type.
     """
+    if stats is None:
+        return None
     if not isinstance(stats, ErrorClipStats):
         raise InvalidTypeError(f"stats is {type(stats).__name__}: expected gg.ErrorClipStats().")
-    return stats
+    return BlockCounts(stats, rule)

@@ -17,23 +17,6 @@ _CLASSES: dict[str, type["BaseErrorClip"]] = {}
 _ENCODING = ("_inputs", "_kind", "_references", "_encoded")
 
 
-def _check_class(cls: type) -> None:
-    """Refuse at once what would later go unnoticed."""
-    names = cls.thresholds
-    if names is not None and not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
-        raise InvalidTypeError(f"{cls.__name__}.thresholds is {names!r}: expected a tuple of names, as in ('bound',).")
-    if cls.__dict__.get("__slots__"):
-        raise InvalidTypeError(f"{cls.__name__} has __slots__: rules keep their attributes in __dict__, leave it out.")
-    for name in names or ():
-        value = getattr_static(cls, name, None)
-        if hasattr(type(value), "__set__"):
-            raise InvalidTypeError(
-                f"{cls.__name__}.thresholds names {name!r}, a property: expected an attribute, assigned in __init__."
-            )
-        if value is not None:
-            check_number(f"{cls.__name__}.{name}", value)
-
-
 class BaseErrorClip:
     r"""A rule for gradients of intermediate values: subclass it and write ``clip(grad) -> grad``.
 
@@ -44,9 +27,15 @@ class BaseErrorClip:
 
     ``thresholds`` names the attributes that are in units of the gradient. They may be assigned later (a schedule),
     are multiplied by the loss scale under ``scale=``, and enter compiled code as inputs, so that a new one does not
-    recompile; there ``clip`` finds 0-dim tensors in them. Attributes that are tensors enter likewise. Others are
-    constants of the compiled code: assigning one recompiles, changing a list in place goes unnoticed. A rule that
-    leaves ``thresholds`` undefined is handed unscaled gradients.
+    recompile; there ``clip`` finds 0-dim tensors in them. Attributes that are tensors enter likewise. Other attributes
+    are constants of the compiled code: assigning one recompiles, changing a list in place goes unnoticed.
+
+    **Guarantees.**
+
+    - A result of another shape, dtype or device than ``grad`` is refused: the backward never goes on with it.
+    - With a loss scale, and in float16, elements that are not finite become NaN whatever ``clip`` returns for them.
+    - A rule that leaves ``thresholds`` undefined gets unscaled gradients.
+    - A threshold that is NaN is refused when it is assigned.
 
     Example:
         >>> import gradguard as gg, torch
@@ -76,12 +65,29 @@ class BaseErrorClip:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _check_class(cls)
+        names = cls.thresholds
+        if names is not None and not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
+            raise InvalidTypeError(
+                f"{cls.__name__}.thresholds is {names!r}: expected a tuple of names, as in ('bound',)."
+            )
+        if cls.__dict__.get("__slots__"):
+            raise InvalidTypeError(
+                f"{cls.__name__} has __slots__: rules keep their attributes in __dict__, leave it out."
+            )
+        for name in names or ():
+            value = getattr_static(cls, name, None)
+            if hasattr(type(value), "__set__"):
+                raise InvalidTypeError(
+                    f"{cls.__name__}.thresholds names {name!r}, a property: expected an attribute, assigned in "
+                    f"__init__."
+                )
+            if value is not None:
+                check_number(f"{cls.__name__}.{name}", value)
         cls._class_serial = f"{cls.__qualname__} {next(_SERIAL)}"
         _CLASSES[cls._class_serial] = cls
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Return a rule that has what its class gives it; ``__init__`` adds the rest."""
+        """Return a rule with the attributes of its class; ``__init__`` adds its own."""
         if getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
             raise InvalidTypeError(f"{cls.__name__} is a frozen dataclass: rules may change, leave frozen=True out.")
         rule = object.__new__(cls)
@@ -110,7 +116,7 @@ class BaseErrorClip:
         return f"{type(self).__name__}({shown})"
 
     def clip(self, grad: Tensor) -> Tensor:
-        """Return what the backward goes on with in place of ``grad``: same shape, same dtype, not changed in place.
+        """Return the gradient that the backward continues with: a new tensor of the shape and dtype of ``grad``.
 
         Raises:
             NotImplementedError: Always; a subclass says what to do.
@@ -120,7 +126,7 @@ class BaseErrorClip:
     def bounds(self) -> tuple[float, float] | None:
         """Return (low, high) if the rule is the elementwise clamp to them, else None.
 
-        Counts only where it is written together with `clip`, or below: a subclass with a ``clip`` of its own has none.
+        A subclass with a ``clip`` of its own has bounds only if it defines ``bounds`` too.
         """
         return None
 
@@ -143,31 +149,27 @@ class BaseErrorClip:
         return number
 
     def _encode(self, assigned: str = "") -> None:
-        """Bring `_inputs` and `_kind` up to date."""
+        """Bring `_inputs` and `_kind` up to date; an attribute may just have been ``assigned``."""
         named = self.thresholds or ()
-        state = self._state(assigned)
-        tensors = [v for v in state.values() if isinstance(v, Tensor)]
+        if torch.compiler.is_compiling():
+            names = self._encoded if assigned in self._encoded else (*self._encoded, assigned)
+        else:
+            names = tuple(self.__dict__)
+        state = {k: self.__dict__.get(k) for k in names if k not in (*named, *_ENCODING) and k in self.__dict__}
         texts, held = encode_attributes(state)
         values = [getattr(self, name, None) for name in named]
         inputs = None
         if all(value is not None for value in values):
-            inputs = (*(torch.tensor(value, dtype=torch.float64, device="cpu") for value in values), *tensors)
+            numbers = [torch.tensor(value, dtype=torch.float64, device="cpu") for value in values]
+            inputs = (*numbers, *(v for v in state.values() if isinstance(v, Tensor)))
         object.__setattr__(self, "_inputs", inputs)
         object.__setattr__(self, "_kind", (self._class_serial, texts))
         object.__setattr__(self, "_references", held)
         object.__setattr__(self, "_encoded", tuple(state))
 
-    def _state(self, assigned: str) -> dict[str, Any]:
-        """Return the attributes that are no thresholds; one may just have been ``assigned``."""
-        left_out = (*(self.thresholds or ()), *_ENCODING)
-        if not torch.compiler.is_compiling():
-            return {k: v for k, v in self.__dict__.items() if k not in left_out}
-        names = self._encoded if assigned in self._encoded else (*self._encoded, assigned)
-        return {k: self.__dict__.get(k) for k in names if k not in left_out and k in self.__dict__}
-
 
 class _OnUnscaled(BaseErrorClip):
-    """A rule that knows nothing of loss scales, under one: unscale in a wide dtype, clip, scale."""
+    """A rule without thresholds under a loss scale: it unscales in a wide dtype, clips, and scales again."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -182,9 +184,9 @@ class _OnUnscaled(BaseErrorClip):
 
 
 def encode_rule(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
-    """Return ``rule`` as texts and tensors, the two things that compiled code can be handed."""
+    """Return ``rule`` as texts and tensors, which compiled code takes as arguments."""
     inputs = rule._inputs
-    assert inputs is not None, "check_thresholds comes first"
+    assert inputs is not None, "checked_rule comes first"
     return rule._kind, inputs
 
 
@@ -198,48 +200,31 @@ def decode_rule(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
     return rule
 
 
-def check_thresholds(rule: BaseErrorClip) -> None:
-    """Refuse a rule one of whose thresholds has no value.
-
-    Raises:
-        InvalidValueError: If so.
-    """
-    for name in rule.thresholds or ():
-        if not hasattr(rule, name):
-            raise InvalidValueError(
-                f"{type(rule).__name__}.thresholds names {name!r}, and the rule has no such attribute: assign it in "
-                f"__init__, or correct the name."
-            )
-
-
 def clamp_bounds(rule: BaseErrorClip) -> tuple[float, float] | None:
-    """Return the bounds of a rule that is a clamp, and None for a rule that inherits them with another ``clip``."""
+    """Return the bounds of a rule that is a clamp; None for a rule that inherits them and has another ``clip``."""
     if "clip" in rule.__dict__:
         return None
-    for cls in type(rule).__mro__:
-        if "bounds" in cls.__dict__:
-            return rule.bounds()
-        if "clip" in cls.__dict__:
-            return None
-    return None
+    owner = next(cls for cls in type(rule).__mro__ if "bounds" in cls.__dict__ or "clip" in cls.__dict__)
+    return rule.bounds() if "bounds" in owner.__dict__ else None
 
 
 def apply_rule(rule: BaseErrorClip, grad: Tensor, overflow_stays: bool = False) -> Tensor:
-    """Return what ``rule`` makes of ``grad``, checked, with overflow left visible where a loss scale depends on it."""
+    """Return the clipped ``grad``, checked; an overflow stays visible as NaN where a loss scale depends on it."""
     if grad.dim() == 0 and not is_trusted(rule):
-        rule = _of_dtype(rule, grad)
+        values = [getattr(rule, name) for name in rule.thresholds or ()]
+        if any(isinstance(value, Tensor) for value in values):
+            # A number would not lend a 0-dim gradient its dtype, a threshold that is a tensor would.
+            real = grad.dtype.to_real()
+            rule = rule.with_thresholds(tuple(v.to(real) if isinstance(v, Tensor) else v for v in values))
     clipped = checked(rule, grad, rule.clip(grad))
-    return keep_overflow(grad, clipped) if overflow_stays or grad.dtype is torch.float16 else clipped
+    if overflow_stays or grad.dtype is torch.float16:
+        return clipped + (grad - grad)  # NaN wherever ``grad`` is not finite, so that a GradScaler sees the overflow
+    return clipped
 
 
 def is_trusted(rule: BaseErrorClip) -> bool:
     """Tell whether the rule is one of ours, whose results need no check."""
     return type(rule).__module__.startswith("gradguard.backward_clip.") and not isinstance(rule, _OnUnscaled)
-
-
-def keep_overflow(grad: Tensor, clipped: Tensor) -> Tensor:
-    """Return ``clipped`` with NaN wherever ``grad`` is not finite, so that a GradScaler sees the overflow."""
-    return clipped + (grad - grad)
 
 
 def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
@@ -264,19 +249,10 @@ def are_alike(old: Tensor | None, new: Any) -> bool:
 
 
 def described(gradient: Any) -> str:
-    """Return what an error calls a gradient, or what came in its place."""
+    """Return the description of a gradient, or of another object in its place, for an error."""
     if isinstance(gradient, Tensor):
         return f"a tensor of shape {tuple(gradient.shape)}, {gradient.dtype}, on {gradient.device}"
     return "None" if gradient is None else type(gradient).__name__
-
-
-def _of_dtype(rule: BaseErrorClip, grad: Tensor) -> BaseErrorClip:
-    """Return ``rule`` with thresholds that do not lend a 0-dim gradient their dtype, as numbers would not."""
-    values = [getattr(rule, name) for name in rule.thresholds or ()]
-    if not any(isinstance(value, Tensor) for value in values):
-        return rule
-    real = grad.dtype.to_real()
-    return rule.with_thresholds(tuple(v.to(real) if isinstance(v, Tensor) else v for v in values))
 
 
 def _not_negative(self: BaseErrorClip, name: str, value: Any) -> float:
@@ -336,8 +312,7 @@ class ErrorClipByValue(BaseErrorClip):
         check_bounds(low, high, ("min", "max"))
         object.__setattr__(self, "min", low)
         object.__setattr__(self, "_bounds_modulus", low == -high)
-        if self._symmetric and not symmetric:
-            self._symmetric = False
+        object.__setattr__(self, "_symmetric", symmetric)
         return number
 
     def clip(self, grad: Tensor) -> Tensor:
@@ -496,7 +471,16 @@ class ErrorClipNonfinite(BaseErrorClip):
         if self.policy == "zero":
             return torch.where(grad.isfinite(), grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
         if self.policy == "raise":
-            _refuse_nonfinite(grad)
+            if torch.compiler.is_compiling():
+                raise InvalidTypeError(
+                    'ErrorClipNonfinite("raise") cannot be compiled: use it in eager code, or "zero".'
+                )
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            is_finite = math.isfinite(abs(grad.detach().sum(dtype=wide).item()))  # quick, and may only overflow
+            bad = 0 if is_finite else int((~grad.isfinite()).sum())
+            if bad:
+                nan = int(grad.isnan().sum())
+                raise NonFiniteGradientError(f"{nan} NaN and {bad - nan} infinite of {grad.numel()} elements")
         return grad
 
 
@@ -514,17 +498,6 @@ def _scale_to_norm(grad: Tensor, max_norm: float | Tensor, dims: tuple[int, ...]
     return torch.where(binds, small * (bound / torch.where(binds, relative, 1.0)), grad).to(grad.dtype)
 
 
-def _refuse_nonfinite(grad: Tensor) -> None:
-    if torch.compiler.is_compiling():
-        raise InvalidTypeError('ErrorClipNonfinite("raise") cannot be compiled: use it in eager code, or "zero".')
-    if math.isfinite(abs(grad.detach().sum(dtype=torch.promote_types(grad.dtype, torch.float32)).item())):
-        return
-    bad = int((~grad.isfinite()).sum())
-    if bad:
-        nan = int(grad.isnan().sum())
-        raise NonFiniteGradientError(f"{nan} NaN and {bad - nan} infinite of {grad.numel()} elements")
-
-
 def _within(number: float, limit: float) -> float:
-    """Return ``number``, or the nearest to it up to ``limit``, the largest finite value of a dtype."""
+    """Return ``number`` clamped to ±``limit``, the largest finite value of a dtype; infinity stays."""
     return number if math.isinf(number) else math.copysign(min(abs(number), limit), number)

@@ -22,7 +22,7 @@ Roots = Sequence[tuple[Node, int]]
 
 @dataclass
 class Claim:
-    """The slots of one node that one scope clips; an inner scope takes some of them away for a while."""
+    """The slots of one node that one scope clips; an inner scope takes some of them over until it ends."""
 
     numbers: tuple[int, ...]
 
@@ -66,9 +66,8 @@ class Clipping:
         steps = steps_through(graph, roots_too, excluded)
         self.reached += len(steps) + len(excluded)
         makers = makers_with_lines(graph) if isinstance(self.unscaled_rule, ErrorClipNonfinite) else {}
-        for node, numbers, name, made_by in steps:
-            claim = Claim(numbers)
-            self.handles.append(node.register_prehook(self._prehook(node, claim, name, makers.get(node, made_by))))
+        for node, numbers, made_by in steps:
+            claim = self.hook_slots(node, numbers, makers.get(node, made_by))
             if claimed is not None:
                 claimed(node, claim)
         if self.leaves:
@@ -78,10 +77,11 @@ class Clipping:
                     self.hook_leaf(variable)
         return graph
 
-    def hook_slot(self, node: Node, number: int) -> Claim:
-        """Put the rule on the gradient of one slot."""
-        claim = Claim((number,))
-        self.handles.append(node.register_prehook(self._prehook(node, claim, node.name(), "")))
+    def hook_slots(self, node: Node, numbers: tuple[int, ...], sources: str = "") -> Claim:
+        """Put the rule on the gradients of some slots of one node, which the backward of ``sources`` makes."""
+        claim, name = Claim(numbers), node.name()
+        row = self.observer.row(node, name, sources) if self.observer is not None else None
+        self.handles.append(node.register_prehook(partial(self._clip_all, claim, row, name, sources)))
         return claim
 
     def hook_leaf(self, leaf: Tensor) -> None:
@@ -104,10 +104,6 @@ class Clipping:
     def forget_dead(self) -> None:
         """Drop the hooks of freed nodes, so that the memory of a long block does not grow."""
         self.handles = [handle for handle in self.handles if handle.hooks_dict_ref() is not None]
-
-    def _prehook(self, node: Node, claim: Claim, name: str, sources: str) -> Callable[[Gradients], Gradients]:
-        row = self.observer.row(node, name, sources) if self.observer is not None else None
-        return partial(self._clip_all, claim, row, name, sources)
 
     def _clip_all(self, claim: Claim, row: NodeCounts | None, name: str, sources: str, grads: Gradients) -> Gradients:
         """Return the gradients of one node, those of the claimed slots clipped."""

@@ -19,7 +19,7 @@ _LEAVES = 2**63
 
 
 class ModuleTimeline:
-    """Notes at which node number each submodule's forward begins and ends, thread by thread."""
+    """A record of the node numbers at which each submodule's forward begins and ends, for each thread."""
 
     def __init__(self, model: nn.Module) -> None:
         self._starts: dict[int, list[int]] = defaultdict(list)
@@ -29,7 +29,7 @@ class ModuleTimeline:
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module in model.named_modules():
             if name:
-                before, after = ForwardHook(self._entering(name)), ForwardHook(self._leave)
+                before, after = ForwardHook(self._enter, name), ForwardHook(self._leave)
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(after, always_call=True))
 
@@ -49,13 +49,10 @@ class ModuleTimeline:
         found = bisect_right(self._starts[thread], number) - 1
         return self._names[thread][found] if found >= 0 else ""
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, options: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._within[threading.get_ident()].append(name)
-                self._from_here(name)
-
-        return enter
+    def _enter(self, name: str, module: nn.Module, args: Any, options: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._within[threading.get_ident()].append(name)
+            self._from_here(name)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class _Reference:
-    """An object that no text spells out, under a number that no other object will ever have."""
+    """An object that has no text, under a number that no other object will ever have."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.text = value, f"{_OBJECT}{next(_serials)}"
@@ -34,7 +34,7 @@ _by_identity: WeakValueDictionary[int, _Reference] = WeakValueDictionary()
 
 
 def encode_attributes(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[_Reference, ...]]:
-    """Return a text for each attribute, and what must be kept as long as the texts are in use."""
+    """Return a text for each attribute, and the references that must live as long as the texts are in use."""
     texts, held = [], []
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -42,8 +42,11 @@ def encode_attributes(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...
         elif _is_plain(value):
             texts.append((name, repr(value)))
         else:
-            held.append(_reference_to(value))
-            texts.append((name, held[-1].text))
+            reference = _by_identity.get(id(value))
+            if reference is None:
+                reference = _by_identity[id(value)] = _Reference(value)
+            held.append(reference)
+            texts.append((name, reference.text))
     return tuple(texts), tuple(held)
 
 
@@ -57,13 +60,6 @@ def decode_attribute(text: str) -> Any:
     if text.startswith(_OBJECT):
         return _by_text[text].value
     return float(text) if text in {"inf", "-inf", "nan"} else ast.literal_eval(text)
-
-
-def _reference_to(value: Any) -> _Reference:
-    held = _by_identity.get(id(value))
-    if held is None:
-        held = _by_identity[id(value)] = _Reference(value)
-    return held
 
 
 def _is_plain(value: Any) -> bool:

@@ -53,8 +53,8 @@ class Scope:
         """The claims of other scopes, and the slots of them that this scope has taken over until it ends."""
 
     def enter(self) -> None:
-        """Install the hooks that can be installed now."""
-        raise NotImplementedError
+        """Install the hooks that can be installed now, and update those of the other blocks of this thread."""
+        self._refresh_others()
 
     def check(self) -> None:
         """Raise if the block could clip nothing."""
@@ -75,50 +75,44 @@ class Scope:
         self.taken = []
         if self.clipping.observer is not None:
             self.clipping.observer.end()
+        self._refresh_others()
 
     def forget_dead(self) -> None:
         """Drop the hooks of freed graphs, so that the memory of a long block does not grow."""
         self.clipping.forget_dead()
         self.taken = [(claim, number) for claim, number in self.taken if claim() is not None]
 
+    def _refresh_others(self) -> None:
+        for scope in list(active.values()):
+            if scope.thread == self.thread and scope is not self:
+                scope.refresh()
+
+    def _begin(self, loss: Tensor | None, device: torch.device) -> None:
+        if self.clipping.observer is not None:
+            self.clipping.observer.begin(loss)
+        self._rescale(device)
+
     def _rescale(self, device: torch.device) -> None:
         if self.scale is not None:
             self.clipping.set_scale(loss_scale(self.scale, device))
 
-    def _begin(self, loss: Tensor | None) -> None:
-        if self.clipping.observer is not None:
-            self.clipping.observer.begin(loss)
-
-
-def refresh_all(thread: int, but: "Scope") -> None:
-    """Update the hooks of the other blocks of this thread."""
-    for scope in list(active.values()):
-        if scope.thread == thread and scope is not but:
-            scope.refresh()
-
 
 def claim_slots(scope: "Scope", node: Node, claim: Claim) -> None:
-    """Note on ``node`` itself that ``scope`` has these slots of it; the note lives as long as the node.
+    """Record on ``node`` itself that ``scope`` owns these slots; the record lives as long as the node.
 
-    A running scope that had one of them gives it up until ``scope`` ends.
+    A running scope that owned one of the slots gives it up until ``scope`` ends.
     """
     owners = _metadata(node).setdefault(_OWNERS, {})
     for number in claim.numbers:
-        before = owner_of(node, number)
-        if before is not None and number in before.numbers:
+        serial, before = owners.get(number, (-1, claim))
+        if serial in active and number in before.numbers:
             before.numbers = tuple(n for n in before.numbers if n != number)
             scope.taken.append((weakref.ref(before), number))
         owners[number] = (scope.serial, claim)
 
 
-def owner_of(node: Node, number: int) -> Claim | None:
-    """Return the claim of the running scope of targets that has this slot."""
-    serial, claim = _metadata(node).get(_OWNERS, {}).get(number, (-1, None))
-    return claim if serial in active else None
-
-
 def owned_slots(graph: Graph, since: int = -1) -> set[Slot]:
-    """Return the slots that running scopes of targets have, of those that began at ``since`` or later."""
+    """Return the slots owned by running scopes of targets that began at ``since`` or later."""
     if not any(scope.marks_nodes for scope in list(active.values())):
         return set()
     marked = [(i, _metadata(node)[_OWNERS]) for i, node in enumerate(graph.nodes) if _OWNERS in _metadata(node)]
@@ -177,16 +171,14 @@ class LossScope(Scope):
 
     def enter(self) -> None:
         """Install the hooks, and remove those of outer blocks."""
-        self._begin(self.loss)
-        self._rescale(self.loss.device)
+        self._begin(self.loss, self.loss.device)
         self._install()
-        refresh_all(self.thread, but=self)
+        super().enter()
 
     def exit(self) -> None:
         """Remove the hooks, and install those of outer blocks again."""
-        super().exit()
         self.graph = Graph()
-        refresh_all(self.thread, but=self)
+        super().exit()
 
     def refresh(self) -> None:
         """Install the hooks anew, without the slots that other scopes own now."""
@@ -206,20 +198,13 @@ class LossScope(Scope):
         """Return the nodes among which a freed one may be."""
         return self.graph.nodes
 
-    def _others(self) -> list["LossScope"]:
-        mine = (s for s in list(active.values()) if isinstance(s, LossScope) and s.thread == self.thread)
-        return [scope for scope in mine if scope is not self and scope.graph.nodes]
-
     def _owned_by_others(self, graph: Graph) -> frozenset[Slot]:
-        inner = [scope.graph.index for scope in self._others() if scope.serial > self.serial]
         owned = owned_slots(graph)
-        for index in inner:
-            owned |= {(i, n) for i, node in enumerate(graph.nodes) if node in index for n in _numbers(node)}
+        for scope in list(active.values()):
+            if isinstance(scope, LossScope) and scope.thread == self.thread and scope.serial > self.serial:
+                shared = [(i, node) for i, node in enumerate(graph.nodes) if node in scope.graph.index]
+                owned |= {(i, n) for i, node in shared for n in range(len(input_metadata_of(node)))}
         return frozenset(owned)
-
-
-def _numbers(node: Node) -> range:
-    return range(len(input_metadata_of(node)))  # type: ignore[attr-defined]
 
 
 Target = Tensor | nn.Module
@@ -249,8 +234,10 @@ class TargetScope(Scope):
 
     def enter(self) -> None:
         """Hook the chosen tensors, and get ready for the modules' forwards."""
-        self._begin(None)
-        self._rescale(_device_of(self.targets))
+        parts = (
+            one for target in self.targets for one in ([target] if isinstance(target, Tensor) else target.parameters())
+        )
+        self._begin(None, next((tensor.device for tensor in parts), torch.device("cpu")))
         for target in self.targets:
             if isinstance(target, Tensor):
                 self._take(target)
@@ -259,29 +246,25 @@ class TargetScope(Scope):
                 before, after = ForwardHook(self._before_forward), ForwardHook(self._after_forward)
                 handles.append(target.register_forward_pre_hook(before, prepend=True))
                 handles.append(target.register_forward_hook(after, prepend=True, always_call=True))
-        refresh_all(self.thread, but=self)
+        super().enter()
 
     def check(self) -> None:
         """Raise if the block could clip nothing."""
         for number, target in enumerate(self.targets):
-            if isinstance(target, nn.Module):
-                which = type(target).__name__ if len(self.targets) == 1 else f"{type(target).__name__}, entry {number},"
-                if target not in self.forwards:
-                    raise InvalidValueError(
-                        f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
-                        f"gradients enabled and something in it or in its input that requires them, and let it return "
-                        f"tensors, nested lists, tuples or dicts of them, or objects with them as attributes."
-                    )
-                if target not in self.backwards:
-                    raise InvalidValueError(
-                        f"no backward passed through {which} in the block: call backward() inside it."
-                    )
+            which = type(target).__name__ if len(self.targets) == 1 else f"{type(target).__name__}, entry {number},"
+            if isinstance(target, nn.Module) and target not in self.forwards:
+                raise InvalidValueError(
+                    f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
+                    f"gradients enabled and something in it or in its input that requires them, and let it return "
+                    f"tensors, nested lists, tuples or dicts of them, or objects with them as attributes."
+                )
+            if isinstance(target, nn.Module) and target not in self.backwards:
+                raise InvalidValueError(f"no backward passed through {which} in the block: call backward() inside it.")
 
     def exit(self) -> None:
         """Remove the hooks, and install those of whole graphs again."""
-        super().exit()
         self.targets, self.kept = [], []
-        refresh_all(self.thread, but=self)
+        super().exit()
 
     def _take(self, value: Tensor) -> None:
         """Clip one chosen value, in place of the scope that had it."""
@@ -291,7 +274,7 @@ class TargetScope(Scope):
             self.kept.append(node)  # a leaf's node is freed where nothing holds it
             claim_slots(self, node, Claim((number,)))
         else:
-            claim_slots(self, node, self.clipping.hook_slot(node, number))
+            claim_slots(self, node, self.clipping.hook_slots(node, (number,)))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -318,12 +301,9 @@ class TargetScope(Scope):
             exclude=lambda graph: frozenset(owned_slots(graph, since=self.serial)),
             claimed=lambda node, claim: claim_slots(self, node, claim),
         )
-        passed = partial(self._passed, module)
-        self.clipping.handles += [node.register_prehook(passed) for node in {node for node, _ in roots}]
+        for node in {node for node, _ in roots}:
+            self.clipping.handles.append(node.register_prehook(lambda grads: self.backwards.add(module)))
         self.forwards.add(module)
-
-    def _passed(self, module: nn.Module, grads: Any) -> None:
-        self.backwards.add(module)
 
 
 def _check_target(number: int, target: Any) -> None:
@@ -338,7 +318,7 @@ def _check_target(number: int, target: Any) -> None:
 
 
 def _tensors_in(output: Any) -> list[Tensor]:
-    """Return the tensors in what a forward returns: in nested lists, tuples and dicts, and in attributes of objects."""
+    """Return the tensors in a forward's output: in nested lists, tuples and dicts, and in attributes of objects."""
     found, seen, waiting = [], set(), [output]
     for value in waiting:  # grows while it is read
         if isinstance(value, Tensor):
@@ -367,10 +347,3 @@ def _contents_of(value: Any) -> list[Any]:
         return leaves
     state: Any = object.__getstate__(value)  # a dict of attributes, with another one of slots in a tuple, or None
     return [one for part in (state if isinstance(state, tuple) else (state,)) for one in (part or {}).values()]
-
-
-def _device_of(targets: list[Target]) -> torch.device:
-    for target in targets:
-        for tensor in (target,) if isinstance(target, Tensor) else target.parameters():
-            return tensor.device
-    return torch.device("cpu")

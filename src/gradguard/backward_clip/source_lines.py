@@ -32,7 +32,7 @@ def makers_with_lines(graph: Graph) -> dict[Node, str]:
 
 
 def _place(node: Node) -> str:
-    """The innermost line that is neither PyTorch's nor ours."""
+    """Return the innermost source line that is neither PyTorch's nor gradguard's."""
     frames = [found for entry in recorded_stack(node) if (found := _FRAME.search(entry))]
     own = [frame for frame in frames if not any(Path(frame["file"]).is_relative_to(folder) for folder in _LIBRARIES)]
     if not frames:

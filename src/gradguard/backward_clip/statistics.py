@@ -65,7 +65,11 @@ class ErrorClipStats:
     A listener of `gradguard.listeners` gets, at the end of each block and of each backward through an attached clip,
     the rule, its threshold, and how many of how many elements were clipped.
 
-    **Guarantees.** Counting changes no gradient, and the host never waits for a count until it is read.
+    **Guarantees.**
+
+    - Counting changes no gradient.
+    - The host never waits for a count until the count is read.
+    - `first_nonfinite` is the first in the order of the backward, over all blocks.
 
     Args:
         model: The module whose submodules should be named. Its forward must run after this; hooks on its submodules
@@ -96,10 +100,6 @@ class ErrorClipStats:
         self._pending: list[tuple[_OpCounts, str, int, Tensor]] = []
         self._loss: Tensor | None = None
         self._blocks = 0
-
-    def observer(self, rule: BaseErrorClip) -> "BlockCounts":
-        """Return a counter of the gradients of blocks with ``rule``; listeners get its sums after each block."""
-        return BlockCounts(self, rule)
 
     def detach(self) -> None:
         """Remove the hooks that name modules."""
@@ -171,7 +171,7 @@ class ErrorClipStats:
             self._first = FirstNonfinite(row.op, row.module, made_by, self._blocks, nonfinite, elements)
 
     def _read(self, wait: bool) -> None:
-        """Look at the oldest blocks, those whose counts have landed; all if the host may ``wait``."""
+        """Read the oldest blocks' counts that have arrived on the host; those of all blocks if it may ``wait``."""
         while self._unread:
             block, shown, counts, landed = self._unread[0]
             if landed is not None and not wait and not landed.query():
@@ -206,7 +206,7 @@ class _OpCounts:
 
 
 class BlockCounts:
-    """Counts the clips of one block, or of one backward through an attached clip, and tells those who listen."""
+    """The counts of one block, or of one backward through an attached clip; listeners get their sums."""
 
     def __init__(self, stats: ErrorClipStats, rule: BaseErrorClip) -> None:
         self.stats, self.rule = stats, rule
@@ -214,16 +214,16 @@ class BlockCounts:
         self.clipped: list[Count] = []
 
     def row(self, node: Node, name: str, sources: str) -> "NodeCounts":
-        """Return where the gradients of the output of ``node`` are written down."""
+        """Return the counter for the gradients of the output of ``node``."""
         return NodeCounts(self, self.stats.line(node, name), sources)
 
     def begin(self, loss: Tensor | None) -> None:
-        """A block begins."""
+        """Begin a block."""
         self.elements, self.clipped = 0, []  # of a backward that raised an error before its end
         self.stats.begin(loss)
 
     def end(self) -> None:
-        """A block ends."""
+        """End a block, and tell listeners its sums."""
         self.stats.end()
         elements, clipped = self.elements, self.clipped
         self.elements, self.clipped = 0, []
@@ -232,10 +232,10 @@ class BlockCounts:
             total: Count = sum(count for count in clipped if not isinstance(count, Tensor))
             if on_devices:
                 total = torch.stack([count.to(on_devices[0].device) for count in on_devices]).sum() + total
-            # The one number that ``rule`` compares with, None if there is not one.
-            rule = self.rule
-            values = {getattr(rule, name) for name in rule.thresholds or ()}
-            if (bounds := clamp_bounds(rule)) is not None and bounds[0] == -bounds[1]:
+            # The one number that the rule compares with, None if there is not one.
+            bounds = clamp_bounds(self.rule)
+            values = {getattr(self.rule, name) for name in self.rule.thresholds or ()}
+            if bounds is not None and bounds[0] == -bounds[1]:
                 values = {bounds[1]}
             threshold = values.pop() if len(values) == 1 else None
             tell(ClipEvent(rule_of(self.rule), (), threshold, elements=elements, clipped_elements=total))
@@ -251,8 +251,7 @@ class NodeCounts:
 
     def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
         """Return ``apply(grad)``, or ``grad`` where the clamp to ``bounds`` would not change it."""
-        elements = self.arrive(grad)
-        if elements == 0:
+        if not self.arrive(grad):
             return apply(grad)
         if type(grad) is not Tensor or not grad.is_cpu or grad.is_complex():
             return self._on_device(grad, apply)

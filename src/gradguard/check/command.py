@@ -19,9 +19,9 @@ from gradguard.check.gradient_report import GradientReport
 from gradguard.check.named_call import bind_by_name
 from gradguard.errors import CommandError, GradguardError
 
-_REAL = ("float16", "bfloat16", "float32", "float64")
-_COMPLEX = ("complex64", "complex128")
-_WHOLE = ("uint8", "int8", "int16", "int32", "int64", "bool")
+_COMPLEX = ["complex64", "complex128"]
+_WHOLE = ["uint8", "int8", "int16", "int32", "int64", "bool"]
+_KNOWN = ["float16", "bfloat16", "float32", "float64", *_COMPLEX, *_WHOLE]
 _EXAMPLE = "as in x=2,3:float32, or x=:float64 for a single number"
 
 
@@ -70,7 +70,7 @@ def check_command(
 
 
 def load_callable(target: str, seed: int = 0) -> Callable[..., Any]:
-    """Import what ``package.module:name`` names; the current folder comes first.
+    """Import the callable that ``package.module:name`` names; the current folder comes first.
 
     The weights that a module draws come from ``seed``, so that two classes of one shape have the same ones.
 
@@ -120,27 +120,20 @@ def make_inputs(specifications: Sequence[str], seed: int) -> dict[str, Tensor]:
             raise CommandError(f"--input {text}: expected name=shape:dtype, {_EXAMPLE}.")
         if name in inputs:
             raise CommandError(f"--input {text}: there is an input {name!r} already.")
-        shape, _, dtype = rest.partition(":")
-        inputs[name] = _drawn(_shape(shape, text), dtype or "float32", generator, text)
+        sizes, _, dtype = rest.partition(":")
+        try:
+            shape = tuple(map(int, sizes.split(","))) if sizes else ()
+        except ValueError:
+            shape = (-1,)
+        if min(shape, default=0) < 0:
+            raise CommandError(f"--input {text}: {sizes!r} is no shape; expected sizes >= 0, {_EXAMPLE}.")
+        dtype = dtype or "float32"
+        if dtype not in _KNOWN:
+            raise CommandError(f"--input {text}: unknown dtype {dtype!r}; expected one of {_KNOWN}.")
+        if dtype in _WHOLE:
+            drawn = torch.randint(0, 2, shape, generator=generator, device="cpu")
+        else:
+            wide = torch.complex128 if dtype in _COMPLEX else torch.float64
+            drawn = torch.randn(shape, generator=generator, dtype=wide, device="cpu")
+        inputs[name] = drawn.to(getattr(torch, dtype))
     return inputs
-
-
-def _drawn(shape: tuple[int, ...], dtype: str, generator: torch.Generator, text: str) -> Tensor:
-    if dtype not in (*_REAL, *_COMPLEX, *_WHOLE):
-        raise CommandError(f"--input {text}: unknown dtype {dtype!r}; expected one of {[*_REAL, *_COMPLEX, *_WHOLE]}.")
-    if dtype in _WHOLE:
-        drawn = torch.randint(0, 2, shape, generator=generator, device="cpu")
-    else:
-        wide = torch.complex128 if dtype in _COMPLEX else torch.float64
-        drawn = torch.randn(shape, generator=generator, dtype=wide, device="cpu")
-    return drawn.to(getattr(torch, dtype))
-
-
-def _shape(text: str, specification: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(map(int, text.split(","))) if text else ()
-    except ValueError:
-        shape = (-1,)
-    if min(shape, default=0) < 0:
-        raise CommandError(f"--input {specification}: {text!r} is no shape; expected sizes >= 0, {_EXAMPLE}.")
-    return shape

@@ -11,7 +11,6 @@ PyTorch's tests.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,11 +50,25 @@ _LARGE = 1e250
 """Above this a product with a cotangent may overflow."""
 
 
+Findings = list[GradientFinding]
+"""The faults that one comparison finds: none where the two agree."""
+
+
 class BackwardRun(NamedTuple):
     """The gradient of a backward, and the outputs of its forward."""
 
     gradient: Tensor
     values: Tensor
+
+
+class RecordedForward(NamedTuple):
+    """The inputs and the outputs of a recorded forward."""
+
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+
+
+_NO_GRAPH = RecordedForward([], [])
 
 
 class OwedGradient(NamedTuple):
@@ -74,8 +87,8 @@ class Contract:
 
     Args:
         function: The function to probe.
-        cotangent: A flat one, to probe with.
-        generator: The generator of what moves inputs.
+        cotangent: The cotangent of the backward runs, as one vector.
+        generator: The generator of the random moves of inputs.
         rtol: The relative error that the function itself has.
 
     Attributes:
@@ -87,17 +100,18 @@ class Contract:
     def __init__(self, function: Function, cotangent: Tensor, generator: torch.Generator, rtol: float = 0.0) -> None:
         self.function, self.generator = function, generator
         dtypes = (one.dtype for one in [*function.outputs, *function.inputs])
-        self.dtype = dtype = max(dtypes, key=lambda d: torch.finfo(d).eps)
-        self.relative = max(rtol, _TOLERANCE[dtype] * torch.finfo(dtype).eps)
-        self.least = 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        self.dtype = max(dtypes, key=lambda d: torch.finfo(d).eps)
+        limits = torch.finfo(self.dtype)
+        self.relative = max(rtol, _TOLERANCE[self.dtype] * limits.eps)
+        self.least = 8 * limits.smallest_normal * limits.eps
         """A few steps of the smallest numbers, below which a dtype has no digits."""
-        self.findings: list[GradientFinding] = []
-        self.notes: list[GradientFinding] = []
+        self.findings: Findings = []
+        self.notes: Findings = []
         self.shaped = function.shaped(cotangent)
         self._varies = False
         """Whether two backward runs of one graph differed by a bit."""
-        self._graph: tuple[list[Tensor], list[Tensor]] = [], []
-        """The leaves and outputs of the forward whose backward is run."""
+        self._graph = _NO_GRAPH
+        """The forward whose backward is run."""
 
     def probe(self) -> None:
         """Run all probes, the cheap ones first."""
@@ -115,7 +129,7 @@ class Contract:
 
     def _probe(self) -> None:
         self._record()
-        self.usual_values = joined(self._graph[1])
+        self.usual_values = joined(self._graph.outputs)
         overwritten = self._take_gradient()
         if self.findings:
             return
@@ -123,14 +137,14 @@ class Contract:
         try:
             again = self._backward()
         except Exception as error:
-            self.findings.append(_raised("state", "after another forward", error))
+            self.findings = _raised("state", "after another forward", error)
             return
         self._varies |= not are_the_same(again, self.first)
         self.findings += overwritten
         if self.findings:
             return
         self._record()
-        self._after(calls, again)
+        self.findings += self._after(calls, again)
         if self.findings:
             return
         self._hold("linearity", self._scaled())
@@ -138,35 +152,35 @@ class Contract:
             self._hold("layout", self._laid_out())
             self._hold("layout", self._stride_0())
         self._hold("outputs", self._single_outputs())
-        if self.findings and (wrong := self._lasting(calls)):
-            self.findings = [wrong]
-        self._graph = [], []
+        if self.findings:
+            self.findings = self._lasting(calls) or self.findings
+        self._graph = _NO_GRAPH
         if not self.findings:
             self._other_inputs()
         self._hidden_float32()
 
     def _record(self, leaves: list[Tensor] | None = None) -> None:
         """Call the function anew, with these leaves or its inputs."""
-        self._graph = [], []  # so that no two graphs are in memory
+        self._graph = _NO_GRAPH  # so that no two graphs are in memory
         leaves = self.function.leaves() if leaves is None else leaves
-        self._graph = leaves, self.function.record(leaves)
+        self._graph = RecordedForward(leaves, self.function.record(leaves))
 
     def _run(self) -> BackwardRun:
         """Return outputs and gradient of the graph."""
-        return BackwardRun(self._backward(), joined(self._graph[1]))
+        return BackwardRun(self._backward(), joined(self._graph.outputs))
 
     def _backward(self, cotangents: Sequence[Tensor | None] | None = None) -> Tensor:
         leaves, outputs = self._graph
         return self.function.backward(outputs, leaves, self.shaped if cotangents is None else cotangents, keep=True)
 
-    def _take_gradient(self) -> list[GradientFinding]:
-        """Take the gradient, and that of -1 times the cotangent: nothing that was given may change.
+    def _take_gradient(self) -> Findings:
+        """Take the gradient, and that of -1 times the cotangent: no tensor that was passed in may change.
 
         Returns:
-            What is wrong with gradients that the first backward returned: the second one overwrites them.
+            The faults of gradients that the first backward returned and the second one overwrites.
         """
         function, fresh, (leaves, outputs) = self.function, [v.clone() for v in self.shaped], self._graph
-        given, names = [one.value for one in function.inputs], [one.name for one in function.inputs]
+        given, names = [*function.given.values()], [*function.given]
         self.findings += _changed("the forward overwrites input", names, leaves, given)  # which are not the leaves
         returned = function.gradients(outputs, leaves, fresh, keep=True)
         self.first = joined(returned)
@@ -179,14 +193,13 @@ class Contract:
         return _changed(words, names, joined(returned).split(sizes), self.first.split(sizes))
 
     def _repeat(self) -> None:
-        """Say by how much backward runs of one graph differ: in place of what else was found, if by much."""
+        """Report by how much backward runs of one graph differ; a large difference replaces the other findings."""
         self._record()
         first, *others = [self._backward() for _ in range(_REPEATS)]
         message = "the same backward, run again, gives something else"
         found = (self._difference("non-determinism", message, run, first) for run in others)
-        if (wrong := next(filter(None, found), None)) is not None:
-            self.findings = [wrong]
-        elif not (self.findings or all(are_the_same(run, first) for run in others)):
+        self.findings = next(filter(None, found), self.findings)
+        if not (self.findings or all(are_the_same(run, first) for run in others)):
             self.notes = [GradientFinding("non-determinism", "equal backward runs differ in the last bits")]
 
     def _other_calls(self) -> str:
@@ -218,19 +231,18 @@ class Contract:
             return False
         return True
 
-    def _after(self, calls: str, again: Tensor) -> None:
+    def _after(self, calls: str, again: Tensor) -> Findings:
         """Compare the outputs of the forward after ``calls``, and the gradient of that before, with the usual ones."""
-        found = joined(self._graph[1])
-        wrong = self._values_differ("state", f"the same inputs after {calls}", found, self.usual_values)
-        if wrong is None:
-            wrong = self._difference("state", "another forward in between changes the backward", again, self.first)
-            wrong = wrong and (self._lasting(calls) or wrong)
-        self.findings += filter(None, [wrong])
+        found = joined(self._graph.outputs)
+        if wrong := self._values_differ("state", f"the same inputs after {calls}", found, self.usual_values):
+            return wrong
+        wrong = self._difference("state", "another forward in between changes the backward", again, self.first)
+        return wrong and (self._lasting(calls) or wrong)
 
-    def _lasting(self, calls: str) -> GradientFinding | None:
-        """Return what is wrong with the gradient of the forward after ``calls``, if any were possible."""
+    def _lasting(self, calls: str) -> Findings:
+        """Return the faults of the gradient of the forward after ``calls``, if any were possible."""
         words = f"{calls} changes the next backward"
-        return self._difference("state", words, self._backward(), self.first) if calls else None
+        return self._difference("state", words, self._backward(), self.first) if calls else []
 
     def _hold(self, kind: str, claims: Iterator[OwedGradient]) -> None:
         """Run the backward for each of ``claims``, up to the first gradient that is not the one owed."""
@@ -238,19 +250,19 @@ class Contract:
             try:
                 found = self._backward(claim.cotangents)
             except Exception as error:
-                wrong = None if claim.may_refuse else _raised(kind, claim.words, error)
+                wrong = [] if claim.may_refuse else _raised(kind, claim.words, error)
             else:
                 wrong = self._difference(kind, claim.words, found, claim.owed, claim.size)
-            if wrong is not None:
-                self.findings.append(wrong)
+            if wrong:
+                self.findings += wrong
                 return
 
     def _scaled(self) -> Iterator[OwedGradient]:
         """Yield grad_outputs that are scaled, with the other sign, or zero."""
-        factors = [2.0**power for power in _POWERS[self.dtype]]
-        for times in [-1.0, *factors] if self._varies else factors:
+        factors = {f"2^{power}": 2.0**power for power in _POWERS[self.dtype]}
+        for shown, times in ({"-1": -1.0} | factors if self._varies else factors).items():
             scaled = [v * times for v in self.shaped]
-            yield OwedGradient(f"grad_output times {_power(times)}", scaled, self.first * times, times)
+            yield OwedGradient(f"grad_output times {shown}", scaled, self.first * times, times)
         if self.function.has_own_code:
             zeros = [torch.zeros_like(v) for v in self.shaped]
             yield OwedGradient("a grad_output of zeros", zeros, self.first * 0.0, 0.0)
@@ -269,13 +281,12 @@ class Contract:
             rows = [v.narrow(dim, 0, 1).expand(v.shape) if dim < v.dim() and v.numel() else v for v in shaped]
             others[f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"] = rows
         for words, other in others.items():
-            yield OwedGradient(
-                words, other, self._backward([v.clone(memory_format=torch.contiguous_format) for v in other])
-            )
+            in_full = [v.clone(memory_format=torch.contiguous_format) for v in other]
+            yield OwedGradient(words, other, self._backward(in_full))
 
     def _single_outputs(self) -> Iterator[OwedGradient]:
         """Yield cotangents for some outputs alone: gradients for single outputs add up to that for all of them."""
-        used = [i for i, o in enumerate(self._graph[1]) if o.requires_grad]
+        used = [i for i, o in enumerate(self._graph.outputs) if o.requires_grad]
         if len(used) < 2:
             return
 
@@ -296,12 +307,11 @@ class Contract:
         function = self.function
         arguments = [one.value for one in function.inputs if one.is_argument]
         for layout in layouts_of(arguments, LAYOUTS) if function.has_own_code else orders_of(arguments):
-            words = layout.words.format("inputs")
-            pairs = zip(function.leaves(), function.inputs, strict=True)
-            leaves = [layout.place(v.detach()).requires_grad_() if one.is_argument else v for v, one in pairs]
-            if not self._runs_alike("layout", words, leaves, self.first, layout):
-                break
-        else:
+            if not self.findings:
+                pairs = zip(function.leaves(), function.inputs, strict=True)
+                leaves = [layout.place(v.detach()).requires_grad_() if one.is_argument else v for v, one in pairs]
+                self._hold_with("layout", layout.words.format("inputs"), leaves, self.first, layout)
+        if not self.findings:
             self._some_needed()
         if not self.findings and function.has_own_code and self.dtype in _NEARBY:  # half precision may round copies
             self._shared_memory()
@@ -310,48 +320,47 @@ class Contract:
 
     def _some_needed(self) -> None:
         """Compare the gradients of runs in which only some inputs need one."""
-        names, count = [one.name for one in self.function.inputs], len(self.function.inputs)
+        names, count = [*self.function.given], len(self.function.given)
         if count <= _MOST_SUBSETS:
             subsets = [[i for i in range(count) if mask >> i & 1] for mask in range(1, 2**count - 1)]
         else:
             digits = range((count - 1).bit_length())
             subsets = [[i for i in range(count) if i >> bit & 1 == digit] for bit in digits for digit in (1, 0)]
         for some in subsets:
+            if self.findings:
+                return
             shown = ", ".join([names[i] for i in some[:3]] + ["…"] * (len(some) > 3))
             words = f"only {shown} need{'s' if len(some) == 1 else ''} a gradient"
             leaves = [leaf.requires_grad_(i in some) for i, leaf in enumerate(self.function.leaves())]
             expected = [part * (i in some) for i, part in enumerate(self.first.split(self.function.sizes))]
-            if not self._runs_alike("needs_input_grad", words, leaves, torch.cat(expected)):
-                return
+            self._hold_with("needs_input_grad", words, leaves, torch.cat(expected))
 
-    def _runs_alike(
+    def _hold_with(
         self, kind: str, words: str, leaves: list[Tensor], expected: Tensor, layout: InputLayout | None = None
-    ) -> bool:
-        """Note what is wrong with these leaves, which owe the usual outputs and the gradient ``expected`` or a refusal.
+    ) -> None:
+        """Run the function with these leaves, which owe the usual outputs and the gradient ``expected`` or a refusal.
 
-        Returns:
-            Whether nothing is; results of another ``layout`` may differ as sums in another order do.
+        Results of another ``layout`` may differ as sums in another order do.
         """
         try:
             self._record(leaves)
         except Exception:  # it refuses them, or takes a derivative inside
-            return True
+            return
         try:
             found = self._run()
         except Exception as error:
-            wrong = None if layout is FLAGGED else _raised(kind, words, error)
-        else:
-            wrong = self._run_differs(kind, words, found, BackwardRun(expected, self.usual_values))
-            wrong = None if wrong is not None and layout is not None and self._is_rounding(found) else wrong
-        self.findings += filter(None, [wrong])
-        return wrong is None
+            self.findings += [] if layout is FLAGGED else _raised(kind, words, error)
+            return
+        wrong = self._run_differs(kind, words, found, BackwardRun(expected, self.usual_values))
+        if wrong and not (layout is not None and self._is_rounding(found)):
+            self.findings += wrong
 
     def _shared_memory(self) -> None:
         """Compare inputs that share memory with copies of them: one tensor for several inputs, inputs of stride 0.
 
         Input i is slice ``sources[i]``, repeated to fill its shape.
         """
-        values, alike = [one.value for one in self.function.inputs], {}
+        values, alike = [*self.function.given.values()], {}
         same = list(range(len(values)))
         own = [one.is_argument and one.size > 0 for one in self.function.inputs]
         sources = [alike.setdefault((v.shape, v.dtype), i) if own[i] else i for i, v in enumerate(values)]
@@ -360,6 +369,7 @@ class Contract:
             slices = [v.narrow(dim, 0, 1) if own[i] and dim < v.dim() else v for i, v in enumerate(values)]
             if any(one.shape != v.shape for one, v in zip(slices, values, strict=True)):
                 tried.append((f"inputs of stride 0 along dimension {dim}", slices, same))
+        moved, share = _NEARBY[self.dtype]
         for words, slices, sources in tried:
             try:
                 expected = self._of_slices(slices, sources, moved=0.0)
@@ -367,9 +377,12 @@ class Contract:
             except Exception:  # it refuses them, or the point is outside of the domain
                 continue
             wrong = self._run_differs("layout", words, found, expected)
-            if wrong is not None and self._is_regular(slices, sources, expected, 0 if wrong.input else 1):
-                self.findings.append(wrong)
-                return
+            changes = self._changes(slices, sources, expected, moved) if wrong else None
+            if changes is not None:
+                which = 0 if wrong[0].input else 1  # a finding about the values names no input
+                if bool((changes[which] <= share * expected[which].abs().max()).all()):
+                    self.findings += wrong
+                    return
 
     def _of_slices(self, slices: list[Tensor], sources: list[int], moved: float | None = None) -> BackwardRun:
         """Return outputs and gradient where inputs share memory.
@@ -377,7 +390,7 @@ class Contract:
         With ``moved`` the inputs are copies, each moved at random by this share of its size, or of the mean size if
         that is larger.
         """
-        shapes = [one.value.shape for one in self.function.inputs]
+        shapes = [one.shape for one in self.function.given.values()]
         leaves = [one.clone().requires_grad_() for one in slices]
         inputs = [leaves[source].expand(shape) for source, shape in zip(sources, shapes, strict=True)]
         if moved is not None:
@@ -394,32 +407,22 @@ class Contract:
         self, slices: list[Tensor], sources: list[int], usual: BackwardRun, moved: float
     ) -> list[Tensor] | None:
         """Return how far moved inputs take gradient and values from ``usual``; None where the function fails there."""
-        most = [torch.zeros_like(one) for one in usual]
-        for _ in range(_ROUNDED_TIMES):
-            try:
-                found = self._of_slices(slices, sources, moved)
-            except Exception:
-                return None
-            if (off := _apart(found, usual)) is None:
-                return None
-            most = list(map(torch.maximum, most, off))
-        return most
-
-    def _is_regular(self, slices: list[Tensor], sources: list[int], expected: BackwardRun, which: int) -> bool:
-        """Tell whether gradient (``which`` = 0) or values (1) hardly change where the shared inputs move a little."""
-        moved, share = _NEARBY[self.dtype]
-        changes = self._changes(slices, sources, expected, moved)
-        return changes is not None and bool((changes[which] <= share * expected[which].abs().max()).all())
+        try:
+            runs = [self._of_slices(slices, sources, moved) for _ in range(_ROUNDED_TIMES)]
+            both = [torch.stack(each) for each in zip(*runs, usual, strict=True)]
+        except Exception:  # the point is outside of the domain, or other inputs give other numbers of outputs
+            return None
+        return [(one[:-1] - one[-1]).abs().amax(0) for one in both]
 
     def _is_rounding(self, found: BackwardRun) -> bool:
         """Tell whether a run differs by no more than rounding the inputs does, as sums in another order do."""
-        values, usual = [one.value for one in self.function.inputs], BackwardRun(self.first, self.usual_values)
+        values, usual = [*self.function.given.values()], BackwardRun(self.first, self.usual_values)
         changes = self._changes(values, list(range(len(values))), usual, torch.finfo(self.dtype).eps)
-        off = _apart(found, usual)
-        if changes is None or off is None:
+        if changes is None or found.values.shape != usual.values.shape:
             return False
         noise = [one.nan_to_num(0.0) for one in changes]
-        return all(bool((o <= _ROUNDING * (n + n.mean())).all()) for o, n in zip(off, noise, strict=True))
+        triples = zip(found, usual, noise, strict=True)
+        return all(bool(((one - other).abs() <= _ROUNDING * (n + n.mean())).all()) for one, other, n in triples)
 
     def _draws_random_numbers(self) -> bool:
         found = []
@@ -439,78 +442,55 @@ class Contract:
             message = "all gradients are float32 numbers although inputs and outputs are float64"
             self.findings.append(GradientFinding("precision", message))
 
-    def _run_differs(self, kind: str, words: str, found: BackwardRun, expected: BackwardRun) -> GradientFinding | None:
+    def _run_differs(self, kind: str, words: str, found: BackwardRun, expected: BackwardRun) -> Findings:
         """Compare the outputs, then the gradients, of two runs that should agree."""
         wrong = self._values_differ(kind, words, found.values, expected.values)
         return wrong or self._difference(kind, words, found.gradient, expected.gradient)
 
-    def _values_differ(self, kind: str, words: str, found: Tensor, expected: Tensor) -> GradientFinding | None:
+    def _values_differ(self, kind: str, words: str, found: Tensor, expected: Tensor) -> Findings:
         """Compare the outputs of two forwards that should agree."""
         if found.shape != expected.shape:
-            return GradientFinding(
-                kind, f"the forward gives {len(found)} numbers in place of {len(expected)} for {words}"
-            )
-        wrong = self._worst(found, expected, largest(self.usual_values))
-        return None if wrong is None else GradientFinding(kind, f"the forward gives {wrong[1]} for {words}")
+            given = f"{len(found)} numbers in place of {len(expected)}"
+        else:
+            _, given = self._worst(found, expected, largest(self.usual_values))
+        return [GradientFinding(kind, f"the forward gives {given} for {words}")] if given else []
 
-    def _difference(
-        self, kind: str, message: str, found: Tensor, expected: Tensor, size: float = 1
-    ) -> GradientFinding | None:
-        """Compare two gradients that should agree, for cotangents of a ``size`` relative to the usual one.
-
-        Under a cotangent of ones the sums of a normalization cancel: in half precision what remains is measured by the
-        largest element of the usual gradient.
-
-        Returns:
-            The finding; None if the gradients agree.
-        """
+    def _difference(self, kind: str, message: str, found: Tensor, expected: Tensor, size: float = 1) -> Findings:
+        """Compare two gradients that should agree, for cotangents of a ``size`` relative to the usual one."""
         most = max(abs(size) * self.usual, largest(found), largest(expected))
+        # Under a cotangent of ones the sums of a normalization cancel: in half precision the remainder is measured by
+        # the largest element of the usual gradient.
         small = 1e-2 if self.dtype in _NEARBY else 1.0 if message == _ONES else 0.2
-        wrong = self._worst(found, expected, small * most)
-        if wrong is None:
-            return None
-        return GradientFinding(kind, f"{message}: {wrong[1]}", *self.function.name_of(wrong[0]))
+        place, words = self._worst(found, expected, small * most)
+        return [GradientFinding(kind, f"{message}: {words}", *self.function.name_of(place))] if words else []
 
-    def _worst(self, found: Tensor, expected: Tensor, size: float) -> tuple[int, str] | None:
-        """Return the place of the element that differs most, and words for it; None if all agree.
+    def _worst(self, found: Tensor, expected: Tensor, size: float) -> tuple[int, str]:
+        """Return the place of the element that differs most, and a description of it, empty if all agree.
 
-        Each may be off relative to its own size and to ``size``.
+        Each element may be off relative to its own size and to ``size``.
         """
         if torch.equal(found, expected):
-            return None
+            return 0, ""
         off, own = (found - expected).abs(), torch.maximum(found.abs(), expected.abs())
         wrong = found.isfinite() & (off > self.relative * (own + size) + self.least)
         wrong = expected.isfinite() & (wrong | (~found.isfinite() & (expected.abs() < _LARGE)))
         if not bool(wrong.any()):
-            return None
+            return 0, ""
         at = int(torch.where(wrong, off.nan_to_num(torch.inf), -1.0).argmax())
         differ = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
         return at, f"{float(found[at]):.6g} in place of {float(expected[at]):.6g}, {differ}"
 
 
-def _raised(kind: str, words: str, error: Exception) -> GradientFinding:
-    return GradientFinding(kind, f"{words}: the backward raises {type(error).__name__}: {error}")
+def _raised(kind: str, words: str, error: Exception) -> Findings:
+    return [GradientFinding(kind, f"{words}: the backward raises {type(error).__name__}: {error}")]
 
 
-def _changed(
-    words: str, names: Iterable[str], now: Sequence[Tensor], before: Sequence[Tensor]
-) -> list[GradientFinding]:
-    """Return a finding for each tensor that is no longer what it was: ``words`` and its name."""
+def _changed(words: str, names: Iterable[str], now: Sequence[Tensor], before: Sequence[Tensor]) -> Findings:
+    """Return a finding for each tensor that has changed: ``words`` and its name."""
     triples = zip(names, now, before, strict=True)
     return [
         GradientFinding("mutation", f"{words} {name}") for name, one, other in triples if not are_the_same(one, other)
     ]
-
-
-def _apart(found: BackwardRun, other: BackwardRun) -> list[Tensor] | None:
-    """Return the absolute differences of two runs; None where their numbers of outputs differ."""
-    if found.values.shape != other.values.shape:
-        return None
-    return [(one - two).abs() for one, two in zip(found, other, strict=True)]
-
-
-def _power(factor: float) -> str:
-    return f"2^{round(math.log2(factor))}" if factor > 0 else f"{factor:g}"
 
 
 def _shorter(value: Tensor, length: int, dim: int | None) -> Tensor:

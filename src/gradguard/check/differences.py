@@ -47,9 +47,18 @@ class Disagreement(NamedTuple):
     size: float
     """The larger of the 2-norm and the derivative at large steps."""
 
-    def allowed(self, relative: float) -> float:
-        """Return the disagreement that is no finding."""
-        return MULTIPLE * self.bar + relative * self.scale
+    relative: float
+    """The tolerated error beside the bar, relative to ``scale``."""
+
+    @property
+    def allowed(self) -> float:
+        """The disagreement that is no finding."""
+        return MULTIPLE * self.bar + self.relative * self.scale
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the disagreement is larger than its bar allows."""
+        return abs(self.error) > self.allowed
 
 
 class Limit(NamedTuple):
@@ -91,7 +100,7 @@ class Differences:
         return self.function.rounding_of(self.base)
 
     def measure_noise(self, direction: Tensor, concerned: Tensor) -> None:
-        """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.
+        """Estimate the rounding errors of the outputs from second differences at tiny steps, which show nothing else.
 
         Each side of the point by itself, so that a kink or a jump at the point is not taken for noise. Outputs that the
         smallest step does not move may be quantised: those ``concerned`` are looked at with larger ones, where noise is
@@ -130,14 +139,14 @@ class Differences:
         return either(*spreads).mul_(2 / math.sqrt(6)), moved
 
     def reaches_a_pole(self, direction: Tensor) -> bool:
-        """Tell whether an output that is not finite at the point is, or is another one, a step further."""
+        """Tell whether an output that is not finite at the point is finite, or another infinity, one step further."""
         if self.is_finite:
             return False
         beside = [self.function.values(self.point + step * direction) for step in (1e-3, -1e-3)]
         return any(bool((~self.usable & (one != self.base) & ~one.isnan()).any()) for one in beside)
 
     def jumps(self, direction: Tensor) -> bool:
-        """Tell whether an output is elsewhere after any step along ``direction``, however small."""
+        """Tell whether an output jumps: steps along ``direction`` change it by as much, however small they are."""
         for side in (1e-9, -1e-9):
             sizes = [self.function.values(self.point + step * direction) - self.base for step in (side, side / 8)]
             large, small = (torch.where(self.usable, size, 0.0).abs() for size in sizes)
@@ -153,31 +162,26 @@ class Differences:
         """
         product = direction * self.gradient
         scale, enough = norm(product), 1e-11 * float(product.abs_().sum())
-        taken, central, moved, limits = [], [], torch.zeros_like(self.usable), []
+        found: list[tuple[float, float]] = []
+        moved, best = torch.zeros_like(self.usable), NOTHING._replace(value=0.0)
         steps, together = LOW_STEPS if self.is_low else STEPS, _AT_ONCE if self.are_few else 1
         for start in range(0, len(steps), together):
-            moved |= self._add_central(direction, steps[start : start + together], taken, central)
+            tried = steps[start : start + together]
+            gone, change = self.central(numbers(tried)[:, None] * direction)
+            gone = torch.where(direction != 0, gone, 0.0)  # of points that are infinite
+            apart = (change @ self.cotangent - gone @ self.gradient).tolist()
+            usable = [i for i, one in enumerate(apart) if math.isfinite(one)]
+            found += [(tried[i], apart[i] / (2 * tried[i])) for i in usable]
+            moved |= change[usable].any(dim=0)
             if with_noise and not self.has_noise:
                 self.measure_noise(direction, moved)
             noise = self.rounding_of(moved)
-            limits = extrapolated([(h, d, noise / h) for h, d in zip(taken, central, strict=True)], 2, _AMPLIFIED)
-            if _are_settled(limits, enough):
-                break
-        largest = max(map(abs, central[:2]), default=0.0)
-        best = min(limits, key=_bar, default=NOTHING._replace(value=0.0))
-        return Disagreement(best.value, best.bar, scale, max(scale, largest))
-
-    def _add_central(
-        self, direction: Tensor, steps: Sequence[float], taken: list[float], central: list[float]
-    ) -> Tensor:
-        """Add the disagreement at each of ``steps`` where all is finite; return which outputs these move."""
-        gone, change = self.central(numbers(steps)[:, None] * direction)
-        gone = torch.where(direction != 0, gone, 0.0)  # of points that are infinite
-        found = (change @ self.cotangent - gone @ self.gradient).tolist()
-        usable = [i for i, one in enumerate(found) if math.isfinite(one)]
-        taken += [steps[i] for i in usable]
-        central += [found[i] / (2 * steps[i]) for i in usable]
-        return change[usable].any(dim=0)
+            limits = extrapolated([(step, one, noise / step) for step, one in found], 2, _AMPLIFIED)
+            best = min(limits, key=_bar, default=best)
+            if _bar(best) <= enough or (len(limits) > 2 and _bar(best) <= 2 * limits[-1].rounding):
+                break  # smaller steps have nothing to add: accurate enough, or rounding takes over
+        largest = max((abs(one) for _, one in found[:2]), default=0.0)
+        return Disagreement(best.value, best.bar, scale, max(scale, largest), self.relative)
 
     def central(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far the point and the outputs move from below the point to above it, by each of ``offsets``."""
@@ -207,7 +211,7 @@ class Differences:
 
 
 def extrapolated(derivatives: Sequence[tuple[float, float, float]], order: int, amplified: float = 2.0) -> list[Limit]:
-    """Return the limit that each two neighbouring steps give, by one Richardson extrapolation.
+    """Return a limit for each two neighbouring steps, by one Richardson extrapolation.
 
     ``derivatives`` are (step, derivative, rounding), largest steps first.
 
@@ -227,12 +231,6 @@ def _bar(limit: Limit) -> float:
     return limit.bar if limit.bar == limit.bar else math.inf
 
 
-def _are_settled(limits: list[Limit], enough: float) -> bool:
-    """Tell whether smaller steps have nothing to add: accurate enough, or rounding takes over."""
-    best = min(map(_bar, limits), default=math.inf)
-    return best <= enough or (len(limits) > 2 and best <= 2 * limits[-1].rounding)
-
-
 def directions(function: Function, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield random directions: signs, sized in turn by max(|x|, mean |x|) and by |x|, where that is not 0.
 
@@ -241,13 +239,9 @@ def directions(function: Function, generator: torch.Generator) -> Iterator[Tenso
     point = function.point
     while True:
         for keeps_zeros in (False, True):
-            yield _direction(point, function.sizes, keeps_zeros, generator)
-
-
-def _direction(point: Tensor, lengths: list[int], keeps_zeros: bool, generator: torch.Generator) -> Tensor:
-    found = clear_of_zero(point.shape, generator)
-    for part, own in zip(point.split(lengths), found.split(lengths), strict=True):
-        mean, sizes = mean_size(part), part.abs()
-        sizes = sizes if are_finite(sizes) else torch.where(sizes.isfinite(), sizes, 0.0)
-        own *= torch.where(sizes == 0, mean, sizes) if keeps_zeros else torch.maximum(sizes, mean, out=sizes)
-    return found
+            found = clear_of_zero(point.shape, generator)
+            for part, own in zip(point.split(function.sizes), found.split(function.sizes), strict=True):
+                mean, sizes = mean_size(part), part.abs()
+                sizes = sizes if are_finite(sizes) else torch.where(sizes.isfinite(), sizes, 0.0)
+                own *= torch.where(sizes == 0, mean, sizes) if keeps_zeros else torch.maximum(sizes, mean, out=sizes)
+            yield found

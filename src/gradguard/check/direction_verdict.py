@@ -61,29 +61,32 @@ class _StepSize:
         """The derivative from both sides, as it is at this step."""
         return Limit((self.above + self.below) / 2, self.rounding, self.size, self.rounding)
 
+    def is_level(self, relative: float) -> bool:
+        """Tell whether the function rises equally on both sides, up to rounding, as a loss does at its minimum."""
+        slope = max(abs(self.above), abs(self.below))
+        return abs(self.central.value) <= max(_FEW_ROUNDINGS * self.rounding, relative * slope)
+
 
 def examine(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> ElementVerdict:
     """Return the verdict on ``direction``, from steps relative to each of ``sizes``."""
     moved = direction != 0
     own = differences.gradient[moved]
     value = float((own * direction[moved]).sum()) if bool(own.isfinite().all()) else float(own.sum())
-    nothing = differences.negligible / max(sizes)
     steps = _steps(differences, direction, sizes)
-    kind, is_wrong, *shown = _diagnosis(value, steps, differences.relative, typical_size(differences), nothing)
+    kind, is_wrong, *shown = _diagnosis(differences, value, steps, differences.negligible / max(sizes))
     return ElementVerdict(kind, is_wrong, value, *shown)
 
 
-def _diagnosis(
-    analytical: float, steps: list[_StepSize], relative: float, typical: float, nothing: float
-) -> tuple[Any, ...]:
+def _diagnosis(differences: Differences, analytical: float, steps: list[_StepSize], nothing: float) -> tuple[Any, ...]:
     """Return kind, fault, derivative and subgradients, as `ElementVerdict` has them.
 
-    ``typical`` is the size that a derivative of this function usually has: bars far below it are no lack of power.
     Below ``nothing`` all derivatives are rounding.
     """
+    relative, typical = differences.relative, typical_size(differences)
     two_sided = [s for s in steps if math.isfinite(s.above) and math.isfinite(s.below)]
-    if analytical == typical == 0 and two_sided and all(_is_level(s, relative) for s in two_sided):
-        return "ok", False, min((s.central for s in two_sided), key=lambda one: one.bar)
+    if analytical == typical == 0 and two_sided and all(s.is_level(relative) for s in two_sided):
+        return "ok", False, _most_accurate([s.central for s in two_sided])
+    # A bar far below the size that a derivative of this function usually has is no lack of power.
     typical = max([typical, *(abs(s.central.value) for s in two_sided)])
     kind, series, order = _usable_side(steps, two_sided)
     limits = extrapolated(series, order)
@@ -91,7 +94,12 @@ def _diagnosis(
         return kind, False, NOTHING
     candidates = _candidates(limits)
     for one in candidates:
-        if _agrees(analytical, one, relative, typical, nothing):
+        is_nothing = abs(one.value) <= nothing + one.bar and one.bar <= 1e3 * nothing
+        if abs(analytical) <= nothing and is_nothing:
+            return kind, False, one
+        size = max(abs(one.value), abs(analytical))
+        is_narrow = one.bar < _DECISIVE * size or one.bar <= LITTLE_OF_TYPICAL * typical
+        if math.isfinite(analytical) and is_narrow and abs(one.value - analytical) <= 5 * one.bar + relative * size:
             return kind, False, one
     chosen = candidates[-1]
     decisive = chosen.bar < _DECISIVE * max(abs(chosen.value), abs(analytical))
@@ -103,16 +111,24 @@ def _diagnosis(
         slack = 5 * between.rounding + relative * max(abs(between.low), abs(between.high), abs(analytical))
         if between.low - slack <= analytical <= between.high + slack:
             return "kink", False, between.central, between.low, between.high
-    if _grows(series) and not abs(analytical) <= abs(chosen.value):
+    last = [abs(derivative) for _, derivative, _ in series[-5:]]
+    grows = len(last) == 5 and all(b > 1.2 * a for a, b in pairwise(last)) and last[-1] > 8 * last[0]
+    if grows and not abs(analytical) <= abs(chosen.value):
         return "singular", False, chosen
     if not math.isfinite(analytical):
         has_derivative = bool(kink) or chosen.bar < 1e-2 * max(abs(chosen.value), typical)
         return "nan" if has_derivative else "singular", has_derivative, chosen
-    if abs(analytical) <= nothing and _is_constant(two_sided, chosen.value):
+    # A function rounded on purpose: small steps change nothing at all where the slope would show.
+    is_constant = any(s.above == 0 == s.below and abs(chosen.value) > 1e3 * s.floor for s in two_sided)
+    if abs(analytical) <= nothing and is_constant:
         return "jump", False, chosen._replace(value=0.0)
     if between is not None:
         return "kink", True, between.central, between.low, between.high
-    if decisive and abs(chosen.value - analytical) > 5 * chosen.bar and not _wavers(limits, chosen, analytical):
+    off = abs(chosen.value - analytical)
+    # A solver that stops early: the deviation is small, and that of smaller steps is no less.
+    below = [one for one in limits if chosen.step / 30 < one.step < chosen.step]
+    wavers = off < _SMALL * abs(chosen.value) and any(abs(o.value - chosen.value) > off + o.rounding for o in below)
+    if decisive and off > 5 * chosen.bar and not wavers:
         return "mismatch", True, chosen
     return "undecided", False, chosen
 
@@ -124,33 +140,23 @@ def _usable_side(
 
     With it the order in which these derivatives converge: 2 from both sides, 1 from one.
     """
-    jumps_above, jumps_below = _jumps(steps, "above"), _jumps(steps, "below")
+    above, below = _series(steps, "above"), _series(steps, "below")
+    jumps_above, jumps_below = _jumps(above), _jumps(below)
     if jumps_above and jumps_below:
         return "jump", [], 1
-    if not jumps_above and not jumps_below and len(two_sided) >= 3:
+    if not (jumps_above or jumps_below) and len(two_sided) >= 3:
         return "ok", [(s.size, s.central.value, s.rounding) for s in two_sided], 2
-    side = "below" if jumps_above or _count(steps, "below") > _count(steps, "above") else "above"
-    series = [(s.size, getattr(s, side), s.rounding) for s in steps if math.isfinite(getattr(s, side))]
+    series = below if jumps_above or len(below) > len(above) else above
     return "jump" if jumps_above or jumps_below else "singular", series, 1
 
 
-def _is_level(step: _StepSize, relative: float) -> bool:
-    """Tell whether the function rises equally on both sides, up to rounding, as a loss does at its minimum."""
-    slope = max(abs(step.above), abs(step.below))
-    return abs(step.central.value) <= max(_FEW_ROUNDINGS * step.rounding, relative * slope)
-
-
-def _agrees(analytical: float, limit: Limit, relative: float, typical: float, nothing: float) -> bool:
-    if abs(analytical) <= nothing and abs(limit.value) <= nothing + limit.bar and limit.bar <= 1e3 * nothing:
-        return True
-    largest = max(abs(limit.value), abs(analytical))
-    decisive = limit.bar < _DECISIVE * largest or limit.bar <= LITTLE_OF_TYPICAL * typical
-    off = abs(limit.value - analytical)
-    return math.isfinite(analytical) and decisive and off <= 5 * limit.bar + relative * largest
+def _series(steps: list[_StepSize], name: str) -> list[tuple[float, float, float]]:
+    """Return (step, derivative, rounding) for the steps whose derivative of this name is finite."""
+    return [(s.size, getattr(s, name), s.rounding) for s in steps if math.isfinite(getattr(s, name))]
 
 
 def typical_size(differences: Differences) -> float:
-    """Return the size that an element of the gradient usually has."""
+    """Return the root mean square of the finite elements of the gradient."""
     finite = differences.gradient[differences.gradient.isfinite()]
     return norm(finite) / max(1, len(finite)) ** 0.5
 
@@ -164,20 +170,23 @@ def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) 
     for start in range(0, len(chosen), together):
         block = numbers(chosen[start : start + together])[:, None]
         above, below = function.rounded(point + block * direction), function.rounded(point - block * direction)
-        up, down = _lengths(above - point, direction, own), _lengths(point - below, direction, own)
+        up, down = (  # how far each step, one in each row, really went along the direction
+            torch.where(own, taken, 0.0) @ direction[:, None] / (direction @ direction)
+            for taken in (above - point, point - below)
+        )
         taken = ((up > 0) & (down > 0))[:, 0]
         if not bool(taken.any()):
             continue
         up, down = up[taken], down[taken]
-        rise = torch.where(differences.usable, function.values_at(above[taken]) - base, 0.0)
-        fall = torch.where(differences.usable, base - function.values_at(below[taken]), 0.0)
+        rise = differences.usable_part(function.values_at(above[taken]) - base)
+        fall = differences.usable_part(base - function.values_at(below[taken]))
         for quantum, change in zip(quanta, (rise, fall), strict=True):
             quantum.see(change)
+            moved |= ((change != 0) & change.isfinite()).any(dim=0)
         from_above, from_below = differences.cotangent * rise / up, differences.cotangent * fall / down
         low, high = torch.minimum(from_above, from_below), torch.maximum(from_above, from_below)
         sums = [one.sum(dim=1, keepdim=True) for one in (from_above, from_below, low, high)]
         found += torch.cat([block[taken], *sums, torch.minimum(up, down)], dim=1).tolist()
-        moved |= (((rise != 0) & rise.isfinite()) | ((fall != 0) & fall.isfinite())).any(dim=0)
     shares = differences.cotangent.abs() * moved
     floor = float(shares @ finite(differences.rounding))
     each = torch.maximum(differences.noise, torch.maximum(*(quantum.size() for quantum in quanta)))
@@ -200,7 +209,7 @@ def _chosen_sizes(differences: Differences, here: float, sizes: Sequence[float])
 
 
 class _Quantum:
-    """The least that an output moves by, if small steps leave it where it is: then it is rounded to that."""
+    """The smallest change of each output that small steps leave unchanged: the output is rounded to multiples of it."""
 
     def __init__(self, base: Tensor) -> None:
         self.least, self.most = torch.full_like(base, torch.inf), torch.zeros_like(base)
@@ -219,45 +228,26 @@ class _Quantum:
         return torch.where(self.stuck & (self.least < _ROUNDED * self.most), self.least, 0.0)
 
 
-def _is_constant(steps: list[_StepSize], slope: float) -> bool:
-    """Tell whether small steps change nothing at all where ``slope`` would show: a function rounded on purpose."""
-    return any(s.above == 0 == s.below and abs(slope) > 1e3 * s.floor for s in steps)
-
-
-def _grows(series: list[tuple[float, float, float]]) -> bool:
-    """Tell whether the derivative is still growing at the smallest steps."""
-    last = [abs(derivative) for _, derivative, _ in series[-5:]]
-    return len(last) == 5 and all(b > 1.2 * a for a, b in pairwise(last)) and last[-1] > 8 * last[0]
-
-
-def _lengths(taken: Tensor, direction: Tensor, own: Tensor) -> Tensor:
-    """Return how far each step, one in each row, really went along ``direction``."""
-    return torch.where(own, taken, 0.0) @ direction[:, None] / (direction @ direction)
-
-
 def _candidates(limits: list[Limit]) -> list[Limit]:
     """Return the most accurate limit, and that of smaller steps which have settled elsewhere, to be preferred."""
-    best = min(limits, key=lambda limit: limit.bar)
+    best = _most_accurate(limits)
     smaller = [one for one in limits if one.step < best.step and abs(one.value - best.value) > 5 * (one.bar + best.bar)]
     settled = [one for one in smaller if one.bar < 1e-3 * max(abs(one.value), abs(best.value))]
-    return [best, min(settled, key=lambda limit: limit.bar)] if settled else [best]
+    return [best, _most_accurate(settled)] if settled else [best]
 
 
-def _wavers(limits: list[Limit], chosen: Limit, analytical: float) -> bool:
-    """Tell whether a small deviation is no more than that of smaller steps: as with a solver that stops early."""
-    off = abs(chosen.value - analytical)
-    below = [one for one in limits if chosen.step / 30 < one.step < chosen.step]
-    return off < _SMALL * abs(chosen.value) and any(abs(o.value - chosen.value) > off + o.rounding for o in below)
+def _most_accurate(limits: list[Limit]) -> Limit:
+    return min(limits, key=lambda limit: limit.bar)
 
 
 def _kink(steps: list[_StepSize]) -> list[_StepSize]:
     """Return the steps at which the one-sided derivatives differ, clearly and by the same amount over a decade."""
-    clear = [s for s in steps if abs(s.above - s.below) > _CLEAR * s.rounding or s.high - s.low > _CLEAR * s.rounding]
+    clear = [s for s in steps if max(abs(s.above - s.below), s.high - s.low) > _CLEAR * s.rounding]
     kinked = []
     for s in clear:
         width = s.high - s.low
-        alike = [o for o in clear if 0.5 * width <= o.high - o.low <= 2 * width]
-        if max((o.size for o in alike), default=0.0) >= 9 * min((o.size for o in alike), default=1.0) and width > 0:
+        alike = [o.size for o in clear if 0.5 * width <= o.high - o.low <= 2 * width]
+        if width > 0 and max(alike) >= 9 * min(alike):
             kinked.append(s)
     return kinked
 
@@ -266,24 +256,18 @@ def _subgradients(kink: list[_StepSize]) -> _StepSize:
     """Return the limits of the one-sided derivatives, as a step whose rounding is how far off they may be."""
     sides = []
     for side in ("low", "high"):
-        series = [(s.size, getattr(s, side), s.rounding) for s in kink]
+        series = _series(kink, side)
         size, value, rounding = series[-1]
-        limits = extrapolated(series, 1) or [Limit(value, rounding, size, rounding)]
-        sides.append(min(limits, key=lambda limit: limit.bar))
+        sides.append(_most_accurate(extrapolated(series, 1) or [Limit(value, rounding, size, rounding)]))
     low, high = sides
     bar = max(low.bar, high.bar)
     return replace(kink[-1], size=min(low.step, high.step), low=low.value, high=high.value, rounding=bar)
 
 
-def _jumps(steps: list[_StepSize], side: str) -> bool:
+def _jumps(series: list[tuple[float, float, float]]) -> bool:
     """Tell whether the increment itself does not shrink with the step."""
-    rises = [(s.size, abs(getattr(s, side)) * s.size, s.rounding * s.size) for s in steps]
-    rises = [(size, rise, noise) for size, rise, noise in rises if math.isfinite(rise)][-8:]
-    if len(rises) < 4 or rises[0][0] < 90 * rises[-1][0]:
+    last = series[-8:]
+    if len(last) < 4 or last[0][0] < 90 * last[-1][0]:
         return False
-    heights = [rise for _, rise, _ in rises]
-    return min(heights) > 0.5 * max(heights) and all(rise > 100 * noise for _, rise, noise in rises)
-
-
-def _count(steps: list[_StepSize], side: str) -> int:
-    return sum(math.isfinite(getattr(s, side)) for s in steps)
+    heights = [abs(derivative) * size for size, derivative, _ in last]
+    return min(heights) > 0.5 * max(heights) and all(abs(d) > 100 * rounding for _, d, rounding in last)

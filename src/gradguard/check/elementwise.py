@@ -102,24 +102,19 @@ def _groups(differences: Differences) -> Iterator[Group]:
 
 
 def _coloured(differences: Differences, places: Tensor, dim: int) -> list[_Colour]:
+    """Return colours for the slices along ``dim``: the outputs that a slice reaches are those that change with it."""
     colours: list[_Colour] = []
     for index in range(places.shape[dim]):
-        reached = _reach(differences, places.select(dim, index).reshape(-1), index)
+        positions = places.select(dim, index).reshape(-1)
+        generator = torch.Generator().manual_seed(index)
+        own = differences.point[positions].abs().clamp(min=float(mean_size(differences.point)))
+        own *= 0.5 + torch.rand(len(positions), generator=generator, dtype=torch.float64, device="cpu")
+        moved = [differences.point.index_add(0, positions, own, alpha=probe) for probe in _PROBES]
+        changed = [differences.function.values(point) != differences.base for point in moved]
+        reached = torch.stack(changed).any(dim=0) & ~differences.base.isnan()
         free = next((one for one in colours if not bool((reached & (one.owner >= 0)).any())), None)
         if free is None:
             colours.append(free := _Colour([], torch.full([len(reached)], -1, device="cpu")))
         free.slices.append(index)
         free.owner[reached] = index
     return colours
-
-
-def _reach(differences: Differences, positions: Tensor, seed: int) -> Tensor:
-    """Return which outputs change when a slice does: by random amounts, of two sizes."""
-    generator = torch.Generator().manual_seed(seed)
-    own = differences.point[positions].abs().clamp(min=float(mean_size(differences.point)))
-    own *= 0.5 + torch.rand(len(positions), generator=generator, dtype=torch.float64, device="cpu")
-    changed = torch.zeros_like(differences.usable)
-    for probe in _PROBES:
-        values = differences.function.values(differences.point.index_add(0, positions, own, alpha=probe))
-        changed |= values != differences.base
-    return changed & ~differences.base.isnan()

@@ -49,10 +49,13 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
 
 def parts_of(vector: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
     """Return the tensors that ``vector`` stands for: rounded to the dtypes of ``slots``, contiguous."""
-    return [
-        _unflattened(part, one.value)
-        for part, one in zip(vector.split_with_sizes([one.size for one in slots]), slots, strict=True)
-    ]
+    parts = []
+    for part, one in zip(vector.split_with_sizes([one.size for one in slots]), slots, strict=True):
+        like = one.value
+        if like.is_complex():
+            part = torch.view_as_complex(part.clone().reshape(*like.shape, 2))
+        parts.append(part.reshape(like.shape).to(like.device, like.dtype))
+    return parts
 
 
 def element_of(slots: Sequence[Slot], position: int) -> tuple[str, tuple[int, ...]]:
@@ -65,7 +68,7 @@ def element_of(slots: Sequence[Slot], position: int) -> tuple[str, tuple[int, ..
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of one element of a tensor of this shape, in which it is the one at ``position``."""
+    """Return the index, in a tensor of this shape, of the element at a flat ``position``."""
     index = []
     for length in reversed(shape):
         position, within = divmod(position, length)
@@ -105,7 +108,7 @@ def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return ``values`` with 0 in place of what is not finite."""
+    """Return ``values`` with 0 in place of NaN and infinity."""
     return values.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -115,12 +118,12 @@ def largest(values: Tensor) -> float:
 
 
 def are_finite(values: Tensor) -> bool:
-    """Tell whether all of ``values`` are finite: their sum is quick, and may only overflow."""
-    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
+    """Tell whether all of ``values`` are finite."""
+    return bool(values.isfinite().all())
 
 
 def are_the_same(first: Tensor, second: Tensor) -> bool:
-    """Compare bit for bit, NaN equal to itself."""
+    """Tell whether two tensors are equal, element by element, NaN equal to itself."""
     if torch.equal(first, second):
         return True
     one, other = (torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in (first, second))
@@ -148,9 +151,3 @@ def _flat(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return real.reshape(-1).to("cpu", torch.float64)
-
-
-def _unflattened(part: Tensor, like: Tensor) -> Tensor:
-    if like.is_complex():
-        part = torch.view_as_complex(part.clone().reshape(*like.shape, 2))
-    return part.reshape(like.shape).to(like.device, like.dtype)

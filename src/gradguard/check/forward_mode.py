@@ -21,7 +21,7 @@ _FEW_LETTERS = 160
 
 def check_forward_mode(
     differences: Differences, direction: Tensor, known: Disagreement
-) -> tuple[ForwardMode, GradientFinding | None]:
+) -> tuple[ForwardMode, list[GradientFinding]]:
     r"""Compare :math:`v \cdot (J u)`, in forward mode, with the numerical derivative along the same direction.
 
     Args:
@@ -42,30 +42,27 @@ def check_forward_mode(
             outputs = [forward_ad.unpack_dual(one) for one in function.call(duals)]
             pairs = list(zip(outputs, function.outputs, strict=True))
             if any(o.tangent is None and own.has_graph for o, own in pairs):  # lost on the way, without a word
-                return "not defined", None
+                return "not defined", []
             parts = [torch.zeros_like(o.primal) if o.tangent is None else o.tangent for o in outputs]
             found = joined([part.resolve_neg() for part in parts])
     except NotImplementedError:
-        return "not defined", None
+        return "not defined", []
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:_FEW_LETTERS]
-        return "not checked", GradientFinding("forward mode", f"not checked, it raises {said}")
+        return "not checked", [GradientFinding("forward mode", f"not checked, it raises {said}")]
     moves = torch.where(differences.usable & found.isfinite(), found, 0.0)
     off = float(differences.cotangent @ moves - differences.gradient @ direction) - known.error
-    if abs(off) <= 2 * known.allowed(differences.relative):
-        return "agrees", None
+    if abs(off) <= 2 * known.allowed:
+        return "agrees", []
     if not bool(found.isfinite().all()):
-        return "not checked", GradientFinding("forward mode", "not checked, it is not finite here")
-    return "wrong", _worst(differences, direction, moves)
-
-
-def _worst(differences: Differences, direction: Tensor, found: Tensor) -> GradientFinding:
-    """Return the output whose derivative is furthest from the numerical one."""
-    function, step = differences.function, _LOW_STEP if differences.is_low else _STEP
+        return "not checked", [GradientFinding("forward mode", "not checked, it is not finite here")]
+    # The output whose derivative is furthest from the numerical one.
+    step = _LOW_STEP if differences.is_low else _STEP
     _, change = differences.central(step * direction[None])
     numerical = change[0] / (2 * step) * function.with_graph()
-    position = int((found * function.with_graph() - numerical).abs().nan_to_num(torch.inf).argmax())
-    values = float(found[position]), float(numerical[position])
+    position = int((moves * function.with_graph() - numerical).abs().nan_to_num(torch.inf).argmax())
     message = "the derivative along a random direction in forward mode (jvp) is another one"
     place = element_of(function.outputs, position)
-    return GradientFinding("forward mode", message, *place, *values)
+    return "wrong", [
+        GradientFinding("forward mode", message, *place, float(moves[position]), float(numerical[position]))
+    ]

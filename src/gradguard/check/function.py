@@ -35,39 +35,42 @@ class Function:
         names: list[str] | None = None,
         chosen: list[str] | None = None,
     ) -> None:
-        self.fn, self.wide = fn, wide
+        self.fn = fn
         self.forwards = self.backwards = 0
         self.state = Frozen(modules_of_call(fn, args, kwargs), copies=False)
         self.clones_inputs = False
         self.module = module = fn if isinstance(fn, nn.Module) else None
         flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
         given = [value for _, value in flat]
-        parameters = {} if module is None else dict(module.named_parameters())
-        own = parameters if module is None else {**parameters, **dict(module.named_buffers())}
+        parameters, own = own_tensors(fn)
         names = names or _argument_names(fn if module is None else module.forward, args, flat)
-        refuse_empty(dict(zip([*names, *own], [*given, *own.values()], strict=True)))
+        values = [*given, *own.values()]
+        refuse_empty(dict(zip([*names, *own], values, strict=True)))
         names = [*names, *(f"parameter {n}" if n in names else n for n in own)]
         self._count, self._own_names = len(given), list(own)
-        self._values = [self._converted(value) for value in (*given, *own.values())]
+        self._values = [_converted(value, wide) for value in values]
         candidates = [i for i, v in enumerate(given) if is_differentiable(v)]
         checked = [i for i in candidates if given[i].requires_grad] or candidates
         checked += [i for i, p in enumerate(parameters.values(), len(given)) if p.requires_grad]
         if chosen is not None:
             _refuse_others(chosen, [names[i] for i in checked], dict(zip(names, self._values, strict=True)))
             checked = [i for i in checked if names[i] in chosen]
+        self.inputs: list[Slot] = []
         for i in checked:
-            refuse_unfit(f"input {names[i]!r}", self._values[i], names[i])
-            refuse_unless(~self._values[i].isnan(), f"input {names[i]!r}", self._values[i], "expected numbers")
-        values = [_dense(self._values[i]) for i in checked]
-        self.inputs = [Slot(names[i], v, i, i < len(given)) for i, v in zip(checked, values, strict=True)]
+            name, value = f"input {names[i]!r}", self._values[i]
+            refuse_unfit(name, value, names[i])
+            refuse_unless(~value.isnan(), name, value, "expected numbers")
+            self.inputs.append(Slot(names[i], _dense(value), i, i < len(given)))
+        self.given = {one.name: one.value for one in self.inputs}
+        """The inputs by name."""
         self.sizes = [one.size for one in self.inputs]
         ends = accumulate(self.sizes)
-        self.ranges = {one.name: range(end - one.size, end) for one, end in zip(self.inputs, ends, strict=True)}
+        self.ranges = {one.name: slice(end - one.size, end) for one, end in zip(self.inputs, ends, strict=True)}
         """The positions of each input in the vector, by name."""
         self._copied = [i for i, value in enumerate(self._values) if isinstance(value, Tensor) and i not in checked]
         self.is_wide = all(one.dtype is torch.float64 for one in self.inputs)
         """Whether all inputs are float64, so that no step is rounded."""
-        self.point = joined(values)
+        self.point = joined(self.given.values())
         """The inputs as one vector, not to be changed."""
         self.outputs: list[Slot] = []
         self.has_own_code = True
@@ -77,12 +80,7 @@ class Function:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
-        tensors = []
-        for tensor, one in zip(parts_of(vector, self.inputs), self.inputs, strict=True):
-            if not one.value.is_contiguous():
-                tensor = _strided_as(one.value).copy_(tensor)
-            tensors.append(tensor)
-        return tensors
+        return list(map(_strided_as, parts_of(vector, self.inputs), self.given.values()))
 
     def rounded(self, vectors: Tensor) -> Tensor:
         """Return ``vectors``, one in each row, as the dtypes of the inputs hold them."""
@@ -105,11 +103,10 @@ class Function:
                     outputs = self.call(self.split(vector.clone()))
                 except Exception:  # outside of the domain
                     outputs = []
-                if [one.shape for one in outputs] == shapes:  # not where a shape depends on the data
-                    rows.append(joined(outputs))  # a copy: the next call may overwrite them
-                else:
-                    rows.append(zeros(self.size) + torch.nan)
-        return torch.stack(rows) if len(rows) > 1 else rows[0][None]
+                is_usual = [one.shape for one in outputs] == shapes  # not where a shape depends on the data
+                # A copy: the next call may overwrite the outputs.
+                rows.append(joined(outputs) if is_usual else zeros(self.size) + torch.nan)
+        return torch.stack(rows)
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the callable with these tensors for its inputs; return its floating and complex outputs."""
@@ -130,8 +127,8 @@ class Function:
 
     def leaves(self, vector: Tensor | None = None) -> list[Tensor]:
         """Return the inputs as leaves that require a gradient."""
-        tensors = [one.value for one in self.inputs] if vector is None else self.split(vector)
-        return [_like(tensor).requires_grad_() for tensor in tensors]
+        tensors = self.given.values() if vector is None else self.split(vector)
+        return [_strided_as(tensor.clone(), tensor).requires_grad_() for tensor in tensors]
 
     def record(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Call the callable so that a graph is recorded; return its outputs."""
@@ -186,13 +183,18 @@ class Function:
         return self.backward(outputs, leaves, self.shaped(cotangent))
 
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Remember what the outputs look like."""
-        self.has_own_code = any(map(_is_own_code, nodes_of(outputs)))
-        names = [f"output {i}" if len(outputs) > 1 else "the output" for i in range(len(outputs))]
-        for name, output in zip(names, outputs, strict=True):
+        """Store the outputs at the point, with their names, shapes and dtypes."""
+        # PyTorch's own nodes have a type each.
+        self.has_own_code = any(
+            isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction"
+            for node in nodes_of(outputs)
+        )
+        self.outputs = []
+        for i, output in enumerate(outputs):
+            name = f"output {i}" if len(outputs) > 1 else "the output"
             refuse_unfit(f"{name} of {name_of(self.fn)}", output, "output")
-        named = zip(names, outputs, strict=True)
-        self.outputs = [Slot(n, o.detach().new_empty(()).expand(o.shape), has_graph=o.requires_grad) for n, o in named]
+            like = output.detach().new_empty(()).expand(output.shape)
+            self.outputs.append(Slot(name, like, has_graph=output.requires_grad))
         self.base = joined(outputs)
         self.size = len(self.base)
         """The number of real numbers in all outputs."""
@@ -213,11 +215,13 @@ class Function:
         """Return a vector of one value for all elements of each output."""
         return torch.cat([zeros(one.size).add_(value) for one, value in zip(self.outputs, each, strict=True)])
 
-    def _converted(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = value.detach()
-        return value.to(WIDE[value.dtype]) if self.wide and value.dtype in WIDE else value
+
+def own_tensors(fn: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters of a module by name, and with them its buffers; nothing for another callable."""
+    if not isinstance(fn, nn.Module):
+        return {}, {}
+    parameters: dict[str, Tensor] = dict(fn.named_parameters())
+    return parameters, {**parameters, **dict(fn.named_buffers())}
 
 
 def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:
@@ -232,11 +236,6 @@ def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:
             waiting += [other for other, _ in node.next_functions]
 
 
-def _is_own_code(node: Any) -> bool:
-    """Tell whether a node of the graph was written by somebody else than PyTorch, whose own nodes have a type each."""
-    return isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction"
-
-
 def is_differentiable(value: Any) -> bool:
     """Tell whether this is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
@@ -248,24 +247,29 @@ def is_autograd_function(one: Any) -> TypeGuard[type[torch.autograd.Function]]:
 
 
 def name_of(fn: Any) -> str:
-    """Return what a person would call a callable."""
+    """Return the name of a callable, for a message."""
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _converted(value: Any, wide: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(WIDE[value.dtype]) if wide and value.dtype in WIDE else value.detach()
 
 
 def _dense(value: Tensor) -> Tensor:
     """Return a copy whose elements have places of their own: expanded inputs and windows are laid out in full."""
+    value = value.detach()
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     overlaps = 0 < span < value.numel()
-    return value.detach().contiguous().clone() if overlaps or value.is_conj() else _like(value.detach())
+    return value.contiguous().clone() if overlaps or value.is_conj() else _strided_as(value.clone(), value)
 
 
-def _like(value: Tensor) -> Tensor:
-    """Return a copy with the same strides."""
-    return value.clone() if value.is_contiguous() else _strided_as(value).copy_(value)
-
-
-def _strided_as(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+def _strided_as(value: Tensor, like: Tensor) -> Tensor:
+    """Return ``value`` with the strides of ``like``."""
+    if like.is_contiguous():
+        return value
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(value)
 
 
 def _outputs_of(result: Any) -> list[Tensor]:
@@ -278,12 +282,17 @@ def _outputs_of(result: Any) -> list[Tensor]:
     return found
 
 
+def signature_of(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of a callable, None for the functions of torch that are written in C++."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
 def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequence[tuple[Any, Any]]) -> list[str]:
     """Return a name for each leaf of the arguments, as the callable's signature has them."""
-    try:
-        given = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    except (TypeError, ValueError):
-        given = []
+    given = [p for p in signature_of(fn) or () if p.kind is not p.KEYWORD_ONLY]
     found: list[str] = []
     for one in given:
         found += [f"{one.name}[{j}]" for j in range(len(args))] if one.kind is one.VAR_POSITIONAL else [one.name]
@@ -296,7 +305,7 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
 
 
 def _refuse_others(chosen: list[str], inputs: list[str], known: Mapping[str, Any]) -> None:
-    """Refuse names of what is no input to check.
+    """Refuse names that are not names of inputs to check.
 
     Raises:
         InvalidValueError: If there is no such input, or no name at all.

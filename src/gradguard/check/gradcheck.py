@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from gradguard.check.function import Function, is_autograd_function, name_of, no
 from gradguard.check.gradient_report import GradientFinding, GradientReport, Power, Verdict
 from gradguard.check.mistake_guesses import with_guesses
 from gradguard.check.other_sizes import with_other_sizes
-from gradguard.check.precision import Conditioning, coarseness_of, compare_backends
+from gradguard.check.precision import Conditioning, compare_backends
 from gradguard.check.search import Search
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states, restore_generators
@@ -44,7 +44,7 @@ def gradcheck(
     sizes: Mapping[int, int | Sequence[int]] | None = None,
     seed: int = 0,
 ) -> GradientReport:
-    r"""Check the backward of ``fn`` against differences of its forward; say which element is wrong, and how sure it is.
+    r"""Check the backward of ``fn`` against differences of its forward; name each wrong element, with its error bar.
 
     .. math:: v \cdot \frac{f(x + hu) - f(x - hu)}{2h} \;\to\; (\nabla_x\, v \cdot f) \cdot u
 
@@ -58,11 +58,19 @@ def gradcheck(
     it scatters when the results of all operations in float64, and the partial sums, are rounded at random (Monte Carlo
     arithmetic). A kernel that rounds after each operation, and adds up in its dtype, passes.
 
-    **Guarantees.** ``"FAIL"``: something is wrong, and ``report.findings`` says where. ``"PASS"``: no direction
-    disagreed, and a wrong element of typical size would have shown from the relative error ``report.power`` on; in the
-    dtype of the inputs, if that is lower, from ``report.low_power`` on.
-    ``"INCONCLUSIVE"``: the differences are too noisy to tell. Nothing of the caller's changes: inputs, ``.grad``,
-    buffers, random number generators.
+    **Guarantees.**
+
+    - ``"FAIL"`` says that something is wrong, and ``report.findings`` says where.
+    - ``"PASS"`` says that no direction disagreed, and that a wrong element of typical size would have shown from the
+      relative error ``report.power`` on; in the dtype of the inputs, if that is lower, from ``report.low_power`` on.
+    - ``"INCONCLUSIVE"`` says that the differences are too noisy to tell.
+    - A kink or a tie excuses a gradient only where two derivatives prove it: each settles as the steps get smaller, and
+      they differ by more than their error bars.
+    - A function that takes float64 is checked in float64 first, whatever the dtype of its inputs.
+    - TF32 is off during the check, and numbers of a GPU are compared on the CPU.
+    - Inputs and outputs that cannot be checked are refused, never passed.
+    - The caller's inputs, their ``.grad``, buffers and random number generators do not change.
+    - Equal seeds give equal reports.
 
     **Edge cases.**
 
@@ -134,94 +142,91 @@ def gradcheck(
         (1983), subgradients; Parker (1997), Monte Carlo arithmetic.
     """
     started = time.perf_counter()
-    _check_options(order, backends, rtol)
+    if not 0 <= rtol < 1:
+        raise InvalidValueError(f"rtol is {rtol!r}: expected the relative error of a solver, at least 0 and below 1.")
+    if order not in (1, 2):
+        raise InvalidValueError(f"order is {order!r}: expected 1, or 2 for the gradient of the gradient too.")
+    kernels = dict(backends or {})
+    for name, kernel in kernels.items():
+        if not callable(kernel):
+            raise InvalidTypeError(f"backends[{name!r}] is {type(kernel).__name__}: expected a function or a module.")
     if is_autograd_function(fn):
         fn = fn.apply
     if len(inputs) == 1 and type(inputs[0]) is tuple:
         inputs = inputs[0]
+    if not callable(fn):
+        raise InvalidTypeError(f"fn is {type(fn).__name__}: expected a function or a module, then its inputs.")
+    chosen = [inputs_to_check] if isinstance(inputs_to_check, str) else inputs_to_check
+    chosen = None if chosen is None else list(chosen)
+    given, options = (inputs, dict(kwargs or {})), (chosen, reference, exhaustive, order, rtol, seed)
     randomness = generator_states()
-    options = (inputs_to_check, rtol, seed)
     with full_float32():
-        check = _Check(fn, inputs, dict(kwargs or {}), *options)
+        check = _Check(fn, *given, *options)
         try:
-            check.run(reference, dict(backends or {}), exhaustive, order)
+            check.run(kernels)
             drawn = torch.Generator().manual_seed(seed)
-            for said, other in with_other_sizes((inputs, dict(kwargs or {})), sizes or {}, drawn):
+            for said, other in with_other_sizes(given, sizes or {}, drawn):
                 if not check.findings:
-                    check.include(_Check(fn, *other, *options), said, reference, exhaustive, order)
+                    check.include(_Check(fn, *other, *options), said)
         finally:
             check.put_back()
             restore_generators(randomness)
     return check.report(time.perf_counter() - started)
 
 
-def _check_options(order: int, backends: Mapping[str, Any] | None, rtol: float) -> None:
-    if not 0 <= rtol < 1:
-        raise InvalidValueError(f"rtol is {rtol!r}: expected the relative error of a solver, at least 0 and below 1.")
-    if order not in (1, 2):
-        raise InvalidValueError(f"order is {order!r}: expected 1, or 2 for the gradient of the gradient too.")
-    for name, fn in (backends or {}).items():
-        if not callable(fn):
-            raise InvalidTypeError(f"backends[{name!r}] is {type(fn).__name__}: expected a function or a module.")
-
-
+@dataclass
 class _Check:
-    """One call of `gradcheck`."""
+    """One call of `gradcheck`: its arguments, and the outcome so far."""
 
-    def __init__(
-        self,
-        fn: Any,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        chosen: Iterable[str] | None,
-        rtol: float,
-        seed: int,
-    ) -> None:
-        if not callable(fn):
-            raise InvalidTypeError(f"fn is {type(fn).__name__}: expected a function or a module, then its inputs.")
-        self.fn, self.args, self.kwargs, self.rtol = fn, inputs, kwargs, rtol
-        self.chosen = [chosen] if isinstance(chosen, str) else None if chosen is None else list(chosen)
-        self.generator = torch.Generator().manual_seed(_UNLIKE_THE_CALLERS + seed)
-        self.findings: list[GradientFinding] = []
-        self.notes: list[GradientFinding] = []
-        self.undecided: list[GradientFinding] = []
-        self.functions: list[Function] = []
-        self.exact: Function | None = None
-        self.power, self.directions, self.dtype = float("inf"), 0, "float64"
-        self.low_power: Power | None = None
-        self.forward_mode: ForwardMode = "not checked"
+    fn: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    chosen: list[str] | None
+    reference: Any
+    exhaustive: bool
+    order: int
+    rtol: float
+    seed: int
+    findings: list[GradientFinding] = field(default_factory=list)
+    notes: list[GradientFinding] = field(default_factory=list)
+    undecided: list[GradientFinding] = field(default_factory=list)
+    functions: list[Function] = field(default_factory=list)
+    power: float = float("inf")
+    directions: int = 0
+    dtype: str = "float64"
+    low_power: Power | None = None
+    forward_mode: ForwardMode = "not checked"
 
-    def run(self, reference: Any, backends: dict[str, Any], exhaustive: bool, order: int) -> None:
-        """Do everything that was asked for."""
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(_UNLIKE_THE_CALLERS + self.seed)
+
+    def run(self, backends: dict[str, Any]) -> None:
+        """Run the checks that the arguments ask for."""
         low = self._function(self.fn, wide=False)
-        is_low = any(one.value.dtype is not WIDE[one.value.dtype] for one in low.inputs)
-        exact = self._exact(low, reference, is_low)
+        exact = self._exact(low)
+        self.dtype = str((exact or low).inputs[0].value.dtype).removeprefix("torch.")
+        taken = self._contract(exact or low)
         if exact is None:  # a half-precision kernel alone: differences of its outputs say nothing
-            self._contract(low)
-            dtype = str(low.inputs[0].value.dtype).removeprefix("torch.")
-            self.dtype = dtype
             message = (
-                f"a function of {dtype} alone cannot be told right from wrong: give reference=, the same in float64"
+                f"a function of {self.dtype} alone cannot be told right from wrong: give reference=, the same in "
+                f"float64"
             )
             self.undecided.append(GradientFinding("precision", message))
             return
-        self.dtype = str(exact.inputs[0].value.dtype).removeprefix("torch.")
-        self.exact = exact
-        taken = self._contract(exact)
         if taken is None:
             return
-        self._search(exact, taken, exhaustive)
+        self._search(exact, taken)
         if exact is not low and self._is_the_same(exact, low) and self._contract(low) and not self.findings:
             self._low_precision(exact, low)
         if backends:
             self._backends(exact, backends)
-        if order > 1 and not self.findings:
-            self._second_order(exact, exhaustive)
+        if self.order > 1 and not self.findings:
+            self._second_order(exact)
 
-    def include(self, other: _Check, said: str, reference: Any, exhaustive: bool, order: int) -> None:
+    def include(self, other: _Check, said: str) -> None:
         """Run the check of the same function with other sizes, and take over what it finds."""
         try:
-            other.run(reference, {}, exhaustive, order)
+            other.run({})
         except Exception as error:
             self.findings.append(GradientFinding("error", f"{said} it raises {type(error).__name__}: {error}"))
         finally:
@@ -231,7 +236,7 @@ class _Check:
             mine += [replace(one, message=f"{said}: {one.message}".removesuffix(": ")) for one in found]
 
     def put_back(self) -> None:
-        """Leave the buffers of modules as they were."""
+        """Restore the buffers of modules."""
         for function in self.functions:
             function.state.restore()
 
@@ -265,27 +270,25 @@ class _Check:
         self.functions.append(function)
         return function
 
-    def _exact(self, low: Function, reference: Any, is_low: bool) -> Function | None:
-        """Return the function in float64 if it works there, else itself, or None if that is no use."""
-        if reference is not None:
-            exact = self._function(reference, wide=True)
-            self._learn(low)
-            self._learn(exact)
-            return exact
-        if not is_low:
+    def _exact(self, low: Function) -> Function | None:
+        """Return the function in float64 if it works there, else the function itself; None for half precision alone."""
+        is_low = any(one.value.dtype is not WIDE[one.value.dtype] for one in low.inputs)
+        if self.reference is None and not is_low:
             self._learn(low)
             return low
-        exact = self._function(self.fn, wide=True)
+        exact = self._function(self.fn if self.reference is None else self.reference, wide=True)
         self._learn(low)
         try:
             self._learn(exact)
         except Exception:
+            if self.reference is not None:
+                raise
             exact.outputs = []
-        if exact.outputs and all(one.dtype is torch.float64 for one in exact.outputs):
+        if self.reference is not None or {one.dtype for one in exact.outputs} == {torch.float64}:
             return exact
         exact.state.restore()
         self.functions.remove(exact)
-        return None if any(one.value.dtype in _LOW for one in low.inputs) else low
+        return None if any(one.dtype in _LOW for one in low.inputs) else low
 
     def _learn(self, function: Function) -> list[Tensor]:
         """Call the function once, and refuse what cannot be checked; return the outputs with their graph."""
@@ -311,36 +314,36 @@ class _Check:
         Raises:
             InvalidValueError: If they have other inputs or outputs, or other values.
         """
-        shapes = [[tuple(one.value.shape) for one in f.outputs] for f in (exact, low)]
-        given = [[tuple(one.value.shape) for one in f.inputs] for f in (exact, low)]
-        if shapes[0] != shapes[1] or given[0] != given[1]:
+        mine, theirs = (
+            [[tuple(one.value.shape) for one in slots] for slots in (f.outputs, f.inputs)] for f in (low, exact)
+        )
+        if mine != theirs:
             raise InvalidValueError(
-                f"{name} is another function than the float64 one: it has outputs of shape {shapes[1]} and inputs of "
-                f"{given[1]}, expected {shapes[0]} and {given[0]}."
+                f"{name} is another function than the float64 one: it has outputs of shape {mine[0]} and inputs of "
+                f"{mine[1]}, expected {theirs[0]} and {theirs[1]}."
             )
         low.state.generators = exact.state.generators
         eps = max(torch.finfo(o.dtype).eps for o in low.outputs)
         found, expected = low.values(low.point), exact.values(low.point)
         low.base = found  # from random numbers that are now the same
-        if largest(found - expected) <= 100 * eps**0.5 * largest(expected):
+        off, size = largest(found - expected), largest(expected)
+        if off <= 100 * eps**0.5 * size:
             return True
         if exact.state.generators is not None:
-            self.notes.append(
-                GradientFinding("random", f"{name} draws other random numbers in float64, and was not compared")
-            )
+            message = f"{name} draws other random numbers in float64, and was not compared"
+            self.notes.append(GradientFinding("random", message))
             return False
         nearby = low.point + next(directions(exact, self.generator)) * eps
-        if low.fn is exact.fn and largest(found - expected) <= 100 * largest(exact.values(nearby) - expected):
-            off = largest(found - expected) / largest(expected)
-            message = f"at this point the values in {low.outputs[0].dtype} are off by {off:.1g} relative, by rounding: "
-            self.notes.append(GradientFinding("precision", f"{message}only the float64 gradient was judged"))
+        if low.fn is exact.fn and off <= 100 * largest(exact.values(nearby) - expected):
+            message = f"at this point the values in {low.outputs[0].dtype} are off by {off / size:.1g} relative, by "
+            self.notes.append(GradientFinding("precision", f"{message}rounding: only the float64 gradient was judged"))
             return False
         raise InvalidValueError(
             f"{name} and the float64 function have different values: expected the same function, or inputs in float64."
         )
 
     def _contract(self, function: Function, who: str = "") -> tuple[Tensor, Tensor] | None:
-        """Look at everything but the values of the gradient.
+        """Check everything but the values of the gradient.
 
         Returns:
             A cotangent and its gradient, whose values can be looked at too; None if they cannot.
@@ -372,9 +375,9 @@ class _Check:
         return (cotangent, contract.first) if is_one else None
 
     def _is_repeatable(self, function: Function) -> bool:
-        """Tell whether the outputs at the point are the same in each call; random numbers are put back for that."""
+        """Tell whether each call gives the same outputs at the point, after restoring random generators if needed."""
         base, again = function.base, function.values(function.point)
-        if torch.equal(base, again) or torch.equal(base.nan_to_num(), again.nan_to_num()):
+        if torch.equal(base.nan_to_num(), again.nan_to_num()):
             return True
         function.state.generators = generator_states()
         function.base, again = function.values(function.point), function.values(function.point)
@@ -386,19 +389,19 @@ class _Check:
         return not is_random
 
     def _cotangent(self, function: Function) -> Tensor:
-        """Return a random one, of elements between 0.5 and 1.5 in size: each output counts."""
+        """Return a random cotangent with elements between 0.5 and 1.5 in size: each output counts."""
         drawn = clear_of_zero([function.size], self.generator)
         drawn.masked_fill_(~(function.base.isfinite() & function.with_graph()), 0.0)
         return joined(function.shaped(drawn))
 
-    def _search(self, function: Function, taken: tuple[Tensor, Tensor], exhaustive: bool, what: str = "") -> None:
+    def _search(self, function: Function, taken: tuple[Tensor, Tensor], what: str = "") -> None:
         differences = Differences(function, *taken, self.rtol)
         search = Search(differences, self.generator)
-        search.run(exhaustive)
-        if function is self.exact and function.has_own_code and search.smooth is not None and not search.findings:
-            self.forward_mode, wrong = check_forward_mode(differences, *search.smooth)
+        search.run(self.exhaustive)
+        if not what and function.has_own_code and search.smooth is not None and not search.findings:
+            self.forward_mode, remarks = check_forward_mode(differences, *search.smooth)
             added = self.findings if self.forward_mode == "wrong" else self.notes
-            added += filter(None, [wrong])
+            added += remarks
         self.findings += with_guesses(search, what)
         self.notes += search.notes
         self.undecided += search.undecided
@@ -408,21 +411,26 @@ class _Check:
         by_inputs = Conditioning(exact, low, self.generator, self.rtol)
         gradient = low.gradient(None, by_inputs.cotangent)
         units, found = by_inputs, by_inputs.compare(gradient, by_inputs.gradient, "against float64", "precision")
-        if found is not None:
+        if found:
             units = Conditioning(exact, low, self.generator, self.rtol, looks_inside=True)
             again = low.gradient(None, units.cotangent)
             found = units.compare(again, units.gradient, "against float64", "precision")
-        if found is not None:
+        if found:
             units, found = by_inputs, by_inputs.judge(gradient, "against float64", "precision")
-        self.notes += [coarseness_of("", units.dtype)] if units.is_coarse else []
-        self.findings += filter(None, [found])
+        self.notes += units.remarks("")
+        self.findings += found
         self.low_power = units.power
 
     def _backends(self, exact: Function, backends: dict[str, Any]) -> None:
         functions = {}
         for name, fn in backends.items():
-            device = _device_called(name)
-            if device is not None and not _is_here(device):
+            try:
+                device = torch.device(name)
+            except RuntimeError:  # the name of a kernel
+                device = None
+            try:
+                torch.empty(0, device=device or "cpu")
+            except (RuntimeError, AssertionError, NotImplementedError):
                 self.notes.append(GradientFinding("backends", f"{name} is not here and was skipped"))
                 continue
             functions[name] = self._function(fn, wide=False, device=device)
@@ -433,10 +441,10 @@ class _Check:
         self.findings += findings
         self.notes += notes
 
-    def _second_order(self, function: Function, exhaustive: bool) -> None:
+    def _second_order(self, function: Function) -> None:
         cotangents = function.shaped(self._cotangent(function))
-        point = (*(one.value for one in function.inputs), *cotangents)
-        names = [*(one.name for one in function.inputs), *(f"grad of {one.name}" for one in function.outputs)]
+        point = (*function.given.values(), *cotangents)
+        names = [*function.given, *(f"grad of {one.name}" for one in function.outputs)]
         second = Function(function.gradient_function, point, {}, wide=False, names=names)
         self.functions.append(second)
         try:
@@ -445,24 +453,7 @@ class _Check:
             cotangent = self._cotangent(second)
             needs = Contract(second, cotangent, self.generator, self.rtol)
             needs.probe_needs()
-            self._search(second, (cotangent, needs.first), exhaustive, "second order")
+            self._search(second, (cotangent, needs.first), "second order")
             self.findings += [replace(one, message=f"second order: {one.message}") for one in needs.findings]
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(GradientFinding("error", f"the backward cannot be differentiated: {error}"))
-
-
-def _device_called(name: str) -> torch.device | None:
-    """Return the device of that name, None if the name is that of no device."""
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        return None
-
-
-def _is_here(device: torch.device) -> bool:
-    """Tell whether something can be computed there."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        return False
-    return True

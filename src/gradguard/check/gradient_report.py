@@ -101,7 +101,7 @@ class GradientReport:
     seconds: float = field(default=0.0, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON has it: what is not finite is None, an index is a list."""
+        """Return the report as JSON values: numbers that are not finite are None, an index is a list."""
         return jsonable(asdict(self))
 
     def __bool__(self) -> bool:
@@ -110,13 +110,14 @@ class GradientReport:
     def __str__(self) -> str:
         lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
         counted = f"{self.forwards} forwards, {self.backwards} backwards, {self.dtype}"
-        counted += f", forward mode {self.forward_mode}" if self.directions else ""
-        several = "" if self.directions == 1 else "s"
-        counted = f"{self.directions} direction{several}, {counted}" if self.directions else counted
-        power = f"; a wrong element of typical size would show from {self.power:.0e} relative" if self.power < 1 else ""
-        tied = sum(note.kind in ("kink", "tie") for note in self.notes)
-        power += f", but for {tied} at kinks or ties" if power and tied else ""
-        lines.append(f"{self.verdict:<13} {counted}{power}")
+        if self.directions:
+            several = "" if self.directions == 1 else "s"
+            counted = f"{self.directions} direction{several}, {counted}, forward mode {self.forward_mode}"
+        if self.power < 1:
+            counted += f"; a wrong element of typical size would show from {self.power:.0e} relative"
+            tied = sum(note.kind in ("kink", "tie") for note in self.notes)
+            counted += f", but for {tied} at kinks or ties" if tied else ""
+        lines.append(f"{self.verdict:<13} {counted}")
         lines += [f"{'':<13} {self.low_power}"] if self.low_power is not None else []
         lines += [f"{'note':<13} {note}" for note in self.notes[:_MOST_NOTES]]
         if len(self.notes) > _MOST_NOTES:

@@ -23,26 +23,23 @@ class InputLayout:
 
 
 def layouts_of(tensors: Sequence[Tensor], layouts: Sequence[InputLayout]) -> list[InputLayout]:
-    """Return those of ``layouts`` in which at least one of ``tensors`` lies elsewhere."""
+    """Return the ``layouts`` that would move at least one of ``tensors`` in memory."""
     return [one for one in layouts if any(_place_of(one.place(t)) != _place_of(t) for t in tensors)]
 
 
 def orders_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
-    """Return the orders of dimensions in which at least one of ``tensors`` lies elsewhere; if none, strided ones."""
+    """Return the orders of dimensions that would move at least one of ``tensors``; if none, the strided layout."""
     return layouts_of(tensors, _ORDERS) or layouts_of(tensors, [STRIDED])
 
 
 def _place_of(tensor: Tensor) -> object:
-    """Return what two layouts of one tensor differ by; the stride along a dimension of one entry does not matter."""
+    """Return the layout of a tensor in memory; the stride along a dimension of one entry does not matter."""
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return strides, tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    buffer = torch.full((*tensor.shape, 2), torch.nan, dtype=tensor.dtype, device=tensor.device)
-    view = buffer[..., 0]
-    view.copy_(tensor)
-    return view
+    return _buffer_for(tensor, *tensor.shape, 2)[..., 0].copy_(tensor)
 
 
 def _room(tensor: Tensor) -> int:
@@ -50,22 +47,24 @@ def _room(tensor: Tensor) -> int:
     return 1 if tensor.is_cpu else 64
 
 
+def _buffer_for(tensor: Tensor, *shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
+
+
 def _within(tensor: Tensor) -> Tensor:
     before = _room(tensor)  # it stays dense: what is not is copied by many a kernel
-    buffer = torch.full((before + tensor.numel(),), torch.nan, dtype=tensor.dtype, device=tensor.device)
-    return buffer[before:].copy_(tensor.reshape(-1)).view(tensor.shape)
+    return _buffer_for(tensor, before + tensor.numel())[before:].copy_(tensor.reshape(-1)).view(tensor.shape)
 
 
 def _cut_out(dim: int, least: int) -> Callable[[Tensor], Tensor]:
-    """Cut copies of at least so many dimensions out of a buffer which is longer along one of them."""
+    """Return a function that cuts copies of tensors with ``least`` dimensions or more out of a longer buffer."""
 
     def place(tensor: Tensor) -> Tensor:
         if tensor.dim() < least:
             return tensor
         shape = list(tensor.shape)
         shape[dim] += _room(tensor)
-        buffer = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
-        return buffer.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        return _buffer_for(tensor, *shape).narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
 
     return place
 
@@ -83,7 +82,7 @@ def _flagged(tensor: Tensor) -> Tensor:
 
 
 def _ordered(counts: range, order: Callable[[list[int]], list[int]]) -> Callable[[Tensor], Tensor]:
-    """Have the dimensions in another order, the outermost first, of tensors with so many of them."""
+    """Return a function that stores the dimensions of a tensor in another order, the outermost first."""
 
     def place(tensor: Tensor) -> Tensor:
         if tensor.dim() not in counts:

@@ -31,14 +31,14 @@ _MOST = 0.8
 
 
 class Pieces(NamedTuple):
-    """The derivatives of the pieces that meet at the point lie between these, output by output."""
+    """The interval of the derivatives of the pieces that meet at the point, output by output."""
 
     low: float
     high: float
 
 
 def pieces_around(differences: Differences, direction: Tensor, generator: torch.Generator) -> Pieces | None:
-    """Return between what the derivatives along ``direction`` lie of the pieces that meet at the point.
+    """Return the interval of the derivatives, along ``direction``, of the pieces that meet at the point.
 
     Returns:
         The interval; None if nothing proves that pieces meet, or if the gradient lies outside.
@@ -64,7 +64,7 @@ def pieces_around(differences: Differences, direction: Tensor, generator: torch.
 
 
 def _limits(differences: Differences, direction: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return what the derivative of each output tends to along each ray, one a row, and how far off that may be."""
+    """Return the limits of the derivatives of the outputs, one ray a row, and how far off each limit may be."""
     point, function = differences.point, differences.function
     distances, relative = (_LOW_DISTANCES, _LOW_STEP) if differences.is_low else (_DISTANCES, _STEP)
     size = torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)

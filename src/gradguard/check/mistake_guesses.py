@@ -44,19 +44,18 @@ def _ratio(one: GradientFinding) -> str:
 def _where(search: Search, name: str, is_alone: bool) -> str:
     """Return which elements, rows, columns or signs of an input are wrong, if not all are."""
     differences = search.differences
-    own = differences.function.ranges[name]
-    value = next(i.value for i in differences.function.inputs if i.name == name)
+    own, value = differences.function.ranges[name], differences.function.given[name]
+    point = differences.point[own]
     if is_alone:
-        return f"only 1 of {len(own)} elements" if len(own) > 1 else ""
+        return f"only 1 of {len(point)} elements" if len(point) > 1 else ""
     if value.is_complex():
         return ""
-    point = differences.point[own.start : own.stop]
     sizes = torch.where(point == 0, 1.0, point.abs()) * signs(point.shape, search.generator)
 
     def is_wrong(mask: Tensor) -> bool:
         direction = torch.zeros_like(differences.point)
-        direction[own.start : own.stop] = torch.where(mask.reshape(-1), sizes, 0.0)
-        return search.is_wrong(differences.along(direction))
+        direction[own] = torch.where(mask.reshape(-1), sizes, 0.0)
+        return differences.along(direction).is_wrong
 
     flat = point.reshape(value.shape)
     for words, mask in (("x < 0", flat < 0), ("x > 0", flat > 0)):
@@ -87,8 +86,6 @@ def _bad_slices(shape: torch.Size, dim: int, is_wrong: Callable[[Tensor], bool])
 
 def _described(bad: list[int], length: int, name: str) -> str:
     count = len(bad)
-    if bad == list(range(length - count, length)):
-        return f"only the last {count} of {length} {name}"
-    if bad == list(range(count)):
-        return f"only the first {count} of {length} {name}"
-    return f"only {count} of {length} {name}"
+    ends = {"the last ": list(range(length - count, length)), "the first ": list(range(count))}
+    where = next((words for words, places in ends.items() if bad == places), "")
+    return f"only {where}{count} of {length} {name}"

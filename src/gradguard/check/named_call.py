@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.function import Function, is_autograd_function, is_differentiable, name_of
+from gradguard.check.function import (
+    Function,
+    is_autograd_function,
+    is_differentiable,
+    name_of,
+    own_tensors,
+    signature_of,
+)
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.frozen import Frozen, modules_of_call
 from gradguard.state.generators import generator_states
@@ -40,15 +47,14 @@ class NamedCall:
         inputs, further = _tensor_values("input_values", values), _tensor_values("local_scope", scope or {})
         if common := [name for name in inputs if name in further]:
             raise InvalidValueError(f"{common} are in input_values and in local_scope: give each in one of them.")
-        parameters = dict(op.named_parameters()) if isinstance(op, nn.Module) else {}
-        own = {**parameters, **dict(op.named_buffers())} if isinstance(op, nn.Module) else {}
+        parameters, own = own_tensors(op)
         refuse_empty(own)
         self.names = list(dict.fromkeys([*inputs, *parameters]))
         self.values = {**{name: one.detach() for name, one in own.items()}, **inputs, **further}
         self._owned = own.keys() - {one.name for one in _parameters(op) or ()}
 
     def name_of(self, name: str, argument: str) -> str:
-        """Return the name under which an input is kept.
+        """Return the name of an input, if there is such an input.
 
         Raises:
             InvalidValueError: If there is no such input.
@@ -227,10 +233,6 @@ def _parameters(fn: Any) -> list[inspect.Parameter] | None:
     """Return the parameters of a callable, None for the functions of torch that are written in C++."""
     owner = getattr(fn, "__self__", None)
     if is_autograd_function(owner):  # its ``apply`` takes what ``forward`` takes, by position only
-        given = list(inspect.signature(owner.forward).parameters.values())
-        given = given[owner.setup_context is torch.autograd.Function.setup_context :]
+        given = (signature_of(owner.forward) or [])[owner.setup_context is torch.autograd.Function.setup_context :]
         return [p.replace(kind=p.POSITIONAL_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in given]
-    try:
-        return list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
-    except (TypeError, ValueError):
-        return None
+    return signature_of(fn.forward if isinstance(fn, nn.Module) else fn)

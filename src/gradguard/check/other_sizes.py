@@ -36,22 +36,20 @@ def with_other_sizes(
     Raises:
         InvalidValueError: If no argument has such a length.
     """
+    shapes = [tuple(one.shape) for one in tree_leaves(arguments) if isinstance(one, Tensor)]
     for length, wanted in sizes.items():
-        if not any(length in one.shape for one in tree_leaves(arguments) if isinstance(one, Tensor)):
-            shapes = [tuple(one.shape) for one in tree_leaves(arguments) if isinstance(one, Tensor)]
+        if not any(length in shape for shape in shapes):
             raise InvalidValueError(
                 f"sizes has {length!r}, which is no length in the shapes of the arguments: {shapes}."
             )
-        for other in _around(wanted) if isinstance(wanted, int) else wanted:
+        if isinstance(wanted, int):
+            if wanted < 1:
+                raise InvalidValueError(f"sizes has a tile of {wanted}: expected at least 1.")
+            wanted = sorted({1, max(1, wanted - 1), wanted, wanted + 1})
+        for other in wanted:
             if other != length:
                 resize = lambda one, a=length, b=other: _resized(one, a, b, generator)  # noqa: E731
                 yield f"with {other} in place of {length}", tree_map(resize, arguments)
-
-
-def _around(tile: int) -> list[int]:
-    if tile < 1:
-        raise InvalidValueError(f"sizes has a tile of {tile}: expected at least 1.")
-    return sorted({1, max(1, tile - 1), tile, tile + 1})
 
 
 def _resized(value: Any, length: int, other: int, generator: torch.Generator) -> Any:

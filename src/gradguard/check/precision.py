@@ -11,6 +11,8 @@ finer gradient than these values, and is judged by them: up to a coarseness that
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch
 from torch import Tensor
 
@@ -55,9 +57,11 @@ class Conditioning:
             off = finite(scatter.gradients - self.gradient)
             self.unit = off.square().mean(0).sqrt() + self.eps / _DEVIATIONS * self._finite.abs()
             self.units, self.what = _DEVIATIONS, "standard deviations of rounding"
-            self.in_all = [
-                self._sway(part, own) for part, own in zip(*map(self._parts, (off, self._finite)), strict=True)
-            ]
+            self.in_all = []
+            for part, own in zip(*map(self._parts, (off, self._finite)), strict=True):
+                # How far rounding moves the size of the gradient of one input; the rows are its errors.
+                moved = float((part @ own / (own @ own)).square().mean().sqrt()) if own.any() else 1.0
+                self.in_all.append(self.eps / 2 + _DEVIATIONS * moved)
         else:
             self.unit = self._spread_of_inputs(generator)
             self.units, self.what = _UNITS, "units of input rounding"
@@ -75,78 +79,71 @@ class Conditioning:
         relative = (self.allowed / size)[size > 0]
         return Power(self.dtype, float(relative.median()) if relative.numel() else 1.0, max(self.in_all, default=1.0))
 
-    def compare(self, found: Tensor, other: Tensor, who: str, kind: str, times: float = 1.0) -> GradientFinding | None:
-        """Return what is wrong where two gradients are further apart than rounding explains."""
+    def compare(self, found: Tensor, other: Tensor, who: str, kind: str, times: float = 1.0) -> list[GradientFinding]:
+        """Return a finding where two gradients are further apart than rounding explains."""
         both = found.isfinite() & other.isfinite() & self.gradient.isfinite()
         wrong = both & ((found - other).abs() > times * self.allowed)
         wrong |= ~found.isfinite() & self.gradient.isfinite() & (self.gradient.abs() < 1 / self.eps)
         if not bool(wrong.any()):
-            # What is wrong where all elements of an input are a little too large or too small.
+            # All elements of an input together may be a little too large or too small.
             parts = zip(*(self._parts(torch.where(both, one, 0.0)) for one in (found, other)), strict=True)
             for one, bar, (mine, theirs) in zip(self.exact.inputs, self.in_all, parts, strict=True):
                 ratio = float(mine @ theirs / (theirs @ theirs)) if theirs.any() else 1.0
                 if abs(ratio - 1) > times * bar:
                     message = f"{who}, {ratio:.4g} times as large in all, where rounding explains 1 ± {times * bar:.2g}"
-                    return GradientFinding(kind, message, one.name)
-            return None
+                    return [GradientFinding(kind, message, one.name)]
+            return []
         excess = torch.where(wrong, ((found - other).abs() / self.allowed).nan_to_num(torch.inf, torch.inf), -1.0)
         position = int(excess.argmax())
         name, index = self.exact.name_of(position)
         units = f"{float(excess[position]) * self.units:.3g} {self.what} apart ({self.units:g} are allowed)"
         values = float(found[position]), float(other[position]), float(self.unit[position])
-        return GradientFinding(
-            kind, f"{who}, {units}, {int(wrong.sum())} of {wrong.numel()} elements", name, index, *values
-        )
+        message = f"{who}, {units}, {int(wrong.sum())} of {wrong.numel()} elements"
+        return [GradientFinding(kind, message, name, index, *values)]
 
-    def judge(self, found: Tensor, who: str, kind: str) -> GradientFinding | None:
+    def judge(self, found: Tensor, who: str, kind: str) -> list[GradientFinding]:
         """Compare a gradient with the float64 one; where they differ, allow for values that are coarser than the dtype.
 
         Args:
             found: The gradient.
-            who: Whose it is.
+            who: The description of ``found``.
             kind: The kind of the finding.
 
         Returns:
-            The finding; None if the gradient is right.
+            The finding, or none if the gradient is right.
         """
         wrong = self.compare(found, self.gradient, who, kind)
-        if wrong is not None and self._allow_for_values():
-            self.is_coarse, wrong = True, self.compare(found, self.gradient, who, kind)
-        return wrong
-
-    def _allow_for_values(self) -> bool:
-        # By a share: a gradient element may be off by some times the same share of the largest of its input.
-        found, expected = self.low.values(self.low.point), self.exact.values(self.low.point)
+        if not wrong:
+            return []
+        values, expected = self.low.values(self.low.point), self.exact.values(self.low.point)
         size = largest(expected)
-        coarse = largest(found - expected) / size if size else 0.0
+        coarse = largest(values - expected) / size if size else 0.0
         if self.eps > _HALF or not 4 * self.eps < coarse <= _COARSE:
-            return False
-        self.allowed = self.allowed + torch.cat(
-            [torch.full_like(part, _OF_VALUES * coarse * largest(part)) for part in self._parts(self._finite)]
-        )
-        self.in_all = [one + _OF_VALUES * coarse for one in self.in_all]
-        return True
+            return wrong
+        # By a share: a gradient element may be off by some times the same share of the largest of its input.
+        self.is_coarse, share = True, _OF_VALUES * coarse
+        wider = [torch.full_like(part, share * largest(part)) for part in self._parts(self._finite)]
+        self.allowed = self.allowed + torch.cat(wider)
+        self.in_all = [one + share for one in self.in_all]
+        return self.compare(found, self.gradient, who, kind)
 
-    def _sway(self, off: Tensor, own: Tensor) -> float:
-        """Return how far rounding moves the size of gradient ``own``; the rows of ``off`` are its errors."""
-        moved = float((off @ own / (own @ own)).square().mean().sqrt()) if own.any() else 1.0
-        return self.eps / 2 + _DEVIATIONS * moved
+    def remarks(self, name: str) -> list[GradientFinding]:
+        """Return the note, if it applies, that gradients were judged by values that are coarser than their dtype."""
+        who = f"{name}: " if name else ""
+        message = f"{who}values in {self.dtype} are coarser than {self.dtype}: gradients were judged by them"
+        return [GradientFinding("precision", message)] if self.is_coarse else []
 
     def _spread_of_inputs(self, generator: torch.Generator) -> Tensor:
         spread = torch.zeros_like(self.gradient)
         for _ in range(_PERTURBATIONS):
-            moved = self.exact.gradient(
-                self._nudged(self.low.point, generator), self._nudged(self.cotangent, generator)
-            )
+            vectors = (self.low.point, self.cotangent)
+            moved = self.exact.gradient(*(v * (1 + self.eps * signs(v.shape, generator)) for v in vectors))
             spread = torch.maximum(spread, finite(moved - self.gradient).abs())
         size = self._finite.abs()
         return spread + _mean(spread) + self.eps * (size + _mean(size))
 
-    def _nudged(self, vector: Tensor, generator: torch.Generator) -> Tensor:
-        return vector * (1 + self.eps * signs(vector.shape, generator))
-
     def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
-        """Return what belongs to each input."""
+        """Return the part of each input."""
         return vectors.split(self.exact.sizes, dim=-1)
 
 
@@ -158,22 +155,11 @@ def compare_backends(
     units = {name: Conditioning(exact, low, generator.clone_state(), rtol) for name, low in backends.items()}
     for name, low in backends.items():
         gradients[name] = low.gradient(None, units[name].cotangent).to(units[name].gradient.device)
-        findings += filter(None, [units[name].judge(gradients[name], f"{name} against float64", "backends")])
-    names = list(backends)
-    for i, first in enumerate(names):
-        for second in names[i + 1 :]:
-            coarse = max(units[first], units[second], key=lambda one: (one.eps, one.is_coarse))
-            found = coarse.compare(gradients[first], gradients[second], f"{first} against {second}", "backends", 2.0)
-            findings += filter(None, [found])
-    return findings, [coarseness_of(name, one.dtype) for name, one in units.items() if one.is_coarse]
-
-
-def coarseness_of(name: str, dtype: str) -> GradientFinding:
-    """Return the note that gradients were judged by values that are coarser than their dtype."""
-    who = f"{name}: " if name else ""
-    return GradientFinding(
-        "precision", f"{who}values in {dtype} are coarser than {dtype}: gradients were judged by them"
-    )
+        findings += units[name].judge(gradients[name], f"{name} against float64", "backends")
+    for first, second in combinations(backends, 2):
+        coarse = max(units[first], units[second], key=lambda one: (one.eps, one.is_coarse))
+        findings += coarse.compare(gradients[first], gradients[second], f"{first} against {second}", "backends", 2.0)
+    return findings, [note for name, one in units.items() for note in one.remarks(name)]
 
 
 def _mean(values: Tensor) -> Tensor:

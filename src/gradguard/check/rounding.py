@@ -29,37 +29,22 @@ from gradguard.torch_private import (
 )
 
 _RUNS = 16
-_FUSED = (
-    "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
-    "native_batch_norm", "fused_rms_norm", "fused_rms_norm_backward", "softmax", "softmax_backward_data",
-    "log_softmax", "log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "gelu", "gelu_backward",
-    "silu", "silu_backward", "glu", "glu_backward", "sigmoid_backward", "tanh_backward", "addmm", "baddbmm",
-    "logsumexp",
-)  # fmt: skip
-_EXACT = frozenset(
-    [
-        "to_copy", "unsafe_view", "abs", "amax", "amin", "cat", "clamp", "clamp_max", "clamp_min", "clone",
-        "constant_pad_nd", "copy", "empty", "empty_like", "fill", "flip", "full", "full_like", "gather", "index",
-        "index_select", "embedding", "masked_fill", "max", "maximum", "min", "minimum", "neg", "ones", "ones_like",
-        "relu", "repeat", "roll", "scalar_tensor", "select_backward", "slice_backward", "sort", "stack", "threshold",
-        "threshold_backward", "topk", "tril", "triu", "where", "zeros", "zeros_like",
-    ]
-)  # fmt: skip
+_FUSED = """
+    native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm
+    fused_rms_norm fused_rms_norm_backward softmax softmax_backward_data log_softmax log_softmax_backward_data
+    nll_loss_forward nll_loss_backward gelu gelu_backward silu silu_backward glu glu_backward sigmoid_backward
+    tanh_backward addmm baddbmm logsumexp
+"""
+_CHOOSING = """
+    to_copy unsafe_view abs amax amin cat clamp clamp_max clamp_min clone constant_pad_nd copy empty empty_like fill
+    flip full full_like gather index index_select embedding masked_fill max maximum min minimum neg ones ones_like relu
+    repeat roll scalar_tensor select_backward slice_backward sort stack threshold threshold_backward topk tril triu
+    where zeros zeros_like
+"""
+_EXACT = frozenset(_CHOOSING.split())
 """Operations that choose among numbers, and round none."""
 _SEQUENTIAL = 0.2
 """Standard deviation of a sum of n terms that is added up one by one, over √n · eps · size of its partial sums."""
-
-
-def _of_sums(args: Sequence[Any], result: Tensor) -> float:
-    return max(1.0, args[0].numel() / max(1, result.numel()))
-
-
-def _of_products(args: Sequence[Any], result: Tensor) -> float:
-    return math.sqrt(args[0].numel() * args[1].numel() / max(1, result.numel()))
-
-
-def _of_convolutions(args: Sequence[Any], result: Tensor) -> float:
-    return max(one.numel() for one in args if isinstance(one, Tensor))
 
 
 def _of_scatters(args: Sequence[Any], result: Tensor) -> float:
@@ -67,17 +52,25 @@ def _of_scatters(args: Sequence[Any], result: Tensor) -> float:
     return max((float(one.flatten().bincount().max()) for one in indices if one.min() >= 0), default=1.0)
 
 
-_REDUCTIONS = ["sum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm"]
-_SCATTERED = ["embedding_dense_backward", "index_add", "scatter_add", "index_put", "scatter_reduce"]
+_NONLINEAR = "var std var_mean logsumexp prod norm linalg_vector_norm"
+_NOT_LINEAR = _NONLINEAR.split()
+_SCATTERED = "embedding_dense_backward index_add scatter_add index_put scatter_reduce"
 _TERMS: dict[str, Callable[[Sequence[Any], Tensor], float]] = {
-    **dict.fromkeys(_REDUCTIONS, _of_sums),
+    **dict.fromkeys(
+        ["sum", "mean", *_NOT_LINEAR], lambda args, result: max(1.0, args[0].numel() / max(1, result.numel()))
+    ),
     "cumsum": lambda args, result: args[0].shape[args[1]] if args[0].dim() else 1,
-    **dict.fromkeys(["mm", "bmm", "mv", "dot"], _of_products),
-    **dict.fromkeys(["convolution", "convolution_backward"], _of_convolutions),
-    **dict.fromkeys(_SCATTERED, _of_scatters),
+    **dict.fromkeys(
+        ["mm", "bmm", "mv", "dot"],
+        lambda args, result: math.sqrt(args[0].numel() * args[1].numel() / max(1, result.numel())),
+    ),
+    **dict.fromkeys(
+        ["convolution", "convolution_backward"],
+        lambda args, result: max(one.numel() for one in args if isinstance(one, Tensor)),
+    ),
+    **dict.fromkeys(_SCATTERED.split(), _of_scatters),
 }
 """The number of terms that each element of the result is a sum of, by operation."""
-_NOT_LINEAR = frozenset(_REDUCTIONS[2:])
 
 
 class Scatter:
@@ -98,17 +91,16 @@ class Scatter:
     def __init__(
         self, function: Function, vector: Tensor, cotangent: Tensor, dtype: torch.dtype, generator: torch.Generator
     ) -> None:
-        self._eps, self._least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        limits = torch.finfo(dtype)
+        self._eps, self._least = limits.eps, limits.smallest_normal * limits.eps
         self._generator = generator
-        self._decompositions = decompositions(_FUSED)
+        self._decompositions = decompositions(_FUSED.split())
         exact = function.gradient(vector, cotangent)
-        first = self._run(function, vector, cotangent)
-        self.is_seen = bool((finite(first - exact).abs() > self._eps / 50 * finite(exact).abs()).any())
-        runs = [
-            self._run(function, self._rounded(vector), self._rounded(cotangent))
-            for _ in range(_RUNS if self.is_seen else 0)
-        ]
-        self.gradients = torch.stack([first, *runs])
+        runs = [self._run(function, vector, cotangent)]
+        self.is_seen = bool((finite(runs[0] - exact).abs() > self._eps / 50 * finite(exact).abs()).any())
+        if self.is_seen:
+            runs += [self._run(function, self._rounded(vector), self._rounded(cotangent)) for _ in range(_RUNS)]
+        self.gradients = torch.stack(runs)
 
     def _run(self, function: Function, vector: Tensor, cotangent: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH), each_operation(self._operation):
@@ -126,8 +118,7 @@ class Scatter:
         results = [result] if isinstance(result, Tensor) else result
         if not isinstance(results, tuple | list):
             return result
-        lost = self._lost_in_sums(name, operation, args, kwargs, results)
-        pairs = zip(results, lost, strict=True)
+        pairs = zip(results, self._lost_in_sums(name, operation, args, kwargs, results), strict=True)
         rounded = [self._rounded(one, off) if isinstance(one, Tensor) else one for one, off in pairs]
         return rounded[0] if isinstance(result, Tensor) else type(result)(rounded)
 
@@ -150,20 +141,21 @@ class Scatter:
         The squares of the terms add up to the square of how large the partial sums become, where all have one sign.
         """
         count = _TERMS.get(name)
+        nothing = [0.0] * len(results)
         tensors = [one for one in args if isinstance(one, Tensor)]
         if count is None or not tensors[0].is_floating_point():
-            return [0.0] * len(results)
-        squares: Sequence[Any] = [0.0] * len(results)
+            return nothing
+        squares: Sequence[Any] = nothing
         if name not in _NOT_LINEAR:
             squared = [one.square() if isinstance(one, Tensor) and one.is_floating_point() else one for one in args]
             found = operation(*squared, **kwargs)
             squares = [found] if isinstance(found, Tensor) else found
-        lost = []
+        lost: list[Tensor | float] = []
         for one, square in zip(results, squares, strict=True):
-            if not isinstance(one, Tensor):
+            if isinstance(one, Tensor):
+                terms = count(args, one)
+                size = one.abs() + (square / (terms if name == "mean" else 1.0)) ** 0.5
+                lost.append(_SEQUENTIAL * self._eps * math.sqrt(terms) * size)
+            else:
                 lost.append(0.0)
-                continue
-            terms = count(args, one)
-            size = one.abs() + (square / (terms if name == "mean" else 1.0)) ** 0.5
-            lost.append(_SEQUENTIAL * self._eps * math.sqrt(terms) * size)
         return lost

@@ -29,16 +29,16 @@ _MOST_BROKEN = 200
 _LITTLE = 1e-4
 """A relative error of several elements below this may come from a solver that stops at a tolerance."""
 _SEVERAL = 3
-_MESSAGES = {
-    "mismatch": "",
-    "kink": "outside the subgradients [{low:.6g}, {high:.6g}]",
-    "nan": "not finite where the function has a finite derivative",
+_WORDS = {
+    ("mismatch", True): "",
+    ("kink", True): "outside the subgradients [{low:.6g}, {high:.6g}]",
+    ("nan", True): "not finite where the function has a finite derivative",
+    ("undecided", False): "the numerical derivative does not settle",
+    ("kink", False): "a subgradient, between the one-sided derivatives {low:.6g} and {high:.6g}",
+    ("jump", False): "the function jumps here",
+    ("singular", False): "the derivative is not finite here, or the function is defined on one side only",
 }
-_NOTES = {
-    "kink": "a subgradient, between the one-sided derivatives {low:.6g} and {high:.6g}",
-    "jump": "the function jumps here",
-    "singular": "the derivative is not finite here, or the function is defined on one side only",
-}
+"""The message for an element, by the kind of its verdict and by whether its gradient is wrong."""
 
 _NAN_AT_A_JUMP = "NaN, and the function jumps when such elements move together: choose another point"
 
@@ -79,14 +79,12 @@ class Search:
             elements = self._halve(suspect, self._disagrees(suspect))
             if not elements and not self._set_jumps_aside(suspect):
                 break
-            for position in elements:
-                if len(self.findings) < _MOST_FINDINGS:
-                    self.examine_element(position)
-        if suspect is not None and not self.findings:
-            if len(differences.point) <= _FEW_ENOUGH:
-                check_every_element(self)
-            else:
-                self._first_suspect(jointly=True)
+            self._examine_up_to_five(elements)
+        is_open = suspect is not None and not self.findings
+        if is_open and len(differences.point) > _FEW_ENOUGH:
+            self._first_suspect(jointly=True)
+        elif is_open:
+            check_every_element(self)
         if not self.findings:
             self._examine_kinks_together()
         if exhaustive and not self.findings:
@@ -94,9 +92,14 @@ class Search:
         self._propose_a_tolerance()
         self._rate()
         if len(self.findings) >= _MOST_FINDINGS:
-            self.notes.insert(
-                0, GradientFinding("stopped", f"after {_MOST_FINDINGS} wrong elements, and there may be more")
-            )
+            message = f"after {_MOST_FINDINGS} wrong elements, and there may be more"
+            self.notes.insert(0, GradientFinding("stopped", message))
+
+    def _examine_up_to_five(self, elements: list[int]) -> None:
+        """Examine elements one by one, until there are as many findings as a report needs."""
+        for position in elements:
+            if len(self.findings) < _MOST_FINDINGS:
+                self.examine_element(position)
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
         """Return the first direction that disagrees or says nothing, None if enough of them agree.
@@ -118,7 +121,7 @@ class Search:
                 needed = 1 if not attempt and not differences.is_low and is_telling else needed
             elif jointly:
                 self._examine_jointly(direction, found)
-            elif self.is_wrong(found):
+            elif found.is_wrong:
                 return direction
             else:
                 powerless = direction if powerless is None else powerless
@@ -129,20 +132,19 @@ class Search:
     def _suspect_of_one_input(self, direction: Tensor, agreed: Disagreement, jointly: bool) -> Tensor | None:
         """Look one by one at inputs whose gradient is so small that an error in it would not show in ``agreed``."""
         differences = self.differences
-        relative, negligible = differences.relative, self.negligible
         for name, own in differences.function.ranges.items():
-            moved = direction[own.start : own.stop]
-            scale = norm(moved * differences.gradient[own.start : own.stop])
-            hidden = agreed.allowed(relative) * int((moved != 0).sum()) ** 0.5
+            moved = direction[own]
+            scale = norm(moved * differences.gradient[own])
+            hidden = agreed.allowed * int((moved != 0).sum()) ** 0.5
             if scale >= agreed.scale or hidden <= _TOO_WEAK * scale:
                 continue
             part = _of_input(direction, own)
             found = self._along(part)
-            if found.size > negligible and self.is_wrong(found):
+            if found.size > self.negligible and found.is_wrong:
                 if not jointly:
                     return part
                 self._examine_jointly(part, found)
-            elif scale > 0 and (found.size <= negligible or found.allowed(relative) > _TOO_WEAK * scale):
+            elif scale > 0 and (found.size <= self.negligible or found.allowed > _TOO_WEAK * scale):
                 note = GradientFinding("precision", "not judged: its gradient is rounding beside the others", name)
                 self.notes += [] if note in self.notes else [note]
         return None
@@ -156,20 +158,14 @@ class Search:
 
     def _is_clear(self, found: Disagreement) -> bool:
         """Tell whether a direction agrees within a bar narrow enough to mean something."""
-        if self.is_wrong(found):
-            return False
         is_nothing = found.scale <= self.negligible and found.bar <= 1e3 * self.negligible
-        return is_nothing or not found.bar > _POWERLESS * found.size
+        return not found.is_wrong and (is_nothing or not found.bar > _POWERLESS * found.size)
 
     def _power(self, found: Disagreement) -> float | None:
-        """Return from which relative error on one element of typical size would show; None if no element has a size."""
+        """Return the relative error from which one element of typical size would show; None if all are 0."""
         if found.scale <= self.negligible:
             return None
-        return found.allowed(self.differences.relative) / found.scale * max(1, int(self.open.sum())) ** 0.5
-
-    def is_wrong(self, found: Disagreement) -> bool:
-        """Tell whether a disagreement is larger than its bar allows."""
-        return abs(found.error) > found.allowed(self.differences.relative)
+        return found.allowed / found.scale * max(1, int(self.open.sum())) ** 0.5
 
     def _halve(self, direction: Tensor, is_suspect: Callable[[Tensor], bool]) -> list[int]:
         """Return single elements of ``direction`` that are suspect, found by halving."""
@@ -194,19 +190,19 @@ class Search:
         def disagrees(part: Tensor) -> bool:
             found = self.differences.along(part)
             enough = max(_POWERLESS * found.scale, floor * int((part != 0).sum()) ** 0.5)
-            return self.is_wrong(found) or found.bar > enough
+            return found.is_wrong or found.bar > enough
 
         return disagrees
 
     def _set_jumps_aside(self, direction: Tensor) -> bool:
-        """Return whether elements were left out whose value is isolated: whichever way they move, the function jumps.
+        """Return whether elements were left out whose value is isolated: the function jumps whichever way they move.
 
-        Central differences of such an element alone see nothing; those of others see another function.
+        Central differences of such an element alone see nothing; those of other elements see another function.
         """
         jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
         for position in jumping:
             self.open[position] = self.continuous[position] = False
-            self.notes.append(GradientFinding("jump", _NOTES["jump"], *self._place(position)))
+            self.notes.append(GradientFinding("jump", _WORDS["jump", False], *self._place(position)))
         return bool(jumping)
 
     def _examine_broken_gradients(self) -> None:
@@ -215,9 +211,7 @@ class Search:
         if are_finite(gradient):
             return
         broken = [i for kind in (gradient.isnan(), gradient.isinf()) for i in kind.nonzero().reshape(-1).tolist()]
-        for position in broken[:_MOST_BROKEN]:
-            if len(self.findings) < _MOST_FINDINGS:
-                self.examine_element(position)
+        self._examine_up_to_five(broken[:_MOST_BROKEN])
         if len(broken) > _MOST_BROKEN and not self.findings:
             message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
             self.undecided.append(GradientFinding("singular", message))
@@ -238,30 +232,30 @@ class Search:
         self.open[position] = False
         direction = torch.zeros_like(differences.point)
         direction[position] = 1.0
-        place = differences.function.name_of(position)
+        place = self._place(position)
         own = differences.function.ranges[place[0]]
-        mean = float(mean_size(differences.point[own.start : own.stop]))
+        mean = float(mean_size(differences.point[own]))
         shown = examine(differences, direction, [abs(float(differences.point[position])), mean, 1.0])
         if shown.kind == "nan" and differences.reaches_a_pole(direction):
-            self.notes.append(GradientFinding("singular", _NOTES["singular"], *place))
-        elif shown.kind == "nan" and self._jumps_where_it_is_nan:
-            self.undecided += [] if self.undecided else [GradientFinding("singular", _NAN_AT_A_JUMP, *place)]
-        elif shown.kind != "nan" and shown.is_wrong and (pieces := self._pieces(direction)):
+            self.notes.append(GradientFinding("singular", _WORDS["singular", False], *place))
+            return
+        if shown.kind == "nan" and self._jumps_where_it_is_nan:
+            self.undecided = self.undecided or [GradientFinding("singular", _NAN_AT_A_JUMP, *place)]
+            return
+        pieces = self._pieces(direction) if shown.is_wrong and shown.kind != "nan" else None
+        if pieces is not None:
             self.kinks.append(position)
             message = f"between the derivatives of pieces that meet here, {pieces.low:.6g} and {pieces.high:.6g}"
             self.notes.append(GradientFinding("tie", message, *place, analytical=shown.analytical))
-        else:
-            self._note(self._unless_in_doubt(shown, direction * mean), position)
-
-    def _unless_in_doubt(self, shown: ElementVerdict, direction: Tensor) -> ElementVerdict:
-        """Return "undecided" for an agreement whose bar is so wide that it hides a disagreement at larger steps."""
-        if shown.kind != "ok" or shown.is_wrong or not self.differences.is_low:
-            return shown
-        found, moved = self.differences.along(direction), float(direction.abs().max())
-        bar = 10 * shown.numerical.bar * moved
-        is_little = bar <= LITTLE_OF_TYPICAL * typical_size(self.differences) * moved
-        in_doubt = found.allowed(self.differences.relative) < abs(found.error) < bar and not is_little
-        return replace(shown, kind="undecided") if in_doubt else shown
+            return
+        if shown.kind == "ok" and differences.is_low:
+            # The bar may be so wide that it hides a disagreement at larger steps.
+            found = differences.along(direction * mean)
+            bar = 10 * shown.numerical.bar * mean
+            is_little = bar <= LITTLE_OF_TYPICAL * typical_size(differences) * mean
+            if found.allowed < abs(found.error) < bar and not is_little:
+                shown = replace(shown, kind="undecided")
+        self._note(shown, position)
 
     def _examine_jointly(self, direction: Tensor, found: Disagreement) -> None:
         """Examine a whole direction as if it were an element, where too many elements are at kinks or ties."""
@@ -271,7 +265,7 @@ class Search:
             low, high = pieces or (shown.low, shown.high)
             width = 0.0 if low != low else high - low  # anything in between passes, and less than that is not seen
             self.agreed.append(found._replace(bar=max(found.bar, width)))
-        elif shown.is_wrong and self.is_wrong(found):
+        elif shown.is_wrong and found.is_wrong:
             self.findings.append(_finding(shown, "", None, "along a random direction, from many elements together"))
         else:
             self.unclear.append(_finding(shown, "", None, "nothing settles along a random direction"))
@@ -297,26 +291,26 @@ class Search:
         return pieces_around(self.differences, direction, self.generator)
 
     def _note(self, shown: ElementVerdict, position: int) -> None:
-        place = self._place(position)
-        if shown.is_wrong:
-            self.findings.append(_finding(shown, *place, _MESSAGES[shown.kind].format(low=shown.low, high=shown.high)))
-        elif shown.kind == "undecided":
-            self.undecided.append(_finding(shown, *place, "the numerical derivative does not settle"))
-        elif shown.kind in _NOTES:
-            self.kinks += [position] if shown.kind == "kink" else []
-            self.continuous[position] = shown.kind == "kink"
-            self.notes.append(_finding(shown, *place, _NOTES[shown.kind].format(low=shown.low, high=shown.high)))
-        if not shown.is_wrong and shown.kind != "undecided" and not math.isnan(shown.numerical.value):
+        if shown.kind != "ok":
+            words = _WORDS[shown.kind, shown.is_wrong].format(low=shown.low, high=shown.high)
+            kept = self.findings if shown.is_wrong else self.undecided if shown.kind == "undecided" else self.notes
+            kept.append(_finding(shown, *self._place(position), words))
+        if shown.is_wrong or shown.kind == "undecided":
+            return
+        if shown.kind == "kink":
+            self.kinks.append(position)
+        elif shown.kind != "ok":
+            self.continuous[position] = False
+        if not math.isnan(shown.numerical.value):
             size = abs(shown.analytical) if shown.kind == "ok" else 0.0  # something to compare with
-            self.singly.append(
-                max(shown.numerical.bar / size, self.differences.rtol) if size > self.negligible else 0.0
-            )
+            is_known = size > self.negligible
+            self.singly.append(max(shown.numerical.bar / size, self.differences.rtol) if is_known else 0.0)
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
 
     def _propose_a_tolerance(self) -> None:
-        """Say which ``rtol`` would accept what is off by little: wrong, unless the function is itself no more exact."""
+        """Propose the ``rtol`` that accepts small errors: they are wrong unless the function itself is as inexact."""
         if len(self.findings) < _SEVERAL or any(one.kind != "mismatch" or one.index is None for one in self.findings):
             return
         drawn = directions(self.differences.function, self.generator)
@@ -324,7 +318,7 @@ class Search:
         ranges = self.differences.function.ranges.values()
         moved = [next(drawn) * usable for _ in range(_DIRECTIONS)]
         parts = [_of_input(direction, own) for direction in moved for own in ranges]
-        found = [one for one in map(self.differences.along, parts) if self.is_wrong(one)]
+        found = [one for one in map(self.differences.along, parts) if one.is_wrong]
         needed = max((abs(one.error) / one.scale if one.scale else math.inf for one in found), default=0.0)
         if not 0 < needed < _LITTLE:
             return
@@ -333,7 +327,7 @@ class Search:
         self.findings[0] = replace(self.findings[0], message=message)
 
     def _rate(self) -> None:
-        """Work out the relative error that one element of typical size would have shown with."""
+        """Compute the relative error from which one wrong element of typical size would have shown."""
         if not self.agreed:
             self.undecided += self.unclear[:1]
         seen = [power for one in self.agreed if (power := self._power(one)) is not None]
@@ -350,10 +344,10 @@ class Search:
             self.undecided.append(GradientFinding("undecided", message))
 
 
-def _of_input(direction: Tensor, own: range) -> Tensor:
+def _of_input(direction: Tensor, own: slice) -> Tensor:
     """Return the part of a direction that moves one input, which lies at ``own``."""
     part = torch.zeros_like(direction)
-    part[own.start : own.stop] = direction[own.start : own.stop]
+    part[own] = direction[own]
     return part
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,8 +46,12 @@ def get_numerical_gradient(
     the function is smooth, and large where a kink lies within ``delta``; `gradguard.gradcheck` chooses its own steps,
     carries an error bar and recognises kinks.
 
-    **Guarantees.** Nothing that the caller passed is changed. Each call of ``op`` starts from the same values, buffers
-    and random numbers, so that dropout draws one mask and BatchNorm's running statistics do not drift.
+    **Guarantees.**
+
+    - The caller's values, buffers and random number generators do not change.
+    - Each call of ``op`` starts from the same values, buffers and random numbers: dropout draws one mask, and the
+      running statistics of BatchNorm do not drift.
+    - TF32 is off.
 
     **Edge cases.** Where a step leaves the domain of ``op`` the element is NaN. An empty input gives an empty array. Of
     complex numbers the gradient is PyTorch's, :math:`\partial y / \partial \mathrm{Re}\, x_i + \mathrm{i}\,
@@ -115,7 +120,14 @@ def check_grad(
     Floating inputs below float64 are widened for n if the operator then works. The check is as strict as ``delta`` and
     ``max_relative_error`` allow: `gradguard.gradcheck` has an error bar instead, sees smaller errors and knows kinks.
 
-    **Edge cases.** NaN never passes. An input on which the output does not depend has the gradient 0. A warning says
+    **Guarantees.**
+
+    - NaN never passes: an element that is NaN on one side only, or on both, is an error.
+    - The caller's values, buffers, ``.grad`` and random number generators do not change.
+    - The error names the worst element, with both values.
+    - TF32 is off.
+
+    **Edge cases.** An input on which the output does not depend has the gradient 0. A warning says
     that more than half of an input's elements lie below 1e-3, where only errors above ``max_relative_error`` itself
     show: the sum of a softmax is constant, for instance. On two devices dropout draws two masks: use ``only_cpu=True``.
 
@@ -173,11 +185,12 @@ def check_grad(
         if torch.cuda.is_available() and not only_cpu:
             gradients["GPU"] = _on_gpu(call, names, constants)
     for name in names:
-        for device, found in gradients.items():
-            _compare(name, ("numerical", numerical[name]), (device, found[name]), tolerance)
-        if "GPU" in gradients:
-            _compare(name, ("CPU", gradients["CPU"][name]), ("GPU", gradients["GPU"][name]), tolerance)
-        if _sees_little(numerical[name], gradients["CPU"][name]):
+        right = {"numerical": numerical[name], **{device: found[name] for device, found in gradients.items()}}
+        for expected, device in combinations(right, 2):
+            _compare(name, (expected, right[expected]), (device, right[device]), tolerance)
+        is_small = right["numerical"].abs() < _FLOOR
+        is_zero = (right["numerical"] == 0) & (right["CPU"] == 0)
+        if int(is_small.sum()) * 2 > is_small.numel() and not bool(is_zero[is_small].all()):
             warnings.warn(
                 f"more than half of the gradient of {name} lies below {_FLOOR:g}, where check_grad sees only errors "
                 f"above {tolerance:g} itself: use gradguard.gradcheck.",
@@ -221,7 +234,7 @@ def _analytical(call: NamedCall, names: list[str], constants: list[str], device:
                 f"differentiable operations; is there a detach(), a torch.no_grad() or a .data in it?"
             )
         parts = function.backward(outputs, leaves, function.shaped(_sum(function))).split(function.sizes)
-        return {one.name: _shaped(part, one.value) for one, part in zip(function.inputs, parts, strict=True)}
+        return dict(zip(function.given, map(_shaped, parts, function.given.values()), strict=True))
 
 
 def _is_plain(value: Any) -> bool:
@@ -263,12 +276,6 @@ def _compare(name: str, expected: tuple[str, Tensor], found: tuple[str, Tensor],
     )
 
 
-def _sees_little(numerical: Tensor, analytical: Tensor) -> bool:
-    below = numerical.abs() < _FLOOR
-    is_zero = (numerical == 0) & (analytical == 0)
-    return int(below.sum()) * 2 > below.numel() and not bool(is_zero[below].all())
-
-
 def _shown(tensor: Tensor, position: int) -> str:
     return f"{tensor.reshape(-1)[position].item():.6g}"
 
@@ -279,7 +286,7 @@ def _sum(function: Function) -> Tensor:
 
 
 def _shaped(gradient: Tensor, value: Tensor) -> Tensor:
-    """Return a flat gradient in the shape of the input, as complex numbers where that holds such."""
+    """Return a flat gradient in the shape of the input, as complex numbers if the input is complex."""
     if value.is_complex():
         return torch.view_as_complex(gradient.reshape(*value.shape, 2))
     return gradient.view(value.shape)

@@ -6,6 +6,9 @@ the signals of one step after the other and gives a `SpikeVerdict` on each; its 
 median absolute deviations. `SkipSpikes` (`skip`) gathers the signals for a `Guard`, over micro-batches and processes,
 and the guard skips the step if the verdict is a spike.
 
-**Guarantees.** All processes judge the same numbers, and skip the same steps. A step that is not finite leaves the
-history as it is. After as many spikes in a row as the detector's cap, their level is adopted as the usual one.
+**Guarantees.**
+
+- All processes judge the same numbers, and skip the same steps.
+- A step that is not finite leaves the history as it is.
+- After as many spikes in a row as the detector's cap, their level is adopted as the usual one.
 """

@@ -134,7 +134,7 @@ class SpikeDetector(Detector):
         check_number("alone", alone, "at least 1, which calls each that stands out a spike")
 
     def __repr__(self) -> str:
-        """Return the call that makes such a detector."""
+        """Return the call that makes an equal detector."""
         usual = inspect.signature(SpikeDetector).parameters.values()
         given = [(one.name, getattr(self, one.name)) for one in usual if getattr(self, one.name) != one.default]
         return f"SpikeDetector({', '.join(f'{name}={value!r}' for name, value in given)})"
@@ -243,10 +243,17 @@ class SpikeDetector(Detector):
         over = scores > self.k
         stands_out = over.any()
         spike = ((judged > self.k) & (is_far | self._is_burst())).any()
-        self._accept(values, weight, known & ~spike)
+        history, count, weights, steps = (self._tensors[name] for name in ("history", "count", "weights", "steps"))
+        enters = known & ~spike
+        _put(history, count % self.window, values, enters)
+        count.add_(enters)
+        newer = torch.cat([weights[:, 1:], weight.expand(len(weights))[:, None]], dim=1)
+        weights.copy_(torch.where((enters & (weight > 0))[:, None], newer, weights))
         in_a_row, adopted = self._reject(values, known, over, spike)
         became = torch.where(spike, SKIPPED, torch.where(stands_out, STOOD_OUT, ORDINARY))
-        self._became(became, known.any(), adopted)
+        newer = torch.cat([steps[1:], became.to(steps).reshape(1)])
+        newer = torch.where(adopted & (newer == SKIPPED), ORDINARY, newer)
+        steps.copy_(torch.where(known.any(), newer, steps))
         return SpikeVerdict(spike, judged, in_a_row, adopted, stands_out)
 
     def _scores(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,21 +293,8 @@ class SpikeDetector(Detector):
         evidence = many * (share / usual).log() + rest
         return ((earlier > 0) & (share > usual) & (evidence >= BURST)).any()
 
-    def _accept(self, values: Tensor, weight: Tensor, enters: Tensor) -> None:
-        count, weights = self._tensors["count"], self._tensors["weights"]
-        _put(self._tensors["history"], count % self.window, values, enters)
-        count.add_(enters)
-        newer = torch.cat([weights[:, 1:], weight.expand(len(weights))[:, None]], dim=1)
-        weights.copy_(torch.where((enters & (weight > 0))[:, None], newer, weights))
-
-    def _became(self, became: Tensor, is_known: Tensor, adopted: Tensor) -> None:
-        steps = self._tensors["steps"]
-        newer = torch.cat([steps[1:], became.to(steps).reshape(1)])
-        newer = torch.where(adopted & (newer == SKIPPED), ORDINARY, newer)
-        steps.copy_(torch.where(is_known, newer, steps))
-
     def _reject(self, values: Tensor, known: Tensor, over: Tensor, spike: Tensor) -> tuple[Tensor, Tensor]:
-        """Remember a spike apart; return the spikes in a row, and whether they are adopted now."""
+        """Store a spike's values among the rejected ones; return the spikes in a row, and whether they are adopted."""
         in_a_row, too_high, rejected = self._tensors["in_a_row"], self._tensors["too_high"], self._tensors["rejected"]
         _put(rejected, in_a_row.expand(len(values)), torch.where(known, values, torch.inf), spike.expand(len(values)))
         heard = known.any()
@@ -342,7 +336,7 @@ class _Usual(NamedTuple):
 
 
 def _after(chosen: Tensor, longest: int) -> Tensor:
-    """Return how many are ``chosen`` behind the first 0, 1, ... of a row, for ``longest`` numbers of them."""
+    """Return the sums of ``chosen`` without its first 0, 1, ... entries, for ``longest`` such numbers."""
     before = torch.cat([torch.zeros_like(chosen[:1]), chosen[: longest - 1]]).cumsum(0)
     return chosen.sum() - before
 

@@ -23,7 +23,7 @@ _MOST_KINDS = 64
 
 @dataclass(frozen=True, slots=True)
 class _StepLosses:
-    """The losses that were recorded of the step that comes, on this process.
+    """The losses recorded for the next step, on this process.
 
     Attributes:
         sums: The sums of weight * loss and of weight; None without a loss.
@@ -60,10 +60,12 @@ class SkipSpikes:
     or of which some record none, has no kind. A process that does not know the loss records the kind by
     ``guard.record_loss(0.0, weight=0, kind=...)``.
 
-    **Guarantees.** Those of the detector; and a step that is not finite is not judged and leaves no trace.
-    Where it acts, all ranks treat such a step as not finite, also a rank whose own gradients are finite.
-    A loss that is NaN or infinite where all gradients are finite is reported once, as a RuntimeWarning, which on an
-    accelerator comes some steps late: the host never waits for it.
+    **Guarantees.** Those of the detector, and:
+
+    - A step that is not finite is not judged and leaves no trace.
+    - With ``act=True`` all ranks treat such a step as not finite, also a rank whose own gradients are finite.
+    - A loss that is NaN or infinite although all gradients are finite is reported once, as a RuntimeWarning. On an
+      accelerator the warning comes some steps late: the host never waits for it.
 
     **Updates.** With ``updates=True`` the last signal is the norm of what the step takes from the weights: Adam's
     update may spike where neither loss nor gradient does. Where the optimizer is one of `torch.optim` that treats each
@@ -121,11 +123,10 @@ class SkipSpikes:
         self._group = process_group
         self._losses = _StepLosses()
         self._kinds = [""]  # those that have a scale of their own, in the order of the detector's signals
-        self._known = [0, 0]  # spikes seen, and spikes skipped, that the host knows of
-        self._counts: Tensor | None = None  # and those that only the device does
+        self._counts = torch.zeros(2, dtype=torch.int64, device="cpu")  # spikes seen, and spikes skipped
 
     def __repr__(self) -> str:
-        """Return the call that makes such an object; a process group has no text."""
+        """Return the call that makes an equal object; the process group is left out."""
         updates = ", updates=True" if self.updates else ""
         return f"SkipSpikes({self.detector!r}{updates}{'' if self.act else ', act=False'})"
 
@@ -176,7 +177,7 @@ class SkipSpikes:
         self._losses = _StepLosses()
 
     def _place(self) -> int:
-        """The number of the scale of the step that comes; a step of several kinds is of a kind of its own."""
+        """Return the number of the scale of the next step; a step of several kinds is of a kind of its own."""
         kind = self._losses.kind
         if kind not in self._kinds:
             if len(self._kinds) > _MOST_KINDS:
@@ -214,15 +215,14 @@ class SkipSpikes:
         values, weight, place = self._values(norms, bad)
         self.nonfinite_loss = (weight > 0) & ~values[0].isfinite()  # a step that is not finite weighs NaN
         spike = self._observe(values, weight, place)
-        if self._counts is None or self._counts.device != spike.device:
+        if self._counts.device != spike.device:
             refuse_capture(spike.device, "the count of spikes")
-            self._counts = torch.tensor([self.seen, self.skipped], device=spike.device)
-            self._known = [0, 0]
-        (self._counts if self.act else self._counts[:1]).add_(spike)
+            self._counts = self._counts.to(spike.device)
+        self._counted.add_(spike)
         return spike
 
     def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
-        """Do what `judge` does with norms that are plain numbers on the CPU, where no other process has a part."""
+        """Judge a step as `judge` does, by plain numbers on the CPU, where no other process trains this model."""
         sums = self._losses.sums
         total, weight = (0.0, 0.0) if sums is None else sums.tolist()
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
@@ -233,8 +233,8 @@ class SkipSpikes:
         self.forget_loss()
         signals = torch.tensor(values, dtype=torch.float64, device="cpu")
         spike = bool(self._observe(signals, weight or math.nan, place))
-        self._known[0] += spike
-        self._known[1] += spike and self.act
+        if spike:
+            self._counted.add_(1)
         return spike
 
     def _observe(self, values: Tensor, weight: Tensor | float, place: Tensor | int) -> Tensor:
@@ -246,21 +246,22 @@ class SkipSpikes:
         return self.detector.observe(values, weight)
 
     def take_back(self) -> None:
-        """Forget the step judged last, which an error has ended; a detector on an accelerator has learnt of it."""
+        """Forget the step judged last, which an error has ended; a detector on an accelerator keeps it."""
         verdict = self.detector.last
-        if verdict is None or not self.detector.take_back():
-            return
-        if self._counts is not None:
-            (self._counts if self.act else self._counts[:1]).sub_(verdict.spike)
-        elif bool(verdict.spike):
-            self._known = [self._known[0] - 1, self._known[1] - self.act]
+        if verdict is not None and self.detector.take_back():
+            self._counted.sub_(verdict.spike.long())
+
+    @property
+    def _counted(self) -> Tensor:
+        """The counts that a spike adds to: where spikes are not skipped, only that of the spikes seen."""
+        return self._counts if self.act else self._counts[:1]
 
     def is_alone(self) -> bool:
         """Whether no other process trains this model."""
         return rank_and_size(self._group)[1] == 1
 
     def _values(self, norms: Tensor, bad: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
-        """The signals of the step, what it weighs, and the number of its scale: 0 where processes tell other kinds."""
+        """Return the signals of the step, its weight, and the number of its scale: 0 where the ranks' kinds differ."""
         wide = norms.to(wide_dtype(norms.device))
         wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
         sums = self._losses.sums
@@ -280,7 +281,7 @@ class SkipSpikes:
         return torch.cat([added[:1] / added[1:2], added[2:-4] / count]), added[1], torch.where(alike, place, 0)
 
     def begin(self, step: int) -> None:
-        """A step of the guard begins, counted from 1; nothing has been done about it yet."""
+        """Begin a step of the guard, counted from 1: the guard calls this before anything else is done."""
 
     def _weights_changed(self) -> Tensor | bool:
         """Whether the weights of this process have changed outside of the optimizer since the last step."""
@@ -289,12 +290,12 @@ class SkipSpikes:
     @property
     def seen(self) -> int:
         """Number of spikes so far, skipped or not; the host waits for an accelerator."""
-        return self._known[0] + (0 if self._counts is None else int(self._counts[0]))
+        return int(self._counts[0])
 
     @property
     def skipped(self) -> int:
         """Number of steps that were skipped as spikes; the host waits for an accelerator."""
-        return self._known[1] + (0 if self._counts is None else int(self._counts[1]))
+        return int(self._counts[1])
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device``."""
@@ -319,9 +320,8 @@ class SkipSpikes:
             )
         self.detector.load_state_dict(state_dict["detector"])
         self._kinds = [*map(str, state_dict["kinds"])]
-        self._known = [int(state_dict["seen"]), int(state_dict["skipped"])]
-        if self._counts is not None:
-            self._counts.zero_()  # in place: a captured graph goes on with it
+        counts = [int(state_dict["seen"]), int(state_dict["skipped"])]
+        self._counts.copy_(torch.tensor(counts, device="cpu"))  # in place: a captured graph goes on with it
         self.forget_loss()
 
 

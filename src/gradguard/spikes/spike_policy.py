@@ -44,11 +44,13 @@ _AS_BEFORE = (
 class Detector(ABC):
     """A rule that recognises spikes: `observe` it once a step. Subclasses write `_empty` and `_judge`.
 
-    **Guarantees.** All state is in tensors on one device, changed in place by a fixed sequence of operations without a
-    look from the host, so that a CUDA graph can hold it, and ranks that observe the same bits decide the same. The
-    state moves to the device of the observed values by itself. A run that is resumed from `state_dict` decides bit by
-    bit as the uninterrupted one.
+    **Guarantees.**
 
+    - All state is in tensors on one device. On an accelerator it is changed in place, by a fixed sequence of operations
+      without a host sync: a CUDA graph can hold it.
+    - Ranks that observe the same bits decide the same.
+    - The state moves to the device of the observed values.
+    - A run that is resumed from `state_dict` decides bit by bit as the uninterrupted one.
     """
 
     def __init__(self) -> None:
@@ -103,7 +105,7 @@ class Detector(ABC):
         return self._verdict.spike
 
     def take_back(self) -> bool:
-        """Forget the step observed last, which `SpikeDetector` can do on the CPU.
+        """Forget the step observed last. `SpikeDetector` can do so on the CPU.
 
         Returns:
             Whether the step was forgotten; on an accelerator, or the second time, nothing changes.
@@ -117,7 +119,7 @@ class Detector(ABC):
         return True
 
     def grow(self, signals: int) -> None:
-        """Make room for more signals, behind those that there are; nothing before the first step.
+        """Make room for more signals, behind the present ones; before the first step nothing is to be done.
 
         Args:
             signals: The number of signals from now on.
@@ -132,7 +134,7 @@ class Detector(ABC):
             state.update(self._grown(state, signals))
 
     def _grown(self, state: Mapping[str, Tensor], signals: int) -> dict[str, Tensor]:
-        """Return ``state`` with signals that have no past behind those that it has."""
+        """Return ``state`` with fresh signals behind the present ones."""
         fresh = {name: tensor.to(state[name]) for name, tensor in self._empty(signals).items()}
         return {
             name: state[name] if state[name].shape == new.shape else torch.cat([state[name], new[len(state[name]) :]])
