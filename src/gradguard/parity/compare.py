@@ -327,7 +327,7 @@ def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
     return [ParityFinding("weights", said, tuple(wrong))]
 
 
-def _weights_of(run: SavedGradients) -> dict[str, tuple[SavedParameter, Sequence[Vector]]]:
+def _weights_of(run: SavedGradients) -> dict[str, tuple[SavedParameter, tuple[Vector, ...]]]:
     """Return each weight's description and its sketch in each run, by name, of frozen ones too."""
     weights = run.of_each("weights")
     return weights | run.stages[FROZEN].of_each("gradient") if FROZEN in run.stages else weights

@@ -25,8 +25,9 @@ class MeasuredStep:
     @classmethod
     def of(cls, step: int, numbers: Tensor | list[float]) -> "MeasuredStep":
         """Unpack the numbers of a step: five flags, the number of spikes in a row, and the scores."""
-        *flags, in_a_row = map(int, numbers[:6])
-        return cls(step, *map(bool, flags), in_a_row, [float(x) for x in numbers[6:]])
+        values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+        spike, stands_out, adopted, nonfinite, changed = map(bool, values[:5])
+        return cls(step, spike, stands_out, adopted, nonfinite, changed, int(values[5]), values[6:])
 
     @property
     def is_bad(self) -> bool:

@@ -101,14 +101,14 @@ class ReplayReport:
         head = f"{self.verdict} {self.cause}" if self.cause else self.verdict
         samples = f"samples {listed(self.ids, 12)}" if self.ids else "samples not known"
         lines = [f"{head}: {self.reason}", "", f"step {self.step}, rank {self.rank}, {samples}", ""]
-        rows = [("weights", "loss", "others", "norm", "others", "stands out by")]
+        rows = [["weights", "loss", "others", "norm", "others", "stands out by"]]
         for s in self.states:
             cells = [s.label]
             for name in ("loss", "norm"):
                 suspects, others = ([getattr(one, name) for one in some] for some in (s.suspects, s.others))
                 known = finite(others)
                 cells += [f"{_largest(suspects):.4g}", f"{median(known):.4g}" if known else "?"]
-            rows.append((*cells, "?" if s.score is None else f"{s.score:.1f}"))
+            rows.append([*cells, "?" if s.score is None else f"{s.score:.1f}"])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(lines + table)
