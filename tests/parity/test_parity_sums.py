@@ -259,6 +259,16 @@ class InnerLoss(torch.autograd.Function):
         return gradient * x.grad
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_losses_in_an_iterator_are_not_used_up(scale):
+    """They were, and the backward pass of nothing left no gradient."""
+    weights = torch.ones(3, requires_grad=True)
+    with backwards(scale) as watched:
+        torch.autograd.backward(iter([weights.sum(), (2 * weights).sum()]))
+    assert weights.grad.tolist() == [3 * scale] * 3
+    assert watched.count == 1
+
+
 def test_what_begins_inside_a_backward_is_scaled_once():
     x = torch.ones(2, requires_grad=True)
     with backwards(4.0) as watched:

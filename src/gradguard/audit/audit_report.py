@@ -69,6 +69,9 @@ NormClasses = tuple[NormClass, ...]
 class NormAudit:
     """The outcome of `audit_norm`: print it, or ask for its ``verdict`` and ``findings``.
 
+    **Guarantees.** An audit is true of PASS alone: INCONCLUSIVE is false, as FAIL is. Every reason for another verdict
+    is a finding; a class of tensors whose count one number cannot tell is in the notes.
+
     Attributes:
         verdict: PASS; FAIL if a finding says that something is wrong; INCONCLUSIVE if one says that it cannot be known.
         findings: Why the verdict is not PASS.

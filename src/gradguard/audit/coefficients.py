@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gradguard.audit.audit_report import NormFinding
 
@@ -52,31 +53,6 @@ def coefficient_findings(
         finest = min(one.tolerance for one in applied)  # those of 16 bits are rounded
         precise = sorted(one.coefficient for one in applied if one.tolerance == finest)
         right = precise[len(precise) // 2]
-    wrong: dict[str, list[Applied]] = {}
-    for one in applied:
-        why = _wrong(one, right, max_norm, true, loss_scale)
-        if why is not None:
-            wrong.setdefault(why, []).append(one)
-    return [_finding(why, ones, right) for why, ones in wrong.items()]
-
-
-def _finding(why: str, ones: Sequence[Applied], right: float) -> NormFinding:
-    names = tuple(dict.fromkeys(one.name for one in ones))
-    low, high = min(one.coefficient for one in ones), max(one.coefficient for one in ones)
-    near = math.isclose(low, high, rel_tol=1e-3)
-    came = f"{low:.6g}" if near else f"{low:.6g} to {high:.6g}"
-    factor = low / right if near and right else None
-    return NormFinding("coefficient", f"multiplied by {came}, expected {right:.6g}: {why}", names, factor)
-
-
-def _wrong(one: Applied, right: float, max_norm: float | None, true: float, loss_scale: float) -> str | None:
-    def is_close(value: float) -> bool:
-        return math.isclose(one.coefficient, value, rel_tol=one.tolerance, abs_tol=one.tolerance * 1e-3)
-
-    if one.residual > 3 * one.tolerance:
-        return "its elements are not all multiplied by one number"
-    if is_close(right):
-        return None
     known = {"the norm is computed, and this is never scaled": 1.0, "it is scaled twice": right * right}
     other = "most others are multiplied by another number"
     if max_norm is not None:
@@ -87,6 +63,23 @@ def _wrong(one: Applied, right: float, max_norm: float | None, true: float, loss
         if loss_scale != 1:
             scaled = expected_coefficient(max_norm, true * loss_scale)
             known["it is clipped before the loss scale is taken off"] = scaled
-        computed = expected_coefficient(max_norm, one.computed)
-        known["it is right for the norm that was computed, and not for the true one"] = computed
-    return next((words for words, value in known.items() if is_close(value)), other)
+    wrong: dict[str, list[Applied]] = {}
+    for one in applied:
+        is_close = partial(math.isclose, one.coefficient, rel_tol=one.tolerance, abs_tol=one.tolerance * 1e-3)
+        if max_norm is not None:
+            computed = expected_coefficient(max_norm, one.computed)
+            known["it is right for the norm that was computed, and not for the true one"] = computed
+        if one.residual > 3 * one.tolerance:
+            wrong.setdefault("its elements are not all multiplied by one number", []).append(one)
+        elif not is_close(right):
+            why = next((words for words, value in known.items() if is_close(value)), other)
+            wrong.setdefault(why, []).append(one)
+    found = []
+    for why, ones in wrong.items():
+        names, numbers = tuple(dict.fromkeys(one.name for one in ones)), [one.coefficient for one in ones]
+        low, high = min(numbers), max(numbers)
+        near = math.isclose(low, high, rel_tol=1e-3)
+        came = f"{low:.6g}" if near else f"{low:.6g} to {high:.6g}"
+        factor = low / right if near and right else None
+        found.append(NormFinding("coefficient", f"multiplied by {came}, expected {right:.6g}: {why}", names, factor))
+    return found

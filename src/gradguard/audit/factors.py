@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import mul
 
 MOST_HYPOTHESES = 200_000
 """So many combinations of counts are tried on a norm that was only reported."""
@@ -90,9 +91,9 @@ def fit(
         known: The candidates of each class.
         tolerance: The relative error of a squared norm.
     """
-    return [counts for counts in product(*known) if _explains(counts, squares, reported, tolerance)]
-
-
-def _explains(counts: Sequence[float], squares: Sequence[float], reported: float, tolerance: float) -> bool:
-    terms = [count * square for count, square in zip(counts, squares, strict=True)]
-    return abs(math.fsum(terms) - reported * reported) <= tolerance * max([reported * reported, *terms])
+    found, square = [], reported * reported
+    for counts in product(*known):
+        terms = [*map(mul, counts, squares)]
+        if abs(math.fsum(terms) - square) <= tolerance * max(square, *terms):
+            found.append(counts)
+    return found

@@ -6,16 +6,17 @@ attribute is a common reason of a wrong norm, and an audit that believes it inhe
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
-from itertools import combinations
+from itertools import chain
 from typing import Literal
 
 from gradguard.audit.audit_report import NormFinding
 from gradguard.audit.factors import Candidates, Setting, candidates
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.tensors.sketch import SUMS
 
 Claim = Literal["sharded", "replicated"]
@@ -109,10 +110,12 @@ class TensorPart:
     Attributes:
         holders: The rank and the piece of each copy.
         differ: Whether these are not alike, though they are copies.
+        groups: The processes over which layouts spread the tensor.
     """
 
     holders: list[Holder]
     differ: bool = False
+    groups: set[tuple[int, ...]] = field(default_factory=set)
 
     @property
     def first(self) -> HeldPiece:
@@ -143,6 +146,7 @@ class TensorPart:
         """
         self.holders += other.holders
         self.differ |= other.differ or differ
+        self.groups |= other.groups
 
 
 @dataclass(slots=True)
@@ -240,6 +244,20 @@ def check_groups(groups: Groups | None, tensors: Tensors) -> None:
             raise InvalidValueError(f"groups: {both}, and {tensor.names[0]} matches both: expected one of them for it.")
 
 
+def check_whole(processes: Processes) -> None:
+    """Where a layout says how many elements a tensor has, its parts must have them: a wrong layout is no truth."""
+    held: Counter[tuple] = Counter()
+    for one in chain(*processes):
+        if one.whole is not None:
+            held[one.names, one.group, one.whole] += one.numel
+    for (names, _, whole), numel in held.items():
+        if numel != whole:
+            raise UnsupportedGradientError(
+                f"the parts of the gradient of {names[0]} have {numel} elements on all processes: expected {whole}, "
+                "each once. What the engine holds is not one gradient; no true norm can be told from it."
+            )
+
+
 def with_claims(groups: Groups | None, wanted: Tensors, tensors: Tensors) -> dict[str, Claim] | None:
     """Return ``groups`` with all of ``wanted`` that it says nothing of as sharded; None if it says something of each.
 
@@ -263,13 +281,13 @@ def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | No
     claimed: dict[tuple, list[Holder]] = {}
     for rank, held in pieces:
         claimed.setdefault((held.group or (rank,), held.part), []).append((rank, held))
-    tensor, groups_of = Tensor(names, []), list[set]()
+    tensor = Tensor(names, [])
     for (group, _), holders in claimed.items():
         first = holders[0][1]
-        part = TensorPart(holders, not all(h.is_like(first) for _, h in holders))
+        part = TensorPart(holders, not all(h.is_like(first) for _, h in holders), {group})
         tensor.drift = max(tensor.drift, *(drift(first, h) for _, h in holders))
-        for known, its_groups in zip(tensor.parts, groups_of, strict=True):
-            is_one_layout = group in its_groups
+        for known in tensor.parts:
+            is_one_layout = group in known.groups
             # Parts of one layout are distinct, unless their values say that it shards nothing.
             found = "distinct" if is_one_layout else relation(known.first, first, said)
             if not is_one_layout or known is tensor.parts[0]:
@@ -281,11 +299,9 @@ def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | No
             tensor.drift = max(tensor.drift, drift(known.first, first))
             if found != "unknown":
                 known.join(part, found == "differ")
-                its_groups.add(group)
                 break
         else:
             tensor.parts.append(part)
-            groups_of.append({group})
     return tensor
 
 
@@ -343,15 +359,13 @@ def contradiction(one: HeldPiece, other: HeldPiece, said: Claim | None) -> str:
 
 def contradictions(tensors: Tensors) -> list[NormFinding]:
     """Return a finding for each reason for which tensors cannot be what is said of them."""
-    by_reason: dict[str, list[str]] = {}
-    for tensor in tensors:
-        if tensor.contradiction:
-            by_reason.setdefault(tensor.contradiction, []).append(tensor.name)
     found = []
-    for why, names in by_reason.items():
+    for why in dict.fromkeys(tensor.contradiction for tensor in tensors if tensor.contradiction):
         said, are = ("parts", "copies") if "equal" in why else ("copies", "parts")
-        what = f"said to be {said}, and by their values {are}: {why}"
-        found.append(NormFinding("claim", f"{what}. Leave these out of groups, or correct their layout", tuple(names)))
+        what = (
+            f"said to be {said}, and by their values {are}: {why}. Leave these out of groups, or correct their layout"
+        )
+        found.append(NormFinding("claim", what, tuple(t.name for t in tensors if t.contradiction == why)))
     return found
 
 
@@ -365,19 +379,20 @@ def drift(one: HeldPiece, other: HeldPiece) -> float:
 
 def _tied(tensors: list[Tensor]) -> list[Tensor]:
     """Join tensors of two names that are one: no process holds both, and weights and gradients are equal."""
+    found: list[Tensor] = []
     by_size: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in tensors:
-        by_size.setdefault(tuple(part.numel for part in tensor.parts), []).append(tensor)
-    gone: set[int] = set()
-    for alike in by_size.values():
-        for one, other in combinations(alike, 2):
-            if not gone & {id(one), id(other)} and not one.ranks & other.ranks and _are_one(one, other):
-                one.names += other.names
-                for mine, theirs in zip(one.parts, other.parts, strict=True):
-                    mine.join(theirs)
-                one.drift = max(one.drift, other.drift)
-                gone.add(id(other))
-    return [tensor for tensor in tensors if id(tensor) not in gone]
+        alike = by_size.setdefault(tuple(part.numel for part in tensor.parts), [])
+        one = next((one for one in alike if not one.ranks & tensor.ranks and _are_one(one, tensor)), None)
+        if one is None:
+            alike.append(tensor)
+            found.append(tensor)
+            continue
+        one.names += tensor.names
+        for mine, theirs in zip(one.parts, tensor.parts, strict=True):
+            mine.join(theirs)
+        one.drift = max(one.drift, tensor.drift)
+    return found
 
 
 def _are_one(one: Tensor, other: Tensor) -> bool:

@@ -7,7 +7,7 @@ What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clip
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -34,6 +34,8 @@ _SEEN = (
     "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
     "Megatron-core's, torchtitan's and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
 )
+
+_OF_CLIP = "the norm of the clip"
 
 
 class AuditDone(SystemExit):
@@ -104,14 +106,21 @@ class ScriptAudit(Listener):
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> contextlib.AbstractContextManager:
         """Audit a call of a script's function, and let what it calls itself be; look before a clip of gradguard's."""
+
+        def look() -> None:
+            self._own = list(parameters), self._watched(parameters)
+
         if not self._is_deaf:
             self._may_end_round()
         if not self._is_deaf:
             self._own = None
-            if call.rule:
-                self._call(call, parameters)
+            if not call.rule:
+                self._guarded(parameters, look)
+            elif call.rule == "norm" and call.norm_type == 2:
+                self._guarded(parameters, lambda: self._audited(call, parameters, _number(call.threshold)))
             else:
-                self._guarded(parameters, lambda: self._look(parameters))
+                what = "a clip by value has no norm" if call.rule == "value" else f"a norm of order {call.norm_type:g}"
+                self._refuse(parameters, f"{what}: only 2-norms are audited")
         return self._in_silence()
 
     def on_clipped(self, event: ClipEvent) -> None:
@@ -127,11 +136,11 @@ class ScriptAudit(Listener):
         if event.norm is None or event.norm_type != 2:
             self._refuse(parameters, f"the clip by {event.rule} tells no 2-norm of all gradients")
             return
-        norm, limit = event.norm, _number(event.threshold)
+        norm = event.norm
 
         def judged() -> NormAudit:
             applied = watched.applied(norm) if event.rule == "norm" else None  # other rules have no one coefficient
-            return watched.told(norm, limit, applied)
+            return watched.audit(_number(event.threshold), None, number_of(norm, _OF_CLIP), applied)
 
         self._guarded(parameters, judged)
 
@@ -159,39 +168,34 @@ class ScriptAudit(Listener):
         grads = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not self._clipped:
             unseen = NormFinding("unseen", f"no clip was seen before this step: {_SEEN}")
-            self._guarded(grads, lambda: _with(self._watched(grads).told(None, None, None), unseen) if grads else None)
-        elif forgotten := [p for p in grads if id(p) not in self._clipped]:
-            names = self._names(forgotten)
+            if grads:
+                self._guarded(grads, lambda: _with(self._watched(grads).audit(None), unseen))
+        elif forgotten := [id(p) for p in grads if id(p) not in self._clipped]:
+            named = {id(p): name for m in self._modules() for name, p in m.named_parameters()}
             what = "no clip was given these, which the optimizer steps by: a norm that is meant to be of all lacks them"
-            self._add(NormFinding("unclipped", what, names))
+            self._add(
+                NormFinding("unclipped", what, tuple(named.get(p, "a parameter of no module") for p in forgotten))
+            )
 
     # --- a clip -------------------------------------------------------------------------------------------------------
 
-    def _call(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
-        self._clipped |= set(map(id, parameters))
-        if call.rule != "norm" or call.norm_type != 2:
-            what = "a clip by value has no norm" if call.rule == "value" else f"a norm of order {call.norm_type:g}"
-            self._refuse(parameters, f"{what}: only 2-norms are audited")
-            return
-        self._guarded(parameters, lambda: self._audited(call, parameters, _number(call.threshold)))
-
     def _audited(self, call: ClipCall, parameters: Sequence[Tensor], limit: float | None) -> NormAudit | None:
         assert call.again is not None
+        self._clipped |= set(map(id, parameters))
         watched = self._watched(parameters)
         if call.norm is None:
-            return watched.again(call.again, limit)
+            return watched.audit(limit, call.again)
         # Its norm may be that of other lists too, which come before the step: then judged together.
         self._scaled.append(_Scaled(list(parameters), watched, watched.tried(call.again, call.norm), call.norm, limit))
         return None
 
     def _guarded_scaled(self) -> None:
-        self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
+        if self._scaled:
+            self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
 
     def _judge_scaled(self) -> None:
         """Judge the calls that were told a norm, those with one norm as one clip."""
         waiting, self._scaled = self._scaled, []
-        if not waiting:
-            return
         given = everywhere([_number(one.norm) for one in waiting])  # grouped alike on all processes
         groups: dict[int, list[_Scaled]] = {}
         for i, one in enumerate(waiting):
@@ -201,17 +205,7 @@ class ScriptAudit(Listener):
             parameters = list(chain(*(one.parameters for one in ones)))
             applied = list(chain(*(one.applied for one in ones)))
             whole = WatchedClip.joined([one.watched for one in ones])
-            self._keep(parameters, whole.told(ones[0].norm, ones[0].limit, applied))
-
-    def _look(self, parameters: Sequence[Tensor]) -> None:
-        self._own = list(parameters), self._watched(parameters)
-
-    def _engine(self, engine: Any) -> None:
-        """A step of an engine that holds gradients itself."""
-        clip, limit, scale = clip_of_engine(engine)
-        self._whole = True
-        watched = functools.partial(WatchedClip.of, [engine], None, self._backwards or 1, scale)
-        self._guarded(list(engine.module.parameters()), lambda: watched().again(clip, limit))
+            self._keep(parameters, whole.audit(ones[0].limit, None, number_of(ones[0].norm, _OF_CLIP), applied))
 
     def _guarded(self, parameters: Sequence[Tensor], audit: Callable[[], NormAudit | None]) -> None:
         """Audit; what cannot be is said. All processes come here alike, and all refuse alike."""
@@ -273,26 +267,24 @@ class ScriptAudit(Listener):
         wanted = {id(p) for p in parameters if gradient_of(p) is not None}
         key = frozenset(wanted)
         if key not in self._known:
-            self._known[key] = self._found(parameters, wanted)
+            self._known[key] = self._holders(parameters, wanted)
         return WatchedClip.of(self._known[key], wanted, self._backwards or 1)
 
-    def _found(self, parameters: Sequence[Tensor], wanted: set[int]) -> list[nn.Module]:
+    def _holders(self, parameters: Sequence[Tensor], wanted: set[int]) -> list[nn.Module]:
         """Return the modules that hold these parameters, largest share first; one of its own for those in no module."""
         held = [(module, set(map(id, module.parameters())) & wanted) for module in self._modules()]
-        held.sort(key=lambda pair: (-len(pair[1]), type(pair[0]).__name__))
-        found, left = [], set(wanted)
-        for module, its in held:
+        found, left = list[nn.Module](), set(wanted)
+        for module, its in sorted(held, key=lambda pair: (-len(pair[1]), type(pair[0]).__name__)):
             if its & left:
                 found.append(module)
                 left -= its
         if left or not found:
-            found.append(_stand_in([p for p in parameters if id(p) in left]))
+            module = nn.Module()
+            slots: dict[str, Any] = parameter_slots(module)
+            alone = [p for p in parameters if id(p) in left]
+            slots |= {f"parameter {i}": p for i, p in enumerate(alone)}  # which need be no `nn.Parameter`
+            found.append(module)
         return found
-
-    def _names(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-        wanted = set(map(id, parameters))
-        names = {id(p): name for m in self._modules() for name, p in m.named_parameters() if id(p) in wanted}
-        return tuple(names.get(id(p), "a parameter of no module") for p in parameters)
 
     def _clip_of_engine(self, original: Callable, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -310,7 +302,10 @@ class ScriptAudit(Listener):
     def _step_of_engine(self, original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
         if holds_gradients_itself(engine) and not self._is_deaf:
             self._may_end_round()
-            self._engine(engine)
+            clip, limit, scale = clip_of_engine(engine)
+            self._whole = True
+            watched = functools.partial(WatchedClip.of, [engine], None, self._backwards or 1, scale)
+            self._guarded(list(engine.module.parameters()), lambda: watched().audit(limit, clip))
         return original(engine, *args, **kwargs)
 
     # --- what came out ------------------------------------------------------------------------------------------------
@@ -340,14 +335,6 @@ def _is_same(given: Sequence[Sequence[float | None]], i: int, j: int) -> bool:
     """Tell whether two calls were given one norm, on every process."""
     pairs = [(of_rank[i], of_rank[j]) for of_rank in given]
     return all(a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
-
-
-def _stand_in(parameters: Collection[Tensor]) -> nn.Module:
-    """A module of parameters that are in no module."""
-    module = nn.Module()
-    slots: dict[str, Any] = parameter_slots(module)
-    slots |= {f"parameter {i}": p for i, p in enumerate(parameters)}  # which need be no `nn.Parameter`
-    return module
 
 
 def _number(value: Any) -> float | None:

@@ -1,7 +1,6 @@
 """`audit_norm`: the norm that an engine computes, reports and applies, against that of what the processes hold."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,13 +12,14 @@ from torch import Tensor, nn
 from gradguard.audit.audit_report import NormAudit, NormClasses, NormFinding, verdict_of
 from gradguard.audit.coefficients import Applied, coefficient_findings
 from gradguard.audit.epsilons import LARGEST_EPSILON, epsilon_finding, is_one_of, with_epsilon
-from gradguard.audit.factors import MOST_HYPOTHESES, Candidates, Setting, fit, named
+from gradguard.audit.factors import MOST_HYPOTHESES, Setting, fit, named
 from gradguard.audit.held import (
     DRIFTED,
     Claim,
     Groups,
     Processes,
     check_groups,
+    check_whole,
     contradictions,
     tensors_of,
     true_norm,
@@ -35,7 +35,6 @@ from gradguard.words import listed
 NormFunction = Callable[[], float | Tensor]
 
 _HALVES = ("float16", "bfloat16")
-_OF_CLIP = "the norm of the clip"
 
 _OF_HALVES = 1e-2
 """To this part of their squares norms of 16 bits are compared."""
@@ -73,6 +72,9 @@ def audit_norm(
         - Copies are recognised by values: weights are equal on copies and differ on parts; where weights are
           constant, gradients are compared. Layouts of DTensor, FSDP1 and DistributedDataParallel name the parts and
           copies that they make; Megatron's attributes are claims that count only where values do not tell.
+        - A norm that cannot be known is never a PASS: ``true_norm`` is NaN then, and the verdict INCONCLUSIVE or FAIL.
+        - Parts of one gradient that a layout names must have all its elements together, or the audit is refused.
+        - Gradients are held twice while ``norm`` is asked; of each tensor a process sends fewer than 100 numbers.
 
     Edge cases:
 
@@ -121,13 +123,10 @@ def audit_norm(
         >>> print(audit.verdict, audit.findings[0])
         FAIL factor: 2 tensors held whole by one process count 0 times: it is left out [0.bias, 1.bias]
     """
-    _check(norm, reported, groups, max_norm, accumulation, loss_scale)
+    _check(norm, groups, max_norm, accumulation, loss_scale)
     watched = WatchedClip.of(modules_of(model), None, accumulation, loss_scale, groups)
     check_groups(groups, watched.tensors)
-    try:
-        return _Audit(watched, number_of(reported, "reported")).run(norm, max_norm)
-    finally:
-        watched.put_back()
+    return watched.audit(max_norm, norm, number_of(reported, "reported"))
 
 
 class WatchedClip:
@@ -170,15 +169,51 @@ class WatchedClip:
         Raises:
             UnsupportedGradientError: If gradients cannot be audited, on any process.
         """
-        pieces, processes = _described(models, wanted)
+        pieces, error = list[Piece](), None
+        try:
+            pieces = pieces_of(models, wanted)
+        except GradguardError as raised:
+            error = raised
+        _raise_together(error)
+        mine = [piece.held(i) for i, piece in enumerate(pieces)]
+        if bad := [h.names[0] for h in mine if not math.isfinite(h.square)]:
+            error = UnsupportedGradientError(
+                f"the gradient of {bad[0]} is not finite, or its square leaves float64: audit a step with finite "
+                "gradients."
+            )
+        _raise_together(error)
+        processes = everywhere(mine)
+        if not any(processes):
+            raise UnsupportedGradientError(
+                "no parameter has a gradient: expected .grad after backward and before the step. An engine that keeps "
+                "gradients elsewhere is audited itself, as in gg.audit_norm(engine) for DeepSpeed's ZeRO."
+            )
+        check_whole(processes)
         return cls(pieces, processes, Setting(len(processes), accumulation, loss_scale), groups)
 
-    def again(self, clip: NormFunction, max_norm: float | None) -> NormAudit:
-        """Audit a clip by calling it for each probe; the gradients are restored."""
+    def audit(
+        self,
+        max_norm: float | None,
+        norm: NormFunction | None = None,
+        reported: float | None = None,
+        applied: Sequence[Applied] | None = None,
+    ) -> NormAudit:
+        """Audit a norm, or gradients alone: whether copies are alike, and the true norm.
+
+        Args:
+            max_norm: The threshold of a clip; None if that is not one number.
+            norm: Computes the norm, and may clip: it is called for each probe, and the gradients are restored.
+            reported: The norm of a clip that has acted; None if there was none.
+            applied: Its factor on each gradient; None where it does not multiply all gradients by one number.
+
+        Returns:
+            The audit.
+        """
         try:
-            return _Audit(self, None).run(clip, max_norm)
+            return _Audit(self, reported).run(norm, max_norm, applied)
         finally:
-            self.put_back()
+            if norm is not None:
+                self.put_back()
 
     def tried(self, scale: Callable[[], Any], norm: Any) -> list[Applied]:
         """Call ``scale``, which only scales, return its factor of each gradient, and undo it."""
@@ -190,7 +225,7 @@ class WatchedClip:
 
     def applied(self, norm: Any) -> list[Applied]:
         """Return the factor by which each gradient of this process has been multiplied since."""
-        computed = number_of(norm, _OF_CLIP) or 0.0
+        computed = number_of(norm, "the norm of the clip") or 0.0
         return [one for piece in self.pieces if (one := piece.applied(computed)) is not None]
 
     def put_back(self) -> None:
@@ -206,19 +241,6 @@ class WatchedClip:
         indexed = [[replace(one, index=i) for i, one in enumerate(held)] for held in processes]
         return cls(list(chain(*(clip.pieces for clip in clips))), indexed, clips[0].setting)
 
-    def told(self, norm: Any, max_norm: float | None, applied: Sequence[Applied] | None) -> NormAudit:
-        """Audit a clip whose norm is known, or gradients alone: whether copies are alike, and the true norm.
-
-        Args:
-            norm: The norm; None if there is no clip.
-            max_norm: Its threshold; None if that is not one number.
-            applied: Its factor on each gradient; None where it does not multiply all gradients by one number.
-
-        Returns:
-            The audit.
-        """
-        return _Audit(self, number_of(norm, _OF_CLIP)).run(None, max_norm, applied)
-
 
 class _Audit:
     """One audit, with what its steps hand on."""
@@ -227,37 +249,30 @@ class _Audit:
         self._watched, self._tensors, self._setting = watched, watched.tensors, watched.setting
         self._reported, self._scale = reported, watched.setting.loss_scale
         self._true = true_norm(self._tensors) / self._scale
-        self._classes = classes_of(self._tensors)
+        self._places = classes_of(self._tensors)
+        self._classes = norm_classes(self._tensors, self._places)
         self._findings, self._notes = list[NormFinding](), list[str]()
         self._precision, self._calls, self._epsilon = 0.0, 0, 0.0
-        dtypes = {held.dtype for t in self._tensors for _, held in t.holders}
-        self._tolerance = 1e-4 if dtypes.isdisjoint(_HALVES) else _OF_HALVES
+        is_half = any(held.dtype in _HALVES for t in self._tensors for _, held in t.holders)
+        self._tolerance = _OF_HALVES if is_half else 1e-4
 
-    def run(
-        self,
-        norm: NormFunction | None = None,
-        max_norm: float | None = None,
-        applied: Sequence[Applied] | None = None,
-    ) -> NormAudit:
+    def run(self, norm: NormFunction | None, max_norm: float | None, applied: Sequence[Applied] | None) -> NormAudit:
         """Return the audit."""
         self._look_at_copies()
-        computed, classes = None, self._counted()
+        computed = None
         if norm is not None:
             computed = self._called(norm)
             applied = self._watched.applied(computed)
             self._watched.put_back()
-            classes = self._probed(norm, computed)
+            self._ask(norm, computed)
         if applied is not None:
             self._judge_coefficients(max_norm, applied)  # by a norm whose precision is known now
         if self._reported is not None:
-            classes = self._compared(self._reported, classes, norm is not None)
+            self._compare(self._reported, norm is not None)
         return NormAudit(
             verdict_of(self._findings), tuple(self._findings), tuple(self._notes), self._true, computed, self._reported,
-            classes, self._calls, self._setting.world,
+            self._classes, self._calls, self._setting.world,
         )  # fmt: skip
-
-    def _counted(self, counted: Sequence[Counted] = ()) -> NormClasses:
-        return norm_classes(self._tensors, self._classes, counted)
 
     def _find(self, kind: str, message: str, names: Sequence[str] = (), factor: float | None = None) -> None:
         self._findings.append(NormFinding(kind, message, tuple(names), factor))
@@ -321,56 +336,47 @@ class _Audit:
 
         return Probe(self._tensors, ask, self._setting, self._tolerance)
 
-    def _probed(self, norm: NormFunction, computed: float) -> NormClasses:
+    def _ask(self, norm: NormFunction, computed: float) -> None:
+        """Ask the norm function how often each tensor counts, and whether that makes the norm of the real gradients."""
         probe = self._probe(norm)
         zero = probe.ask([], None, False)
         self._epsilon = max(zero) / self._scale
         if not all(0 <= z <= LARGEST_EPSILON * self._scale for z in zero):
-            what = "norm() is not 0 where all gradients are: it does not read them, or adds something to their norm"
-            self._find("unread", what)
-            self._judge("norm() returned", computed, self._counted())
-            return self._counted()
-        counted, everything = probe.counts(self._classes), everywhere(computed)
+            self._find("unread", "norm() is not 0 where all gradients are: it does not read them, or adds something to "
+                       "their norm")  # fmt: skip
+            self._judge("norm() returned", computed)
+            return
+        counted, everything = probe.counts(self._places), everywhere(computed)
         if self._is_rounded(probe, counted, everything):
             self._tolerance = self._precision = probe.tolerance = _OF_HALVES
             self._notes.append("norm() is computed in 16 bits: it is compared to 1 percent")
-            counted = probe.counts(self._classes)
-        self._findings += [finding_of(one, self._tensors) for one in counted if one.kind]
+            counted = probe.counts(self._places)
+        off = [one for one in counted if one.kind]
+        self._findings += [finding_of(one, self._tensors) for one in off]
+        self._classes = norm_classes(self._tensors, self._places, counted)
         if math.isnan(self._true):
-            pass
-        elif not any(one.kind for one in counted):
-            self._check_total(everything)
-        elif all(one.kind in ("", "factor") for one in counted):
+            return
+        if not off:  # a norm that is no sum of squares passes each class alone
+            if self._epsilon:
+                self._notes.append(f"norm() is {self._epsilon:.6g} where all gradients are 0, as an epsilon makes it")
+            if wrong := [x for x in everything if not self._is_true([x])]:
+                what = f"each class counts once, and the norm of all is {wrong[0]:.6g} where {self._true:.6g} is true"
+                self._find("total", what, (), self._times_true(wrong[0]))
+        elif all(one.kind == "factor" and one.count is not None for one in off):
             self._check_factors(everything[0], counted)
-        return self._counted(counted)
 
     def _is_rounded(self, probe: Probe, counted: Sequence[Counted], everything: Sequence[float]) -> bool:
         """Tell by its own values whether a norm that is off, for no known reason, is computed in 16 bits."""
         off = [one for one in counted if one.kind]
         is_known = all(one.words or one.count is None for one in off)
-        right = math.isnan(self._true) or all(self._is(x, *self._expected()) for x in everything)
-        if self._tolerance >= _OF_HALVES or (is_known if off else right):
+        if self._tolerance >= _OF_HALVES or (is_known if off else self._is_true(everything)):
             return False
         asked = [one for one in off if not one.words] or counted
         places = [i for one in asked for i in one.places if self._tensors[i].numel][:_ASKED]
         return all(map(has_16_bits, everything)) or _PRECISE < probe.rounding(places) <= _OF_HALVES
 
-    def _expected(self) -> tuple[float, ...]:
-        return with_epsilon(self._true, self._epsilon)
-
-    def _check_total(self, everything: Sequence[float]) -> None:
-        """On the real gradients all classes together: a norm that is no sum of squares passes each alone."""
-        if self._epsilon:
-            self._notes.append(f"norm() is {self._epsilon:.6g} where all gradients are 0, as an epsilon makes it")
-        wrong = next((x for x in everything if not self._is(x, *self._expected())), None)
-        if wrong is not None:
-            what = f"each class counts once, and the norm of all is {wrong:.6g} where {self._true:.6g} is true"
-            self._find("total", what, (), self._times_true(wrong))
-
     def _check_factors(self, computed: float, counted: Sequence[Counted]) -> None:
         """Take back the words for factors that do not make the norm of the real gradients."""
-        if any(one.count is None for one in counted):
-            return
         terms = [(one.count or 0.0) * self._tensors[i].square for one in counted for i in one.places]
         made = math.sqrt(math.fsum(terms)) / self._scale
         if self._is(computed, *with_epsilon(made, self._epsilon)):
@@ -387,6 +393,10 @@ class _Audit:
     def _is(self, norm: float, *expected: float) -> bool:
         return is_one_of(norm, expected, self._tolerance)
 
+    def _is_true(self, norms: Sequence[float]) -> bool:
+        """Tell whether norms are the true one, if that is known, as it is or with the epsilon that was found."""
+        return math.isnan(self._true) or all(self._is(x, *with_epsilon(self._true, self._epsilon)) for x in norms)
+
     def _judge_coefficients(self, max_norm: float | None, applied: Sequence[Applied]) -> None:
         all_applied: list[Applied] = list(chain(*everywhere(applied)))
         if anew := dict.fromkeys(one.name for one in all_applied if math.isnan(one.coefficient)):
@@ -402,7 +412,7 @@ class _Audit:
         found = coefficient_findings(known, max_norm, self._true, self._scale, self._precision)
         self._findings += everywhere(found)[0]
 
-    def _compared(self, reported: float, classes: NormClasses, was_probed: bool) -> NormClasses:
+    def _compare(self, reported: float, was_asked: bool) -> None:
         everything = everywhere(reported)
         first = everything[0]
         if all(map(has_16_bits, everything)):
@@ -417,43 +427,52 @@ class _Audit:
             self._find(kind, f"ranks report different norms, {came}{why}")
         elif not math.isfinite(first):
             self._find("reported", f"the reported norm is {first}, of gradients that are finite")
-        elif not was_probed:
-            return self._judge("reported", first, classes)
+        elif not was_asked:
+            self._classes = self._judge("reported", first)
         elif not math.isnan(self._true) and not self._is(first, self._true):
             self._report_wrong(first, "")
-        return classes
 
     def _report_wrong(self, came: float, words: str) -> None:
         ratio = self._times_true(came)
         what = f"the reported norm is {came:.6g} where {self._true:.6g} is true, {ratio:.6g} times{words}"
         self._find("reported", what, (), ratio)
 
-    def _judge(self, what: str, came: float, classes: NormClasses) -> NormClasses:
-        """Judge one number by the mistakes that would make it."""
+    def _judge(self, what: str, came: float) -> NormClasses:
+        """Judge one number by the mistakes that would make it, and return how often each class counts then."""
+        classes = self._classes
         if math.isnan(self._true):
             return classes
         if self._is(came, self._true):
-            self._note_blind(classes)
+            self._notes.append(
+                "judged by one number: errors that cancel in it are not seen. norm= asks for each tensor"
+            )
+            total = math.fsum(c.square for c in classes)
+            for one in classes:
+                if one.square <= 10 * self._tolerance * total:
+                    share = one.square / total if total else 0.0
+                    some = f"{len(one.names)} tensors {one.layout} have {share:.1g} of the squares"
+                    self._notes.append(f"{some}: one number cannot tell how they count")
             return classes
         if (doubt := epsilon_finding(what, came, self._true, self._tolerance)) is not None:
             self._findings.append(doubt)
             return classes
         self._report_wrong(came, self._words_for_all(self._times_true(came)))
-        known = [self._tensors[places[0]].counts(self._setting) for places in self._classes]
+        known = [self._tensors[places[0]].counts(self._setting) for places in self._places]
         if math.prod(map(len, known)) > MOST_HYPOTHESES:
             self._find("unfit", f"its {len(classes)} classes have too many known factors to try: pass norm=")
             return classes
         fits = fit([one.square for one in classes], came * self._scale, known, self._tolerance)
-        if len(fits) == 1:
-            return self._fitted(fits[0], classes, known)
-        self._find(
-            "unfit",
-            f"{len(fits)} different factors of its {len(classes)} classes explain it alike: pass the norm function as "
-            "norm="
-            if fits
-            else "no known factor of one class or more explains it",
-        )
-        return classes
+        if len(fits) != 1:
+            some = f"{len(fits)} different factors of its {len(classes)} classes explain it alike: pass the norm "
+            none = "no known factor of one class or more explains it"
+            self._find("unfit", f"{some}function as norm=" if fits else none)
+            return classes
+        for count, one, its in zip(fits[0], classes, known, strict=True):
+            if count != 1:
+                words = named(count, its, self._tolerance)[1]
+                said = f"{len(one.names)} tensors {one.layout} count {count:.6g} times, the only explanation: {words}"
+                self._find("factor", said, one.names, count)
+        return tuple(replace(one, counts=count) for one, count in zip(classes, fits[0], strict=True))
 
     def _times_true(self, norm: float) -> float:
         return norm / self._true if self._true else math.inf
@@ -471,23 +490,6 @@ class _Audit:
                 return f", as if {form} {' or '.join(words)}"
         return ""
 
-    def _fitted(self, counts: Sequence[float], classes: NormClasses, known: Sequence[Candidates]) -> NormClasses:
-        for count, one, its in zip(counts, classes, known, strict=True):
-            if count != 1:
-                words = named(count, its, self._tolerance)[1]
-                what = f"{len(one.names)} tensors {one.layout} count {count:.6g} times, the only explanation: {words}"
-                self._find("factor", what, one.names, count)
-        return tuple(replace(one, counts=count) for one, count in zip(classes, counts, strict=True))
-
-    def _note_blind(self, classes: NormClasses) -> None:
-        self._notes.append("judged by one number: errors that cancel in it are not seen. norm= asks for each tensor")
-        total = math.fsum(c.square for c in classes)
-        for one in classes:
-            if one.square <= 10 * self._tolerance * total:
-                share = one.square / total if total else 0.0
-                what = f"{len(one.names)} tensors {one.layout} have {share:.1g} of the squares"
-                self._notes.append(f"{what}: one number cannot tell how they count")
-
 
 def has_16_bits(norm: float) -> bool:
     """Tell whether a norm is a number of 16 bits, as one of 32 is once in a few thousand."""
@@ -499,44 +501,6 @@ def has_16_bits(norm: float) -> bool:
 def everywhere(value: Any) -> list[Any]:
     """Return the ``value`` of every process, by its rank; a collective."""
     return gather(value, task=TASK)
-
-
-def _described(models: Sequence[nn.Module], wanted: Collection[int] | None) -> tuple[list[Piece], Processes]:
-    """Return this process' pieces, and summaries of those of all. Where one process must refuse, all do."""
-    pieces, error = [], None
-    try:
-        pieces = pieces_of(models, wanted)
-    except GradguardError as raised:
-        error = raised
-    _raise_together(error)
-    mine = [piece.held(i) for i, piece in enumerate(pieces)]
-    if (bad := next((h.names[0] for h in mine if not math.isfinite(h.square)), None)) is not None:
-        error = UnsupportedGradientError(
-            f"the gradient of {bad} is not finite, or its square leaves float64: audit a step with finite gradients."
-        )
-    _raise_together(error)
-    processes = everywhere(mine)
-    if not any(processes):
-        raise UnsupportedGradientError(
-            "no parameter has a gradient: expected .grad after backward and before the step. An engine that keeps "
-            "gradients elsewhere is audited itself, as in gg.audit_norm(engine) for DeepSpeed's ZeRO."
-        )
-    _check_whole(processes)
-    return pieces, processes
-
-
-def _check_whole(processes: Processes) -> None:
-    """Where a layout says how many elements a tensor has, its parts must have them: a wrong layout is no truth."""
-    held: Counter[tuple] = Counter()
-    for one in chain(*processes):
-        if one.whole is not None:
-            held[one.names, one.group, one.whole] += one.numel
-    for (names, _, whole), numel in held.items():
-        if numel != whole:
-            raise UnsupportedGradientError(
-                f"the parts of the gradient of {names[0]} have {numel} elements on all processes: expected {whole}, "
-                "each once. What the engine holds is not one gradient; no true norm can be told from it."
-            )
 
 
 def _raise_together(error: Exception | None, what: str = "") -> None:
@@ -563,15 +527,13 @@ def number_of(value: Any, what: str) -> float | None:
         ) from None
 
 
-def _check(norm: Any, reported: Any, groups: Any, max_norm: Any, accumulation: Any, loss_scale: Any) -> None:
+def _check(norm: Any, groups: Groups | None, max_norm: Any, accumulation: Any, loss_scale: Any) -> None:
     if norm is not None and not callable(norm):
         raise InvalidTypeError(
             f"norm is {type(norm).__name__}: expected a function without arguments; a number goes to reported=."
         )
-    if groups is not None:
-        wrong = {k: v for k, v in groups.items() if v not in ("sharded", "replicated")}
-        if wrong:
-            raise InvalidValueError(f"groups is {wrong}: expected 'sharded' or 'replicated' for each pattern of names.")
+    if wrong := {k: v for k, v in (groups or {}).items() if v not in ("sharded", "replicated")}:
+        raise InvalidValueError(f"groups is {wrong}: expected 'sharded' or 'replicated' for each pattern of names.")
     for name, value in (("max_norm", max_norm), ("accumulation", accumulation), ("loss_scale", loss_scale)):
         if value is not None and not 0 < value < math.inf:
             raise InvalidValueError(f"{name} is {value}: expected a positive, finite number.")

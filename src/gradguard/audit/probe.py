@@ -95,11 +95,12 @@ class Probe:
     def _joined(self, counted: Sequence[Counted]) -> list[Counted]:
         found: list[Counted] = []
         for one in counted:
-            place = next((i for i, other in enumerate(found) if self._is_one(one, other)), None)
-            if place is None:
-                found.append(one)
+            for i, other in enumerate(found):
+                if self._is_one(one, other):
+                    found[i] = replace(other, places=other.places + one.places)
+                    break
             else:
-                found[place] = replace(found[place], places=found[place].places + one.places)
+                found.append(one)
         return found
 
     def _is_one(self, one: Counted, other: Counted) -> bool:
@@ -123,22 +124,15 @@ class Probe:
         """
         apart = [0.0]
         for place in places:
-            if (expected := self.square([place])) and (other := self.square([place], True)):
-                one, two = self.answers([place])[0] / expected, self.answers([place], again=True)[0] / other
-                apart.append(abs(one / two - 1) / 2 if one and two and math.isfinite(one / two) else 0.0)
+            one, two = (self.answers([place], again=again)[0] / self.square([place], again) for again in (False, True))
+            if one and two and math.isfinite(one / two):
+                apart.append(abs(one / two - 1) / 2)
         return max(apart)
 
     def square(self, places: Sequence[int], again: bool = False) -> float:
         """Return the square of tensors as they are filled, each element once."""
         sizes = [(place, self._tensors[place].numel) for place in places]
         return math.fsum(elements_value(place, numel, again) ** 2 * numel for place, numel in sizes)
-
-    def local_square(self, places: Sequence[int], rank: int) -> float:
-        """Return the square of what one rank holds of them."""
-        return math.fsum(
-            elements_value(i, self._tensors[i].numel) ** 2 * held.numel
-            for i in places for r, held in self._tensors[i].holders if r == rank
-        )  # fmt: skip
 
     def _of(self, places: Sequence[int]) -> list[Counted]:
         room = max(1, round(0.01 / self.tolerance))  # a forgotten tensor must show: it has 1/16 of the largest or more
@@ -157,9 +151,10 @@ class Probe:
         # Those that count once together must do so with other values too: wrong ones may cancel.
         if right and (len(places) == 1 or self._are(self.answers(places, again=True), self.square(places, True))):
             return [Counted(tuple(places), "", 1.0)]
-        whole = None if right else self._diagnosed(places, answers, expected)
-        if whole is not None and (len(places) == 1 or self._is_uniform(places, whole)):
-            return [whole]
+        if not right:
+            whole = self._diagnosed(places, answers, expected)
+            if len(places) == 1 or self._is_uniform(places, whole):
+                return [whole]
         middle = len(places) // 2
         return [*self._of_few(places[:middle]), *self._of_few(places[middle:])]
 
@@ -180,7 +175,11 @@ class Probe:
 
         if not all(map(math.isfinite, answers)):
             return is_("factor", None, "the norm is not finite for finite gradients")
-        local = [self.local_square(places, rank) for rank in range(len(answers))]
+        held_by: list[list[float]] = [[] for _ in answers]
+        for i in places:
+            for rank, held in self._tensors[i].holders:
+                held_by[rank].append(elements_value(i, self._tensors[i].numel) ** 2 * held.numel)
+        local = [*map(math.fsum, held_by)]
         if not self._are(answers, answers[0], expected * 1e-3):
             if self._are(answers, local, expected):
                 return is_("local")
@@ -202,8 +201,12 @@ class Probe:
                 return is_("mean", count)
         if 1 < len(holders) <= _MOST_RANKS:
             found = cache(lambda: {rank: self.answers(places, rank)[0] for rank in holders if local[rank]})
-            if count < 1 and (some := self._some_ranks(tensors, local, found)):
-                return is_("ranks", count, some)
+            if count < 1 and any(len(tensor.parts) > 1 for tensor in tensors):  # of copies one is enough
+                some = [rank for rank, square in found().items() if square > self.tolerance * local[rank]]
+                # Where those that count hold every part, the others need not.
+                is_all = all(set(some) & set(part.ranks) for tensor in tensors for part in tensor.parts)
+                if 0 < len(some) < len(found()) and not is_all:
+                    return is_("ranks", count, f"only what rank {listed(some, 8)} holds counts")
             # Where what one rank holds counts alone in another way than with the others, the count has no name.
             if all(len(t.parts) > 1 and t.copies == 1 for t in tensors) and not all(
                 self._are([square], count * local[rank], local[rank]) for rank, square in found().items()
@@ -211,15 +214,6 @@ class Probe:
                 largest = "the largest of the ranks' norms is taken, where their squares should be added up"
                 return is_("ranks", count, largest) if self._are(answers[:1], max(local)) else is_("factor", count)
         return is_("factor", *named(count, tensors[0].counts(self._setting), self.tolerance))
-
-    def _some_ranks(self, tensors: Tensors, local: Sequence[float], found: Callable[[], dict[int, float]]) -> str:
-        """Return which ranks' parts count, where some do and some do not; empty where all do, or none."""
-        if all(len(tensor.parts) == 1 for tensor in tensors):  # of copies one is enough
-            return ""
-        some = [rank for rank, square in found().items() if square > self.tolerance * local[rank]]
-        if len(some) in (0, len(found())) or all(set(some) & set(p.ranks) for t in tensors for p in t.parts):
-            return ""  # those that count hold every part, so that the others need not
-        return f"only what rank {listed(some, 8)} holds counts"
 
 
 def classes_of(tensors: Tensors) -> list[list[int]]:
@@ -242,7 +236,7 @@ def finding_of(counted: Counted, tensors: Tensors) -> NormFinding:
     return NormFinding(counted.kind, f"{what}{times}{why}{words}", names, counted.count)
 
 
-def norm_classes(tensors: Tensors, classes: Sequence[Sequence[int]], counted: Sequence[Counted]) -> NormClasses:
+def norm_classes(tensors: Tensors, classes: Sequence[Sequence[int]], counted: Sequence[Counted] = ()) -> NormClasses:
     """Return the classes for the report, each with its count where it has one."""
     count_of = {i: c.count for c in counted for i in c.places}
     found = []
@@ -250,6 +244,6 @@ def norm_classes(tensors: Tensors, classes: Sequence[Sequence[int]], counted: Se
         names = tuple(tensors[i].name for i in places)
         counts = {count_of.get(i) for i in places if tensors[i].numel}
         square = math.fsum(tensors[i].square for i in places)
-        one = NormClass(tensors[places[0]].layout, names, square)
-        found.append(replace(one, counts=counts.pop()) if len(counts) == 1 else one)
+        counted_as = counts.pop() if len(counts) == 1 else None
+        found.append(NormClass(tensors[places[0]].layout, names, square, counted_as))
     return tuple(found)

@@ -1,6 +1,6 @@
 """Run a step again as it was, or with weights that differ by rounding; then all is as before, to the last bit."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import InvalidValueError
-from gradguard.parity.shards import LocalParameter
-from gradguard.parity.summation import Backwards, backwards
+from gradguard.parity.shards import LocalParameter, LocalParameters
+from gradguard.parity.summation import backwards
 from gradguard.state.frozen import Frozen
-from gradguard.state.generators import generator_states, have_drawn
+from gradguard.state.generators import generator_states
 from gradguard.state.weight_watch import checksum
 from gradguard.tensors.matmul_precision import TF32_EPSILON, Kind, is_tf32_allowed
 from gradguard.tensors.sketch import CHUNK, hashed
@@ -24,7 +24,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Weights.
 
 
-def flip_weights(parameters: Sequence[LocalParameter], epsilon: float, run: int, *, back: bool = False) -> None:
+def flip_weights(parameters: LocalParameters, epsilon: float, run: int, *, back: bool = False) -> None:
     r"""Change each weight by up to 2 ``epsilon`` of itself, up or down by its place in the whole and by ``run``.
 
     It is its own inverse, to the last bit and without a copy: of the number's bit pattern, two bits worth
@@ -45,7 +45,7 @@ def flip_weights(parameters: Sequence[LocalParameter], epsilon: float, run: int,
                 chunk.copy_(_flipped(chunk, shift, (hashed(places) >> (32 + 2 * run)) & 3))
 
 
-def add_signs(parameters: Sequence[LocalParameter], sizes: Mapping[str, float], which: int) -> None:
+def add_signs(parameters: LocalParameters, sizes: Mapping[str, float], which: int) -> None:
     """Add to each element of each gradient the size of its parameter, up or down by its place in the whole.
 
     Args:
@@ -62,7 +62,7 @@ def add_signs(parameters: Sequence[LocalParameter], sizes: Mapping[str, float], 
                 chunk.copy_(chunk.double() + sizes[parameter.name] * signs)
 
 
-def scale_gradients(parameters: Sequence[LocalParameter], times: float) -> None:
+def scale_gradients(parameters: LocalParameters, times: float) -> None:
     """Multiply gradients in place."""
     for parameter in parameters if times != 1 else ():
         if (found := parameter.gradient()) is not None:
@@ -108,11 +108,11 @@ def digest(parameters: Iterable[LocalParameter]) -> int:
 # Everything else that a step reads and changes.
 
 
-def again(step: Callable[[], Any], scale: float = 1.0) -> Backwards:
-    """Run ``step()`` from the state that is there, and return its backward passes."""
+def again(step: Callable[[], Any], scale: float = 1.0) -> int:
+    """Run ``step()`` from the state that is there, and return how many backward passes it has."""
     with torch.enable_grad(), backwards(scale) as watched:
         step()
-    return watched
+    return watched.count
 
 
 class Replay:
@@ -122,43 +122,27 @@ class Replay:
         model: The model.
         parameters: This process' parts of its parameters.
         put_back: Puts weights back after a run that updates them.
+
+    Attributes:
+        generators: The states of the random generators before each run.
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[LocalParameter], put_back: Callable[[], None] | None = None
+        self, model: nn.Module, parameters: LocalParameters, put_back: Callable[[], None] | None = None
     ) -> None:
-        self._put_back = put_back
+        self._put_back, self._parameters = put_back, parameters
         self._tensors = [p for p in model.parameters() if p.requires_grad]
-        self._parameters = parameters
-        self._frozen = Frozen([model], generator_states())
-
-    def run(self, step: Callable[[], Any], scale: float = 1.0) -> Backwards:
-        """Run ``step()`` from the same state each time, and return its backward passes; gradients stay.
-
-        Args:
-            step: The step.
-            scale: Factor on the gradient at each loss.
-
-        Returns:
-            The backward passes.
-        """
-        self.restore()
-        return again(step, scale)
+        self.generators = generator_states()
+        self._frozen = Frozen([model], self.generators)
 
     def restore(self) -> None:
         """Let buffers and generators be as they were, and gradients None; Megatron's ``main_grad``, a buffer, zero."""
-        for tensor in self._tensors:
-            tensor.grad = None
         with torch.no_grad():
             for tensor in self._tensors:
+                tensor.grad = None
                 if (kept := gradient_of(tensor)) is not None:
                     kept.zero_()
         self._frozen.restore()
-
-    def has_drawn(self) -> bool:
-        """Tell whether the last run has drawn random numbers."""
-        assert self._frozen.generators is not None
-        return have_drawn(self._frozen.generators)
 
     @contextmanager
     def perturbed(self, epsilon: float, run: int) -> Iterator[None]:

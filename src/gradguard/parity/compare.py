@@ -4,9 +4,10 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 from gradguard.errors import RecordError
-from gradguard.parity.judge import BARS, SKETCH_ROUNDING, Facts, Outcome, Outcomes, judge, name_of_factor
+from gradguard.parity.judge import BARS, SKETCH_ROUNDING, Facts, Kind, Outcome, Outcomes, judge, name_of_factor
 from gradguard.parity.parity_report import ParityFinding, ParityReport, Stage, Verdict, names
 from gradguard.parity.saved import (
     BUFFER,
@@ -33,9 +34,13 @@ _AFTER_CLIP = ParityFinding(
     "a run clips between the backward passes of one step, or changes gradients between a clip and the step: what is "
     "compared may not be what the optimizer takes",
 )
+_OTHER_MASKS = ParityFinding(
+    "random",
+    "a run draws random numbers, and other dropout masks would look like this; compare with p=0 or model.eval(), or "
+    "with masks that are the same in both",
+)
 _MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout masks would look like, too
-_DECISIVE = ("missing", "extra", "shape", "ranks", "rows", "mixture", "factor", "dead", "nonfinite", "different")
-"""Kinds, what explains others first."""
+_KINDS = get_args(Kind)
 _STATES = (STATE, COPIES)
 """The beginnings of stages whose tensors both runs need not have."""
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
@@ -76,37 +81,39 @@ def compare(reference: Run, new: Run) -> ParityReport:
     first, *later = [Stage("", _outcomes(a, b, facts)), *_later_stages(a, b, facts)]
     stages = sorted([first, *later], key=lambda stage: stage.name != START)  # what a run begins with comes first
     begins = _other_weights(a, b)
-    faults = begins if begins and later else _first_apart(stages, facts)
-    doubts = [*(() if later else begins), *_other_masks(a, b, first.outcomes), *_unknown_stages(a, b, stages)]
-    doubts += [] if faults else _unshown_settings(a, b)
-    doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
+    faults, doubts = (begins, []) if later and begins else (_first_apart(stages, facts), [*begins])
+    if (a.random or b.random) and any(o.kind in _MASKS_COUNT for o in first.outcomes):
+        doubts.append(_OTHER_MASKS)
+    doubts += _unknown_stages(a, b, stages)
+    if not faults:
+        doubts += _unshown_settings(a, b)
+    if a.clipped or b.clipped:
+        doubts.append(_AFTER_CLIP)
     notes = (*_notes(a, first.outcomes), *_about_stages(a, b, stages, faults))
-    return ParityReport(_verdict(faults, doubts), (*faults, *doubts), notes, tuple(first.outcomes), tuple(later))
+    return ParityReport(_verdict(faults, doubts), (*faults, *doubts), notes, first.outcomes, tuple(later))
 
 
 def _outcomes(a: SavedGradients, b: SavedGradients, facts: Facts) -> tuple[Outcome, ...]:
-    of_a, of_b = ({p.name: run.measured(i) for i, p in enumerate(run.parameters)} for run in (a, b))
-    return tuple(_with_others([judge(name, of_a.get(name), of_b.get(name), facts) for name in {**of_a, **of_b}]))
+    """Judge each parameter; one with too few numbers to tell a factor has it if exactly one found elsewhere fits."""
+    of_a, of_b = a.measured(), b.measured()
+    found = [judge(name, of_a.get(name), of_b.get(name), facts) for name in {**of_a, **of_b}]
+    factors = [group[0] for group in _told_together([o for o in found if o.kind == "factor"])]
+    return tuple(replace(o, kind="factor") if sum(_agree(o, one) for one in factors) == 1 else o for o in found)
 
 
 def _later_stages(a: SavedGradients, b: SavedGradients, facts: Facts) -> list[Stage]:
     """Compare the stages that both runs have saved; of the optimizers' states the entries that both optimizers have."""
     shared = _kept_by(a) & _kept_by(b)
     found = []
-    for name in a.later:
-        if name in b.later:
-            outcomes = _outcomes(a.stages[name], b.stages[name], facts)
-            if name.startswith(_STATES):
-                runs = a.stages[name], b.stages[name]  # where both have nothing but zeros, there is nothing to compare
-                filled = {
-                    p.name
-                    for run in runs
-                    for p, s in zip(run.parameters, run.sketches["gradient"][0], strict=True)
-                    if any(s)
-                }
+    for name, one in a.later.items():
+        if (other := b.later.get(name)) is not None:
+            outcomes = _outcomes(one, other, facts)
+            if name.startswith(_STATES):  # where both have nothing but zeros, there is nothing to compare
+                tensors = [*one.measured().items(), *other.measured().items()]
+                filled = {tensor for tensor, run in tensors if any(run.gradient)}
                 outcomes = tuple(o for o in outcomes if _key_of(o.name) in shared and o.name in filled)
-            found += [Stage(name, outcomes)] if outcomes else []
-    return found
+            found.append(Stage(name, outcomes))
+    return [stage for stage in found if stage.outcomes]
 
 
 def _kept_by(run: SavedGradients) -> set[str]:
@@ -130,7 +137,13 @@ def _first_apart(stages: Sequence[Stage], facts: Facts) -> list[ParityFinding]:
 
 def _unknown_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage]) -> list[ParityFinding]:
     """Return why a stage counts as not compared: one run lacks it, or nothing is known of half of it."""
-    found = [replace(one, stage=stage.name) for stage in stages for one in _mostly_blind(stage)][:1]
+    found = []
+    for stage in stages:
+        outcomes, blind = stage.outcomes, [o for o in stage.outcomes if o.kind == "blind"]
+        if 2 * len(blind) >= len(outcomes):
+            said = _about_blind(blind, len(outcomes)) if outcomes else "no run has a gradient, so nothing was compared"
+            found.append(ParityFinding("blind", said, tuple(o.name for o in blind), stage=stage.name))
+            break
     lacking = [n for n in {**a.later, **b.later} if (n in a.later) != (n in b.later) and not n.startswith(_STATES)]
     if lacking:
         said = f"one run alone has saved {listed(lacking, 2)}: save both with optimizer=, and as many steps"
@@ -170,7 +183,7 @@ def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage],
 def _other_settings(a: SavedGradients, b: SavedGradients) -> list[str]:
     """Return a note for each setting of the optimizers that differs, such as the weight decay of some parameters."""
     notes = [
-        f"{_of_whom(key)}{key} is {x:g} in the reference and {y:g} in the new run, of {names(sorted(of))}"
+        f"{_setting(key)} is {x:g} in the reference and {y:g} in the new run, of {names(sorted(of))}"
         for (key, x, y), of in sorted(_settings_apart(a, b).items())
     ]
     scales = [run.facts.get("loss scale", 1.0) for run in (a, b)]
@@ -182,6 +195,10 @@ def _other_settings(a: SavedGradients, b: SavedGradients) -> list[str]:
         if alone := sorted(_kept_by(here) - _kept_by(there)):
             notes.append(f"{who} alone has in its optimizer's state or buffers, which is not compared: {names(alone)}")
     return notes
+
+
+def _setting(key: str) -> str:
+    return key if at_first(key) == TRAINED else f"the optimizer's {key}"
 
 
 def _settings_apart(a: SavedGradients, b: SavedGradients) -> dict[tuple[str, float, float], list[str]]:
@@ -197,17 +214,13 @@ def _settings_apart(a: SavedGradients, b: SavedGradients) -> dict[tuple[str, flo
     return others
 
 
-def _of_whom(key: str) -> str:
-    return "" if at_first(key) == TRAINED else "the optimizer's "
-
-
 def _unshown_settings(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
     """Return a doubt where settings differ: no number of steps shows each of them."""
     apart = _settings_apart(a, b)
     if not apart:
         return []
-    keys = sorted({key for key, _, _ in apart})
-    said = f"{_of_whom(keys[0])}{listed(keys, 4)} differ, which the saved steps may not show"
+    first, *more = sorted({key for key, _, _ in apart})
+    said = f"{listed([_setting(first), *more], 4)} differ, which the saved steps may not show"
     of = sorted({name for some in apart.values() for name in some})
     return [ParityFinding("settings", f"{said}: save more steps, or set both alike", tuple(of))]
 
@@ -241,22 +254,28 @@ def _findings(outcomes: Outcomes, facts: Facts) -> list[ParityFinding]:
     is_missing = any(o.reduction for o in wrong)
     followers = [o for o in wrong if is_missing and o.kind in _FOLLOWING and not o.reduction]
     causes = [o for o in wrong if o not in followers]
-    behind = _sorted_findings(followers, len(outcomes), facts)
-    return [
-        *_sorted_findings(causes, len(outcomes), facts),
-        *(replace(f, message=f"{len(f.parameters):,} that may follow from it ({f.message})") for f in behind),
-    ]
+    found = [[_finding(group, len(outcomes), facts) for group in _told_together(some)] for some in (causes, followers)]
+    for some in found:
+        some.sort(key=lambda one: (_KINDS.index(one.kind), -len(one.parameters)))
+    behind = (replace(f, message=f"{len(f.parameters):,} that may follow from it ({f.message})") for f in found[1])
+    return [*found[0], *behind]
 
 
-def _sorted_findings(wrong: Outcomes, total: int, facts: Facts) -> list[ParityFinding]:
-    found = [
-        _factor_finding(group, total, facts)
-        if group[0].kind == "factor"
-        else _finding(group[0].kind, _about_others(group), group)
-        for group in _told_together(wrong)
-    ]
-    kinds = (*_DECISIVE, "noisy", "unknown")
-    return sorted(found, key=lambda one: (kinds.index(one.kind), -len(one.parameters)))
+def _finding(group: Outcomes, total: int, facts: Facts) -> ParityFinding:
+    """Return one finding for outcomes that are told together: of a factor, as the parameter that knows it best does."""
+    kind, names = group[0].kind, tuple(o.name for o in group)
+    far = max((o.distance for o in group if o.distance is not None), default=None)
+    first = min(group, key=lambda o: o.factor_bar)
+    factor, width, name = first.factor, first.factor_bar, first.factor_name
+    if kind == "factor":
+        name = name_of_factor(factor, width, facts)
+        how_many = f"{len(group):,} of {total:,} parameters" if len(group) > 1 else "one parameter"
+        said = f"{how_many} {_times(factor, width, name)}"
+        return ParityFinding(kind, said, names, far, factor, width, name)
+    if not all(_agree(o, first) for o in group):
+        return ParityFinding(kind, first.message or "different, and no factor", names, far)
+    said = f"different; {_times(factor, width, name)} if it is a factor, which so few numbers may have by chance"
+    return ParityFinding(kind, said, names, far)
 
 
 def _told_together(outcomes: Outcomes) -> list[list[Outcome]]:
@@ -281,42 +300,13 @@ def _is_alike(one: Outcome, other: Outcome) -> bool:
     return a == b
 
 
-def _finding(kind: str, message: str, group: Outcomes) -> ParityFinding:
-    apart = [o.distance for o in group if o.distance is not None]
-    return ParityFinding(kind, message, tuple(o.name for o in group), max(apart, default=None))
-
-
-def _with_others(outcomes: Outcomes) -> list[Outcome]:
-    """Return ``outcomes``; those with too few numbers to tell a factor have it if exactly one found elsewhere fits."""
-    groups = _told_together([o for o in outcomes if o.kind == "factor"])
-    return [replace(o, kind="factor") if sum(_agree(o, group[0]) for group in groups) == 1 else o for o in outcomes]
-
-
 def _agree(one: Outcome, other: Outcome) -> bool:
     return abs(one.factor - other.factor) <= one.factor_bar + other.factor_bar  # False of NaN
-
-
-def _factor_finding(group: Outcomes, total: int, facts: Facts) -> ParityFinding:
-    """One finding for one factor; its name is that of the parameter that knows it best."""
-    factor, width = group[0].factor, group[0].factor_bar
-    name = name_of_factor(factor, width, facts)
-    how_many = f"{len(group):,} of {total:,} parameters" if len(group) > 1 else "one parameter"
-    found = _finding("factor", f"{how_many} {_times(factor, width, name)}", group)
-    return replace(found, factor=factor, factor_bar=width, factor_name=name)
 
 
 def _times(factor: float, width: float, name: str) -> str:
     digits = max(4, min(12, -math.floor(math.log10(width / abs(factor))))) if width and factor else 12
     return f"× {factor:.{digits}g} ± {width:.1g}" + (f" ({name})" if name else "")
-
-
-def _about_others(group: Outcomes) -> str:
-    """Return the words for a kind; for parameters of few elements, also the factor that all of them may have."""
-    first = min(group, key=lambda o: o.factor_bar)
-    if not all(_agree(o, first) for o in group):
-        return first.message or "different, and no factor"
-    times = _times(first.factor, first.factor_bar, first.factor_name)
-    return f"different; {times} if it is a factor, which so few numbers may have by chance"
 
 
 def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
@@ -337,32 +327,10 @@ def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
     return [ParityFinding("weights", said, tuple(wrong))]
 
 
-def _weights_of(run: SavedGradients) -> dict[str, tuple[SavedParameter, Sequence[Vector]]]:
+def _weights_of(run: SavedGradients) -> dict[str, tuple[SavedParameter, tuple[Vector, ...]]]:
     """Return each weight's description and its sketch in each run, by name, of frozen ones too."""
-    frozen = run.stages.get(FROZEN)
-    pairs = [*zip(run.parameters, zip(*run.sketches["weights"], strict=True), strict=True)]
-    pairs += zip(frozen.parameters, zip(*frozen.sketches["gradient"], strict=True), strict=True) if frozen else ()
-    return {p.name: (p, sketches) for p, sketches in pairs}
-
-
-def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Outcomes) -> list[ParityFinding]:
-    if not (a.random or b.random) or not any(o.kind in _MASKS_COUNT for o in outcomes):
-        return []
-    said = (
-        "a run draws random numbers, and other dropout masks would look like this; compare with p=0 or model.eval(), "
-        "or with masks that are the same in both"
-    )
-    return [ParityFinding("random", said)]
-
-
-def _mostly_blind(stage: Stage) -> list[ParityFinding]:
-    outcomes = stage.outcomes
-    blind = [o for o in outcomes if o.kind == "blind"]
-    if 2 * len(blind) < len(outcomes):
-        return []
-    if not outcomes:
-        return [ParityFinding("blind", "no run has a gradient, so nothing was compared")]
-    return [ParityFinding("blind", _about_blind(blind, len(outcomes)), tuple(o.name for o in blind))]
+    weights = run.of_each("weights")
+    return weights | run.stages[FROZEN].of_each("gradient") if FROZEN in run.stages else weights
 
 
 def _about_blind(blind: Outcomes, total: int) -> str:

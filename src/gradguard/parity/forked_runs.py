@@ -9,7 +9,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,7 +64,9 @@ class ForkedRuns:
         self._file: Path | None = None  # of this process, if it is a fork
         self._how = as_it_is
         self.refusal, self.is_over, self._code = "", False, 0
-        self.fork_late = sys.platform == "linux" and not _has_accelerator()
+        kind = torch.accelerator.current_accelerator()  # without a call of its driver
+        has_accelerator = kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)
+        self.fork_late = sys.platform == "linux" and not has_accelerator
         torch.set_num_threads(1)  # OpenMP's threads are not there in a fork that waits for them
         for module, name in _NO_FORK_AFTER:
             self._stack.callback(Replacement(module, name, self._before, everywhere=name.islower()).use())
@@ -177,28 +179,17 @@ class _IsForked(BaseException):
     """Leads a fork back to where the script goes on."""
 
 
-def _has_accelerator() -> bool:
-    """Tell whether there is an accelerator, without a call of its driver."""
-    kind = torch.accelerator.current_accelerator()
-    return kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)
-
-
 def _offsets() -> dict[int, int]:
     """Return where each open file of the script stands, which forks share; streams stay where they are."""
-    found, streams = {}, [os.fstat(stream) for stream in range(3) if _is_open(stream)]
-    for descriptor in map(int, os.listdir("/dev/fd")):
-        about = os.fstat(descriptor) if _is_open(descriptor) else None
-        if about and stat.S_ISREG(about.st_mode) and not any(os.path.samestat(about, one) for one in streams):
-            found[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
+    streams, found = [], {}
+    for descriptor in sorted(map(int, os.listdir("/dev/fd"))):
+        with suppress(OSError):  # the one that has listed them is closed by now
+            about = os.fstat(descriptor)
+            if descriptor < 3:
+                streams.append(about)
+            elif stat.S_ISREG(about.st_mode) and not any(os.path.samestat(about, one) for one in streams):
+                found[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
     return found
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def _end(code: int) -> NoReturn:

@@ -45,21 +45,10 @@ _ONE_NUMBER = 1e-9  # candidates closer than this are one number with two names
 _MOST_RANGES = 8  # of rows in a message
 
 Kind = Literal[
-    "equal",
-    "blind",
-    "missing",
-    "extra",
-    "shape",
-    "nonfinite",
-    "dead",
-    "unknown",
-    "noisy",
-    "ranks",
-    "factor",
-    "rows",
-    "mixture",
-    "different",
-]
+    "missing", "extra", "shape", "ranks", "rows", "mixture", "factor", "dead", "nonfinite", "different", "noisy",
+    "unknown", "blind", "equal",
+]  # fmt: skip
+"""Verdicts on a parameter, what explains others first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +273,9 @@ class _Pair:
         return replace(self.shown, kind=kind, message=message, **found)
 
     def blind(self) -> Outcome | None:
-        shows = self.shown.shows
-        if not shows >= BLIND:
+        if not self.shown.shows >= BLIND:
             return None
-        said = "zero in both runs" if math.isinf(shows) else f"rounding makes {self.shown.bar:.1%} of it"
+        said = "zero in both runs" if math.isinf(self.shown.bar) else f"rounding makes {self.shown.bar:.1%} of it"
         return self.is_("blind", said)
 
     def missing_reduction(self, who: str) -> Outcome | None:
@@ -375,7 +363,10 @@ class _Pair:
         if not left <= bar * max(1.0, largest) or not max(widths) <= _WIDEST_NAMED * largest:
             return None
         known = dict(zip(parts, zip(weights, widths, strict=True), strict=True))
-        return self.is_("mixture", _about_mixture(known), weights=known)
+        there = [f"{weight:.4g} × {name}" for name, (weight, width) in known.items() if abs(weight) > width]
+        words = " + ".join(there)
+        said = f"only {words} is left" if len(there) == 1 < len(known) else f"it is {words}"
+        return self.is_("mixture", said, weights=known)
 
 
 def _spread_along(run: MeasuredGradient) -> float:
@@ -398,19 +389,15 @@ def name_of_factor(factor: float, width: float, facts: Facts) -> str:
     """
     if width > _WIDEST_NAMED * abs(factor):
         return ""
-    near = [(value, name) for value, name in _candidates(facts) if abs(factor - value) <= width]
-    if not near or any(abs(value / near[0][0] - 1) > _ONE_NUMBER for value, _ in near):
-        return ""
-    return " or ".join(dict.fromkeys(name for _, name in near))
-
-
-def _candidates(facts: Facts) -> list[tuple[float, str]]:
-    found = []
+    known: list[tuple[float, str]] = []
     for name, value in facts.items():
         if value > 0 and value != 1:
-            found += [(value, name), (1 / value, f"1 / {name}")]
-            found += [(math.sqrt(value), f"√ {name}"), (1 / math.sqrt(value), f"1 / √ {name}")]
-    return [*found, (2.0, "counted twice"), (0.5, "half"), (-1.0, "the sign")]
+            known += [(value, name), (1 / value, f"1 / {name}")]
+            known += [(math.sqrt(value), f"√ {name}"), (1 / math.sqrt(value), f"1 / √ {name}")]
+    known += [(2.0, "counted twice"), (0.5, "half"), (-1.0, "the sign")]
+    near = {name: value for value, name in known if abs(factor - value) <= width}
+    first = next(iter(near.values()), 1.0)
+    return "" if any(abs(value / first - 1) > _ONE_NUMBER for value in near.values()) else " or ".join(near)
 
 
 def in_ranges(numbers: Sequence[int]) -> str:
@@ -420,19 +407,9 @@ def in_ranges(numbers: Sequence[int]) -> str:
         >>> in_ranges([1, 2, 3, 7, 9, 10])
         '1–3, 7, 9–10'
     """
-    runs: list[list[int]] = []
-    for i in numbers:
-        if runs and runs[-1][1] == i - 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return listed([f"{a}–{b}" if a < b else f"{a}" for a, b in runs], _MOST_RANGES)
-
-
-def _about_mixture(weights: Mapping[str, tuple[float, float]]) -> str:
-    there = {name: weight for name, (weight, width) in weights.items() if abs(weight) > width}
-    words = " + ".join(f"{weight:.4g} × {name}" for name, weight in there.items())
-    return f"only {words} is left" if len(there) == 1 and len(weights) > 1 else f"it is {words}"
+    known = {*numbers}
+    first, last = ([i for i in numbers if i + step not in known] for step in (-1, 1))
+    return listed([f"{a}–{b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True)], _MOST_RANGES)
 
 
 def least_squares(parts: Sequence[Vector], of: Vector) -> tuple[list[float], list[float]] | None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradguard.distributed.placements import local_part
 from gradguard.living import all_objects
-from gradguard.parity.shards import LocalParameter
+from gradguard.parity.shards import LocalParameters
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def kept_by(one: Any, words: str) -> KeptTensors:
     return KeptTensors(words.format(kind), kind, one.state_dict)
 
 
-def averages_in(local: Sequence[LocalParameter], known: Sequence[Any] = ()) -> list[KeptTensors]:
+def averages_in(local: LocalParameters, known: Sequence[Any] = ()) -> list[KeptTensors]:
     """Return the averages of all of these weights that objects of plain classes keep: a dict by name, or a list.
 
     Args:
@@ -44,7 +44,7 @@ def averages_in(local: Sequence[LocalParameter], known: Sequence[Any] = ()) -> l
         known: Objects that are known already.
     """
     names, shapes = [p.name for p in local], [p.parameter.shape for p in local]
-    own = {_memory(p.parameter) for p in local}
+    own, others = {_memory(p.parameter) for p in local}, set(map(id, known))
 
     def tensors(value: Any) -> list[Any]:
         return [value.get(name) for name in names] if isinstance(value, dict) else value
@@ -58,8 +58,9 @@ def averages_in(local: Sequence[LocalParameter], known: Sequence[Any] = ()) -> l
     def found() -> list[KeptTensors]:
         return [
             KeptTensors(kind, kind, lambda one=one, name=name: dict(zip(names, tensors(vars(one)[name]), strict=True)))
-            for one in _plain_objects(known)
-            for name, value in _attributes(one)
+            for one in _plain_objects()
+            if id(one) not in others
+            for name, value in [*vars(one).items()]
             if is_average(value)
             for kind in [f"{type(one).__name__}.{name}"]
         ]
@@ -69,20 +70,17 @@ def averages_in(local: Sequence[LocalParameter], known: Sequence[Any] = ()) -> l
     return sorted(found(), key=lambda one: one.kind)
 
 
-def _plain_objects(known: Sequence[Any]) -> list[Any]:
-    """Return other objects with attributes: neither modules nor optimizers, nor PyTorch's or gradguard's."""
+def _plain_objects() -> list[Any]:
+    """Return the objects with attributes that are neither modules nor optimizers, nor PyTorch's or gradguard's."""
     every, others = all_objects(), (nn.Module, Optimizer, type, ModuleType)
-    kinds = {one for one in set(map(type, every)) if one.__dictoffset__ and not issubclass(one, others)}
-    kinds = {one for one in kinds if one.__module__.partition(".")[0] not in ("torch", "gradguard")}
-    ids = set(map(id, known))
-    return [one for one in every if type(one) in kinds and id(one) not in ids]
-
-
-def _attributes(one: Any) -> list[tuple[str, Any]]:
-    try:
-        return [*vars(one).items()]
-    except TypeError:  # a class of C that hides them
-        return []
+    kinds = {
+        one
+        for one in set(map(type, every))
+        if one.__dictoffset__
+        and not issubclass(one, others)
+        and one.__module__.partition(".")[0] not in ("torch", "gradguard")
+    }
+    return [one for one in every if type(one) in kinds and isinstance(getattr(one, "__dict__", None), dict)]
 
 
 def _memory(tensor: Any) -> int:

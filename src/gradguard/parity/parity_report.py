@@ -59,7 +59,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The outcome of a comparison of two runs: print it, or ask for its ``verdict`` and ``findings``."""
+    """The outcome of a comparison of two runs: print it, or ask for its ``verdict`` and ``findings``.
+
+    **Guarantees.**
+
+    * A report is true of PASS alone: INCONCLUSIVE is false, as FAIL is. What is not known is never a PASS.
+    * Every reason for another verdict is a finding; ``power`` says how large an error would have shown.
+    """
 
     verdict: Verdict
     findings: tuple[ParityFinding, ...] = ()

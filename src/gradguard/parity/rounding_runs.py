@@ -51,9 +51,9 @@ def with_rounding(
         return merged([first])
     runs = [first, run(replace(as_it_is, scale=DOUBLED))]
     if not _is_linear(runs):
-        runs = [first, run(as_it_is), runs[1]]
-    scaled = _is_linear(runs)
-    runs = runs if scaled else runs[:2]
+        runs.insert(1, run(as_it_is))
+    if not (scaled := _is_linear(runs)):
+        del runs[2:]
     for k in range(1, perturbed + 1):
         scale = scale_of(k) if scaled else 1.0
         runs.append(run(replace(as_it_is, change=k, epsilon=first.epsilon, scale=scale)))
@@ -88,9 +88,11 @@ def not_same_twice(runs: Sequence[SavedGradients]) -> Iterator[tuple[str, float]
 
 def _sizes(runs: Sequence[SavedGradients]) -> dict[str, dict[str, float]]:
     """Return by how much to move gradients, for each step by its name."""
-    names = [name for name in runs[0].stages if name.startswith(GRADIENT)]
-    of_runs = {name: [run.stages[name].sketches["gradient"][0] for run in runs] for name in names}
-    return {name: turned_sizes(runs[0].stages[name].parameters, of_runs[name]) for name in names}
+    return {
+        name: turned_sizes(one.parameters, [run.stages[name].sketches["gradient"][0] for run in runs])
+        for name, one in runs[0].stages.items()
+        if name.startswith(GRADIENT)
+    }
 
 
 def merged(

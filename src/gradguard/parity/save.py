@@ -19,9 +19,16 @@ from gradguard.parity.backward_replay import Replay, again, digest, precision_of
 from gradguard.parity.rounding_runs import with_rounding
 from gradguard.parity.saved import FROZEN, SavedGradients, write
 from gradguard.parity.scales import ScriptRun
-from gradguard.parity.shards import LocalParameter, ShardOf, frozen_parameters, gathered, local_parameters
+from gradguard.parity.shards import (
+    LocalParameters,
+    ShardOf,
+    frozen_parameters,
+    gathered,
+    local_parameters,
+)
 from gradguard.parity.step_parity import TrainingSteps, check_updates
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
+from gradguard.state.generators import have_drawn
 
 Step = Callable[[], Any]
 
@@ -57,11 +64,15 @@ def save_gradients(
     ``step``. Two further runs shift gradients up and down by 16 times the change that rounding makes, because an update
     may jump where a gradient is nearly zero.
 
-    **Guarantees.** Weights, optimizers, their schedulers of PyTorch, GradScalers, ``others``, buffers and random
-    generators are as before, to the last bit, also when
-    ``step`` raises; gradients are None, and Megatron's ``main_grad`` is zero. Each run begins from the same state, so
-    dropout draws the same masks. Nothing is gathered but the sketches: temporaries have 65,536 elements; buffers are
-    copied, and with ``optimizer=`` weights and states, to the CPU.
+    **Guarantees.**
+
+    * Weights, optimizers, their schedulers of PyTorch, GradScalers, ``others``, buffers and random generators are as
+      before, to the last bit, also when ``step`` raises; gradients are None, and Megatron's ``main_grad`` is zero.
+    * Each run begins from the same state, so dropout draws the same masks.
+    * All processes return the same numbers, and all refuse alike. Nothing is gathered but the sketches.
+    * No bar of an update is below what storing the weights rounds: in bfloat16 that is most of an update.
+    * Temporaries have 65,536 elements; buffers are copied, and with ``optimizer=`` weights and states, to the CPU.
+    * The file holds numbers and text only: reading it runs no code. A reader sees the old file or the new one.
 
     | case | result |
     |---|---|
@@ -123,13 +134,13 @@ def save_gradients(
         Alon, Matias and Szegedy, The Space Complexity of Approximating the Frequency Moments, 1996 (the sketch).
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    _check_arguments(model, step, perturbed, parts or {}, facts or {})
-    _check_update(optimizers, update, steps, others)
+    parts, facts = parts or {}, facts or {}
+    _check(model, (step, *parts.values()), perturbed, facts, optimizers, update, steps, others)
     local = local_parameters(model, shard_of)
     training = None
     if optimizers:
         buffers_of = None if shard_of else model  # whose parts nothing tells
-        training = TrainingSteps(local, optimizers, update or _plain(optimizers), steps, others, buffers_of)
+        training = TrainingSteps(local, optimizers, update, steps, others, buffers_of)
     runs = _SavedRuns(model, local, step, rows, dtype, training)
     frozen = _frozen(frozen_parameters(model, shard_of))
     try:
@@ -140,8 +151,8 @@ def save_gradients(
     saved = replace(
         saved,
         sketches={**saved.sketches, **mixed},
-        parts=tuple(parts or ()),
-        facts={**saved.facts, **{name: float(value) for name, value in (facts or {}).items()}},
+        parts=tuple(parts),
+        facts={**saved.facts, **{name: float(value) for name, value in facts.items()}},
         stages={**frozen, **saved.stages},
         left_out=training.left_out if training else (),
     )
@@ -150,24 +161,21 @@ def save_gradients(
     return saved
 
 
-def _check_arguments(
-    model: object, step: object, perturbed: int, parts: Mapping[str, Step], facts: Mapping[str, float]
-) -> None:
+def _check(
+    model: object, steps_of: Sequence[object], perturbed: int, facts: Mapping[str, float], optimizers: Sequence[Any],
+    update: object, steps: int, others: Sequence[Any],
+) -> None:  # fmt: skip
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is {type(model).__name__}: expected a torch.nn.Module.")
-    wrong = [one for one in (step, *parts.values()) if not callable(one)]
-    if wrong:
+    if wrong := [one for one in steps_of if not callable(one)]:
         raise InvalidTypeError(
             f"a step is {type(wrong[0]).__name__}: expected a function without arguments, of forward and backward."
         )
     if perturbed < 1:
         raise InvalidValueError(f"perturbed={perturbed}: expected at least 1 run, or nobody knows what rounding does.")
     for name, value in facts.items():
-        if not (math.isfinite(value) and value > 0):
+        if not 0 < value < math.inf:
             raise InvalidValueError(f"facts: {name} is {value}: expected a positive number.")
-
-
-def _check_update(optimizers: Sequence[Any], update: object, steps: int, others: Sequence[Any]) -> None:
     if wrong := [one for one in optimizers if not isinstance(one, Optimizer)]:
         raise InvalidTypeError(f"optimizer is {type(wrong[0]).__name__}: expected a torch.optim.Optimizer, or several.")
     if update is not None and not (optimizers and callable(update)):
@@ -178,7 +186,7 @@ def _check_update(optimizers: Sequence[Any], update: object, steps: int, others:
         raise InvalidTypeError(f"others: {type(wrong[0]).__name__} has no state_dict and load_state_dict.")
 
 
-def _frozen(local: Sequence[LocalParameter]) -> dict[str, SavedGradients]:
+def _frozen(local: LocalParameters) -> dict[str, SavedGradients]:
     """Return the weights that are not trained as a stage of its own; none on any process, no stage."""
     whole = WholeParameters(local, may_be_none=True)
     weights = whole.weights(local_weights(local))
@@ -188,23 +196,13 @@ def _frozen(local: Sequence[LocalParameter]) -> dict[str, SavedGradients]:
     return {FROZEN: SavedGradients(parameters, {"gradient": [weights]})}
 
 
-def _plain(optimizers: Sequence[Optimizer]) -> Step:
-    def update() -> None:
-        for one in optimizers:
-            one.step()
-        for one in optimizers:
-            one.zero_grad()
-
-    return update
-
-
 class _SavedRuns:
     """The runs of one call of `save_gradients`: who holds what, and one all-reduce after each run."""
 
     def __init__(
         self,
         model: nn.Module,
-        local: Sequence[LocalParameter],
+        local: LocalParameters,
         step: Step,
         rows: Sequence[str],
         dtype: torch.dtype | None,
@@ -229,11 +227,17 @@ class _SavedRuns:
             with precision_of(self._model) if self._first is None else nullcontext(set()) as seen:
                 calls = self._run_step(self._step, how.scale)
             gradients = self._whole.reduced(self._gradients(), 1 / how.scale)
-            rows = {name: [self._sketch_of_rows(name, how.scale)] for name in self._rows}
+            scales = self._training.loss_scales if self._training else {}
+            rows = {n: [self._whole.rows(n, 1 / (how.scale * scales.get(n, 1.0)))] for n in self._rows}
             first = self._first = self._first or self._described(calls, seen)
-            stages, settings = self._follow(calls, how, first.epsilon)
-        sketches = {**first.sketches, "gradient": [gradients]}
-        return replace(first, sketches=sketches, rows=rows, stages=stages, settings=settings)
+            saved = replace(first, sketches={**first.sketches, "gradient": [gradients]}, rows=rows)
+            if self._training is None:
+                return saved
+            try:  # from the gradients to the end of the last update
+                stages = self._training.follow(partial(again, self._step, how.scale), how, calls, first.epsilon)
+                return replace(saved, stages=stages, settings=self._training.settings)
+            finally:
+                self._training.restore()
 
     def gradients_of(self, part: Step) -> Sketches:
         """Return the gradients of another step."""
@@ -242,7 +246,7 @@ class _SavedRuns:
 
     def _described(self, calls: int, seen: set[torch.dtype]) -> SavedGradients:
         """Return what is known besides the numbers of a run, after the first."""
-        random = any(gathered(self.replay.has_drawn()))
+        random = any(gathered(have_drawn(self.replay.generators)))
         if any(gathered(digest(self._local) != self._before)):
             raise UnsupportedGradientError(
                 "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
@@ -258,26 +262,11 @@ class _SavedRuns:
         epsilon = self._whole.epsilon({self._dtype} if self._dtype else seen)
         return self._whole.saved(parameters, sketches, {}, random=random, epsilon=epsilon)
 
-    def _follow(
-        self, calls: int, how: ScriptRun, epsilon: float
-    ) -> tuple[dict[str, SavedGradients], dict[str, Mapping[str, float]]]:
-        """Go on from the gradients of a run to the end of its last update, and put everything back."""
-        if self._training is None:
-            return {}, {}
-        try:
-            stages = self._training.follow(partial(again, self._step, how.scale), how, calls, epsilon)
-            return stages, self._training.settings
-        finally:
-            self._training.restore()
-
     def _run_step(self, step: Step, scale: float) -> int:
         """Run a step with the gradient at the loss scaled, and return how many backward passes it has."""
         with self._training.first_step() if self._training else nullcontext():
-            return max(1, self.replay.run(step, scale).count)
-
-    def _sketch_of_rows(self, name: str, scale: float) -> Sketches:
-        scales = self._training.loss_scales if self._training else {}
-        return self._whole.rows(name, 1 / (scale * scales.get(name, 1.0)))
+            self.replay.restore()
+            return max(1, again(step, scale))
 
     def _gradients(self) -> dict[str, Tensor]:
         """The sketches of this process' gradients; with an update that takes a loss scale off, without it."""

@@ -103,25 +103,21 @@ class SavedGradients:
         """The stages without the frozen weights."""
         return {name: one for name, one in self.stages.items() if name != FROZEN}
 
-    def measured(self, index: int) -> MeasuredGradient:
-        """Return what is known of one parameter, as the comparison takes it."""
-        p = self.parameters[index]
-        gradient, *repeated = (run[index] for run in self.sketches["gradient"])
-        parts = {name: run[index] for name, run in zip(self.parts, self.sketches.get("parts", ()), strict=True)}
-        contrasts = [run[index] for run in self.sketches.get("contrasts", ())]
-        return MeasuredGradient(
-            p.shape,
-            p.rounding,
-            gradient,
-            repeated,
-            p.has_gradient,
-            contrasts,
-            p.copies,
-            parts,
-            self.rows.get(p.name, ()),
-            self.epsilon,
-            p.one_sided,
-        )
+    def of_each(self, kind: str) -> dict[str, tuple[SavedParameter, tuple[Vector, ...]]]:
+        """Return each parameter with its sketches of one kind, a sketch for each run, by name."""
+        runs = self.sketches.get(kind, ())
+        return {p.name: (p, tuple(run[i] for run in runs)) for i, p in enumerate(self.parameters)}
+
+    def measured(self) -> dict[str, MeasuredGradient]:
+        """Return what is known of each parameter, as the comparison takes it, by name."""
+        parts, contrasts = self.of_each("parts"), self.of_each("contrasts")
+        return {
+            name: MeasuredGradient(
+                p.shape, p.rounding, gradient, repeated, p.has_gradient, contrasts[name][1], p.copies,
+                dict(zip(self.parts, parts[name][1], strict=True)), self.rows.get(name, ()), self.epsilon, p.one_sided,
+            )
+            for name, (p, (gradient, *repeated)) in self.of_each("gradient").items()
+        }  # fmt: skip
 
 
 def after_step(key: str, t: int) -> str:
@@ -139,7 +135,11 @@ def write(path: str | os.PathLike[str], saved: SavedGradients) -> None:
     runs = {**saved.sketches, **{f"{_ROWS}{name}": one for name, one in saved.rows.items()}}
     for stage, one in saved.stages.items():
         runs |= {f"{_STAGES}{stage}/{kind}": sketches for kind, sketches in one.sketches.items()}
-    blocks = {name: NewBlock("F64", _shape(one), _bytes(one)) for name, one in runs.items()}
+    blocks = {}
+    for name, one in runs.items():
+        numbers = _little(array("d", [x for run in one for sketch in run for x in sketch]))
+        shape = [len(one), len(one[0]), len(one[0][0])] if one and one[0] else [len(one), 0, 0]
+        blocks[name] = NewBlock("F64", shape, numbers.tobytes())
     about = {**_about(saved), "stages": {stage: _about(one) for stage, one in saved.stages.items()}}
     with replacing(path) as file:
         write_blocks(file, {_KEY: json.dumps({"format": FORMAT, **about})}, blocks)
@@ -224,21 +224,12 @@ _ABOUT: Mapping[str, Rule] = {
 }  # fmt: skip
 
 
-def _shape(runs: Runs) -> list[int]:
-    return [len(runs), len(runs[0]), len(runs[0][0])] if runs and runs[0] else [len(runs), 0, 0]
-
-
-def _bytes(runs: Runs) -> bytes:
-    return _little(array("d", [x for run in runs for sketch in run for x in sketch])).tobytes()
-
-
 def _lists(file: BlockFile, name: str) -> list[list["array[float]"]]:
     block = file.blocks[name]
     runs, parameters, sums = block.shape
     if block.dtype != "F64" or not (sums or runs * max(parameters, 1) <= _MOST_EMPTY):
         raise ValueError("sketches of no sums")
-    flat = array("d", file.read(name))
-    _little(flat)
+    flat = _little(array("d", file.read(name)))
     rows = [flat[i * sums : (i + 1) * sums] for i in range(runs * parameters)]
     return [rows[i * parameters : (i + 1) * parameters] for i in range(runs)]
 

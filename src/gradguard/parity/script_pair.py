@@ -18,13 +18,20 @@ from gradguard.listeners import ClipCall, ClipEvent, Listener
 from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.parity.backward_replay import add_signs, flip_weights, precision_of, scale_gradients
 from gradguard.parity.forked_runs import ForkedRuns
-from gradguard.parity.kept_tensors import KeptTensors, averages_in, kept_by
+from gradguard.parity.kept_tensors import averages_in, kept_by
 from gradguard.parity.saved import GRADIENT, START, SavedParameter
 from gradguard.parity.scales import ScriptRun
-from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
+from gradguard.parity.shards import (
+    LocalParameter,
+    LocalParameters,
+    gathered,
+    gathered_settings,
+    gathered_words,
+    local_parameters,
+)
 from gradguard.parity.step_parity import ComparedStages, Noted, StepNotes, scale_between, taken_off_by, trained_by
 from gradguard.parity.summation import backwards
-from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
+from gradguard.parity.whole import Sketched, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import never_compiled
 
@@ -46,13 +53,13 @@ class _Step:
         is_over: Whether each optimizer has made its step.
     """
 
-    before_clip: dict[str, Tensor] | None = None
-    after_clip: dict[str, Tensor] = field(default_factory=dict)
+    before_clip: Sketched | None = None
+    after_clip: Sketched = field(default_factory=dict)
     is_taken: bool = True
     is_doubtful: bool = False
     backwards: int = 0
     stepped: list[Optimizer] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: Sketched = field(default_factory=dict)
     about: dict[str, SavedParameter] = field(default_factory=dict)
     turned: set[str] = field(default_factory=set)
     is_over: bool = False
@@ -88,8 +95,8 @@ class ScriptGradients(Listener):
         self._raised = True  # gradients are multiplied by the scale
         self._number, self._step = 1, _Step()  # 1 is the one that is saved
         self._first = _Step()
-        self._weights: dict[str, Tensor] = {}
-        self._weights_then: dict[str, Tensor] = {}
+        self._weights: Sketched = {}
+        self._weights_then: Sketched = {}
         self._noted: dict[str, Noted] = {}
         self._facts: dict[str, float] = {}
 
@@ -135,17 +142,26 @@ class ScriptGradients(Listener):
             return  # a forward pass before there is an optimizer
         self._run = self._runs.which()
         self._number = 2 - self._run.at
-        named = _named([m for m in self._modules() if not trained.isdisjoint(_ids_of(m))])
+        # Of some parameters an optimizer steps the master weights that they name.
+        roots = [
+            m
+            for m in self._modules()
+            if any({id(p), id(getattr(p, "main_param", p))} & trained for p in m.parameters())
+        ]
+        named = _named(roots)
         self._local = [p for _, _, own in named for p in own]
         self._states = generator_states()
         self._forward.close()
         self._dtypes = [self._stack.enter_context(precision_of(root)) for _, root, _ in named]
         self._stack.enter_context(backwards(self._run.scale))
-        copies = self._copies_of([root for _, root, _ in named])
         models = [(front, root) for front, root, _ in named]
-        compared, left_out = (copies, []) if self._run.steps else ([], copies)
-        self._notes = StepNotes(self._local, self._stepping, models, compared)
-        self._notes.left_out |= {one.words: None for one in left_out}
+        roots = [root for _, root in models]
+        shapes, words = [*map(_shapes_of, roots)], "the weights of a second model, {} (an average, a target?)"
+        copies = [kept_by(one, words) for one in self._modules() if one not in roots and _shapes_of(one) in shapes]
+        copies += averages_in(self._local)
+        self._notes = StepNotes(self._local, self._stepping, models, copies if self._run.steps else [])
+        if not self._run.steps:
+            self._notes.left_out |= {one.words: None for one in copies}
         for one in self._known:
             self._watch(one)
         self._start_step()
@@ -168,9 +184,8 @@ class ScriptGradients(Listener):
         """A step and what follows it are done."""
         self._forward.close()
         step, calls = self._step, max(self._step.backwards, 1)
-        own = [p for p in self._local if p.name in step.about]
-        gradients = Noted(own, [*step.about.values()], step.gradients, step.gradients, calls)
-        self._noted[f"{GRADIENT} {self._number}"] = gradients
+        own, taken = [p for p in self._local if p.name in step.about], step.gradients
+        self._noted[f"{GRADIENT} {self._number}"] = Noted(own, [*step.about.values()], taken, taken, calls)
         if self._number >= 1 and self._run.steps:
             self._noted |= self._notes.end(self._number, calls)
         if self._number == 1:
@@ -191,9 +206,10 @@ class ScriptGradients(Listener):
         step = self._step
         self._look_at_weights([p for p in self._local if p.offset is None])  # before SAM moves them; FSDP1's are whole
         if step.before_clip is not None:
-            step.is_doubtful = step.is_doubtful or not step.is_taken
+            step.is_doubtful |= not step.is_taken
             step.before_clip = None
-        step.backwards += 0 if step.stepped else 1
+        if not step.stepped:
+            step.backwards += 1
         if not self._raised:
             scale_gradients(self._local, self._run.scale)  # what a forgotten zero_grad has left
             self._raised = True
@@ -225,14 +241,14 @@ class ScriptGradients(Listener):
         if not self._step.stepped:
             self._step = _Step()
 
-    def _looked_at(self, local: Sequence[LocalParameter]) -> dict[str, Tensor]:
+    def _looked_at(self, local: LocalParameters) -> Sketched:
         """Return the sketches of gradients, whose scale is taken off for good."""
         times = 1 / self._run.scale if self._raised else 1.0
         found = {name: times * sketch for name, sketch in local_gradients(local).items()}
         self._lower()
         return found
 
-    def _turn(self, own: Sequence[LocalParameter], factor: float = 1.0) -> None:
+    def _turn(self, own: LocalParameters, factor: float = 1.0) -> None:
         """Move gradients up and down, if this run is to, once in a step."""
         if sizes := self._run.sizes.get(f"{GRADIENT} {self._number}"):
             own = [p for p in own if p.name not in self._step.turned]
@@ -245,17 +261,17 @@ class ScriptGradients(Listener):
             scale_gradients(self._with_masters(self._local), 1 / self._run.scale)
             self._raised = False
 
-    def _with_masters(self, own: Sequence[LocalParameter]) -> list[LocalParameter]:
+    def _with_masters(self, own: LocalParameters) -> list[LocalParameter]:
         """Return these parameters, and their master weights whose gradients are copies by now."""
-        names = {p.name for p in own}
-        masters = [
-            master
-            for p, master in zip(self._local, self._notes.stepped, strict=True)
-            if master is not p and p.name in names and not _shares(p.gradient(), master.gradient())
-        ]
-        return [*own, *masters]
+        names, found = {p.name for p in own}, [*own]
+        for p, master in zip(self._local, self._notes.stepped, strict=True):
+            if master is not p and p.name in names:
+                a, b = p.gradient(), master.gradient()
+                if a is None or b is None or a[1].data_ptr() != b[1].data_ptr():
+                    found.append(master)
+        return found
 
-    def _compare(self, local: Sequence[LocalParameter]) -> None:
+    def _compare(self, local: LocalParameters) -> None:
         """Note whether something has changed gradients since the last clip: in what was saved it would be hidden."""
         then = self._step.after_clip
         if self._run.steps or self._number < 1:
@@ -284,8 +300,15 @@ class ScriptGradients(Listener):
             self._end_step()
         step = self._step
         if optimizer in step.stepped:
-            self._second_step(optimizer)
-        own = self._of(optimizer)
+            if self._run.is_first_step_alone:
+                self._end_step()
+            raise UnsupportedGradientError(
+                f"{type(optimizer).__name__} is about to make a second step before each trained parameter has had one, "
+                "so that steps cannot be counted from outside. Leave --at and --steps away, which gives the gradients "
+                "of the first step, or call gradguard.save_gradients(file, model, step, optimizer=...) in the script."
+            )
+        given = trained_by(optimizer, (*self._local, *self._notes.stepped))
+        own = [p for p in self._in(given) if p.name not in step.about]
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None and float(overflow):
             return  # a fused optimizer leaves the step out by itself
@@ -305,22 +328,13 @@ class ScriptGradients(Listener):
         if self._number == 1 and not self._run.steps and self._is_whole():
             self._end_step()  # before weights change
 
-    def _look_at_weights(self, own: Sequence[LocalParameter]) -> None:
+    def _look_at_weights(self, own: LocalParameters) -> None:
         """Take the weights that the first step begins with, without this run's change."""
         # Through `data`: autograd would take a change between forward and backward for one that is still there.
         if new := [replace(p, parameter=p.parameter.data) for p in own if p.name not in self._weights]:
             self._flip(new, back=True)
             self._weights |= local_weights(new)
             self._flip(new)
-
-    def _second_step(self, optimizer: Optimizer) -> None:
-        if self._run.is_first_step_alone:
-            self._end_step()
-        raise UnsupportedGradientError(
-            f"{type(optimizer).__name__} is about to make a second step before each trained parameter has had one, so "
-            "that steps cannot be counted from outside. Leave --at and --steps away, which gives the gradients of the "
-            "first step, or call gradguard.save_gradients(file, model, step, optimizer=...) in the script."
-        )
 
     def _watch(self, optimizer: Optimizer) -> None:
         """Hear what a step of ``optimizer`` begins with, after the clippers that act within it."""
@@ -345,7 +359,7 @@ class ScriptGradients(Listener):
         masters = zip(self._local, self._notes.stepped, strict=True)
         return [p for p, master in masters if id(p.parameter) in ids or id(master.parameter) in ids]
 
-    def _flip(self, own: Sequence[LocalParameter], *, back: bool = False) -> None:
+    def _flip(self, own: LocalParameters, *, back: bool = False) -> None:
         if self._run.change:
             with torch.no_grad():
                 flip_weights(own, self._run.epsilon, self._run.change, back=back)
@@ -354,10 +368,6 @@ class ScriptGradients(Listener):
         if self._number == 2 - self._run.at:  # later ones are known when they step: to find all takes a while
             self._known = [*self._optimizers()]
         return {id(p) for one in self._known for p in parameters_of(one)}
-
-    def _of(self, optimizer: Optimizer) -> list[LocalParameter]:
-        given = trained_by(optimizer, (*self._local, *self._notes.stepped))
-        return [p for p in self._in(given) if p.name not in self._step.about]
 
     # The file.
 
@@ -371,6 +381,8 @@ class ScriptGradients(Listener):
             raise UnsupportedGradientError(f"no parameter has a gradient at {which}.")
         weights = [self._weights, *([self._weights_then] if self._weights_then else ())]
         epsilon = whole.epsilon(set().union(*self._dtypes))
+        left = [p.name for p in self._local if p.name not in first.about and p.parameter.requires_grad]
+        not_stepped = [f"{name}, which is in no optimizer" for name in left]
         stages = ComparedStages()
         run = {name: stages.add(name, one) for name, one in self._noted.items()}
         saved = whole.saved(
@@ -386,21 +398,9 @@ class ScriptGradients(Listener):
             clipped=any(gathered(first.is_doubtful)),
             settings=gathered_settings(self._notes.settings),
             stages=stages.saved(run, epsilon),
-            left_out=gathered_words(self._notes.left_out | self._not_stepped(first)),
+            left_out=gathered_words([*self._notes.left_out, *not_stepped]),
         )
         self._runs.end(saved)
-
-    def _not_stepped(self, step: _Step) -> dict[str, None]:
-        """Return the trained parameters that are in no optimizer, in words."""
-        left = [p.name for p in self._local if p.name not in step.about and p.parameter.requires_grad]
-        return {f"{name}, which is in no optimizer": None for name in left}
-
-    def _copies_of(self, trained: Sequence[nn.Module]) -> list[KeptTensors]:
-        """Return other models with as many weights of the same shapes, and averages that are no models."""
-        shapes = [_shapes_of(root) for root in trained]
-        copies = [one for one in self._modules() if one not in trained and _shapes_of(one) in shapes]
-        words = "the weights of a second model, {} (an average, a target?)"
-        return [*(kept_by(one, words) for one in copies), *averages_in(self._local)]
 
     def _refused(self, act: Callable[[], None]) -> None:
         """Run ``act``; what it refuses ends the script."""
@@ -411,18 +411,8 @@ class ScriptGradients(Listener):
             self._runs.end(None, f"rank {rank}: {error}" if world > 1 else str(error))
 
 
-def _shares(a: tuple[Any, Tensor] | None, b: tuple[Any, Tensor] | None) -> bool:
-    """Tell whether two gradients are one in memory."""
-    return a is not None and b is not None and a[1].data_ptr() == b[1].data_ptr()
-
-
 def _shapes_of(root: nn.Module) -> Counter[torch.Size]:
     return Counter(p.shape for p in root.parameters())
-
-
-def _ids_of(root: nn.Module) -> set[int]:
-    """Return the identities of a model's parameters, and of the master weights that they name."""
-    return {id(one) for p in root.parameters() for one in (p, getattr(p, "main_param", None)) if one is not None}
 
 
 def _named(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module, list[LocalParameter]]]:

@@ -74,24 +74,24 @@ class LocalParameter:
         return shard, local
 
 
-def _placed(placed: Placed, parameter: Tensor) -> LocalParameter:
-    """Return a parameter whose part of a whole the user's ``shard_of`` tells."""
+LocalParameters = Sequence[LocalParameter]
+
+
+def _local_parameter(name: str, parameter: Tensor, place_of: ShardOf | None = None) -> LocalParameter:
+    """Return a parameter with its part of a whole, as the user's ``shard_of`` or else its layout tells."""
+    placed = place_of(name) if place_of else None
+    if placed is None:
+        return LocalParameter(name, parameter, shard_of(parameter))
     name, shape, begin = placed
     own = local_part(parameter).shape
-    fits = len(shape) == len(begin) == len(own)
-    if not fits or not all(0 <= b <= b + n <= s for b, n, s in zip(begin, own, shape, strict=True)):
+    blocks = [*zip(begin, own, shape, strict=False)]
+    if not len(shape) == len(begin) == len(own) or any(not 0 <= b <= b + n <= s for b, n, s in blocks):
         raise InvalidValueError(
             f"shard_of: {name} of shape {list(shape)} has no part of shape {list(own)} at {list(begin)}. Expected the "
             "whole name, the whole shape, and where this process' part begins."
         )
-    blocks = zip(begin, own, shape, strict=True)
     along = [None if n == s else torch.arange(b, b + n, device="cpu") for b, n, s in blocks]
     return LocalParameter(name, parameter, cut_along(shape, along), is_given=True)
-
-
-def _local_parameter(name: str, parameter: Tensor, place_of: ShardOf | None = None) -> LocalParameter:
-    placed = place_of(name) if place_of else None
-    return LocalParameter(name, parameter, shard_of(parameter)) if placed is None else _placed(placed, parameter)
 
 
 def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalParameter]:
@@ -107,23 +107,25 @@ def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalPa
     for module in model.modules():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
-    parameters = _flat_ones(model)
-    known = {id(one.parameter) for one in parameters}
-    named = [(name, p) for name, p in named_parameters(model) if p.requires_grad and id(p) not in known]
+    flat, named = _parameters_of(model, trained=True)
     for (name, p), is_flat in zip(named, flattened_by_fsdp1([p for _, p in named]), strict=True):
         if is_flat:
             raise UnsupportedGradientError(f"{name} belongs to FSDP1 outside this model: pass the root module.")
         if p.is_complex():
             raise UnsupportedGradientError(f"{name} is {p.dtype}: expected real and dense parameters.")
-        parameters.append(_local_parameter(name, p, place_of))
-    return parameters
+    return [*flat, *(_local_parameter(name, p, place_of) for name, p in named)]
 
 
 def frozen_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalParameter]:
     """Return this process' parts of the parameters that are not trained; complex and packed ones are left out."""
-    known = {id(one.parameter) for one in _flat_ones(model)}
-    named = [(n, p) for n, p in named_parameters(model) if not p.requires_grad and id(p) not in known]
-    return [_local_parameter(n, p, place_of) for n, p in named if _is_plain(p)]
+    return [_local_parameter(n, p, place_of) for n, p in _parameters_of(model, trained=False)[1] if _is_plain(p)]
+
+
+def _parameters_of(model: nn.Module, trained: bool) -> tuple[list[LocalParameter], list[tuple[str, Tensor]]]:
+    """Return the parameters that FSDP1 has flattened, and by name those others that are trained, or are not."""
+    flat = [LocalParameter(*held) for held in FlatParameters().held_apart(model)]
+    known = {id(one.parameter) for one in flat}
+    return flat, [(n, p) for n, p in named_parameters(model) if p.requires_grad is trained and id(p) not in known]
 
 
 def local_buffers(model: nn.Module, front: str = "") -> list[LocalParameter]:
@@ -133,24 +135,16 @@ def local_buffers(model: nn.Module, front: str = "") -> list[LocalParameter]:
     return [_local_parameter(f"{BUFFER}{front}{plain[n]}", b) for n, b in named.items() if b.numel() and _is_plain(b)]
 
 
-def of_one_shape(tensors: Sequence[LocalParameter]) -> list[LocalParameter]:
+def of_one_shape(tensors: LocalParameters) -> list[LocalParameter]:
     """Return the tensors without the buffers whose shape differs from process to process."""
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-    for of_one in gathered({p.name: tuple(p.parameter.shape) for p in tensors if p.name.startswith(BUFFER)}):
-        for name, shape in of_one.items():
-            shapes.setdefault(name, set()).add(shape)
-    return [p for p in tensors if len(shapes.get(p.name, ())) <= 1]
+    everywhere = gathered({p.name: tuple(p.parameter.shape) for p in tensors if p.name.startswith(BUFFER)})
+    return [p for p in tensors if len({shapes[p.name] for shapes in everywhere if p.name in shapes}) <= 1]
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the numbers of a tensor can be read: it is real and dense, and its class packs nothing."""
     is_packed = hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor)
     return tensor.layout is torch.strided and not (tensor.is_complex() or tensor.is_quantized or is_packed)
-
-
-def _flat_ones(model: nn.Module) -> list[LocalParameter]:
-    held = FlatParameters().held_apart(model)
-    return [LocalParameter(one.name, one.holder, one.shard, one.offset) for one in held]
 
 
 @dataclass(frozen=True)
@@ -192,15 +186,15 @@ def gathered_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: of for of_rank in gathered(settings) for name, of in of_rank.items()}
 
 
-def agree_on(local: Sequence[LocalParameter]) -> dict[str, Whole]:
+def agree_on(local: LocalParameters) -> dict[str, Whole]:
     """Return every parameter of the whole model, by name, the same on all processes.
 
     Raises:
         UnsupportedGradientError: If the parts of one do not make a whole, or are of several.
     """
     wholes: dict[str, Whole] = {}
-    shards = [(p.name, p.weights()[0]) for p in local]
-    for rank, told in enumerate(gathered([(name, shard.shape, shard.key) for name, shard in shards])):
+    own = [(p.name, shard.shape, shard.key) for p in local for shard, _ in [p.weights()]]
+    for rank, told in enumerate(gathered(own)):
         for name, shape, key in told:
             whole = wholes.setdefault(name, Whole(name, shape, {}))
             if whole.shape != shape or rank in whole.holders:
@@ -209,8 +203,13 @@ def agree_on(local: Sequence[LocalParameter]) -> dict[str, Whole]:
                     f"one parameter, or several of one name? {_SAY}"
                 )
             whole.holders[rank] = key
-    for whole in wholes.values():
-        _check_complete(whole)
+    for name, whole in wholes.items():
+        there, total = sum(math.prod(key[0]) for key in set(whole.holders.values())), math.prod(whole.shape)
+        if there != total:
+            raise UnsupportedGradientError(
+                f"the processes hold {there:,} of the {total:,} elements of {name}: the rest may be on processes that "
+                f"have not called save_gradients. {_SAY}"
+            )
     return wholes
 
 
@@ -218,12 +217,3 @@ TASK = "compare gradients"
 """For the message of a collective to which a process does not come."""
 
 _SAY = "Say with shard_of=lambda name: (whole name, whole shape, where this rank's part begins)."
-
-
-def _check_complete(whole: Whole) -> None:
-    there = sum(math.prod(key[0]) for key in set(whole.holders.values()))
-    if there != math.prod(whole.shape):
-        raise UnsupportedGradientError(
-            f"the processes hold {there:,} of the {math.prod(whole.shape):,} elements of {whole.name}: the rest may be "
-            f"on processes that have not called save_gradients. {_SAY}"
-        )

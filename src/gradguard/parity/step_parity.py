@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,9 +34,16 @@ from gradguard.parity.saved import (
     after_step,
 )
 from gradguard.parity.scales import ScriptRun
-from gradguard.parity.shards import LocalParameter, gathered_settings, gathered_words, local_buffers, of_one_shape
-from gradguard.parity.vectors import Vector, norm
-from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
+from gradguard.parity.shards import (
+    LocalParameter,
+    LocalParameters,
+    gathered_settings,
+    gathered_words,
+    local_buffers,
+    of_one_shape,
+)
+from gradguard.parity.vectors import norm
+from gradguard.parity.whole import Sketched, Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
 from gradguard.state.optimizer_copy import OptimizerCopy
 from gradguard.state.snapshot_parts import OtherState
@@ -51,9 +59,9 @@ class TrainingState:
         others: Objects with ``state_dict`` and ``load_state_dict``, such as a scheduler or a GradScaler.
     """
 
-    def __init__(self, local: Sequence[LocalParameter], optimizers: Sequence[Optimizer], others: Sequence[Any]) -> None:
-        self._weights, copier = [one.parameter for one in local], Copier()
-        self._kept = [copier.tensor(p) for p in self._weights]
+    def __init__(self, local: LocalParameters, optimizers: Sequence[Optimizer], others: Sequence[Any]) -> None:
+        copier = Copier()
+        self._kept = [(one.parameter, copier.tensor(one.parameter)) for one in local]
         self._optimizers = [OptimizerCopy(one) for one in optimizers]
         self._others = list(map(OtherState, others))
         for part in (*self._optimizers, *self._others):
@@ -64,15 +72,13 @@ class TrainingState:
     def restore(self) -> None:
         """Make everything as it was, to the last bit."""
         restorer = Restorer()
-        for p, kept in zip(self._weights, self._kept, strict=True):
+        for p, kept in self._kept:
             restorer.write(kept, p)
             p.grad = None
-        for one in self._optimizers:
-            one.restore(restorer)
-            for p in one.parameters.values():
-                p.grad = None
-        for other in self._others:
-            other.restore(restorer)
+        for part in (*self._optimizers, *self._others):
+            part.restore(restorer)
+        for p in chain(*(one.parameters.values() for one in self._optimizers)):
+            p.grad = None
         self.restore_scalers()
 
     def restore_scalers(self) -> None:
@@ -83,7 +89,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Noted:
-    """The part of one stage of one run that this process sees.
+    """The part of one stage of one run that this process sees; `of` describes its tensors.
 
     Attributes:
         tensors: This process' parts of the stage's tensors.
@@ -93,23 +99,31 @@ class Noted:
         calls: How many backward passes add to a gradient.
     """
 
-    tensors: Sequence[LocalParameter]
+    tensors: LocalParameters
     about: Sequence[SavedParameter]
-    sketches: Mapping[str, Tensor]
-    copies: Mapping[str, Tensor]
+    sketches: Sketched
+    copies: Sketched
     calls: int
 
+    @classmethod
+    def of(
+        cls, tensors: LocalParameters, calls: int, sketches: Sketched | None = None, copies: Sketched | None = None
+    ) -> "Noted":
+        """Return the part of a stage that this process sees.
 
-def noted(
-    tensors: Sequence[LocalParameter],
-    sketches: Mapping[str, Tensor],
-    calls: int,
-    copies: Mapping[str, Tensor] | None = None,
-) -> Noted:
-    """Return the part of a stage that this process sees; the ``copies`` are the sketches where none are given."""
-    told = [replace(about(p), has_gradient=p.name in sketches) for p in tensors]
-    copies = {name: one for name, one in (copies or sketches).items() if not name.startswith(BUFFER)}
-    return Noted(tensors, told, sketches, copies, calls)  # of buffers each rank may have its own
+        Args:
+            tensors: This process' parts of the stage's tensors.
+            calls: How many backward passes add to a gradient.
+            sketches: Those of the tensors as they are where none are given.
+            copies: The sketches where none are given.
+
+        Returns:
+            The part.
+        """
+        sketches = local_weights(tensors) if sketches is None else sketches
+        told = [replace(about(p), has_gradient=p.name in sketches) for p in tensors]
+        copies = {name: one for name, one in (copies or sketches).items() if not name.startswith(BUFFER)}
+        return cls(tensors, told, sketches, copies, calls)  # of buffers each rank may have its own
 
 
 class StepNotes:
@@ -131,7 +145,7 @@ class StepNotes:
 
     def __init__(
         self,
-        local: Sequence[LocalParameter],
+        local: LocalParameters,
         optimizers: Sequence[Optimizer],
         models: Sequence[tuple[str, nn.Module]],
         others: Sequence[KeptTensors] = (),
@@ -140,15 +154,14 @@ class StepNotes:
         self.stepped = [_master(p) for p in local]
         self.settings: dict[str, dict[str, float]] = {}
         self.left_out = {one.words: None for one in others if not [*self._averages(0, one)]}
-        self._before: dict[str, Tensor] = {}
-        self.taken: dict[str, Tensor] = {}
+        self._before: Sketched = {}
+        self.taken: Sketched = {}
         if optimizers:
             _schedulers.look()
 
     def start(self) -> Noted:
         """Note the state before the first forward, which changes buffers."""
-        states = [*self._states(), *self._copies()]
-        return noted(states, local_weights(states), 1)
+        return Noted.of([*self._states(), *self._copies()], 1)
 
     def before_update(self) -> None:
         """Note the weights that the next step changes."""
@@ -169,15 +182,14 @@ class StepNotes:
     def end(self, t: int, calls: int) -> dict[str, Noted]:
         """Return the stages of step ``t`` that follow its gradients, whose update is done."""
         held = [p for p in self.stepped if p.name in self.taken]
-        states, copies = [*self._states()], [*self._copies()]
         now = local_weights(self.stepped)
         change = {name: weights - self._before[name] for name, weights in now.items()}
         self._note_settings(t)
         return {
-            f"gradient that the optimizer takes at step {t}": noted(held, self.taken, calls),
-            f"{STATE} after step {t}": noted(states, local_weights(states), calls),
-            f"{UPDATE} {t}": noted(self.stepped, change, calls, now),
-            f"{COPIES} after step {t}": noted(copies, local_weights(copies), calls),
+            f"gradient that the optimizer takes at step {t}": Noted.of(held, calls, self.taken),
+            f"{STATE} after step {t}": Noted.of([*self._states()], calls),
+            f"{UPDATE} {t}": Noted.of(self.stepped, calls, change, now),
+            f"{COPIES} after step {t}": Noted.of([*self._copies()], calls),
         }
 
     def _note_settings(self, t: int) -> None:
@@ -232,40 +244,36 @@ class StepNotes:
                     yield one
 
 
-@dataclass
-class _Stage:
-    """One stage, as the first run tells it, without the sketches of a run."""
-
-    whole: WholeParameters
-    tensors: Sequence[SavedParameter]
-    contrasts: list[Sketches]
-    copies: Sketches
-
-
 class ComparedStages:
     """The stages of several runs, as all processes agree on them; all of them must call `add`."""
 
     def __init__(self) -> None:
-        self._stages: dict[str, _Stage] = {}
+        self._wholes: dict[str, WholeParameters] = {}
+        self._first: dict[str, SavedGradients] = {}  # which says what the tensors of a stage are, with their copies
 
     def add(self, name: str, of_process: Noted) -> Sketches:
         """Return the sketches of one stage of one run; the first run says what its tensors are."""
-        if name not in self._stages:
+        if name not in self._first:
             tensors = of_one_shape(of_process.tensors)
             whole, kept = WholeParameters(tensors, may_be_none=True), {p.name for p in tensors}
             told = whole.about([one for one in of_process.about if one.name in kept], of_process.calls)
             copies = of_process.copies
-            self._stages[name] = _Stage(whole, told, whole.contrasts(copies), whole.reduced(copies))
-        return self._stages[name].whole.reduced(of_process.sketches)
+            tables = {"contrasts": whole.contrasts(copies), "gradient": [whole.reduced(copies)]}
+            self._wholes[name], self._first[name] = whole, SavedGradients(told, tables)
+        return self._wholes[name].reduced(of_process.sketches)
 
     def saved(self, run: Mapping[str, Sketches], epsilon: float) -> dict[str, SavedGradients]:
         """Return the stages of one run, in order."""
         found = {}
-        for name, stage in self._stages.items():
-            if stage.tensors or name == START:
-                tables = {"gradient": [run[name]], "contrasts": stage.contrasts}
-                tensors = tuple(_with_floor(name, stage, i, sketch) for i, sketch in enumerate(run[name]))
-                found[name] = SavedGradients(tensors, tables, epsilon=epsilon)
+        for name, first in self._first.items():
+            if first.parameters or name == START:
+                tables = {"gradient": [run[name]], "contrasts": first.sketches["contrasts"]}
+                tensors = [*first.parameters]
+                for i, change in enumerate(run[name] if name.startswith(UPDATE) else ()):
+                    if size := norm(change):  # a change of weights is known no better than their dtype stores them
+                        stored = tensors[i].weight_rounding * norm(first.sketches["gradient"][0][i]) / size
+                        tensors[i] = replace(tensors[i], rounding=min(1.0, max(tensors[i].rounding, stored)))
+                found[name] = SavedGradients(tuple(tensors), tables, epsilon=epsilon)
         return found
 
 
@@ -284,25 +292,20 @@ def check_updates(runs: Sequence[SavedGradients]) -> None:
             )
 
 
-def _with_floor(name: str, stage: _Stage, i: int, sketch: Vector) -> SavedParameter:
-    """A change of weights is known no better than their own dtype stores them."""
-    tensor, change = stage.tensors[i], norm(sketch)
-    if not name.startswith(UPDATE) or not change:
-        return tensor
-    stored = tensor.weight_rounding * norm(stage.copies[i]) / change
-    return replace(tensor, rounding=min(1.0, max(tensor.rounding, stored)))
-
-
 class TrainingSteps:
     """Follows a run from the gradients of its first step through several updates.
 
     Args:
         local: This process' parts of the model's parameters.
         optimizers: Those that step.
-        update: Turns gradients into weights: the clip, the optimizers' steps, setting gradients to None.
+        update: Turns gradients into weights: the clip, the optimizers' steps, setting gradients to None. By default
+            the latter two.
         steps: How many to follow.
         others: Further objects that ``update`` changes.
         model: The model, for its buffers; None to leave them out.
+
+    Attributes:
+        restore: Puts weights and optimizers back.
 
     Raises:
         UnsupportedGradientError: If an optimizer steps tensors that are neither parameters of the model nor their
@@ -311,9 +314,9 @@ class TrainingSteps:
 
     def __init__(
         self,
-        local: Sequence[LocalParameter],
+        local: LocalParameters,
         optimizers: Sequence[Optimizer],
-        update: Callable[[], Any],
+        update: Callable[[], Any] | None,
         steps: int,
         others: Sequence[Any],
         model: nn.Module | None,
@@ -327,15 +330,12 @@ class TrainingSteps:
         found = [one for one in (*schedulers_of(optimizers), *alive(torch.amp.GradScaler)) if one not in others]
         self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
+        self.restore = self._state.restore
         self._scale, self._unscaled = 1.0, set[int]()
         self._notes.left_out |= {one.words: None for one in averages_in(local, others)}
         if model is None:
             self._notes.left_out["buffers, because of shard_of="] = None
         self._start: Sketches = []
-
-    def restore(self) -> None:
-        """Put weights and optimizers back."""
-        self._state.restore()
 
     def first_step(self) -> AbstractContextManager[None]:
         """Return `hearing` for a run of the first step, before which another may have run without its update."""
@@ -364,7 +364,7 @@ class TrainingSteps:
             known = (one.get_scale() for one in self._scalers)  # a loss of 16 bits is rounded
             self._scale = next((one for one in known if math.isclose(one, times, rel_tol=1e-2)), times)
 
-    def unscaled_gradients(self) -> dict[str, Tensor]:
+    def unscaled_gradients(self) -> Sketched:
         """Return the sketch of each part's gradient without the loss scale, by name."""
         scales = self.loss_scales
         return {name: sketch / scales[name] for name, sketch in local_gradients(self._local).items()}
@@ -394,7 +394,7 @@ class TrainingSteps:
                     again()
             scale_gradients(self._local, 1 / how.scale)
             name = f"{GRADIENT} {t}"
-            run[name] = self._stages.add(name, noted(self._local, self.unscaled_gradients(), calls))
+            run[name] = self._stages.add(name, Noted.of(self._local, calls, self.unscaled_gradients()))
             if sizes := how.sizes.get(name):
                 add_signs(self._local, {n: scale * sizes.get(n, 0.0) for n, scale in self.loss_scales.items()}, t)
             self._notes.before_update()
@@ -416,7 +416,13 @@ class TrainingSteps:
         """Run the update, and note the gradients that optimizers take."""
         hooks = [EveryStep(self._notes.take, lambda _: None, optimizer=one) for one in self._optimizers]
         try:
-            self._update()
+            if self._update is not None:
+                self._update()
+            else:
+                for one in self._optimizers:
+                    one.step()
+                for one in self._optimizers:
+                    one.zero_grad()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -427,7 +433,7 @@ class TrainingSteps:
             )
 
 
-def trained_by(optimizer: Optimizer, own: Sequence[LocalParameter]) -> set[int]:
+def trained_by(optimizer: Optimizer, own: LocalParameters) -> set[int]:
     """Return the identities of an optimizer's trained parameters.
 
     Raises:

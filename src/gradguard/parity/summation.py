@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def most_of_sums(rounding: float, calls: int) -> float:
     return rounding * calls / 2 if calls > 1 else 0.0
 
 
+@dataclass
 class Backwards:
     """The backward passes of this thread inside a block.
 
@@ -56,16 +58,8 @@ class Backwards:
         count: How many there were; one that another one begins is part of that.
     """
 
-    def __init__(self, scale: float) -> None:
-        self.scale, self.count = scale, 0
-
-    def gradient_at(self, tensors: Any) -> Any:
-        """Return the gradient at each loss; None, which is 1, where PyTorch must refuse what is no loss."""
-        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        are_losses = all(isinstance(one, Tensor) and one.numel() == 1 and one.is_floating_point() for one in losses)
-        if self.scale == 1 or not are_losses:
-            return None
-        return [torch.full_like(loss, self.scale, memory_format=torch.preserve_format) for loss in losses]
+    scale: float
+    count: int = 0
 
 
 def _backward(original: Callable[..., Any], tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +67,12 @@ def _backward(original: Callable[..., Any], tensors: Any, gradients: Any = None,
     gradients = kwargs.pop("grad_tensors", gradients)
     if watched is not None:
         watched.count += 1
-        gradients = watched.gradient_at(tensors) if gradients is None else gradients
+        if gradients is None and watched.scale != 1:
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            # What is no loss PyTorch must refuse itself.
+            if all(isinstance(one, Tensor) and one.numel() == 1 and one.is_floating_point() for one in tensors):
+                preserved = torch.preserve_format
+                gradients = [torch.full_like(loss, watched.scale, memory_format=preserved) for loss in tensors]
     return original(tensors, gradients, *args, **kwargs)
 
 

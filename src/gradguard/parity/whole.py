@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,13 +16,16 @@ from gradguard.distributed.processes import rank_and_size, sum_over
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.backward_replay import epsilon_of
 from gradguard.parity.saved import SavedGradients, SavedParameter
-from gradguard.parity.shards import TASK, LocalParameter, Whole, agree_on, gathered, gathered_settings
+from gradguard.parity.shards import TASK, LocalParameter, LocalParameters, Whole, agree_on, gathered, gathered_settings
 from gradguard.parity.summation import most_of_sums, rounding_of_sums
 from gradguard.tensors.matmul_precision import Kind
 from gradguard.tensors.sketch import HASH_VERSION, ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
 
 Sketches = list[list[float]]
 """For each parameter, in the order of `WholeParameters.wholes`, its sums."""
+
+Sketched = dict[str, Tensor]
+"""The sketches of this process' parts, by name."""
 
 _CONTRASTS = 2
 
@@ -41,7 +45,7 @@ class WholeParameters:
         UnsupportedGradientError: If the parts of one do not make a whole.
     """
 
-    def __init__(self, local: Sequence[LocalParameter], *, may_be_none: bool = False) -> None:
+    def __init__(self, local: LocalParameters, *, may_be_none: bool = False) -> None:
         self.wholes = agree_on(local)
         if not self.wholes and not may_be_none:
             raise InvalidValueError("the model has no parameter that requires a gradient, so there is nothing to save.")
@@ -51,22 +55,25 @@ class WholeParameters:
 
     # Sketches, the same on all processes.
 
-    def reduced(self, own: Mapping[str, Tensor], times: float = 1.0) -> Sketches:
+    def reduced(self, own: Sketched, times: float = 1.0) -> Sketches:
         """Return the sketches of the wholes, of what `local_gradients` has returned on each process, ``times`` that."""
-        return self._sum(times * self._weighted(own, self._share))
+        return sum_over(times * self._weighted(own, self._share), task=TASK).tolist()
 
-    def contrasts(self, own: Mapping[str, Tensor]) -> list[Sketches]:
-        """Return sums over the copies of ranks with weights that add up to 0."""
-        return [self._contrast(own, which) for which in range(_CONTRASTS)]
+    def contrasts(self, own: Sketched, count: int = _CONTRASTS) -> list[Sketches]:
+        """Return ``count`` sums over the copies of ranks, with weights that add up to 0."""
+        return [
+            sum_over(self._weighted(own, partial(_contrast, rank=self._rank, which=which)), task=TASK).tolist()
+            for which in range(count)
+        ]
 
-    def weights(self, own: Mapping[str, Tensor]) -> Sketches:
+    def weights(self, own: Sketched) -> Sketches:
         """Return the sketches of the weights, of what `local_weights` has returned.
 
         Raises:
             UnsupportedGradientError: If ranks hold other copies of one parameter.
         """
         found = self.reduced(own)
-        for name, sketch, contrast in zip(self.wholes, found, self._contrast(own, 0), strict=True):
+        for name, sketch, contrast in zip(self.wholes, found, *self.contrasts(own, 1), strict=True):
             size = math.hypot(*sketch)
             if math.isfinite(size) and math.hypot(*contrast) > 1e-9 * size:
                 raise UnsupportedGradientError(
@@ -85,23 +92,17 @@ class WholeParameters:
                 part, values = gradient
                 own = row_sketches(part.pieces(values), whole.shape[0], math.prod(whole.shape[1:]), values.device)
                 table += own.to(self._device) * self._share(whole)
-        return self._sum(times * table)
+        return sum_over(times * table, task=TASK).tolist()
 
     def _share(self, whole: Whole) -> float:
         return 1 / len(whole.sharers(self._rank))
 
-    def _contrast(self, own: Mapping[str, Tensor], which: int) -> Sketches:
-        return self._sum(self._weighted(own, lambda whole: _contrast(whole, self._rank, which)))
-
-    def _weighted(self, own: Mapping[str, Tensor], weight: Callable[[Whole], float]) -> Tensor:
+    def _weighted(self, own: Sketched, weight: Callable[[Whole], float]) -> Tensor:
         table = torch.zeros(len(self.wholes), SUMS, dtype=torch.float64, device=self._device)
         for i, (name, whole) in enumerate(self.wholes.items()):
             if name in own:
                 table[i] = own[name].to(self._device) * weight(whole)
         return table
-
-    def _sum(self, table: Tensor) -> Sketches:
-        return sum_over(table, task=TASK).tolist()
 
     # What else is worth knowing.
 
@@ -153,22 +154,19 @@ class WholeParameters:
             facts: Numbers that a factor may be; the world size and the sizes of meshes are known.
             **about: Other fields.
         """
-        facts = {**self._facts(), **facts}
-        return SavedGradients(tuple(parameters), sketches, facts=facts, hash_version=HASH_VERSION, **about)
-
-    def _facts(self) -> dict[str, float]:
         known = {"world size": float(self._world)}
         for placement in placements_of([parameter.parameter for parameter in self._local]):
             known |= {f"size of {name}": float(size) for name, size in placement.sizes.items()}
-        return gathered_settings(known)
+        facts = {**gathered_settings(known), **facts}
+        return SavedGradients(tuple(parameters), sketches, facts=facts, hash_version=HASH_VERSION, **about)
 
 
-def local_weights(local: Sequence[LocalParameter]) -> dict[str, Tensor]:
+def local_weights(local: LocalParameters) -> Sketched:
     """Return the sketch of each part's weights, by name."""
     return {p.name: _sketch(*p.weights()) for p in local}
 
 
-def local_gradients(local: Sequence[LocalParameter]) -> dict[str, Tensor]:
+def local_gradients(local: LocalParameters) -> Sketched:
     """Return the sketch of each part's gradient, by name."""
     return {p.name: _sketch(*found) for p in local if (found := p.gradient()) is not None}
 

@@ -4,6 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,17 +142,11 @@ class Batches:
         Raises:
             InvalidValueError: If the step is not in the ring.
         """
-        rank, _ = rank_and_size()
-        return tuple(
-            MicroBatch(
-                step,
-                rank,
-                number,
-                tuple(one.ids.tolist()) if isinstance(one.ids, Tensor) else one.ids,
-                None if one.loss is None else float(one.loss),
-            )
-            for number, one in enumerate(self._of(step))
-        )
+        rank, found = rank_and_size()[0], list[MicroBatch]()
+        for number, one in enumerate(self._of(step)):
+            ids = tuple(one.ids.tolist()) if isinstance(one.ids, Tensor) else one.ids
+            found.append(MicroBatch(step, rank, number, ids, None if one.loss is None else float(one.loss)))
+        return tuple(found)
 
     def content(self, step: int, number: int) -> tuple[Any, dict[str, Any]]:
         """Return a batch that was kept, and the states of the random generators before it.
@@ -159,9 +154,8 @@ class Batches:
         Raises:
             InvalidValueError: If the batch was not kept, or was changed in place.
         """
-        kept = self._of(step)
-        one = kept[number] if 0 <= number < len(kept) else None
-        if one is None or one.content is None or one.generators is None:
+        one = dict(enumerate(self._of(step))).get(number, _Kept(None))
+        if one.content is None or one.generators is None:
             raise InvalidValueError(
                 f"micro-batch {number} of step {step} was not kept. Make Batches(keep=True), and let SampleIds(loader, "
                 "batches) tell it, or say batches.saw(ids, batch=batch)."
@@ -285,10 +279,7 @@ class SampleIds:
 
     def __iter__(self) -> Iterator[Any]:
         for yielded in self.loader:
-            if self.ids_of is None:
-                ids, batch = yielded  # in a list, if a thread has pinned it
-            else:
-                ids, batch = self.ids_of(yielded), yielded
+            ids, batch = yielded if self.ids_of is None else (self.ids_of(yielded), yielded)  # a list, if pinned
             self.batches.saw(ids, batch=batch)
             yield batch
 
@@ -337,13 +328,9 @@ class _StatefulIndexed(_Indexed):
         self.indexed_dataset.load_state_dict(state_dict)
 
 
-class _Collate:
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
-        self.collate_fn = collate_fn
-
-    def __call__(self, indexed: tuple[Any, Any]) -> tuple[Any, Any]:
-        index, samples = indexed
-        return index, self.collate_fn(samples)
+def _collated(collate_fn: Callable[[Any], Any], indexed: tuple[Any, Any]) -> tuple[Any, Any]:
+    index, samples = indexed
+    return index, collate_fn(samples)
 
 
 def _with_indices(loader: Any) -> Any:
@@ -366,5 +353,5 @@ def _with_indices(loader: Any) -> Any:
         raise InvalidValueError("the loader has begun already: make SampleIds(loader, batches) before its first batch.")
     kind = _StatefulIndexed if has_state(loader.dataset) else _Indexed
     copied = copy.copy(loader)  # of whatever class it is; a DataLoader does not let one set its parts
-    vars(copied).update(dataset=kind(loader.dataset), collate_fn=_Collate(loader.collate_fn))
+    vars(copied).update(dataset=kind(loader.dataset), collate_fn=partial(_collated, loader.collate_fn))
     return copied

@@ -1,7 +1,7 @@
 """The culprit of a spike: the rank, the micro-batch and its samples, found by their loss."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -141,9 +141,29 @@ def to_leave_out(culprits: Sequence[Culprit]) -> tuple[tuple[MicroBatch, ...], t
 def _culprit(step: int, of_ranks: Sequence[Any], usual: list[float]) -> Culprit:
     here = tuple(one for micro_batches in of_ranks for one in micro_batches)
     if len(usual) < ENOUGH:
-        usual = usual + [one.loss for one in here if one.loss is not None and math.isfinite(one.loss)]
-    scores = tuple(None if one.loss is None or len(usual) < ENOUGH else deviations(one.loss, usual) for one in here)
-    blamed, reason = _judge(here, scores, len(usual))
+        usual = usual + finite(one.loss for one in here)
+    is_usual = len(usual) >= ENOUGH
+    scores = tuple(deviations(one.loss, usual) if is_usual and one.loss is not None else None for one in here)
+    known = [(score, one) for score, one in zip(scores, here, strict=True) if score is not None]
+    out = sorted((pair for pair in known if pair[0] > FAR), key=lambda pair: -pair[0])
+    blamed = tuple(one for _, one in out)
+    if not known:
+        why = f"only {len(usual)} losses are known" if any(one.loss is not None for one in here) else "no loss is known"
+        reason = (
+            f"{why}, and {ENOUGH} tell what is usual: pass each to guard.record_loss(loss) or "
+            "batches.record_loss(loss)."
+        )
+    elif not out:
+        highest = max(score for score, _ in known)
+        reason = f"the loss of no micro-batch stands out (the highest by {highest:.1f} deviations)."
+    elif len(known) > 1 and 2 * len(out) > len(known):
+        blamed = ()
+        reason = f"{len(out)} of {len(known)} micro-batches stand out: the weights, or a change in the data of all."
+    else:
+        score, first = out[0]
+        far = f"a loss of {first.loss:.4g}, {score:.1f} deviations above the usual ones"
+        alone = " It is the only one of the step: the data or the weights." if len(here) == 1 else ""
+        reason = f"micro-batch {first.number} of rank {first.rank} has {far}.{alone}"
     return Culprit(step, blamed, scores, here, reason)
 
 
@@ -157,10 +177,9 @@ def deviations(value: float, usual: Sequence[float], floor: float = 0.05) -> flo
     """
     if not math.isfinite(value):
         return math.inf
+    least = floor * abs(median(usual))
     if min(usual) > 0:
         value, usual, least = math.log(value) if value > 0 else -math.inf, [*map(math.log, usual)], floor
-    else:
-        least = floor * abs(median(usual))
     middle = median(usual)
     spread = max(1.4826 * median(abs(x - middle) for x in usual), least)
     if value == middle:
@@ -177,28 +196,11 @@ def _of_all_ranks(batches: Batches, steps: Sequence[int], group: Any) -> tuple[l
             own.append(batches.of_step(step))
         except GradguardError as error:
             own.append(str(error))
-    told = gather((own, [loss for loss in earlier if loss is not None and math.isfinite(loss)]), group, _TASK)
+    told = gather((own, finite(earlier)), group, _TASK)
     of_steps = list(zip(*(of_rank for of_rank, _ in told), strict=True))
     return of_steps, [loss for _, losses in told for loss in losses]
 
 
-def _judge(here: Sequence[MicroBatch], scores: Sequence[float | None], losses: int) -> tuple[Any, ...]:
-    """Return the blamed micro-batches, and why these."""
-    known = [(score, one) for score, one in zip(scores, here, strict=True) if score is not None]
-    out = sorted((pair for pair in known if pair[0] > FAR), key=lambda pair: -pair[0])
-    if not known:
-        why = f"only {losses} losses are known" if any(one.loss is not None for one in here) else "no loss is known"
-        return (), (
-            f"{why}, and {ENOUGH} tell what is usual: pass each to guard.record_loss(loss) or "
-            "batches.record_loss(loss)."
-        )  # fmt: skip
-    if not out:
-        highest = max(score for score, _ in known)
-        return (), f"the loss of no micro-batch stands out (the highest by {highest:.1f} deviations)."
-    if len(known) > 1 and 2 * len(out) > len(known):
-        return (), f"{len(out)} of {len(known)} micro-batches stand out: the weights, or a change in the data of all."
-    blamed = tuple(one for _, one in out)
-    first = blamed[0]
-    far = f"a loss of {first.loss:.4g}, {out[0][0]:.1f} deviations above the usual ones"
-    alone = " It is the only one of the step: the data or the weights." if len(here) == 1 else ""
-    return blamed, f"micro-batch {first.number} of rank {first.rank} has {far}.{alone}"
+def finite(values: Iterable[float | None]) -> list[float]:
+    """Return the numbers that are known and finite."""
+    return [one for one in values if one is not None and math.isfinite(one)]

@@ -1,6 +1,7 @@
 """The file from which a step can be computed again: its batch, random generators, weights, and batches to compare."""
 
 import errno
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from gradguard.distributed.wrappers import plain_names
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
 from gradguard.files.writing import replacing
 from gradguard.monitoring.record.text import printable
-from gradguard.resilience.batch_iterators import Batches, SampleId
+from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleId
 from gradguard.resilience.culprit import Culprit
 from gradguard.state.copies import Restorer
 from gradguard.state.generators import check_states
@@ -144,19 +145,19 @@ def write_evidence(
     writer = culprit.blamed[0].rank if culprit.blamed else 0
     if writer != rank_and_size()[0]:
         return None
-    numbers = [one.number for one in culprit.blamed if one.rank == writer]
-    numbers = numbers or [one.number for one in batches.of_step(culprit.step)]
-    if not numbers:
+    suspects = [one for one in culprit.blamed if one.rank == writer] or batches.of_step(culprit.step)
+    if not suspects:
         raise InvalidValueError(f"rank {writer} had no batch in step {culprit.step}, so there is nothing to write.")
+    evaluating = [name for name, module in model.named_modules() if model.training and not module.training]
     written = {
         "step": culprit.step,
         "rank": writer,
         "reason": culprit.reason,
-        "suspects": [_batch(batches, culprit.step, number) for number in numbers],
+        "suspects": [_batch(batches, one) for one in suspects],
         "others": _others(batches, culprit.step, others),
         "states": _plain(weights),
         "training": model.training,
-        "eval_modules": _eval_modules(model),
+        "eval_modules": list(plain_names(model, evaluating).values()),
         "versions": {"torch": str(torch.__version__)},
     }
     return _save(written, Path(file))
@@ -198,7 +199,7 @@ def _evidence(found: dict[str, Any]) -> StepEvidence:
     _check(bool, evidence.training)
     for weights in evidence.states.values():
         _check(str, *weights.keys())
-        if not all(map(is_strided, weights.values())):
+        if not all(isinstance(one, Tensor) and one.layout is torch.strided for one in weights.values()):
             raise ValueError("a weight is no ordinary tensor")
     if not evidence.suspects:
         raise ValueError("there is no batch of the spike")
@@ -220,22 +221,20 @@ class EvidenceFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int) -> None:
-        self._folder, self._every = Path(folder), every
-        self._last: int | None = None
+        self._folder, self._every, self._last = Path(folder), every, -math.inf
 
     def write(
         self, batches: Batches, culprit: Culprit, model: nn.Module, older: Mapping[int, Snapshot], before: int | None
     ) -> None:
         """Write ``spike-STEP.pt`` if it is due; all processes call it. Arguments as for `write_evidence`."""
         before_it, self._last = self._last, culprit.step
-        if before_it is not None and culprit.step - before_it < self._every:  # of the same burst, or near it
+        if culprit.step - before_it < self._every:  # of the same burst, or near it
             return
         try:
             weights = {number: gathered_weights(model, snapshot.weights()) for number, snapshot in older.items()}
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_evidence(
-                self._folder / f"spike-{culprit.step}.pt", batches, culprit, model, older=weights, before=before
-            )
+            file = self._folder / f"spike-{culprit.step}.pt"
+            write_evidence(file, batches, culprit, model, older=weights, before=before)
         except (GradguardError, OSError) as error:
             warnings.warn(f"gradguard: no evidence of step {culprit.step} was written: {error}", RuntimeWarning, 2)
 
@@ -258,23 +257,21 @@ def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -
             "StateDictType.FULL_STATE_DICT): model.state_dict(), or use fully_shard."
         )
     state = model.state_dict() if state is None else state
-    state = {name: one for name, one in state.items() if isinstance(one, Tensor)}
-    plain = plain_names(model, list(state))
-    found = {}
-    for name, one in state.items():
-        found[plain[name]] = whole_of(one.detach(), "gather the weights").to("cpu", copy=True)
-    return found
+    tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}
+    plain = plain_names(model, list(tensors))
+    return {
+        plain[name]: whole_of(one.detach(), "gather the weights").to("cpu", copy=True) for name, one in tensors.items()
+    }
 
 
 # What is written.
 
 
-def _batch(batches: Batches, step: int, number: int) -> dict[str, Any]:
-    one = batches.of_step(step)[number]
-    content, generators = batches.content(step, number)
+def _batch(batches: Batches, one: MicroBatch) -> dict[str, Any]:
+    content, generators = batches.content(one.step, one.number)
     return {
-        "step": step,
-        "number": number,
+        "step": one.step,
+        "number": one.number,
         "ids": None if one.ids is None else list(one.ids),
         "loss": one.loss,
         "content": _plain(content),
@@ -290,15 +287,8 @@ def _others(batches: Batches, step: int, count: int) -> list[dict[str, Any]]:
         if len(found) == count:
             break
         with suppress(GradguardError):  # changed in place, or not kept: there are others
-            found.append(_batch(batches, one.step, one.number))
+            found.append(_batch(batches, one))
     return found
-
-
-def _eval_modules(model: nn.Module) -> list[str]:
-    if not model.training:
-        return []
-    names = [name for name, module in model.named_modules() if not module.training]
-    return list(plain_names(model, names).values())
 
 
 def _plain(value: Any) -> Any:
@@ -308,11 +298,6 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return value.detach() if isinstance(value, nn.Parameter) else value
-
-
-def is_strided(value: Any) -> bool:
-    """Tell whether ``value`` is an ordinary tensor."""
-    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _read_batch(written: dict[str, Any]) -> EvidenceBatch:

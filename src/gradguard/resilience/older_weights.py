@@ -1,5 +1,6 @@
 """Weights from before a row of spikes: which snapshots are kept, and the trials in which they may come back."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,11 +25,9 @@ class MeasuredStep:
     @classmethod
     def of(cls, step: int, numbers: Tensor | list[float]) -> "MeasuredStep":
         """Unpack the numbers of a step: five flags, the number of spikes in a row, and the scores."""
-        spike, stands_out, adopted, nonfinite, changed, in_a_row, *scores = (
-            numbers.tolist() if isinstance(numbers, Tensor) else numbers
-        )
-        flags = bool(spike), bool(stands_out), bool(adopted), bool(nonfinite), bool(changed)
-        return cls(step, *flags, int(in_a_row), scores)
+        values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+        spike, stands_out, adopted, nonfinite, changed = map(bool, values[:5])
+        return cls(step, spike, stands_out, adopted, nonfinite, changed, int(values[5]), values[6:])
 
     @property
     def is_bad(self) -> bool:
@@ -77,24 +76,15 @@ class SnapshotShelf:
         snapshot.take()
         self.kept = sorted([*self.kept, KeptSnapshot(step, now, snapshot)], key=lambda kept: kept.step)
 
-    def hold(self, step: int, now: int) -> None:
-        """Take a snapshot for the state after ``step``, which it holds if every later step was a spike."""
-        self.take(step, now)
-        self.held_at = now
-
     def settle(self, step: int) -> None:
         """Note that ``step`` was taken: a snapshot held for an earlier state is of a later one, and is dropped."""
         if step <= self.held_at:
             del self.kept[-1:]
         self.held_at = 0
 
-    def before(self, step: int) -> KeptSnapshot | None:
-        """Return the newest snapshot of a state before ``step``; None if there is none."""
-        return next((kept for kept in reversed(self.kept) if kept.step < step), None)
-
-    def taken_before(self, step: int) -> KeptSnapshot | None:
-        """Return the newest snapshot that was taken before ``step`` began; None if there is none."""
-        return next((kept for kept in reversed(self.kept) if kept.taken < step), None)
+    def before(self, step: float, taken: float = math.inf) -> KeptSnapshot | None:
+        """Return the newest snapshot of a state before ``step``, taken before the step ``taken``; None if none is."""
+        return next((kept for kept in reversed(self.kept) if kept.step < step and kept.taken < taken), None)
 
     def spare(self, step: int) -> KeptSnapshot:
         """Return a snapshot of the state as it is now."""
@@ -133,15 +123,3 @@ class Burst:
     lost: int
     trial: Trial | None = None
     good: int = 0
-
-    def begin_trial(self, shelf: SnapshotShelf, step: int) -> None:
-        """Restore the older weights of the next trial, and keep the newer ones."""
-        newer, (_, base) = shelf.spare(step), self.trials.pop(0)
-        base.go_back()
-        self.trial, self.good = Trial(base, newer, step), 0
-
-    def end_trial(self, trial: Trial, step: int) -> None:
-        """Restore the newer weights."""
-        self.lost += step - trial.began
-        trial.newer.go_back()
-        self.trial = None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,9 @@ class GuardEachOptimizer(Listener):
 
     def __init__(self, applied: Callable[..., ClipEvent] | None = None) -> None:
         self._applied = applied
-        self._guards: WeakKeyDictionary[Optimizer, ref[Guard]] = WeakKeyDictionary()  # a guard keeps its optimizer
+        # A guard keeps its optimizer; of one that cannot be guarded there is none.
+        self._guards: WeakKeyDictionary[Optimizer, Callable[[], Guard | None]] = WeakKeyDictionary()
         self._spikes: list[_ScriptSpikes] = []
-        self._known: WeakSet[Optimizer] = WeakSet()
         self._losses, self._scales = Losses(), False
         self._clipped: Sequence[Tensor] = ()  # of the clip of the script that acts now
         self._steps = self._nonfinite = 0
@@ -120,7 +120,7 @@ class GuardEachOptimizer(Listener):
         losses, guard = self._losses.take(), self._guard_of(optimizer)
         if guard is None:
             return
-        if len(self._known) == 1:
+        if len(self._guards) == 1:
             for loss in losses:
                 guard.record_loss(loss)
         elif _spikes_of(guard).norm_is_hidden:
@@ -131,32 +131,30 @@ class GuardEachOptimizer(Listener):
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Guard an optimizer after its first step; count what its guard skipped."""
-        if optimizer not in self._known:
-            self._known.add(optimizer)
-            self._attach(optimizer)
+        if optimizer not in self._guards:
+            self._guards[optimizer] = self._attached(optimizer)
         elif (guard := self._guard_of(optimizer)) is not None and guard.last_skip not in (None, "spike"):
             self._nonfinite += 1
 
     def _guard_of(self, optimizer: Optimizer) -> Guard | None:
-        one = self._guards.get(optimizer)
-        return None if one is None else one()
+        return self._guards.get(optimizer, lambda: None)()
 
-    def _attach(self, optimizer: Optimizer) -> None:
+    def _attached(self, optimizer: Optimizer) -> Callable[[], Guard | None]:
         name = type(optimizer).__name__
         if several_processes():
             self.refused[name] = (
                 "several processes train together, and whether all of them are guarded cannot be known from outside. "
                 "Put gradguard.Guard(optimizer, clipper, spikes=gradguard.SkipSpikes()) into the script."
             )
-            return
+            return lambda: None
         spikes = _ScriptSpikes()
         try:
             guard = Guard(optimizer, ClipByGlobalNorm(float("inf")), spikes=spikes)
         except GradguardError as error:
             self.refused[name] = str(error)
-            return
-        self._guards[optimizer] = ref(guard)
+            return lambda: None
         self._spikes.append(spikes)
+        return ref(guard)
 
 
 class _ScriptSpikes(SkipSpikes):

@@ -20,7 +20,7 @@ from gradguard.listeners import Listener, tell_of
 from gradguard.optimizer_hooks import optimizers_in
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleId
-from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
+from gradguard.resilience.culprit import find_culprits, to_leave_out
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.older_weights import Burst, KeptSnapshot, MeasuredStep, SnapshotShelf, Trial
 from gradguard.resilience.slow_down import SlowDown
@@ -69,12 +69,6 @@ class _Course:
     nonfinite: int = 0
     changed_at: int = 0
     burst: Burst | None = None
-
-    def follow(self, now: MeasuredStep, steps: int) -> None:
-        """Note what was measured of a step, when ``steps`` were taken."""
-        self.nonfinite = self.nonfinite + 1 if now.nonfinite else 0
-        self.calm_since = steps if now.is_bad else self.calm_since
-        self.changed_at = now.step if now.changed else self.changed_at
 
 
 class SpikeRecovery:
@@ -317,18 +311,29 @@ class SpikeRecovery:
         if not len(numbers):
             return None
         now, course = MeasuredStep.of(step, numbers), self._course
-        course.follow(now, self.steps)
+        course.nonfinite = course.nonfinite + 1 if now.nonfinite else 0
+        if now.is_bad:
+            course.calm_since = self.steps
+        if now.changed:
+            course.changed_at = now.step
         burst = course.burst
         if burst is not None and burst.trial is not None:
             return self._judge_trial(burst, burst.trial, now)
         if course.nonfinite >= _NONFINITE:
-            return self._leave_nonfinite(now)
+            first, course.nonfinite = now.step - course.nonfinite + 1, 0
+            if (base := self._shelf.before(first)) is None:
+                return None
+            base.go_back()
+            self._pending.clear()
+            passed, lost = self.steps - first + 1, self.steps - base.step
+            return self._went_back(base, first, "nonfinite", recovery=passed, lost=lost)
         if not now.spike:
             if not now.nonfinite:
                 self._shelf.settle(now.step)
             return None
         if burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
-            self._shelf.hold(now.step - 2, self.steps)  # whose weights these are, if all steps since then were spikes
+            self._shelf.take(now.step - 2, self.steps)  # whose weights these are, if all steps since then were spikes
+            self._shelf.held_at = self.steps
         if burst is None and now.adopted:
             return self._suspect(now)
         return self._event(now.step, "spike", "skipped", now, lost=1)
@@ -358,7 +363,7 @@ class SpikeRecovery:
         self._shelf.held_at, base = 0, self._shelf.before(first)
         if base is None:
             return self._event(first, "burst", "went on", now, lost=now.in_a_row)
-        older = self._shelf.taken_before(changed_at) if base.taken >= changed_at > 0 else None
+        older = self._shelf.before(math.inf, changed_at) if base.taken >= changed_at > 0 else None
         bases = [base, older] if older is not None else [base]  # the other from before the weights were changed
         trials = [(self.steps + wait, one) for wait in _TRIALS for one in bases]
         burst = self._course.burst = Burst(first, now, older is not None, trials, now.in_a_row)
@@ -368,7 +373,9 @@ class SpikeRecovery:
         """Do what is due at the end of a step: begin a trial, set the learning rate, take a snapshot."""
         burst = self._course.burst
         if burst is not None and burst.trial is None and self.steps >= burst.trials[0][0]:
-            burst.begin_trial(self._shelf, self.steps)
+            newer, (_, base) = self._shelf.spare(self.steps), burst.trials.pop(0)
+            base.go_back()
+            burst.trial, burst.good = Trial(base, newer, self.steps), 0
             self._pending.clear()  # of weights that are gone
         self._slow_down.factor = self.lr_factor if self.steps < self._course.slow_until else 1.0
         if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._course.calm_since):
@@ -378,7 +385,8 @@ class SpikeRecovery:
         if not now.is_bad:
             burst.good += 1
             return self._roll_back(burst, trial) if burst.good == _GOOD else None
-        burst.end_trial(trial, self.steps)
+        trial.newer.go_back()
+        burst.trial, burst.lost = None, burst.lost + self.steps - trial.began
         self._pending.clear()
         if burst.trials:
             return None
@@ -390,16 +398,6 @@ class SpikeRecovery:
         more = {"until": trial.began, "changed": burst.changed, "recovery": self.steps - burst.first}
         lost = trial.began - trial.base.step
         return self._went_back(trial.base, burst.first, "burst", burst.seen, lost=lost, **more)
-
-    def _leave_nonfinite(self, now: MeasuredStep) -> SpikeEvent | None:
-        first = now.step - self._course.nonfinite + 1
-        base, self._course.nonfinite = self._shelf.before(first), 0
-        if base is None:
-            return None
-        base.go_back()
-        self._pending.clear()
-        passed, lost = self.steps - first + 1, self.steps - base.step
-        return self._went_back(base, first, "nonfinite", recovery=passed, lost=lost)
 
     def _went_back(
         self, base: KeptSnapshot, first: int, what: str, seen: MeasuredStep | None = None, **more: Any
@@ -444,23 +442,20 @@ class SpikeRecovery:
             for one in (*blamed, *unclear):
                 self.bad_samples.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
         if self._evidence is not None and what == "spike" and culprits:
-            self._write_evidence(self._evidence, step, culprits[0])
+            base, culprit = self._shelf.before(step), culprits[0]
+            older = {} if base is None else {base.step + 1: base.snapshot}
+            before = None if self.detection_delay else culprit.step  # as later steps may have changed the weights
+            self._evidence.write(self.batches, culprit, self._model, older, before)
         ranks, of_steps = {one.rank for one in blamed}, {one.step for one in unclear}
         ids = _ids([*blamed, *(one for one in own if one.step in of_steps)])
         return SpikeEvent(step, what, action, signal, score, ids, rank=min(ranks) if len(ranks) == 1 else None, **more)
 
-    def _write_evidence(self, evidence: EvidenceFolder, step: int, culprit: Culprit) -> None:
-        base = self._shelf.before(step)
-        older = {} if base is None else {base.step + 1: base.snapshot}
-        before = culprit.step if self.detection_delay == 0 else None  # else later steps may have changed the weights
-        evidence.write(self.batches, culprit, self._model, older, before)
-
     def _worst(self, seen: MeasuredStep | None) -> tuple[str, float]:
         """Return the signal that stood out most and how far; "" and NaN where nothing was judged."""
-        known = [] if seen is None else [(score, i) for i, score in enumerate(seen.scores) if not math.isnan(score)]
-        if not known:
-            return "", math.nan
-        score, i = max(known)
+        scores = [] if seen is None else seen.scores
+        score, i = max(((score, i) for i, score in enumerate(scores) if not math.isnan(score)), default=(math.nan, -1))
+        if i < 0:
+            return "", score
         groups = getattr(self.guard.last, "group_norms", None)
         names = self._spikes.signal_names([*groups] if groups else ["norm"])
         return (names[i] if i < len(names) else f"signal {i}"), score
@@ -469,13 +464,8 @@ class SpikeRecovery:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the guard's state, counts and events. Snapshots stay in memory."""
-        events = list(map(asdict, self.events))
-        return {
-            "guard": self.guard.state_dict(),
-            "steps": self.steps,
-            "slow_until": self._course.slow_until,
-            "events": events,
-        }
+        events, slow_until = list(map(asdict, self.events)), self._course.slow_until
+        return {"guard": self.guard.state_dict(), "steps": self.steps, "slow_until": slow_until, "events": events}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; the next step takes a first snapshot.

@@ -2,8 +2,9 @@
 
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ from gradguard.clip.functional import get_total_norm
 from gradguard.errors import CommandError, GradguardError
 from gradguard.files.opening import open_regular, refuse_compressed
 from gradguard.json_values import jsonable
-from gradguard.resilience.culprit import FAR, deviations
+from gradguard.resilience.culprit import FAR, deviations, finite
 from gradguard.resilience.evidence import EvidenceBatch, StepEvidence, read_evidence
 from gradguard.state.generators import generator_states, restore_generators
 from gradguard.words import listed
@@ -88,24 +89,26 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON has."""
-        states = [
-            {"step": s.step, "label": s.label, "score": s.score, **_columns("suspects", s.suspects)}
-            | _columns("others", s.others)
-            for s in self.states
-        ]
-        about = {"verdict": self.verdict, "cause": self.cause, "reason": self.reason, "step": self.step}
-        return jsonable({**about, "rank": self.rank, "ids": list(self.ids), "states": states})
+        states = []
+        for s in self.states:
+            states.append({"step": s.step, "label": s.label, "score": s.score})
+            for name, batches in (("suspects", s.suspects), ("others", s.others)):
+                states[-1] |= {f"{name}_{kind}": [getattr(one, kind) for one in batches] for kind in ("loss", "norm")}
+        return jsonable({**vars(self), "states": states})
 
     def __str__(self) -> str:
         """Return the verdict, and a table of what was measured."""
         head = f"{self.verdict} {self.cause}" if self.cause else self.verdict
-        lines = [f"{head}: {self.reason}", "", f"step {self.step}, rank {self.rank}, {_samples(self.ids)}", ""]
-        rows = [("weights", "loss", "others", "norm", "others", "stands out by")]
+        samples = f"samples {listed(self.ids, 12)}" if self.ids else "samples not known"
+        lines = [f"{head}: {self.reason}", "", f"step {self.step}, rank {self.rank}, {samples}", ""]
+        rows = [["weights", "loss", "others", "norm", "others", "stands out by"]]
         for s in self.states:
-            loss, norm = (max((getattr(one, name) for one in s.suspects), key=_order) for name in ("loss", "norm"))
-            usual = [_middle(getattr(one, name) for one in s.others) for name in ("loss", "norm")]
-            score = "?" if s.score is None else f"{s.score:.1f}"
-            rows.append((s.label, f"{loss:.4g}", usual[0], f"{norm:.4g}", usual[1], score))
+            cells = [s.label]
+            for name in ("loss", "norm"):
+                suspects, others = ([getattr(one, name) for one in some] for some in (s.suspects, s.others))
+                known = finite(others)
+                cells += [f"{_largest(suspects):.4g}", f"{median(known):.4g}" if known else "?"]
+            rows.append([*cells, "?" if s.score is None else f"{s.score:.1f}"])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(lines + table)
@@ -130,12 +133,15 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
     evidence = read_evidence(file)
     with torch.random.fork_rng(devices=[]):
         model, step = _made(target)
-    weights = [(number, _label(number, evidence.step), one) for number, one in sorted(evidence.states.items())]
+    weights = [
+        (number, "of the step" if number == evidence.step else f"before step {number}", one)
+        for number, one in sorted(evidence.states.items())
+    ]
     weights += [(None, Path(one).name, _state_dict(one)) for one in states]
     run = _ReplayedRun(evidence, model, step, target)
     generators = generator_states()
     try:
-        results = tuple(run.on(number, label, one) for number, label, one in weights)
+        results = tuple(starmap(run.on, weights))
     finally:
         restore_generators(generators)
     verdict, cause, reason = judge(evidence, results)
@@ -177,7 +183,11 @@ def judge(evidence: StepEvidence, results: Sequence[StateResult]) -> _Judgement:
     if different := _different_loss(evidence, at):
         return "INCONCLUSIVE", None, different
     if raised and at.step == evidence.step:
-        return _bad_weights(at)
+        cause, too = ("both", ", and the batch stands out among them") if at.stands_out else ("weights", "")
+        return "PASS", cause, (
+            f"the spike comes back: on the weights {at.label} other batches, too, are far above what they were{too}. "
+            "Go back to older weights."
+        )  # fmt: skip
     if older is not None and older.stands_out:
         return _bad_data(older)
     if raised:
@@ -186,26 +196,7 @@ def judge(evidence: StepEvidence, results: Sequence[StateResult]) -> _Judgement:
             "that it may have made them so. Write the weights of the step itself: write_evidence(..., "
             "before=culprit.step)."
         )  # fmt: skip
-    return _bad_batch(at, older)
-
-
-def _bad_weights(at: StateResult) -> _Judgement:
-    cause, too = ("both", ", and the batch stands out among them") if at.stands_out else ("weights", "")
-    return "PASS", cause, (
-        f"the spike comes back: on the weights {at.label} other batches, too, are far above what they were{too}. "
-        "Go back to older weights."
-    )  # fmt: skip
-
-
-def _bad_data(on: StateResult) -> _Judgement:
-    return "PASS", "data", (
-        f"the spike comes back: on the weights {on.label}, too, the batch stands out by {on.score:.1f} deviations "
-        "among other batches. The data are bad: look at these samples, or leave them out."
-    )  # fmt: skip
-
-
-def _bad_batch(at: StateResult, older: StateResult | None) -> _Judgement:
-    """The batch stands out on the weights of the step, and on no older ones; other batches are as usual there."""
+    # The batch stands out on the weights of the step, and on no older ones; other batches are as usual there.
     front = f"the spike comes back: the batch stands out by {at.score:.1f} deviations, and other batches are as usual"
     if older is None or older.score is None:
         return "INCONCLUSIVE", None, (
@@ -223,15 +214,22 @@ def _bad_batch(at: StateResult, older: StateResult | None) -> _Judgement:
     )  # fmt: skip
 
 
+def _bad_data(on: StateResult) -> _Judgement:
+    return "PASS", "data", (
+        f"the spike comes back: on the weights {on.label}, too, the batch stands out by {on.score:.1f} deviations "
+        "among other batches. The data are bad: look at these samples, or leave them out."
+    )  # fmt: skip
+
+
 def _does_not_come_back(evidence: StepEvidence, at: StateResult) -> _Judgement:
     if at.step != evidence.step:
         return "INCONCLUSIVE", None, (
             f"the spike does not come back on the weights {at.label}, which are not those of step {evidence.step}: it "
             "may have been theirs. Write the weights of the step itself: write_evidence(..., before=culprit.step)."
         )  # fmt: skip
-    recorded = max((one.loss for one in evidence.suspects if one.loss is not None), default=None, key=_order)
-    was = "" if recorded is None else f"; it was {recorded:.4g}"
-    now = max((one.loss for one in at.suspects), key=_order)
+    recorded = [one.loss for one in evidence.suspects if one.loss is not None]
+    was = f"; it was {_largest(recorded):.4g}" if recorded else ""
+    now = _largest(one.loss for one in at.suspects)
     return "FAIL", None, (
         f"the spike does not come back: on the same weights, batch and random numbers the loss is {now:.4g}{was}. The "
         "hardware, a computation that is not deterministic, other micro-batches or ranks, or a step function that is "
@@ -242,7 +240,7 @@ def _does_not_come_back(evidence: StepEvidence, at: StateResult) -> _Judgement:
 def _raised(evidence: StepEvidence, at: StateResult, older: StateResult | None) -> bool | None:
     """Whether the other batches are far above what they were: on older weights, or in training, a little before."""
     told = [] if older is None else [*_above(at, older)]
-    recorded = _finite(one.loss for one in evidence.others if one.step < evidence.step)
+    recorded = finite(one.loss for one in evidence.others if one.step < evidence.step)
     comparable = at.step == evidence.step and all(one.loss is not None for one in evidence.suspects)
     if comparable and len(recorded) >= FEWEST:  # the suspects' losses tell whether the step gives what training gave
         told.append(median(deviations(one.loss, recorded) for one in at.others))
@@ -258,7 +256,7 @@ def _deviations(these: Sequence[MeasuredBatch], usual: Sequence[MeasuredBatch]) 
     """How far each of ``these`` is above what is usual, by the loss and by the norm; without one that is not known."""
     found = []
     for name in ("loss", "norm"):
-        known = _finite(getattr(one, name) for one in usual)
+        known = finite(getattr(one, name) for one in usual)
         if len(known) >= FEWEST:
             found.append([deviations(getattr(one, name), known) for one in these])
     return found
@@ -269,7 +267,7 @@ def _different_loss(evidence: StepEvidence, at: StateResult) -> str:
     if at.step != evidence.step:
         return ""
     for was, now in zip(evidence.suspects, at.suspects, strict=True):
-        if was.loss is None or (not math.isfinite(was.loss) and not math.isfinite(now.loss)):
+        if was.loss is None or not (math.isfinite(was.loss) or math.isfinite(now.loss)):
             continue
         if not abs(now.loss - was.loss) <= (_NEAR - 1) * abs(was.loss):
             return (
@@ -288,13 +286,14 @@ class _ReplayedRun:
         self.evidence, self.model, self.step, self.target = evidence, model, step, target
 
     def on(self, number: int | None, label: str, weights: Mapping[str, Tensor]) -> StateResult:
-        measure = lambda batch: self._measured(label, weights, batch)  # noqa: E731
-        suspects, others = map(measure, self.evidence.suspects), map(measure, self.evidence.others)
-        return StateResult(number, label, tuple(suspects), tuple(others))
+        suspects, others = (
+            tuple(self._measured(label, weights, batch) for batch in some)
+            for some in (self.evidence.suspects, self.evidence.others)
+        )
+        return StateResult(number, label, suspects, others)
 
     def _measured(self, label: str, weights: Mapping[str, Tensor], batch: EvidenceBatch) -> MeasuredBatch:
         self._load(label, weights)
-        self._set_modes()
         self.model.zero_grad(set_to_none=True)
         here = {device for device, _ in generator_states()["devices"]}
         devices = [pair for pair in batch.generators["devices"] if pair[0] in here]
@@ -331,8 +330,6 @@ class _ReplayedRun:
         with torch.no_grad():
             for name, one in own.items():
                 one.copy_(weights[name])
-
-    def _set_modes(self) -> None:
         self.model.train(self.evidence.training)
         modules = dict(self.model.named_modules())
         for name in self.evidence.eval_modules:
@@ -374,10 +371,6 @@ def _state_dict(file: str | Path) -> dict[str, Tensor]:
 # Words.
 
 
-def _label(number: int, step: int) -> str:
-    return "of the step" if number == step else f"before step {number}"
-
-
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
@@ -386,22 +379,6 @@ def _described(value: Any) -> str:
     return type(value).__name__
 
 
-def _samples(ids: Sequence[int | str]) -> str:
-    return f"samples {listed(ids, 12)}" if ids else "samples not known"
-
-
-def _columns(name: str, measured: Sequence[MeasuredBatch]) -> dict[str, list[float]]:
-    return {f"{name}_loss": [one.loss for one in measured], f"{name}_norm": [one.norm for one in measured]}
-
-
-def _middle(values: Any) -> str:
-    known = _finite(values)
-    return f"{median(known):.4g}" if known else "?"
-
-
-def _order(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _finite(values: Any) -> list[float]:
-    return [one for one in values if one is not None and math.isfinite(one)]
+def _largest(values: Iterable[float]) -> float:
+    """Return the largest number; NaN counts as one that is larger than all."""
+    return max(values, key=lambda value: math.inf if math.isnan(value) else value)
