@@ -298,7 +298,6 @@ WAYS = ("plain", "closure", "scaler", "compiled", "bfloat16")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.sampled(30)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_step_of_a_healthy_run_is_said_to_break_its_rule(name, way):
