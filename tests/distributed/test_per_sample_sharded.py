@@ -186,7 +186,7 @@ def inside_ddp_and_frozen():
     wrapper = DistributedDataParallel(Network())
     wrappers._living = None  # as in a process that has not looked for any
     gc.freeze()
-    with mock.patch.object(gc, "get_freeze_count", lambda: 1):  # which pool.py hides
+    with mock.patch.object(gc, "get_freeze_count", return_value=1):  # which pool.py hides
         step(wrapper.module, own_parts(), wrapper)
 
 
