@@ -259,6 +259,7 @@ KNOWN = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("schedule", [lambda i: 1.0, lambda i: 0.97**i], ids=["constant", "falling"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_step_that_is_a_factor_off_its_rule_is_told_at_any_schedule_and_its_twin_is_not(name, schedule):

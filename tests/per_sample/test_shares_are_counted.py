@@ -654,7 +654,7 @@ def test_no_number_is_taken_for_two_things_in_private_training(name):
     reduction, lengths, loss = CHANCE[name]
     accepted: list[Tensor] = []
     for size in (1, 2, 3):
-        for number in (0.5, 1, 1.5, 2, 3, 4, 5, 6, 10, 12, 15, 18, 20, 30, 36):
+        for number in (0.5, 1, 2, 3, 5, 6, 15, 30):
             clipper, batch = exact(reduction), Batch([*lengths, 5]).rows(slice(size))
             clipper.refuse_ambiguous_losses()
             with contextlib.suppress(UnsupportedGradientError):
