@@ -75,24 +75,29 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _leave_rows_to_exhaustive(items):
-    """Mark what `make test` leaves out of the tables with the marker ``sampled``."""
+    """Mark what `make test` leaves out of the tables: rows whose values, one by one, others have too."""
     files = defaultdict(lambda: defaultdict(list))
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if "sampled" in marks and "exhaustive" not in marks and hasattr(item, "callspec"):
-            files[item.path][item.originalname].append(item)
+        if hasattr(item, "callspec") and item.get_closest_marker("exhaustive") is None:
+            files[item.path][item.nodeid.partition("[")[0]].append(item)
     for tables in files.values():
         for number, rows in enumerate(tables.values()):
-            (count,) = rows[0].get_closest_marker("sampled").args
-            drawn = sample([row.callspec.params for row in rows], count, shift=number)
+            asked = rows[0].get_closest_marker("sampled")
+            drawn = sample([_values(row) for row in rows], *(asked.args if asked else ()), shift=number)
             for i in set(range(len(rows))).difference(drawn):
                 rows[i].add_marker(pytest.mark.exhaustive)
+
+
+def _values(item):
+    """Return what a row holds: each parameter, and the row of each ``parametrize``, which is written as one."""
+    return {**item.callspec.params, **{f"row {i}": name for i, name in enumerate(item.callspec._idlist)}}
 
 
 def put_aside():
     """Hide what is alive from the collector, and from whoever asks it for what is alive: millions of objects."""
     gc.collect()
     gc.freeze()
+    gc.get_freeze_count = lambda: 0  # or gradguard would look among them all the same
 
 
 def pytest_collection_finish():

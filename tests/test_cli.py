@@ -605,6 +605,7 @@ def signalled(work):
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("owner", "name"), [("jinja2.Template", "render"), ("page", "write_whole"), ("Observer", "_end")]

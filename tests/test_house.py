@@ -1,6 +1,7 @@
 """The floors of the house that import-linter cannot see."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -16,10 +17,15 @@ SOURCE = ROOT / "src/gradguard"
 GROUND = sorted(SOURCE.glob("tensors/*.py"))
 
 
+@functools.cache
+def nodes(file: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+
+
 @pytest.mark.parametrize("file", GROUND, ids=lambda file: file.name)
 def test_the_ground_floor_knows_tensors_only(file):
     modules = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -39,7 +45,7 @@ def test_one_folder_talks_to_other_processes_and_asks_tensors_how_they_are_sprea
     found = {
         file.relative_to(SOURCE).as_posix()
         for file in sorted(SOURCE.rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in nodes(file)
         if (
             isinstance(node, ast.Attribute)
             and (names.match(ast.unparse(node)) or (node.attr in LAYOUT and ast.unparse(node.value) != "self"))
@@ -69,7 +75,7 @@ def test_each_new_tensor_names_its_device():
     missing = [
         f"{file.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)}"
         for file in sorted(SOURCE.rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in nodes(file)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and ast.unparse(node.func.value) == "torch"
@@ -99,7 +105,7 @@ def test_tests_use_the_public_names():
     internal = [
         f"{file.name}:{node.lineno}: {alias.name} of {public[alias.name][0]} is taken from {node.module}"
         for file in sorted(Path(__file__).parent.rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in nodes(file)
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gradguard.")
         for alias in node.names
         if alias.name in public
@@ -156,10 +162,7 @@ CALLBACKS = {"GradGuardCallback", "PerSampleCallback", "PrivateCallback", "Resil
 def test_one_name_is_one_class_and_one_file():
     files = [file for file in SOURCE.rglob("*.py") if file.name != "__init__.py"]
     classes = Counter(
-        node.name
-        for file in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
+        node.name for file in SOURCE.rglob("*.py") for node in nodes(file) if isinstance(node, ast.ClassDef)
     )
     assert {name for name, count in classes.items() if count > 1} == CALLBACKS
     assert [name for name, count in Counter(file.name for file in files).items() if count > 1] == []

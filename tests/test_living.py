@@ -86,9 +86,10 @@ def test_a_class_that_is_defined_later_is_noticed(bases, monkeypatch):
     assert len(counted) == 1
 
 
-def test_what_the_collector_has_frozen_is_found(bases):
+def test_what_the_collector_has_frozen_is_found(bases, monkeypatch):
     one = Below()
     gc.freeze()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)  # which conftest.py hides
     assert one in alive(Base)
     assert bases() == [one]
 

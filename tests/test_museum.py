@@ -49,7 +49,7 @@ def test_the_page_has_each_script_and_its_thread():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_the_bug_is_named_and_the_twin_is_not(name, tmp_path):
     sick, healthy = commands(name)

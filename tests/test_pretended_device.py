@@ -48,6 +48,7 @@ def test_the_device_mixes_with_no_tensor_of_the_cpu(device):
         torch.ones(3).add_(there)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [8, 40, 64])
 def test_spikes_are_those_of_the_cpu(device, window):
     generator = torch.Generator().manual_seed(0)

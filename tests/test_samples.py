@@ -49,6 +49,17 @@ def test_names_do_not_matter():
     assert sample(PRODUCT, 20) == sample(renamed, 20)
 
 
+def test_without_a_number_there_are_twelve_or_as_many_as_hold_each_value():
+    assert len(sample(PRODUCT)) == 12
+    few = [row for row in PRODUCT if row["kind"] in KINDS[:2]]
+    assert len(sample(few)) == 12
+    assert len(sample(few[:7])) == 7
+    rows = [{"case": i, "size": size} for i in range(30) for size in SIZES]
+    drawn = [rows[i] for i in sample(rows)]
+    assert [row["case"] for row in drawn] == [*range(30)]
+    assert len({(type(row["size"]), row["size"]) for row in drawn}) == 4
+
+
 @pytest.mark.parametrize("count", [1, 3, 200])
 def test_no_more_than_asked_for(count):
     assert len(sample(PRODUCT, count)) == min(count, len(PRODUCT))

@@ -20,6 +20,9 @@ LINE = re.compile(
 )
 
 
+LONG = {"private", "language_model", "mesh", "triton_kernel"}
+"""Tutorials that train for tens of seconds, or whose kind another page or test has."""
+
 DIFFERS_BY_PROCESSOR = {"language_model": r"\d\.\d\d", "private": r"accuracy \S+"}  # the end of a training
 
 
@@ -40,7 +43,11 @@ def printed_by(page: Path, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.exhaustive if page.stem in LONG else ()) for page in PAGES],
+    ids=lambda page: f"{page.parent.name}-{page.stem}",
+)
 def test_the_page_runs_and_prints_what_it_says(page, tmp_path):
     if "import triton\n" in page.read_text(encoding="utf-8") and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")

@@ -246,11 +246,10 @@ def test_an_eager_clip_that_reaches_nothing_but_compiled_code_is_refused():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ["mlp", "tied"])
-def test_inductor_is_as_close_to_eager_with_a_clip_as_without(name):
+def test_inductor_is_as_close_to_eager_with_a_clip_as_rounding_is(name):
     model, loss = made(name)
-    without = distance(gradients(model, compiled(loss, backend="inductor")), gradients(model, loss))
     eager = gradients(model, loss, CLIP)
-    assert distance(gradients(model, compiled(loss, backend="inductor"), CLIP), eager) <= 4 * max(without, 1e-6)
+    assert distance(gradients(model, compiled(loss, backend="inductor"), CLIP), eager) <= 4e-6
     assert distance(gradients(model, loss), eager) > 1e-2
 
 

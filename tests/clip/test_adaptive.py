@@ -76,7 +76,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.sampled(52)
 @pytest.mark.parametrize("threshold", [0.0, 0.01, 0.5, 10.0])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_units_of_every_layer(kind, threshold, path):

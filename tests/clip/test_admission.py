@@ -66,7 +66,6 @@ CALLS = {
 }
 
 
-@pytest.mark.sampled(66)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", UNFIT)

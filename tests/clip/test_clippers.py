@@ -117,7 +117,6 @@ def test_equal_to_the_functions_on_any_list(drawn, name, threshold, path):
         assert not bool(result.nonfinite)
 
 
-@pytest.mark.sampled(40)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", ["one", "several shapes", "mixed dtypes", "sparse", "longer than a row"])
 def test_the_coefficient_is_the_norm_after_over_the_norm_before(case, rule, path):
@@ -156,7 +155,6 @@ def test_deciding_writes_nothing(rule, path):
     assert (decision.coefficient is not None) == rule.startswith("global")
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize("rule", RULES)
 def test_thresholds_are_for_gradients_without_their_loss_scale(rule, kind, path):
@@ -171,7 +169,6 @@ def test_thresholds_are_for_gradients_without_their_loss_scale(rule, kind, path)
         torch.testing.assert_close(getattr(results[1], field), getattr(results[0], field), rtol=1e-6, atol=0)
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_global_norm_agrees_with_the_slow_twin(dtype, p, path):
@@ -534,7 +531,6 @@ def test_a_value_just_above_the_bound_is_clamped(excess, path):
     assert p.grad.tolist() == [-1.0, 0.25]
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_is_not_finite_does_not_enter_the_state_of_a_rule(rule, bad, path):

@@ -52,7 +52,6 @@ def test_the_same_steps_as_without_a_scaler(name, unscaled, scale):
     assert not hasattr(a, "grad_scale")
 
 
-@pytest.mark.sampled(40)
 @pytest.mark.parametrize("bad_steps", [(0, 1), (2,)], ids=str)
 @pytest.mark.parametrize("unscaled", ["by the scaler's step", "by the user"])
 @pytest.mark.parametrize("policy", ["skip", "propagate", "raise", "zero"])

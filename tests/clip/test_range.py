@@ -231,7 +231,6 @@ def check_one(seed: int, kind: str, rule: str) -> None:
     assert_elements([p.grad for p in parameters], expected, dtypes, what)
 
 
-@pytest.mark.sampled(40)
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)

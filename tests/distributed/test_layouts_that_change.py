@@ -85,7 +85,6 @@ def norms_before_and_after(meshes, call, before, after):
     return found
 
 
-@pytest.mark.sampled(20)
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("call", CALLS)

@@ -80,7 +80,7 @@ OTHER_PAIRS = [pytest.param(way, 2, marks=pytest.mark.exhaustive) for way in WAY
 EIGHT = [pytest.param(way, 8, marks=pytest.mark.exhaustive) for way in ("DDP", "HSDP", "FSDP2 x TP")]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("way", "world"),
     [("FSDP2", 2), *OTHER_PAIRS, *(pytest.param(w, 4, marks=pytest.mark.slow) for w in WAYS), *EIGHT],

@@ -65,7 +65,7 @@ def test_a_hang_fails_with_the_stack(pool):
     with pool.fresh(2) as processes:
         processes.run(add_up, 0)  # both are there, so that what is waited for is the hang
         with pytest.raises(TimeoutError, match=r"ranks \[1\] did not(?s:.)*in hang_on"):
-            processes.run(hang_on, 1, seconds=5.0)
+            processes.run(hang_on, 1, seconds=2.0)
         assert not processes.alive
 
 

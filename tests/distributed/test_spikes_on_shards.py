@@ -42,6 +42,7 @@ def train(way, kind):
     return reasons, {name: tensor.tolist() for name, tensor in spikes.detector.state.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("way", "kind"),
     [("DDP", "plain"), ("FSDP2", "fused"), ("FSDP2", "groups"), ("FSDP2 x TP", "plain"), ("HSDP", "fused")],

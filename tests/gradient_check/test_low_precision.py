@@ -131,7 +131,6 @@ def point(name: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in KERNELS[name][1]]
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("error", WRONG)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KERNELS)

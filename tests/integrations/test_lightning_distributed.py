@@ -152,7 +152,7 @@ def by_hand(clipper, bad, epochs=2):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clipper", CLIPPERS)
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_each_step_is_that_of_the_whole_batch_on_one_process(pool, way, clipper):

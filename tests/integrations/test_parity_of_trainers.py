@@ -29,19 +29,14 @@ def network():
 
 
 def saved_from(script, folder, steps=0):
-    """As `gradguard run` does it, but in this process: what earlier tests have left is not the script's."""
+    """As `gradguard run` does it, but in this process: what is there already is frozen, and so not the script's."""
     runs = []
     for k in range(3):
         gc.collect()
-        left = [*living_modules(), *all_optimizers()]  # held, so that nothing new gets one of their identities
-        old = {id(one) for one in left}
+        gc.freeze()
         how = ScriptRun(steps=steps, epsilon=runs[0].epsilon if runs else 0.0, change=max(0, k - 1))
         run = InThisProcess(folder / "file", how)
-        watch = ScriptGradients(
-            run,
-            lambda old=old: [m for m in living_modules() if id(m) not in old],
-            lambda old=old: [o for o in all_optimizers() if id(o) not in old],
-        )
+        watch = ScriptGradients(run, living_modules, all_optimizers)
         try:
             with listening(watch):
                 script(folder)

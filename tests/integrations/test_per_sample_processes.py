@@ -160,7 +160,7 @@ def of_clip(kind):
 TRAINERS = {"lightning": of_lightning, "accelerate": of_accelerate}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("kind", ["per sample", "private"])

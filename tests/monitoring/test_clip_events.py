@@ -162,7 +162,6 @@ def watcher(name, tmp_path):
     return {"run": by_run(tmp_path), "monitor": by_monitor, "monitor behind": by_monitor_behind}[name]
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("watch", ["run", "monitor", "monitor behind"])
 @pytest.mark.parametrize("name", CLIPS)
 def test_a_clip_is_seen_as_it_was(name, watch, tmp_path):

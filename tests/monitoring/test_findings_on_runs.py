@@ -229,7 +229,7 @@ def _measured_on_schedule(monkeypatch):
     monkeypatch.setattr(schedule, "SHARE", math.inf)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_has_no_warning_and_no_error(name, tmp_path):
     record = run_of(HEALTHY[name], tmp_path / "run.jsonl")

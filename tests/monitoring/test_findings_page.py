@@ -82,7 +82,7 @@ def test_each_picture_is_one_that_the_script_draws():
     assert {picture.stem.removesuffix("_sick").removesuffix("_healthy") for picture in PICTURES} == {*drawn.CASES}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", drawn.CASES)
 def test_the_sick_run_has_the_finding_and_the_healthy_one_has_none(kind, tmp_path, others_unseen):

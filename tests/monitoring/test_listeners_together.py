@@ -162,7 +162,7 @@ EVERY = [*LISTENERS, "monitor"]
 ALONE_AND_PAIRS = [names for size in (1, 2) for names in combinations(EVERY, size)]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [*OTHERS, *LOOPS])
 def test_every_listener_and_pair_of_them_on_twenty_programs_changes_no_bit(loop, tmp_path, monkeypatch):

@@ -419,7 +419,6 @@ CLIPS_BEFORE = {
 }
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("before", CLIPS_BEFORE)

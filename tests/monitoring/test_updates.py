@@ -259,6 +259,7 @@ KNOWN = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("schedule", [lambda i: 1.0, lambda i: 0.97**i], ids=["constant", "falling"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_step_that_is_a_factor_off_its_rule_is_told_at_any_schedule_and_its_twin_is_not(name, schedule):
@@ -298,7 +299,6 @@ WAYS = ("plain", "closure", "scaler", "compiled", "bfloat16")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.sampled(30)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_step_of_a_healthy_run_is_said_to_break_its_rule(name, way):

@@ -213,7 +213,7 @@ def test_healthy_set_ups_pass(how, dtype, seed, record_property):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in Inductor itself
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled_and_eager_are_equal(backend):
     data = batch()
     eager, model = (language_model(blocks=1) for _ in range(2))

@@ -112,6 +112,11 @@ def test_a_script_is_scaled_where_it_is_linear(tmp_path, how, scales):
     assert report.power < 1e-4
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return saved_from(training(), tmp_path_factory.mktemp("reference"))
+
+
 def one_batch(model, data):
     return lambda: loss_of(model, *data).backward()
 
@@ -144,8 +149,8 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("how", HEALTHY.values(), ids=HEALTHY)
-def test_healthy_scripts_pass(tmp_path, how):
-    report = compare(saved_from(training(), tmp_path), saved_from(training(**how), tmp_path))
+def test_healthy_scripts_pass(tmp_path, how, reference):
+    report = compare(reference, saved_from(training(**how), tmp_path))
     assert report.verdict == "PASS", str(report)
 
 
@@ -160,13 +165,13 @@ def test_no_clip_hides_a_factor(tmp_path, how):
     assert finding.factor == pytest.approx(8)
 
 
-def test_micro_batches_are_counted_and_name_the_factor(tmp_path):
+def test_micro_batches_are_counted_and_name_the_factor(tmp_path, reference):
     wrong = training(step=lambda m, d: accumulated(m, d, 4, scale=1.0))
-    (finding,) = compare(saved_from(training(), tmp_path), saved_from(wrong, tmp_path)).findings
+    (finding,) = compare(reference, saved_from(wrong, tmp_path)).findings
     assert (finding.kind, finding.factor_name) == ("factor", "micro-batches")
 
 
-def test_the_clip_of_deepspeeds_float32_engine_hides_no_factor(tmp_path, monkeypatch):
+def test_the_clip_of_deepspeeds_float32_engine_hides_no_factor(tmp_path, monkeypatch, reference):
     """It multiplies gradients by itself, and is looked up in the engine's module at each step."""
     engine = types.ModuleType("deepspeed.runtime.engine")
 
@@ -179,7 +184,7 @@ def test_the_clip_of_deepspeeds_float32_engine_hides_no_factor(tmp_path, monkeyp
     engine.clip_grad_norm_ = clip_grad_norm_
     monkeypatch.setitem(sys.modules, engine.__name__, engine)
     script = training(clip=lambda m: engine.clip_grad_norm_(parameters=list(m.parameters()), max_norm=1e-3, mpu=None))
-    assert compare(saved_from(training(), tmp_path), saved_from(script, tmp_path)).verdict == "PASS"
+    assert compare(reference, saved_from(script, tmp_path)).verdict == "PASS"
     assert engine.clip_grad_norm_ is clip_grad_norm_
 
 
@@ -202,7 +207,7 @@ def test_a_clip_between_micro_batches_is_never_a_pass(tmp_path):
     ("between", "verdict"), [("nothing", "PASS"), ("a second clip", "PASS"), ("a factor", "INCONCLUSIVE")]
 )
 @pytest.mark.parametrize("home", [nn.utils, gg], ids=["PyTorch", "gradguard"])
-def test_what_happens_between_a_clip_and_the_step_is_not_hidden(tmp_path, home, between, verdict):
+def test_what_happens_between_a_clip_and_the_step_is_not_hidden(tmp_path, home, between, verdict, reference):
     def act(model):
         home.clip_grad_norm_(model.parameters(), 1e-3)
         if between == "a factor":
@@ -210,33 +215,33 @@ def test_what_happens_between_a_clip_and_the_step_is_not_hidden(tmp_path, home, 
         elif between == "a second clip":
             home.clip_grad_norm_(model.head.parameters(), 1e-4)
 
-    report = compare(saved_from(training(), tmp_path), saved_from(training(clip=act), tmp_path))
+    report = compare(reference, saved_from(training(clip=act), tmp_path))
     assert report.verdict == verdict, str(report)
 
 
-def test_a_factor_between_two_clips_is_not_hidden(tmp_path):
+def test_a_factor_between_two_clips_is_not_hidden(tmp_path, reference):
     def act(model):
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         model.head.weight.grad *= 2
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
-    report = compare(saved_from(training(), tmp_path), saved_from(training(clip=act), tmp_path))
+    report = compare(reference, saved_from(training(clip=act), tmp_path))
     assert report.verdict == "INCONCLUSIVE"
 
 
-def test_a_guard_acts_after_what_is_saved(tmp_path):
+def test_a_guard_acts_after_what_is_saved(tmp_path, reference):
     def guarded(parameters, lr):
         optimizer = torch.optim.SGD(parameters, lr)
         gg.Guard(optimizer, gg.ClipByGlobalNorm(1e-3))
         return optimizer
 
-    report = compare(saved_from(training(), tmp_path), saved_from(training(optimizer=guarded), tmp_path))
+    report = compare(reference, saved_from(training(optimizer=guarded), tmp_path))
     assert report.verdict == "PASS", str(report)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("overflows", [False, True])
-def test_a_loss_scale_is_taken_off_as_the_optimizer_does(tmp_path, fused, overflows):
+def test_a_loss_scale_is_taken_off_as_the_optimizer_does(tmp_path, fused, overflows, reference):
     def scaled(world):
         model = language_model(blocks=1)
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
@@ -253,11 +258,11 @@ def test_a_loss_scale_is_taken_off_as_the_optimizer_does(tmp_path, fused, overfl
     found = saved_from(scaled, tmp_path)
     assert found.facts["loss scale"] == (512.0 if overflows else 1024.0)
     assert found.facts["micro-batches"] == 1
-    report = compare(saved_from(training(), tmp_path), found)
+    report = compare(reference, found)
     assert report.verdict == "PASS", str(report)
 
 
-def test_a_clip_of_scaled_gradients_is_told(tmp_path):
+def test_a_clip_of_scaled_gradients_is_told(tmp_path, reference):
     """Lightning#9599."""
 
     def scaled(world):
@@ -269,7 +274,7 @@ def test_a_clip_of_scaled_gradients_is_told(tmp_path):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
 
-    report = compare(saved_from(training(), tmp_path), saved_from(scaled, tmp_path))
+    report = compare(reference, saved_from(scaled, tmp_path))
     assert report.verdict == "FAIL"
     assert [(f.kind, f.factor_name) for f in report.findings] == [
         ("factor", "loss scale"),
@@ -320,7 +325,7 @@ def test_one_optimizer_that_steps_twice_ends_it(tmp_path):
     assert [p.name for p in saved_from(script, tmp_path).parameters] == ["weight"]
 
 
-def test_lbfgs_is_taken_after_its_first_evaluation(tmp_path):
+def test_lbfgs_is_taken_after_its_first_evaluation(tmp_path, reference):
     def script(world):
         model = language_model(blocks=1)
         world.modules, world.optimizers = [model], [torch.optim.LBFGS(model.parameters())]
@@ -333,10 +338,10 @@ def test_lbfgs_is_taken_after_its_first_evaluation(tmp_path):
 
         world.optimizers[0].step(closure)
 
-    assert compare(saved_from(training(), tmp_path), saved_from(script, tmp_path)).verdict == "PASS"
+    assert compare(reference, saved_from(script, tmp_path)).verdict == "PASS"
 
 
-def test_passes_before_there_is_an_optimizer_are_no_first_pass(tmp_path):
+def test_passes_before_there_is_an_optimizer_are_no_first_pass(tmp_path, reference):
     def script(world):
         model = language_model(blocks=1)
         world.modules = [model]
@@ -349,12 +354,12 @@ def test_passes_before_there_is_an_optimizer_are_no_first_pass(tmp_path):
         loss_of(model, *batch()).backward()
         world.optimizers[0].step()
 
-    assert compare(saved_from(training(), tmp_path), saved_from(script, tmp_path)).verdict == "PASS"
+    assert compare(reference, saved_from(script, tmp_path)).verdict == "PASS"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_root", [True, False])
-def test_a_compiled_model_is_the_model(tmp_path, is_root):
+def test_a_compiled_model_is_the_model(tmp_path, is_root, reference):
     def script(world):
         model = language_model(blocks=1)
         compiled = torch.compile(model, backend="aot_eager")
@@ -364,7 +369,7 @@ def test_a_compiled_model_is_the_model(tmp_path, is_root):
         world.optimizers[0].step()
 
     found = saved_from(script, tmp_path, 1)
-    report = compare(saved_from(training(), tmp_path), found)
+    report = compare(reference, found)
     assert report.verdict == "PASS", str(report)
     assert found.epsilon == 2.0**-23
 
@@ -402,9 +407,9 @@ def test_an_average_of_the_weights_is_named_as_not_compared(tmp_path):
     assert found.left_out == ("the weights of a second model, AveragedModel (an average, a target?)",)
 
 
-def test_files_of_different_steps_are_told_to_begin_with_the_same(tmp_path):
-    first, later = saved_from(training(), tmp_path, 1), saved_from(training(), tmp_path, 1, at=2)
-    assert "begin with the same step of training in both (--at)" in str(compare(first, later))
+def test_files_of_different_steps_are_told_to_begin_with_the_same(tmp_path, reference):
+    later = saved_from(training(), tmp_path, 1, at=2)
+    assert "begin with the same step of training in both (--at)" in str(compare(reference, later))
 
 
 # Refusals.

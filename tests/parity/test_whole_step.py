@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import gradguard as gg
 from forked_python import run_ranks
+from gradguard import living
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.parity import scales
 from gradguard.parity.compare import compare
@@ -528,13 +529,15 @@ def test_a_scaler_is_put_back_where_a_step_raises():
     step()
 
 
-def test_a_scheduler_that_the_collector_has_frozen_is_put_back():
+def test_a_scheduler_that_the_collector_has_frozen_is_put_back(monkeypatch):
     model = network()
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     update = lambda: (optimizer.step(), scheduler.step(), optimizer.zero_grad())  # noqa: E731
     step = lambda: F.mse_loss(model(X), Y).backward()  # noqa: E731
-    gc.freeze()  # as servers do before they fork; what other tests have left stays frozen, too
+    made = gc.get_objects()
+    gc.freeze()  # as servers do before they fork
+    monkeypatch.setattr(living, "all_objects", lambda: made)
     gg.save_gradients(None, model, step, optimizer=optimizer, update=update, steps=2, perturbed=1)
     assert scheduler.last_epoch == 0
 

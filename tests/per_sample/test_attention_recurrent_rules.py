@@ -48,7 +48,6 @@ from per_sample.replayed_calls import (
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_attention_is_exact_for_every_layer_and_mask(layer, mask):

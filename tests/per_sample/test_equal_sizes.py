@@ -178,7 +178,6 @@ def test_more_rows_than_samples_along_the_first_dimension(rows):
         torch.testing.assert_close(made[0][:1], made[1][:1], rtol=1e-12, atol=0)
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("shape", OF_OTHERS)
 def test_a_constant_that_loses_its_dimension_later_is_refused(beside, shape):
@@ -188,7 +187,6 @@ def test_a_constant_that_loses_its_dimension_later_is_refused(beside, shape):
     assert not lies
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("shape", OF_OTHERS)
 def test_a_constant_of_other_samples_is_refused_as_soon_as_these_differ(beside, shape):

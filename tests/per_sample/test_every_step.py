@@ -655,7 +655,6 @@ NOT_LINEAR = {
 }
 
 
-@pytest.mark.sampled(46)
 @pytest.mark.parametrize("size", [1, B])
 @pytest.mark.parametrize("number", [False, True])
 @pytest.mark.parametrize("name", NOT_LINEAR)

@@ -152,7 +152,6 @@ def plain(model: nn.Module, x: Tensor, seed: int = 2) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.sampled(21)
 @pytest.mark.parametrize("kind", SIDEWAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("verified", [False, True], ids=["first step", "later step"])
@@ -323,7 +322,6 @@ EXACT = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(28)
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:'torch.nn.utils.weight_norm' is deprecated:FutureWarning")
 @pytest.mark.parametrize("mode", ["fast", "exact"])

@@ -31,7 +31,6 @@ def made(name: str, dtype: torch.dtype, size: int) -> tuple[Rule, LayerCall]:
     return rule, layer_call(randomised(build(), dtype), inputs(dtype, size))
 
 
-@pytest.mark.sampled(66)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", RULE_CASES)
 def test_rule_equals_single_samples(name, dtype):
@@ -59,7 +58,6 @@ def test_rule_of_an_empty_batch(name):
         assert torch.equal(contribution.weighted_sum(torch.zeros(0)), torch.zeros(shape, dtype=torch.float64))
 
 
-@pytest.mark.sampled(66)
 @pytest.mark.parametrize("name", RULE_CASES)
 @pytest.mark.parametrize("wanted", ["weight", "bias"])
 def test_only_what_is_wanted(name, wanted):
@@ -98,7 +96,7 @@ def pairs(call: LayerCall) -> dict[str, Contribution]:
     return found
 
 
-@pytest.mark.sampled(47)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", [name for name, (rule, *_) in RULE_CASES.items() if rule is convolution])
 def test_norms_from_pairs_of_positions(name, dtype):

@@ -293,7 +293,7 @@ RIGHT = {
 """Losses that are the mean over samples of what each is by itself."""
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_mean_over_samples_is_right(name):
     torch.testing.assert_close(torch.tensor(factors_of_loop(RIGHT[name], "mean")) * divisor(name), torch.ones(B))
@@ -511,7 +511,7 @@ def test_a_sum_over_samples_is_right(name):
     torch.testing.assert_close(parts.factors, torch.ones(B, dtype=torch.float64))
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_mean_is_refused_as_a_sum(name):
     parts = examine(RIGHT[name], "sum")
@@ -580,7 +580,7 @@ MIXED = {
 }
 
 
-@pytest.mark.sampled(26)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("square", [False, True], ids=["", "as many classes"])
 @pytest.mark.parametrize("name", MIXED)
 def test_a_loss_in_which_samples_meet_is_refused(name, square):
@@ -937,7 +937,7 @@ def composed(rng: random.Random):
     return lambda d: change(reduce(rows(d), mask(d)))
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_losses_against_the_loop(seed):
     loss = composed(random.Random(seed))

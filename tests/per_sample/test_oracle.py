@@ -45,7 +45,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_the_oracle_adds_up_to_the_plain_gradient(name):
     assert error({key: g.sum(0) for key, g in oracle(name).items()}, plain(build(name), "sum")) < 1e-13
@@ -55,7 +55,7 @@ def test_the_table_says_which_cases_are_random():
     assert [name for name in CASES if build(name).stochastic] == STOCHASTIC
 
 
-@pytest.mark.sampled(41)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_the_clipped_average_and_sum(name, mode):
@@ -68,7 +68,7 @@ def test_the_clipped_average_and_sum(name, mode):
             assert error(found, total(clipped, reduction)) < TOLERANCES[dtype], (dtype, reduction)
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_an_infinite_threshold_gives_the_plain_gradient(name):
     found = exact_or_refused(name, lambda: clipped_step(build(name), torch.inf))
@@ -76,7 +76,7 @@ def test_an_infinite_threshold_gives_the_plain_gradient(name):
         assert error(found, plain(build(name), "mean")) < 1e-12
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_mini_batches_of_which_the_last_is_smaller(name):
     gradients = oracle(name)
@@ -88,7 +88,7 @@ def test_mini_batches_of_which_the_last_is_smaller(name):
         assert error(found, expected) < 1e-12
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_per_sample_gradients_and_norms(name):
     made = build(name)

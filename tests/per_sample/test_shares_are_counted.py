@@ -108,7 +108,6 @@ LENGTHS = [
 """The lengths of the samples, step by step."""
 
 
-@pytest.mark.sampled(56)
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("choice", CHOSEN)
@@ -130,7 +129,6 @@ def test_a_mean_over_chosen_rows_is_exact_or_refused(name, choice, lengths):
         clipper.discard()
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", [name for name in FUSED if name != "bce"])
 def test_a_sum_over_chosen_rows_is_exact(name, lengths):
@@ -174,7 +172,6 @@ TOKENS = {
 """Means over the tokens of a batch."""
 
 
-@pytest.mark.sampled(36)
 @pytest.mark.parametrize("first", [[5, 5, 5, 5], [3, 3, 3, 3]], ids=["all there", "as many of each"])
 @pytest.mark.parametrize("later", [[5, 2, 3, 1], [3, 3, 3, 2], [4, 4, 0, 4]], ids=str)
 @pytest.mark.parametrize("name", TOKENS)
@@ -187,7 +184,6 @@ def test_tokens_that_are_missing_in_a_later_step_only_are_noticed(name, first, l
         step(clipper, TOKENS[name], Batch(later, 2))
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("lengths", [[5, 2, 3, 1], [3, 0, 3, 2], [4], [1, 5]], ids=str)
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_mean_over_tokens_can_be_said_to_be_one(name, lengths):
@@ -658,7 +654,7 @@ def test_no_number_is_taken_for_two_things_in_private_training(name):
     reduction, lengths, loss = CHANCE[name]
     accepted: list[Tensor] = []
     for size in (1, 2, 3):
-        for number in (0.5, 1, 1.5, 2, 3, 4, 5, 6, 10, 12, 15, 18, 20, 30, 36):
+        for number in (0.5, 1, 2, 3, 5, 6, 15, 30):
             clipper, batch = exact(reduction), Batch([*lengths, 5]).rows(slice(size))
             clipper.refuse_ambiguous_losses()
             with contextlib.suppress(UnsupportedGradientError):

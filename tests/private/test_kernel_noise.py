@@ -134,24 +134,26 @@ def test_the_angle_and_the_radius_are_right_against_float64():
 
 @needs_kernels
 def test_moments_are_those_of_a_normal_number(numbers):
-    for power, expected, variance in [
-        (1, 0, 1),
-        (2, 1, 2),
-        (3, 0, 15),
-        (4, 3, 96),
-        (6, 15, 10_170),
-        (8, 105, 2_016_000),
+    squares = numbers * numbers
+    fourth = squares * squares
+    for power, powers, expected, variance in [
+        (1, numbers, 0, 1),
+        (2, squares, 1, 2),
+        (3, squares * numbers, 0, 15),
+        (4, fourth, 3, 96),
+        (6, fourth * squares, 15, 10_170),
+        (8, fourth * fourth, 105, 2_016_000),
     ]:
-        assert abs((numbers**power).mean() - expected) < 4.5 * math.sqrt(variance / MANY), power
+        assert abs(powers.mean() - expected) < 4.5 * math.sqrt(variance / MANY), power
 
 
 @needs_kernels
 @pytest.mark.slow
 def test_kolmogorov_smirnov_and_anderson_darling(numbers):
-    assert stats.kstest(numbers, "norm").pvalue > 1e-3
-    ordered = np.sort(numbers)
-    weights = (2 * np.arange(1, MANY + 1) - 1) / MANY
-    squared = -MANY - (weights * (stats.norm.logcdf(ordered) + stats.norm.logsf(ordered[::-1]))).sum()
+    ordered = np.sort(numbers[: MANY // 5])
+    assert stats.kstest(ordered, "norm").pvalue > 1e-3
+    weights = (2 * np.arange(1, len(ordered) + 1) - 1) / len(ordered)
+    squared = -len(ordered) - (weights * (stats.norm.logcdf(ordered) + stats.norm.logsf(ordered[::-1]))).sum()
     assert squared < 6.0  # 1 in 1000: 5.97
 
 

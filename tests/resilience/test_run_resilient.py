@@ -69,6 +69,7 @@ def equal(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "clip"),
     [(kind, "no") for kind in ("plain", "scaler", "closure", "two")]

@@ -119,12 +119,14 @@ def wrong(names, has_gpu):
 
 
 def main(count):
+    """Run all programs with a GPU and without, or ``count`` pairs and each switch alone, with one by turns."""
     programs = [(), *((name,) for name in PROGRAM), *itertools.permutations(PROGRAM, 2)]
-    if count < len(programs):
+    is_drawn = count < len(programs)
+    if is_drawn:
         programs = programs[: 1 + len(PROGRAM)] + random.Random(0).sample(programs[1 + len(PROGRAM) :], count)
     for has_gpu in (False, True):
         torch.cuda.is_available = lambda has_gpu=has_gpu: has_gpu
-        for names in programs:
+        for names in programs[has_gpu::2] if is_drawn else programs:
             for one in wrong(names, has_gpu):
                 print(f"{'with' if has_gpu else 'without'} a GPU, {list(names)}: {one}")
     print(len(programs), "programs")

@@ -35,10 +35,11 @@ def run(script, *arguments, **environment):
 
 @with_triton
 @pytest.mark.slow
-def test_values_are_those_of_torch_and_of_the_slow_twin():
+@pytest.mark.parametrize("combinations", [[], pytest.param(["all"], marks=pytest.mark.exhaustive)], ids=str)
+def test_values_are_those_of_torch_and_of_the_slow_twin(combinations):
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton before 3.7 does what NumPy warns of, and from 2.4 on refuses")
-    ran = run("cuda_on_cpu.py", TRITON_INTERPRET="1", GRADGUARD_NATIVE="0")
+    ran = run("cuda_on_cpu.py", *combinations, TRITON_INTERPRET="1", GRADGUARD_NATIVE="0")
     assert ran.stdout == "as torch\n", ran.stderr
 
 

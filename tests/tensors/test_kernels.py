@@ -80,7 +80,6 @@ def bits(tensor: Tensor) -> bytes:
 # Norms.
 
 
-@pytest.mark.sampled(30)
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,7 +170,6 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set():
 # Writes.
 
 
-@pytest.mark.sampled(20)
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_and_bounds_are_torchs_to_the_bit(dtype, magnitude, level):
