@@ -132,6 +132,7 @@ REWRITTEN = {
     "truncated": text_of(META),
     "rewritten and longer than before": text_of(META, *(step(i, wall=0.2 * i) for i in range(50))),
     "rewritten with the same length": text_of(META, step(0), step(2)),
+    "rewritten with another first line": text_of(META | {"version": "0.0.0"}, *(step(i) for i in range(9))),
 }
 
 

@@ -83,7 +83,7 @@ class ClipResult:
         names are those of all, and each number is of this process' part. Reading starts no collective: one process may
         read alone.
         """
-        bad = (~self.tensor_norms.isfinite()).nonzero().flatten().tolist()
+        bad: list[int] = (~self.tensor_norms.isfinite()).nonzero().flatten().tolist()
         return {self.names[i]: None if self.counts is None else self.counts[i] for i in bad}
 
     def culprit_names(self) -> list[str]:

@@ -102,6 +102,7 @@ class JsonlReader:
             self.restarts += 1
         self._identity = identity
         if not self._offset:
+            file.seek(0)
             refuse_at_once(self.path, file.read(64))
             file.seek(0)
         head = self._skip(file, found.st_size) if not self._offset else []
