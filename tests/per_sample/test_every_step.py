@@ -69,6 +69,7 @@ def batch(size=B):
 AT = [pytest.param(2, id="2"), *[pytest.param(at, marks=pytest.mark.exhaustive, id=str(at)) for at in (3, 7)]]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("at", AT)
 @pytest.mark.parametrize("name", SEEN)
 def test_a_change_that_mixes_samples_is_refused_on_that_very_step(name, at):
@@ -100,6 +101,7 @@ def test_a_change_that_nothing_shows_is_found_by_the_next_witness(name, at):
     assert good < at <= found <= latest
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("at", AT)
 @pytest.mark.parametrize("name", [*SEEN, *WITNESSED])
 def test_a_change_that_keeps_samples_apart_stays_exact(name, at):

@@ -156,5 +156,5 @@ def test_several_processes_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 2)
     guards, model = GuardEachOptimizer(), torch.nn.Linear(2, 1)
-    guards._attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    guards.on_stepped(torch.optim.SGD(model.parameters(), lr=0.1))
     assert "SGD was left alone: several processes train together" in guards.report()

@@ -120,14 +120,17 @@ class Unwrapped:
     """The kernels on a pretended device, in place of `CudaBlocks`."""
 
     started = 0
-    measures = staticmethod(CudaBlocks.measures)
 
     def __init__(self, tensors, rows):
         self.blocks = CudaBlocks([t.held for t in tensors], rows)
 
     @staticmethod
-    def of(tensors, rows=None, *, writes=False):
-        if len({t.dtype for t in tensors}) != 1 or not isinstance(tensors[0], pretend_device.OnDevice):
+    def of(tensors, rows=None, *, p=2.0, writes=False):
+        if (
+            p not in (2.0, math.inf)
+            or len({t.dtype for t in tensors}) != 1
+            or not isinstance(tensors[0], pretend_device.OnDevice)
+        ):
             return None
         Unwrapped.started += 1
         blocks = Unwrapped(tensors, [1] * len(tensors) if rows is None else rows)

@@ -2,7 +2,7 @@
 
 import threading
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -39,32 +39,64 @@ LossT = TypeVar("LossT", Tensor, float)
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """Whether an optimizer step was taken.
+class TakenStep:
+    """An optimizer step that was taken.
 
     Attributes:
-        skipped: Whether it was left out; 0-dim bool where only the device knows.
-        spike: Whether that is for a spike; a bool if ``skipped`` is one.
-        reason: The reason for which a step without a spike is left out; None where there is none.
+        reason: The reason for which it could have been left out; None where none could.
     """
 
-    skipped: bool | Tensor = False
-    spike: bool | Tensor = False
     reason: SkipReason | None = None
+    skipped: ClassVar[bool] = False
+    spike: ClassVar[bool] = False
+
+    def why(self) -> None:
+        """Return None: it was not left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """An optimizer step that was left out.
+
+    Attributes:
+        reason: The reason.
+    """
+
+    reason: SkipReason
+    skipped: ClassVar[bool] = True
 
     @property
-    def is_left_out(self) -> bool:
-        """Whether it was left out, as far as the host knows."""
-        return self.skipped is True
+    def spike(self) -> bool:
+        """Whether that is for a spike."""
+        return self.reason == "spike"
+
+    def why(self) -> SkipReason:
+        """Return the reason."""
+        return self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredStep:
+    """An optimizer step of which only the device knows whether it was left out.
+
+    Attributes:
+        skipped: Whether it was; 0-dim bool on the device.
+        reason: The reason, if it was, unless ``spike`` is it.
+        spike: Whether it was left out as a spike; False where nobody looks for them.
+    """
+
+    skipped: Tensor
+    reason: SkipReason
+    spike: Tensor | Literal[False] = False
 
     def why(self) -> SkipReason | None:
-        """Return why it was left out, None if it was taken; the host waits where only the device knows."""
+        """Return why it was left out, None if it was taken; the host waits."""
         if not bool(self.skipped):
             return None
         return "spike" if bool(self.spike) else self.reason
 
 
-_SPIKE = StepOutcome(skipped=True, spike=True, reason="spike")
+StepOutcome = TakenStep | SkippedStep | DeferredStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +111,7 @@ class _GuardStep:
         waits: Whether a GradScaler has begun it and the optimizer has not, which it may never do.
     """
 
-    outcome: StepOutcome = StepOutcome()
+    outcome: StepOutcome = TakenStep()
     clip: ClipResult | None = None
     snapshot: OptimizerSnapshot | None = None
     unjudged: tuple[Decision, UpdateSize] | None = None
@@ -254,7 +286,7 @@ class Guard(OfOneOptimizer):
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
-        if self._step.outcome.is_left_out:  # an evaluation after the one that ended the step
+        if isinstance(self._step.outcome, SkippedStep):  # an evaluation after the one that ended the step
             self._cancel()
             return True
         in_backward = is_in_backward()
@@ -270,7 +302,7 @@ class Guard(OfOneOptimizer):
             decide = self.clipper.decide_at_once if at_once else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
         self.last = decision.result
-        self._step = replace(self._step, clip=decision.result, outcome=StepOutcome())
+        self._step = replace(self._step, clip=decision.result, outcome=TakenStep())
         update = self._update_of(decision) if number == 0 else None
         try:
             outcome = self._act(decision, scale, overflow, number, update)
@@ -281,12 +313,12 @@ class Guard(OfOneOptimizer):
                 self._step.snapshot.restore()
             raise
         self._step = replace(self._step, outcome=outcome)
-        if outcome.is_left_out:
+        if isinstance(outcome, SkippedStep):
             self._cancel()
         self._tell(decision)
         if not self._attached:  # detached from another thread meanwhile: `_after` will not come
             self._count(decision.result, outcome)
-        return outcome.is_left_out
+        return isinstance(outcome, SkippedStep)
 
     def _update_of(self, decision: Decision) -> Tensor | None:
         """Return how far the step will move the weights, for spikes; None if nobody asks, or it shows only afterwards.
@@ -314,7 +346,7 @@ class Guard(OfOneOptimizer):
         spike = self._spike_watch.judge(result, bad, 0, size.measure(decision.gradients))
         if spike is not None and bool(spike):
             self._spike_watch.undo_clipper()
-            self._step = replace(self._step, outcome=_SPIKE)
+            self._step = replace(self._step, outcome=SkippedStep("spike"))
             if is_heard():
                 undone = "undid the step behind this one, because the norm of its update is a spike"
                 event = RecoveryEvent(self.optimizer, "rolled_back", undone, lost=1, recovery=1)
@@ -348,7 +380,7 @@ class Guard(OfOneOptimizer):
             bad = self._spike_watch.bad_on_any(bad)
         if not skips_bad and spike is None:
             self._clip(decision, folds, scale, self._policy)
-            return StepOutcome()
+            return TakenStep()
         if not skips_bad:
             bad = torch.zeros_like(bad)
         elif kernel is not None and decision.coefficient is not None:
@@ -360,14 +392,14 @@ class Guard(OfOneOptimizer):
         else:  # the optimizer's kernel clips, or leaves the step out: only the device knows which
             left_out = bad if spike is None else bad | spike
             kernel.skip_if(left_out)
-            outcome = StepOutcome(left_out, False if spike is None else spike, reason)
-        if not outcome.is_left_out:
+            outcome = DeferredStep(left_out, reason, False if spike is None else spike)
+        if not isinstance(outcome, SkippedStep):
             self._clip(decision, folds, scale, policy)
         self._spike_watch.undo_clipper(outcome.spike)
         return outcome
 
     @staticmethod
-    def _look(bad: Tensor, spike: Tensor | None, reason: SkipReason) -> StepOutcome:
+    def _look(bad: Tensor, spike: Tensor | None, reason: SkipReason) -> TakenStep | SkippedStep:
         """Return the outcome of a step that the host decides: for ``bad`` gradients it is left out by ``reason``.
 
         Raises:
@@ -380,7 +412,9 @@ class Guard(OfOneOptimizer):
                 'or Guard(..., nonfinite="propagate") without spikes=.'
             )
         skip, spiked = (bool(bad), False) if spike is None else torch.stack([bad, spike]).tolist()  # one look
-        return _SPIKE if spiked else StepOutcome(skip, reason=reason)
+        if spiked:
+            return SkippedStep("spike")
+        return SkippedStep(reason) if skip else TakenStep(reason)
 
     def _clip(
         self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None, policy: GuardPolicy
@@ -419,7 +453,7 @@ class Guard(OfOneOptimizer):
             self._proxy.leave()
         self._judge_update()
         step, self._step = self._step, _GuardStep(self._step.outcome)  # which keeps nothing of the optimizer alive
-        if step.outcome.is_left_out and step.snapshot is not None:
+        if isinstance(step.outcome, SkippedStep) and step.snapshot is not None:
             step.snapshot.restore()
         self._spike_watch.end()
         if step.clip is not None:
@@ -456,7 +490,7 @@ class Guard(OfOneOptimizer):
         with torch.no_grad():
             decision = self.clipper.decide(self._guarded.gradients(self._policy, self._proxy))
         self.last = decision.result
-        self._step = _GuardStep(StepOutcome(skipped=True, reason="grad_scaler"))
+        self._step = _GuardStep(SkippedStep("grad_scaler"))
         self._tell(decision)
         self._count(self.last, self._step.outcome)
 

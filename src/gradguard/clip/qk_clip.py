@@ -319,7 +319,7 @@ class _Attention:
     """The least and the largest factor of each head's queries and keys in any call."""
     _found: list[Tensor] = field(default_factory=list)
     _slots: list[tuple[str, Any, str]] = field(init=False)
-    """What the rows of each weight and bias make, the module that has it, and its name there.
+    """The values that the rows of each weight and bias make, the module that has it, and its name there.
 
     Rows make queries (q), keys (k), or queries, keys and values in this order (qkv)."""
 
