@@ -264,6 +264,32 @@ def test_a_group_that_comes_within_the_step_is_clipped_from_the_next_on():
     torch.testing.assert_close(later.detach(), torch.full((4,), -0.1))
 
 
+def test_a_group_that_comes_after_the_weights_were_kept_is_clipped_from_the_next_step_on():
+    first, later = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    first.grad, later.grad = torch.full((4,), 7.0), torch.full((4,), 100.0)
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    update = gg.ClipUpdate(optimizer, gg.ClipByGlobalNorm(0.1))
+    optimizer.register_step_pre_hook(lambda own, *_: own.add_param_group({"params": [later]}))
+    optimizer.step()
+    assert float(update.last.norm) == pytest.approx(14.0)
+    assert torch.equal(later.grad, torch.full((4,), 100.0))
+    torch.testing.assert_close(first.detach(), torch.full((4,), -0.005))
+
+
+def test_what_the_clipper_refuses_is_refused_on_each_step_before_anything_moves():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ConvTranspose1d(4, 6, 3), nn.ReLU(), nn.Conv1d(6, 2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    gg.ClipUpdate(optimizer, gg.ClipAdaptive(0.1, exclude=[nn.Linear(3, 3)]), model=model)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 9.0)
+        with pytest.raises(gg.errors.InvalidValueError, match="exclude"):
+            optimizer.step()
+        assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("guard_first", [True, False])
 @pytest.mark.parametrize("foreign", [True, False])
 def test_a_step_that_a_guard_skips_has_no_update(guard_first, foreign):

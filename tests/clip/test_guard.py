@@ -588,3 +588,30 @@ def test_a_trainer_s_wrapper_is_refused_with_what_serves_it(module, words):
     optimizer.optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
     with pytest.raises(InvalidTypeError, match=words):
         Guard(optimizer, clipper())
+
+
+def test_a_group_that_the_clipper_refuses_is_refused_on_each_step():
+    class Picky(gg.ClipByGlobalNorm):
+        def learn(self, parameters):
+            if len(parameters) > 1:
+                raise gg.errors.InvalidValueError("too many")
+
+    first, later = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    first.grad, later.grad = torch.ones(3), torch.ones(3)
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    gg.Guard(optimizer, Picky(1.0))
+    optimizer.step()
+    optimizer.add_param_group({"params": [later]})
+    kept = first.detach().clone()
+    for _ in range(3):
+        with pytest.raises(gg.errors.InvalidValueError, match="too many"):
+            optimizer.step()
+        assert torch.equal(first, kept)
+
+
+def test_culprits_of_one_name_are_all_named():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for p in parameters:
+        p.grad = torch.full((2,), torch.nan)
+    result = gg.ClipByGlobalNorm(1.0)(list(zip(["w", "w", "v"], parameters, strict=True)))
+    assert result.culprit_names() == ["w", "w", "v"]

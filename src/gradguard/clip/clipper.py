@@ -83,12 +83,14 @@ class ClipResult:
         names are those of all, and each number is of this process' part. Reading starts no collective: one process may
         read alone.
         """
-        bad: list[int] = (~self.tensor_norms.isfinite()).nonzero().flatten().tolist()
-        return {self.names[i]: None if self.counts is None else self.counts[i] for i in bad}
+        return {self.names[i]: None if self.counts is None else self.counts[i] for i in self._bad_positions()}
 
     def culprit_names(self) -> list[str]:
         """Return the names of `culprits`."""
-        return list(self.culprits())
+        return [self.names[i] for i in self._bad_positions()]
+
+    def _bad_positions(self) -> list[int]:
+        return (~self.tensor_norms.isfinite()).nonzero().flatten().tolist()
 
 
 @dataclass(frozen=True)

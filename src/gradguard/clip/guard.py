@@ -295,6 +295,7 @@ class Guard(OfOneOptimizer):
         if number == 0:
             self._spike_watch.begin(self.steps + 1, in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        self._guarded.look()
         grads = self._guarded.gradients(self._policy, self._proxy)
         with refused_by_name(grads):
             # A spike's gradients are left as they are, for `SpikeRecovery`, and an error leaves everything.
@@ -488,6 +489,7 @@ class Guard(OfOneOptimizer):
         if not self._attached or not self._step.waits or step.skipped is None:
             return
         with torch.no_grad():
+            self._guarded.look()
             decision = self.clipper.decide(self._guarded.gradients(self._policy, self._proxy))
         self.last = decision.result
         self._step = _GuardStep(SkippedStep("grad_scaler"))

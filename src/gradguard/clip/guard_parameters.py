@@ -36,30 +36,28 @@ class GuardedParameters:
         self._stages_learned = False
 
     def gradients(self, policy: str, proxy: OptimizerProxy | None = None, reach: Reach | None = None) -> Gradients:
-        """Return the gradients as the clipper compares them.
+        """Return the gradients of the parameters of the last `look`, as the clipper compares them.
 
         Args:
             policy: The policy for gradients that are not finite, or what else all processes must clip by.
             proxy: Lays them out for a fused kernel; None for an optimizer without one.
             reach: How far the step moves the weights; None for what the optimizer tells before it steps.
         """
-        new = self.look()
         grads = gradients_of(self._names, self.parameters, self.stages, self.model)
         if proxy is not None and proxy.is_fused():
             grads = replace(grads, gradients=proxy.lay_out(grads.parameters, grads.gradients))
-        if self.stages.group is not None and (new or not self._stages_learned):
+        if self.stages.group is not None and not self._stages_learned:
             self._clipper.learn(ListedParameters(grads, self.model))  # those of all stages
             self._stages_learned = True
         grads = with_reach(grads, self._clipper, self._optimizer) if reach is None else replace(grads, reach=reach)
         return self._clipper.compared(grads, policy)
 
-    def look(self) -> bool:
-        """Return whether the optimizer has got new parameters, which the clipper is shown."""
+    def look(self) -> None:
+        """Show the clipper the parameters, where they are others than at the last look that it did not refuse."""
         parameters = parameters_of(self._optimizer)
         if list(map(id, parameters)) == list(map(id, self.parameters)):
-            return False
-        self.parameters, self._names = parameters, names_of(self._optimizer, self._model_names)
+            return
+        names = names_of(self._optimizer, self._model_names)
         if self.stages.group is None:
-            named = list(zip(self._names, parameters, strict=True))
-            self._clipper.learn(named if self.model is None else self.model)
-        return True
+            self._clipper.learn(list(zip(names, parameters, strict=True)) if self.model is None else self.model)
+        self.parameters, self._names, self._stages_learned = parameters, names, False

@@ -84,8 +84,10 @@ def reach_of(optimizer: Optimizer) -> Reach | None:
     rates: list[float | Tensor] = []
     for group in optimizer.param_groups:
         rate, momentum = group["lr"], group["momentum"]
-        left = 1 - momentum**2
-        if not left > 0:
-            return None
-        rates.append(rate * max(1.0, (1 - group["dampening"]) / math.sqrt(left)) if momentum else rate)
+        if momentum:
+            left = 1 - momentum**2
+            if not left > 0:
+                return None
+            rate = rate * max(1.0, (1 - group["dampening"]) / math.sqrt(left))
+        rates.append(rate)
     return Reach(optimizer.param_groups, rates)

@@ -55,7 +55,8 @@ def sketch_of(pieces: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> 
     bins = torch.zeros(SUMS // 8, 256, dtype=torch.float64, device=device)
     for values, places in pieces:
         bits, doubles = hashed(places), values.double()
-        for k, row in enumerate(bins):
+        for k in range(len(bins)):
+            row = bins[k]
             which = (bits >> (8 * k)) & 255
             if torch.are_deterministic_algorithms_enabled():  # which bincount on a GPU is not
                 row.index_add_(0, which, doubles)
