@@ -446,3 +446,7 @@ def test_factors_that_do_not_make_the_real_norm_have_no_reason():
     audit = gg.audit_norm(model, lambda: next(norms, 2 * get_total_norm(gradients(model))))
     assert {f.kind for f in audit.findings} == {"factor", "total"}
     assert "doubled" not in str(audit)
+
+
+def test_no_class_explains_a_norm_of_nothing():
+    assert fit([], 1.0, [], 1e-6) == []

@@ -291,3 +291,15 @@ def test_random_numbers_that_cannot_be_seeded():
 def test_without_elements_nothing_is_wrong(fn):
     x = normal(0) if fn is torch.sin else normal(3)
     assert gg.gradcheck(fn, x).verdict != "FAIL"
+
+
+def test_two_inputs_of_one_name_are_checked_each():
+    def named(a, /, **kwargs):
+        return a * kwargs["a"].sin()
+
+    def halved(a, /, **kwargs):
+        return a * HALVED(kwargs["a"])
+
+    one, other = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert gg.gradcheck(named, one, kwargs={"a": other}).verdict == "PASS"
+    assert gg.gradcheck(halved, one, kwargs={"a": other}).verdict == "FAIL"

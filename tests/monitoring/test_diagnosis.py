@@ -1032,3 +1032,17 @@ def test_a_clip_that_was_followed_and_helped_is_not_told_to_be_fixed_again():
     found = diagnose(clipped(0.1, losses, norms=[10.0] * COUNT, meta={"followed": BEFORE | {"loss": 30.0}}))
     assert "it helped" in found.sentence
     assert found.cause.key == "healthy"
+
+
+@pytest.mark.parametrize("rate", [None, 0.1])
+def test_a_run_that_is_lost_at_its_first_update_is_lost_by_growth_whether_its_rate_is_known_or_not(rate):
+    steps = steps_of([1.0] + [None] * 59)
+    for i, step in enumerate(steps):
+        step |= {"loss": None if i else 2.0} | ({} if rate is None else {"lr": rate})
+    assert diagnose(make_record(steps=steps)).causes[0].key == "nonfinite_growth"
+
+
+def test_a_record_with_updates_and_no_weights_is_read():
+    odd = [{"t": "tensors", "i": i, "norm": [0.1], "update": [0.1]} for i in range(0, 300, 10)]
+    record = run(falling(), tensors=odd)
+    assert diagnose(record).causes[0].key == "healthy"

@@ -407,3 +407,12 @@ def test_an_integer_input_and_a_single_number_out_are_left_alone():
     model = nn.Linear(3, 1)
     saved = gg.save_gradients(None, model, lambda: model(torch.ones(3)).sum().backward())
     assert compare(saved, saved).verdict == "PASS"
+
+
+def test_a_backward_from_an_edge_has_its_gradients():
+    weights = torch.ones(3, requires_grad=True)
+    edge = torch.autograd.graph.get_gradient_edge(weights.sum())
+    with backwards(1.5) as found:
+        torch.autograd.backward(edge)
+    assert found.count == 1
+    assert torch.equal(weights.grad, torch.ones(3))  # an edge is no loss that could be scaled

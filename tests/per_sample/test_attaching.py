@@ -1,5 +1,6 @@
 """What the clipper attaches to a model: all of it or nothing; and hooks of others stay theirs."""
 
+import gc
 import weakref
 from typing import Any
 
@@ -217,3 +218,20 @@ def test_scalers_are_noticed_until_the_last_clipper_goes():
     assert grad_scaler._scales._users == before + 1
     second.detach()
     assert grad_scaler._scales._users == before
+
+
+@pytest.mark.parametrize("options", [{}, {"check": False}, {"loss_reduction": "share"}, {"mode": "exact"}], ids=str)
+def test_a_clipper_that_is_let_go_is_freed_at_once(options):
+    model = nn.Linear(3, 2)
+    clipper = PerSampleGradientClipper(model, FlatNormClipper(1.0), **options)
+    model(torch.randn(4, 3)).square().mean(1).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    clipper.detach()
+    alive = weakref.ref(clipper)
+    gc.disable()
+    try:
+        del clipper
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -94,6 +94,6 @@ def fit(
     found, square = [], reported * reported
     for counts in product(*known):
         terms = [*map(mul, counts, squares)]
-        if abs(math.fsum(terms) - square) <= tolerance * max(square, *terms):
+        if abs(math.fsum(terms) - square) <= tolerance * max([square, *terms]):
             found.append(counts)
     return found

@@ -180,7 +180,7 @@ class Contract:
             The faults of gradients that the first backward returned and the second one overwrites.
         """
         function, fresh, (leaves, outputs) = self.function, [v.clone() for v in self.shaped], self._graph
-        given, names = [*function.given.values()], [*function.given]
+        given, names = function.given, [one.name for one in function.inputs]
         self.findings += _changed("the forward overwrites input", names, leaves, given)  # which are not the leaves
         returned = function.gradients(outputs, leaves, fresh, keep=True)
         self.first = joined(returned)
@@ -320,7 +320,7 @@ class Contract:
 
     def _some_needed(self) -> None:
         """Compare the gradients of runs in which only some inputs need one."""
-        names, count = [*self.function.given], len(self.function.given)
+        names, count = [one.name for one in self.function.inputs], len(self.function.inputs)
         if count <= _MOST_SUBSETS:
             subsets = [[i for i in range(count) if mask >> i & 1] for mask in range(1, 2**count - 1)]
         else:
@@ -360,7 +360,7 @@ class Contract:
 
         Input i is slice ``sources[i]``, repeated to fill its shape.
         """
-        values, alike = [*self.function.given.values()], {}
+        values, alike = self.function.given, {}
         same = list(range(len(values)))
         own = [one.is_argument and one.size > 0 for one in self.function.inputs]
         sources = [alike.setdefault((v.shape, v.dtype), i) if own[i] else i for i, v in enumerate(values)]
@@ -390,7 +390,7 @@ class Contract:
         With ``moved`` the inputs are copies, each moved at random by this share of its size, or of the mean size if
         that is larger.
         """
-        shapes = [one.shape for one in self.function.given.values()]
+        shapes = [one.shape for one in self.function.given]
         leaves = [one.clone().requires_grad_() for one in slices]
         inputs = [leaves[source].expand(shape) for source, shape in zip(sources, shapes, strict=True)]
         if moved is not None:
@@ -416,7 +416,7 @@ class Contract:
 
     def _is_rounding(self, found: BackwardRun) -> bool:
         """Tell whether a run differs by no more than rounding the inputs does, as sums in another order do."""
-        values, usual = [*self.function.given.values()], BackwardRun(self.first, self.usual_values)
+        values, usual = self.function.given, BackwardRun(self.first, self.usual_values)
         changes = self._changes(values, list(range(len(values))), usual, torch.finfo(self.dtype).eps)
         if changes is None or found.values.shape != usual.values.shape:
             return False

@@ -256,7 +256,7 @@ def _subgradients(kink: list[_StepSize]) -> _StepSize:
     """Return the limits of the one-sided derivatives, as a step whose rounding is how far off they may be."""
     sides = []
     for side in ("low", "high"):
-        series = _series(kink, side)
+        series = [(s.size, getattr(s, side), s.rounding) for s in kink]
         size, value, rounding = series[-1]
         sides.append(_most_accurate(extrapolated(series, 1) or [Limit(value, rounding, size, rounding)]))
     low, high = sides

@@ -61,8 +61,8 @@ class Function:
             refuse_unfit(name, value, names[i])
             refuse_unless(~value.isnan(), name, value, "expected numbers")
             self.inputs.append(Slot(names[i], _dense(value), i, i < len(given)))
-        self.given = {one.name: one.value for one in self.inputs}
-        """The inputs by name."""
+        self.given = [one.value for one in self.inputs]
+        """The values of the inputs, of which two may have one name."""
         self.sizes = [one.size for one in self.inputs]
         ends = accumulate(self.sizes)
         self.ranges = {one.name: slice(end - one.size, end) for one, end in zip(self.inputs, ends, strict=True)}
@@ -70,7 +70,7 @@ class Function:
         self._copied = [i for i, value in enumerate(self._values) if isinstance(value, Tensor) and i not in checked]
         self.is_wide = all(one.dtype is torch.float64 for one in self.inputs)
         """Whether all inputs are float64, so that no step is rounded."""
-        self.point = joined(self.given.values())
+        self.point = joined(self.given)
         """The inputs as one vector, not to be changed."""
         self.outputs: list[Slot] = []
         self.has_own_code = True
@@ -80,7 +80,8 @@ class Function:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
-        return list(map(_strided_as, parts_of(vector, self.inputs), self.given.values()))
+        parts = parts_of(vector, self.inputs)
+        return [_strided_as(part, value) for part, value in zip(parts, self.given, strict=True)]
 
     def rounded(self, vectors: Tensor) -> Tensor:
         """Return ``vectors``, one in each row, as the dtypes of the inputs hold them."""
@@ -127,7 +128,7 @@ class Function:
 
     def leaves(self, vector: Tensor | None = None) -> list[Tensor]:
         """Return the inputs as leaves that require a gradient."""
-        tensors = self.given.values() if vector is None else self.split(vector)
+        tensors = self.given if vector is None else self.split(vector)
         return [_strided_as(tensor.clone(), tensor).requires_grad_() for tensor in tensors]
 
     def record(self, leaves: Sequence[Tensor]) -> list[Tensor]:

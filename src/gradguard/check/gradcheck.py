@@ -443,8 +443,8 @@ class _Check:
 
     def _second_order(self, function: Function) -> None:
         cotangents = function.shaped(self._cotangent(function))
-        point = (*function.given.values(), *cotangents)
-        names = [*function.given, *(f"grad of {one.name}" for one in function.outputs)]
+        point = (*function.given, *cotangents)
+        names = [*(one.name for one in function.inputs), *(f"grad of {one.name}" for one in function.outputs)]
         second = Function(function.gradient_function, point, {}, wide=False, names=names)
         self.functions.append(second)
         try:

@@ -44,7 +44,8 @@ def _ratio(one: GradientFinding) -> str:
 def _where(search: Search, name: str, is_alone: bool) -> str:
     """Return which elements, rows, columns or signs of an input are wrong, if not all are."""
     differences = search.differences
-    own, value = differences.function.ranges[name], differences.function.given[name]
+    own = differences.function.ranges[name]
+    value = next(one.value for one in differences.function.inputs if one.name == name)
     point = differences.point[own]
     if is_alone:
         return f"only 1 of {len(point)} elements" if len(point) > 1 else ""

@@ -234,7 +234,7 @@ def _analytical(call: NamedCall, names: list[str], constants: list[str], device:
                 f"differentiable operations; is there a detach(), a torch.no_grad() or a .data in it?"
             )
         parts = function.backward(outputs, leaves, function.shaped(_sum(function))).split(function.sizes)
-        return dict(zip(function.given, map(_shaped, parts, function.given.values()), strict=True))
+        return {one.name: _shaped(part, one.value) for part, one in zip(parts, function.inputs, strict=True)}
 
 
 def _is_plain(value: Any) -> bool:

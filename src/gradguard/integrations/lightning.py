@@ -185,7 +185,7 @@ class GradGuardCallback(GuardJob, LightningClip):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Attach to optimizers that have come in the meantime, which other callbacks may make."""
-        if trainer.optimizers != self._optimizers:
+        if list(trainer.optimizers) != self._optimizers:
             self.on_fit_start(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -395,9 +395,10 @@ def name_of_factor(factor: float, width: float, facts: Facts) -> str:
             known += [(value, name), (1 / value, f"1 / {name}")]
             known += [(math.sqrt(value), f"√ {name}"), (1 / math.sqrt(value), f"1 / √ {name}")]
     known += [(2.0, "counted twice"), (0.5, "half"), (-1.0, "the sign")]
-    near = {name: value for value, name in known if abs(factor - value) <= width}
-    first = next(iter(near.values()), 1.0)
-    return "" if any(abs(value / first - 1) > _ONE_NUMBER for value in near.values()) else " or ".join(near)
+    near = [(value, name) for value, name in known if abs(factor - value) <= width]
+    if not near or any(abs(value / near[0][0] - 1) > _ONE_NUMBER for value, _ in near):
+        return ""
+    return " or ".join(dict.fromkeys(name for _, name in near))
 
 
 def in_ranges(numbers: Sequence[int]) -> str:

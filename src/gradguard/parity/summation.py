@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from gradguard.replacements import Replacement
 
@@ -68,7 +69,7 @@ def _backward(original: Callable[..., Any], tensors: Any, gradients: Any = None,
     if watched is not None:
         watched.count += 1
         if gradients is None and watched.scale != 1:
-            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            tensors = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
             # What is no loss PyTorch must refuse itself.
             if all(isinstance(one, Tensor) and one.numel() == 1 and one.is_floating_point() for one in tensors):
                 preserved = torch.preserve_format

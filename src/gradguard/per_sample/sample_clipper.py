@@ -180,7 +180,12 @@ class PerSampleGradientClipper:
             self.loss_reduction, self._mode, self._scaler = loss_reduction, mode, scaler
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
-            scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
+            own = weakref.ref(self)  # so that one that is let go is freed at once
+
+            def scale() -> float:
+                clipper = own()
+                return 1.0 if clipper is None else float(clipper._scaler_scale()) / clipper.loss_divisor
+
             self._loss_check = LossCheck(loss_reduction, batch_first, scale, check and loss_reduction != "share")
             self._tracker = CallTracker(
                 module,

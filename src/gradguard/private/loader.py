@@ -105,7 +105,8 @@ def check_loader(loader: DataLoader, poisson_sampling: bool, world_size: int) ->
             "a batch_sampler of its own or without batches."
         )
     sampler = loader.sampler
-    if type(sampler) not in (SequentialSampler, RandomSampler, *[DistributedSampler] * poisson_sampling):
+    known = [SequentialSampler, RandomSampler] + ([DistributedSampler] if poisson_sampling else [])
+    if type(sampler) not in known:
         raise InvalidValueError(
             f"loader: its sampler is a {type(sampler).__name__}. Every sample must be drawn with the same probability"
             f"{'' if poisson_sampling else ', and once in an epoch'}, so expected shuffle=True or shuffle=False. To "

@@ -87,7 +87,8 @@ def clips_on(record: Record, steps: Lines) -> list[ActingClip]:
             for place, (rule, threshold, coefficient, *_) in enumerate(clips):
                 seen[rule] += place != applied
                 key = ("--clip",) if place == applied else (rule, seen[rule])
-                clip = known.setdefault(key, _KnownClip(str(rule), place == applied, place))
+                if (clip := known.get(key)) is None:
+                    clip = known[key] = _KnownClip(str(rule), place == applied, place)
                 clip.place = max(clip.place, place)
                 clip.thresholds.append(threshold)
                 clip.coefficients.append(coefficient)

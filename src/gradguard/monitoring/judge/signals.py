@@ -425,7 +425,8 @@ class RunSignals:
         lines = self.record.tensors
         lines = lines.where(lines.has(there))
         picked = lines[:: max(1, len(lines) // 400)]
-        return [line for line in picked if len(line.get(key, ())) == len(self.params) and None not in line[key]]
+        pairs = [(line, line.get(key, ())) for line in picked]
+        return [line for line, numbers in pairs if len(numbers) == len(self.params) and None not in numbers]
 
     def shape(self, place: int) -> list[int]:
         """Return the shape of a parameter; an empty one where it is not known.

@@ -162,12 +162,14 @@ class BackwardRoots:
             own = found()
             if own is None or not backward.accumulates or current_graph_task() != -1:
                 return
+            if threading.get_ident() != own._thread:
+                return
             roots = list[Root]()
             for tensor, grad in zip(backward.roots, backward.gradients, strict=True):
                 if grad is None or not isinstance(tensor, Tensor) or not tensor.requires_grad:
                     return  # the engine refuses it, or it does not start from tensors
                 roots.append(Root(Value.of(tensor), grad.detach()))
-            if roots and threading.get_ident() == own._thread:
+            if roots:
                 own._look(roots)
 
         end = self._end = call_before_backwards(begins)
@@ -372,7 +374,8 @@ def parents(node: Node) -> list[Value]:
 def input_of(node: Node, which: int) -> Value:
     """Return an input of a node that needs a gradient."""
     child, number = node.next_functions[which]
-    assert child is not None
+    if child is None:
+        raise Unreadable(f"input {which} of {node.name()} needs no gradient")
     return Value(child, number)
 
 

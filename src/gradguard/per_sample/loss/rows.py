@@ -618,9 +618,13 @@ class SampleRows:
             levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
             share = None if mean is None else mean[1] / mean[1].sum()
             summed, width = self._summed(sums * inner, levels)
-        normalized = any(abs(float(each.mean()) - 1) < 1e-6 for each in (weights, nonzero))
         # Two weights by turns may add up to their number by chance.
-        if share is not None and not even and normalized and nonzero.unique().numel() > 2:
+        if (
+            share is not None
+            and not even
+            and nonzero.unique().numel() > 2
+            and any(abs(float(each.mean()) - 1) < 1e-6 for each in (weights, nonzero))
+        ):
             raise Coupled(
                 "the weights in the mean add up to the number of rows: they were divided by their own mean over the "
                 "batch, so that every sample's weight depends on the others. Use weights that do not depend on the "

@@ -50,7 +50,7 @@ def _reason(signals: RunSignals, place: int) -> str:
     operation, dtype = _origin(signals, place)
     if operation == "data":
         return "data"
-    at_first = 0 < place <= 2 and signals.rates[place - 1]  # right after the first update, which the rate makes
+    at_first = 0 < place <= 2 and signals.rates[place - 1] != 0  # right after the first update, if a rate made one
     if _growth(signals, place)[0] <= GROWN:
         is_small = dtype == _SMALL_TYPE
         if operation in _NEVER_OVERFLOW:  # what is not finite there was so before

@@ -126,7 +126,7 @@ def render(records: Sequence[Record]) -> str:
     if len(parts) > 1:
         labels = [subject["label"] for subject in subjects]
         overlay = figures.overlay([part.record for part, _, _ in parts], labels, _points(len(parts)))
-        lead = diagnose(records[0]).sentence
+        lead = diagnose(records[0]).sentence if len(records) == 1 else ""
     if len(records) > 1:
         lead = compared([(label, verdict(record)) for record, label in named])
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
