@@ -22,6 +22,7 @@ from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     PRODUCTS,
+    RESHAPING,
     Dependence,
     Unreadable,
     Value,
@@ -69,6 +70,31 @@ _INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 _RANGES = {"Exp": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Sqrt": (0.0, math.inf)}
 """The results that operations have, where there are others."""
+
+
+_RETRACED: Mapping[str, Callable[[Tensor, Node], Tensor]] = {
+    **dict.fromkeys(RESHAPING, lambda x, node: x.reshape(shape_of(node))),
+    "Alias": lambda x, _: x,
+    "Clone": lambda x, _: x,
+    "Expand": lambda x, node: x.expand(shape_of(node)),
+    "ToCopy": lambda x, node: x.to(Value(node).meta.dtype),
+    "Slice": lambda x, node: x[
+        (slice(None),) * saved(node, "dim") + (slice(saved(node, "start"), saved(node, "end"), saved(node, "step")),)
+    ],
+    "Select": lambda x, node: x.select(saved(node, "dim"), saved(node, "index")),
+    "Transpose": lambda x, node: x.transpose(saved(node, "dim0"), saved(node, "dim1")),
+    "T": lambda x, _: x.t(),
+    "Permute": lambda x, node: x.permute([signed(dim) for dim in saved(node, "dims")]),
+    "Neg": lambda x, _: -x,
+    "Mul": lambda x, node: x * _factor(node),
+    "Div": lambda x, node: x / saved(node, "other"),
+}
+"""Operations on one value, and how they are done again."""
+
+
+def _factor(node: Node) -> Any:
+    """Return the constant that an operation multiplies by."""
+    return saved(node, "other" if node.next_functions[0][0] is not None else "self")
 
 
 def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, Tensor]]:
@@ -322,6 +348,27 @@ class AffineChains:
         depends, nodes = self._depends, self.below(value)
         puts = (operation(n) == "MaskedFill" or adds_unseen(n, depends) or hides_constant(n, depends) for n in nodes)
         return bool(nodes) and not any(puts)
+
+    def retraced(self, value: Value) -> Tensor | None:
+        """Return what the operations make of the nearest known value, when done again; None where that is not known.
+
+        Where they only look at memory in another way, it is the memory of the known value.
+        """
+        steps, place = list[tuple[Callable[[Tensor, Node], Tensor], Node]](), value
+        while place not in self.known or place == value:
+            below, again = self._depends.below(place.node), _RETRACED.get(place.operation)
+            if len(below) != 1 or again is None:
+                return None
+            steps.append((again, place.node))
+            [place] = below
+        found = self.known[place]
+        try:
+            with torch.no_grad():
+                for again, node in reversed(steps):
+                    found = again(found, node)
+        except (RuntimeError, TypeError, IndexError):
+            return None
+        return found if (found.shape, found.dtype) == (value.shape, value.meta.dtype) else None
 
     def are_told(self, value: Value, ends: Container[Value]) -> bool:
         """Tell whether what was added to a value follows from known values, or lies within the module.

@@ -74,6 +74,9 @@ _SHOWING = operations(
 _ENDING = operations("Mean Sum NllLoss LogSoftmax MseLoss BinaryCrossEntropyWithLogits")
 """Operations of the losses where no value lies between what the module returned and a function that saves it."""
 
+_IN_CACHE = 1 << 17
+"""Numbers that are compared at once: what is computed of them stays in the processor's cache."""
+
 _ADDING_UP = ADDING | MEANS | operations("Addmm Baddbmm Addmv IndexAdd ScatterAdd")
 
 _NUMBERS = frozenset(
@@ -419,7 +422,7 @@ class LossConstants:
                 continue
             if not (wholes[value].low.numel() and chains.put_nothing_unseen(value)):
                 continue
-            if (apart := chains.added(value, wholes[value])) is None:
+            if self._is_retraced(value) or (apart := chains.added(value, wholes[value])) is None:
                 continue
             bounds = apart[1]
             if value in normalized:
@@ -427,6 +430,20 @@ class LossConstants:
             if bool(((bounds.low > 0) | (bounds.high < 0)).any()):
                 return True
         return False
+
+    def _is_retraced(self, value: Value) -> bool:
+        """Tell whether a value is what its operations make of known ones, which takes a look or two at each element.
+
+        Where it is not, or that is not known, it may still be the same but for rounding.
+        """
+        if (again := self._chains.retraced(value)) is None:
+            return False
+        if any(again.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in self._chains.known.values()):
+            return True
+        if value in self._chains.known:
+            return torch.equal(self._chains.known[value], again)
+        wholes, normalized = self._wholes
+        return value in normalized and _are_normalized(wholes[value].low, again, normalized[value])
 
     @functools.cached_property
     def _wholes(self) -> tuple[dict[Value, Bounds], dict[Value, int]]:
@@ -716,6 +733,18 @@ def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
     mean, most = bounds.middle.mean(dim, keepdim=True), (result.abs() + bounds.middle.abs()).amax(dim, keepdim=True)
     unseen = bounds.rounding.amax(dim, keepdim=True) + 64 * torch.finfo(result.dtype).eps * (1 + most)
     return Bounds(bounds.low - mean - unseen, bounds.high - mean + unseen)
+
+
+def _are_normalized(result: Tensor, values: Tensor, dim: int) -> bool:
+    """Tell whether `log_softmax` of values may be a result; False also where only `_but_for_a_number` can tell."""
+    result, values = (one.movedim(dim, -1).flatten(0, -2) for one in (result, values))
+    rows = max(1, _IN_CACHE // max(1, result.shape[-1])) if result.device.type == "cpu" else max(1, len(result))
+    for rows_of_result, rows_of_values in zip(result.split(rows), values.split(rows), strict=True):
+        low, high = (rows_of_result - rows_of_values).aminmax(dim=-1)
+        most = torch.stack([-rows_of_result.amin(-1), -low, high]).amax(0)
+        if not bool((high - low <= 64 * torch.finfo(result.dtype).eps * (1 + most)).all()):
+            return False
+    return True
 
 
 def _is_reduced(value: Value, outputs: Outputs) -> bool:
