@@ -62,11 +62,12 @@ _TAKEN = operations(
 _WEIGHING = operations("Mul Div Where MaskedFill Index Gather TakeAlongDim")
 _SUMMING = operations("Sum Mean Nansum Cumsum")
 
-_INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "Exp": torch.log, "Sigmoid": torch.logit, "Tanh": torch.atanh, "Sqrt": torch.square, "Relu": torch.clone,
-    "Reciprocal": torch.reciprocal,
+INVERTIBLE: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "Exp": (torch.exp, torch.log), "Sigmoid": (torch.sigmoid, torch.logit), "Tanh": (torch.tanh, torch.atanh),
+    "Sqrt": (torch.sqrt, torch.square), "Relu": (torch.relu, torch.clone),
+    "Reciprocal": (torch.reciprocal, torch.reciprocal),
 }  # fmt: skip
-"""Inverses of operations that save their results alone, each of which rises or falls throughout."""
+"""Operations that save their results alone, each of which rises or falls throughout: the function, its inverse."""
 
 _RANGES = {"Exp": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Sqrt": (0.0, math.inf)}
 """The results that operations have, where there are others."""
@@ -90,6 +91,21 @@ _RETRACED: Mapping[str, Callable[[Tensor, Node], Tensor]] = {
     "Div": lambda x, node: x / saved(node, "other"),
 }
 """Operations on one value, and how they are done again."""
+
+
+def _sign(negated: int) -> Callable[[Tensor, Node], Tensor]:
+    """Return what an operation makes of its only value of the samples, of which one input is taken negatively."""
+
+    def linear(x: Tensor, node: Node) -> Tensor:
+        which = 0 if node.next_functions[0][0] is not None else 1
+        x = x * saved(node, "alpha") if which == (0 if operation(node) == "Rsub" else 1) else x
+        return (-x if which == negated else x).expand(shape_of(node))
+
+    return linear
+
+
+_WITHOUT_CONSTANT = {"Add": _sign(-1), "Sub": _sign(1), "Rsub": _sign(0)}
+"""Operations that add a constant, without it."""
 
 
 def _factor(node: Node) -> Any:
@@ -232,6 +248,15 @@ class Bounds:
         return cls.between(values - rounding, values + rounding)
 
     @classmethod
+    def exactly(cls, values: Tensor) -> "Bounds":
+        """Return the bounds of values that are known without rounding."""
+        return cls(values, values)
+
+    def widened(self, rounding: Tensor) -> "Bounds":
+        """Return those of numbers that are known less exactly."""
+        return Bounds(self.low - rounding, self.high + rounding)
+
+    @classmethod
     def between(cls, low: Tensor, high: Tensor) -> "Bounds":
         """Return bounds, of which NaN bounds nothing."""
         endless = torch.inf
@@ -241,9 +266,10 @@ class Bounds:
         """Return those of the numbers along a dimension, which are the same."""
         return Bounds(self.low.amax(dim, keepdim=True), self.high.amin(dim, keepdim=True))
 
-    def wide(self) -> "Bounds":
-        """Return these bounds in float32 at least."""
-        return Bounds(self.low.to(_wide(self.low)), self.high.to(_wide(self.high)))
+    def minus(self, values: Tensor) -> "Bounds":
+        """Return the bounds of the differences from values, in float32 at least."""
+        low = self.low.to(_wide(self.low)) - values
+        return Bounds(low, low if self.low is self.high else self.high.to(_wide(self.high)) - values)
 
     def meets(self, other: "Bounds") -> bool:
         """Tell whether the same numbers may be within both."""
@@ -257,10 +283,10 @@ class Bounds:
         """Return the bounds of numbers that are within both; NaN bounds nothing."""
         return Bounds(torch.fmax(self.low, other.low), torch.fmin(self.high, other.high))
 
-    @property
+    @functools.cached_property
     def sizes(self) -> list[int]:
         """The sizes, 1 where numbers along a dimension may be the same."""
-        if not self.low.numel():
+        if not self.low.numel() or bool(self.low.max() <= self.high.min()):
             return [1] * self.low.dim()
         differ = [bool((self.low.amax(dim) > self.high.amin(dim)).any()) for dim in range(self.low.dim())]
         return [size if differs else 1 for size, differs in zip(self.low.shape, differ, strict=True)]
@@ -278,7 +304,7 @@ class Bounds:
     @property
     def middle(self) -> Tensor:
         """The numbers; NaN where they are not known."""
-        return (self.low + self.high) / 2
+        return self.low if self.low is self.high else (self.low + self.high) / 2
 
     @property
     def rounding(self) -> Tensor:
@@ -290,26 +316,42 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def recovered_values(nodes: Sequence[Node]) -> dict[Value, Bounds]:
-    """Return the values that follow from results of functions, by where they were computed.
+def recovered(node: Node) -> Bounds:
+    """Return the value that an operation of `INVERTIBLE` took, as it follows from the result.
 
     A rounded result is that of all values between two: what it does not show, as where a function is flat, is within.
     """
-    found: dict[Value, Bounds] = {}
-    for node in nodes:
-        if (inverse := _INVERSES.get(operation(node))) is not None:
-            result = saved(node, "result").detach()
-            limits, wide = torch.finfo(result.dtype), result.to(_wide(result))
-            rounding = 16 * limits.eps * wide.abs() + limits.tiny
-            least, most = _RANGES.get(operation(node), (-math.inf, math.inf))
-            one, other = (inverse(each.clamp(least, most)) for each in (wide - rounding, wide + rounding))
-            low, high = torch.minimum(one, other), torch.maximum(one, other)
-            if operation(node) == "Relu":
-                low = low.where(wide > 0, -math.inf)  # what it leaves out is at most 0
-            elif operation(node) == "Reciprocal":
-                low, high = low.where(wide != 0, -math.inf), high.where(wide != 0, math.inf)
-            found[parents(node)[0]] = Bounds.between(low.to(result.dtype), high.to(result.dtype))
-    return found
+    name, result = operation(node), saved(node, "result").detach()
+    limits, wide, inverse = torch.finfo(result.dtype), result.to(_wide(result)), INVERTIBLE[name][1]
+    rounding = 16 * limits.eps * wide.abs() + limits.tiny
+    least, most = _RANGES.get(name, (-math.inf, math.inf))
+    one, other = (inverse(each.clamp(least, most)) for each in (wide - rounding, wide + rounding))
+    low, high = torch.minimum(one, other), torch.maximum(one, other)
+    if name == "Relu":
+        low = low.where(wide > 0, -math.inf)  # what it leaves out is at most 0
+    elif name == "Reciprocal":
+        low, high = low.where(wide != 0, -math.inf), high.where(wide != 0, math.inf)
+    return Bounds.between(low.to(result.dtype), high.to(result.dtype))
+
+
+@dataclass(frozen=True)
+class Added:
+    """A constant that was added to known values, and how far it may be from what was added.
+
+    Attributes:
+        difference: What the value has beyond the known ones.
+        each: The rounding of each element, where its parts do not cancel.
+        most: The rounding where they do.
+    """
+
+    difference: Bounds
+    each: Tensor
+    most: Tensor
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds of the constant, where its parts may cancel."""
+        return self.difference.widened(self.most)
 
 
 class AffineChains:
@@ -349,14 +391,21 @@ class AffineChains:
         puts = (operation(n) == "MaskedFill" or adds_unseen(n, depends) or hides_constant(n, depends) for n in nodes)
         return bool(nodes) and not any(puts)
 
-    def retraced(self, value: Value) -> Tensor | None:
+    def retraced(self, value: Value, adds: bool = True) -> Tensor | None:
         """Return what the operations make of the nearest known value, when done again; None where that is not known.
 
-        Where they only look at memory in another way, it is the memory of the known value.
+        Args:
+            value: Where they lead to.
+            adds: None, too, where one adds a constant; else it is left out.
+
+        Returns:
+            The result. Where operations only look at memory in another way, it is the memory of the known value.
         """
         steps, place = list[tuple[Callable[[Tensor, Node], Tensor], Node]](), value
         while place not in self.known or place == value:
             below, again = self._depends.below(place.node), _RETRACED.get(place.operation)
+            if not adds and place.operation in _WITHOUT_CONSTANT and len(below) == 1:
+                again = _WITHOUT_CONSTANT[place.operation]
             if len(below) != 1 or again is None:
                 return None
             steps.append((again, place.node))
@@ -382,10 +431,8 @@ class AffineChains:
         """
         return all(edge in self.known or (edge.is_tap and edge not in ends) for edge in self.nearest(value))
 
-    def added(self, value: Value, whole: Bounds) -> tuple[Bounds, Bounds] | None:
+    def added(self, value: Value, whole: Bounds) -> "Added | None":
         """Return the constant in a value; None if it cannot be told.
-
-        It is given twice: by the rounding of each element where its parts do not cancel, and of any, where they do.
 
         Args:
             value: Where it was computed.
@@ -397,7 +444,27 @@ class AffineChains:
         below, known = self.nearest(value), self.known
         if any(one not in known for one in below):
             return None
-        cotangent = torch.zeros_like(whole.low, requires_grad=True)
+        if (linear := self.retraced(value, adds=False)) is None:
+            linear = self._linear(value, whole.low, below)
+        chain = self.below(value)
+        kinds = {whole.low.dtype, *[known[one].dtype for one in below]}
+        kinds |= {one.dtype for node in chain for one in input_metadata_of(node)}
+        rounding = min(16, 2 + len(chain)) * max(torch.finfo(kind).eps for kind in kinds)
+        linear = linear.to(_wide(linear))
+        each = whole.middle.to(linear).nan_to_num(0.0, 0.0, 0.0).abs_().add_(linear.abs()).mul_(rounding)
+        most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
+        is_one = sum(adds_unseen(node, self._depends) for node in chain) == 1
+        if is_one and _SUMMING.isdisjoint(map(operation, chain)):
+            most = each  # nothing that is larger than the value has been there
+        return Added(whole.minus(linear), each, most)
+
+    def _linear(self, value: Value, like: Tensor, below: Sequence[Value]) -> Tensor:
+        """Return what the operations make of known values but for the constants that they add, by derivatives.
+
+        Raises:
+            Unreadable: If a backward from there cannot be run.
+        """
+        cotangent = torch.zeros_like(like, requires_grad=True)
         with _reading(value, below):
             pulled = torch.autograd.grad(
                 [GradientEdge(*value)],  # pyright: ignore[reportArgumentType]
@@ -406,20 +473,8 @@ class AffineChains:
                 retain_graph=True,
                 create_graph=True,
             )
-            product = torch.stack([(known[one] * each).sum() for one, each in zip(below, pulled, strict=True)]).sum()
-            [linear] = torch.autograd.grad(product, cotangent)
-        chain = self.below(value)
-        kinds = {whole.low.dtype, *[known[one].dtype for one in below]}
-        kinds |= {one.dtype for node in chain for one in input_metadata_of(node)}
-        rounding = min(16, 2 + len(chain)) * max(torch.finfo(kind).eps for kind in kinds)
-        whole, linear = whole.wide(), linear.to(_wide(linear))
-        each = rounding * (whole.middle.nan_to_num(0.0, 0.0, 0.0).abs() + linear.abs())
-        most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
-        low, high = whole.low - linear, whole.high - linear
-        is_one = sum(adds_unseen(node, self._depends) for node in chain) == 1
-        if is_one and _SUMMING.isdisjoint(map(operation, chain)):
-            most = each  # nothing that is larger than the value has been there
-        return Bounds(low - each, high + each), Bounds(low - most, high + most)
+            product = torch.stack([(self.known[one] * each).sum() for one, each in zip(below, pulled, strict=True)])
+            return torch.autograd.grad(product.sum(), cotangent)[0]
 
     def where_added(self, part: Value, value: Value, constant: Bounds) -> Bounds:
         """Return the constant in a value as it was where an operation added it to a part of the value.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import (
+    INVERTIBLE,
     AffineChains,
     Bounds,
     adds_unseen,
@@ -19,7 +20,7 @@ from gradguard.per_sample.loss.beside import (
     known_values,
     own_sizes,
     places_of,
-    recovered_values,
+    recovered,
 )
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.loss_graph import (
@@ -395,7 +396,7 @@ class SampleRows:
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
                 if self._is_doubtful(shape, sizes):
                     self._refuse_transposed(node, value, constant)
-                    varying = Bounds(constant.double(), constant.double()).sizes
+                    varying = Bounds.exactly(constant.double()).sizes
                     sizes = varying if max(varying, default=1) > 1 else sizes
                 self._refuse_constant(node, value, sizes, sizes)
                 if all(sizes[dim] == 1 for dim in places_of(shape, outputs.batch_size)):
@@ -411,15 +412,15 @@ class SampleRows:
             return
         outputs.coincide = True
         chains = AffineChains(outputs.held | known_values(nodes), depends)
-        recovered = recovered_values(nodes)
-        wholes = {one: bounds for one, bounds in recovered.items() if bool(bounds.middle.isfinite().all())}
-        wholes |= {one: Bounds(values, values) for one, values in chains.known.items()}
+        from_results = {parents(node)[0]: recovered(node) for node in nodes if operation(node) in INVERTIBLE}
+        wholes = {one: bounds for one, bounds in from_results.items() if bool(bounds.middle.isfinite().all())}
+        wholes |= {one: Bounds.exactly(values) for one, values in chains.known.items()}
         for value in dict.fromkeys(edge for node in nodes for edge in parents(node) if not is_affine(node, depends)):
             if not chains.add_unseen(value) or not self._is_doubtful(value.shape, value.shape):
                 continue
             if value in wholes and (found := chains.added(value, wholes[value])) is not None:
-                each, most = found
-                self._refuse_constant(value.node, value, each.sizes, most.sizes)
+                each = found.difference.widened(found.each)
+                self._refuse_constant(value.node, value, each.sizes, found.bounds.sizes)
             else:
                 self._refuse_constant(value.node, value)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import (
+    INVERTIBLE,
     TAKES_BESIDE,
     AffineChains,
     Bounds,
@@ -28,7 +29,7 @@ from gradguard.per_sample.loss.beside import (
     known_values,
     own_sizes,
     places_of,
-    recovered_values,
+    recovered,
 )
 from gradguard.per_sample.loss.loss_graph import (
     ADDING,
@@ -396,6 +397,7 @@ class LossConstants:
         self._roots, self._outputs, self._depends = roots, outputs, outputs.depends
         self._nodes = _nodes(roots, outputs)
         self._places = ValuePlaces(outputs.values, outputs.depends)
+        self._bounds: dict[Value, Bounds] = {}
 
     @functools.cached_property
     def _chains(self) -> AffineChains:
@@ -416,45 +418,65 @@ class LossConstants:
             return True
         if all(operation(node) in _ENDING for node in self._nodes):  # nothing lies between outputs and functions
             return False
-        (wholes, normalized), chains = self._wholes, self._chains
         for value in dict.fromkeys(edge for node in self._nodes for edge in parents(node)):
-            if value not in wholes or value in self._outputs.values or not self._depends(value.node):
+            if value in self._outputs.values or not (value in self._chains.known or value in self._users):
                 continue
-            if not (wholes[value].low.numel() and chains.put_nothing_unseen(value)):
+            if not (self._depends(value.node) and value.shape.numel() and self._chains.put_nothing_unseen(value)):
                 continue
-            if self._is_retraced(value) or (apart := chains.added(value, wholes[value])) is None:
+            if self._is_retraced(value) or (constant := self._constant_in(value)) is None:
                 continue
-            bounds = apart[1]
-            if value in normalized:
-                bounds = _but_for_a_number(bounds, wholes[value].middle, normalized[value])
-            if bool(((bounds.low > 0) | (bounds.high < 0)).any()):
+            if bool(((constant.low > 0) | (constant.high < 0)).any()):
                 return True
         return False
 
     def _is_retraced(self, value: Value) -> bool:
-        """Tell whether a value is what its operations make of known ones, which takes a look or two at each element.
+        """Tell whether a value is what its operations make of known ones, by a look or two at each of its elements.
 
-        Where it is not, or that is not known, it may still be the same but for rounding.
+        Returns:
+            Whether it is; where it is not, it may still be the same but for rounding.
         """
+        known = self._chains.known
         if (again := self._chains.retraced(value)) is None:
             return False
-        if any(again.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in self._chains.known.values()):
-            return True
-        if value in self._chains.known:
-            return torch.equal(self._chains.known[value], again)
-        wholes, normalized = self._wholes
-        return value in normalized and _are_normalized(wholes[value].low, again, normalized[value])
+        if value in known:
+            return torch.equal(known[value], again)
+        memory = again.untyped_storage().data_ptr()
+        if any(memory == one.untyped_storage().data_ptr() for one in self._outputs.held.values()):
+            return True  # what is written there is written to what the module returned
+        node = self._users[value]
+        result = saved(node, "result").detach()
+        if operation(node) == "LogSoftmax":
+            return _are_normalized(result, again, saved(node, "dim"))
+        return torch.equal(INVERTIBLE[operation(node)][0](again), result)
 
     @functools.cached_property
-    def _wholes(self) -> tuple[dict[Value, Bounds], dict[Value, int]]:
-        """The bounds of values, and the dimension along which one is known but for a number of each row."""
-        found, normalized = dict[Value, Bounds](), dict[Value, int]()
-        for node in self._nodes:
-            if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in self._chains.known:
-                result, normalized[value] = saved(node, "result").detach(), saved(node, "dim")
-                found[value] = Bounds(result, result)
-        found |= recovered_values([*self._nodes])
-        return found | {one: Bounds(values, values) for one, values in self._chains.known.items()}, normalized
+    def _users(self) -> dict[Value, Node]:
+        """The operation that saved its result alone, from which a value follows that is not known."""
+        normalizing = [node for node in self._nodes if operation(node) == "LogSoftmax"]
+        inverting = [node for node in self._nodes if operation(node) in INVERTIBLE]
+        users = {parents(node)[0]: node for node in (*normalizing, *inverting)}
+        return {value: node for value, node in users.items() if value not in self._chains.known}
+
+    @functools.cached_property
+    def _normalized(self) -> dict[Value, int]:
+        """The dimension along which a value is known but for a number of each row."""
+        return {value: saved(node, "dim") for value, node in self._users.items() if operation(node) == "LogSoftmax"}
+
+    def _whole(self, value: Value) -> Bounds | None:
+        """Return the bounds of a value; None if it does not follow from what operations saved."""
+        if value not in self._bounds and (value in self._chains.known or value in self._users):
+            exact = self._chains.known.get(value)
+            if value in self._normalized:
+                exact = saved(self._users[value], "result").detach()
+            self._bounds[value] = recovered(self._users[value]) if exact is None else Bounds.exactly(exact)
+        return self._bounds.get(value)
+
+    def _constant_in(self, value: Value) -> Bounds | None:
+        """Return what was added to known values in a value; None if that cannot be told."""
+        if (whole := self._whole(value)) is None or (apart := self._chains.added(value, whole)) is None:
+            return None
+        dim = self._normalized.get(value)
+        return apart.bounds if dim is None else _but_for_a_number(apart.bounds, whole.middle, dim)
 
     def hidden(self) -> str:
         """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
@@ -467,7 +489,7 @@ class LossConstants:
                 ".detach() or .data, or by an eps of torch's. Compute it anew instead, as in output - output.detach()"
             )
         for end in self._ends:
-            if end not in self._wholes[0] or not self._chains.are_told(end, self._outputs.values):
+            if self._whole(end) is None or not self._chains.are_told(end, self._outputs.values):
                 return f"its graph does not show what is added to values from {end.node.name()}"
             if end in self._mixed and all(end != value for _, value, _ in self._sums):
                 return self._mixed[end]
@@ -486,7 +508,7 @@ class LossConstants:
         """
         found, sums = dict[Value, str](), {end: bounds for _, end, bounds in self._sums}
         for end, parts in self._parts.items():
-            is_summed = end in self._wholes[1]
+            is_summed = end in self._normalized
             if any(self._chains.is_weighed_and_summed(one, end, is_summed) for one in parts):
                 found[end] = (
                     f"what is added to values before {end.node.name()} is weighed and summed since, and its graph "
@@ -522,9 +544,11 @@ class LossConstants:
             if is_number or not adds_unseen(node, depends):
                 return together
             if top == value and top.operation == "Where":  # 0 where it is not of the samples' values: a mask
-                result, mask = self._wholes[0][value].middle, saved(node, "condition")
+                whole, mask = self._whole(value), saved(node, "condition")
                 own = mask if depends.inputs(node) == [0] else ~mask
-                if bool((result == 0).logical_or(own.broadcast_to(result.shape)).all()):
+                if whole is not None and bool(
+                    (whole.middle == 0).logical_or(own.broadcast_to(whole.middle.shape)).all()
+                ):
                     return together
             return together + 1
 
@@ -544,7 +568,7 @@ class LossConstants:
             parts = [*([end] if adds_unseen(end.node, self._depends) else []), *self._parts[end]]
             columns = [torch.ones_like(bounds.low), *[chains.reached(part, end) for part in parts]]
             columns += [one for constant in beside for one in chains.summed_in(end, constant)]
-            if (dim := self._wholes[1].get(end)) is not None:
+            if (dim := self._normalized.get(end)) is not None:
                 columns = [one.double() - one.double().mean(dim, keepdim=True) for one in columns]
             constants = torch.stack([one.broadcast_to(bounds.low.shape).double().flatten() for one in columns], 1)
             each = Bounds(bounds.low.double().flatten(), bounds.high.double().flatten())
@@ -556,16 +580,12 @@ class LossConstants:
     @functools.cached_property
     def _sums(self) -> list[tuple[Hashable, Value, Bounds]]:
         """The sums of the unseen constants in values, each after its place."""
-        sums, (wholes, normalized) = list[tuple[Hashable, Value, Bounds]](), self._wholes
+        sums = list[tuple[Hashable, Value, Bounds]]()
         for end in self._ends:
             below = self._places.of(end)
-            if end not in wholes or not (_places_of_rows(end, self._outputs) or end.shape == ()):
+            if self._whole(end) is None or not (_places_of_rows(end, self._outputs) or end.shape == ()):
                 continue
-            bounds = self._subtracted(end)
-            if bounds is None and (apart := self._chains.added(end, wholes[end])) is not None:
-                bounds = apart[1]
-            if bounds is not None and end in normalized:
-                bounds = _but_for_a_number(bounds, wholes[end].middle, normalized[end])
+            bounds = self._subtracted(end) or self._constant_in(end)
             if bounds is not None:
                 sums.append((below, end, bounds))
         return sums
