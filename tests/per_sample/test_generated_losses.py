@@ -71,6 +71,16 @@ def test_in_private_training_the_clipped_sum_has_sensitivity_of_the_threshold(fi
     assert any(far and far > 0.1 for _, far in found), "some are accepted"
 
 
+def test_a_divisor_that_is_0_without_the_others_is_refused():
+    """Two rows count in a batch of two, and none without the sample that has them."""
+    far = farthest(replace(draw_widely(15001098), private=True))
+    assert far is None or far <= 1 + 1e-5
+
+
+def test_two_kinds_of_rows_that_contradict_each_other_are_refused_in_words():
+    assert glance(draw(1000772, ("mean", "sum"), wide=True)).kind in ("refused", "false refusal")
+
+
 def test_a_far_clipped_sum_is_seen():
     case = draw(3)
     case.terms, case.reduction, case.private, case.divided = [NORMALISED], "sum", True, False

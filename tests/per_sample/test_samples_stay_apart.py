@@ -826,3 +826,38 @@ def test_draws_that_no_sample_can_be_given_are_named_with_what_to_do(draw, words
     mixing = clipper_of(Drops(lambda x: x - x.mean(0)))
     with pytest.raises(UnsupportedGradientError, match=r"other values\. Does the model mix samples"):
         step(mixing.module, mixing, torch.randn(8, 4))
+
+
+class HalfOutputs(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).half()
+
+
+@pytest.mark.parametrize(
+    ("model", "cast"),
+    [
+        (lambda: nn.Linear(5, 4), torch.Tensor.double),
+        (lambda: HalfOutputs(5, 4), torch.Tensor.float),
+        (lambda: HalfOutputs(5, 4), torch.Tensor.double),
+        (lambda: nn.Linear(5, 4).double(), torch.Tensor.float),
+    ],
+    ids=["float32-float64", "float16-float32", "float16-float64", "float64-float32"],
+)
+@pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
+def test_samples_that_meet_behind_a_cast_are_refused(model, cast, private):
+    """The gradients that should show it were so small that the dtype of the outputs took them for 0."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 5), torch.randint(4, (6,))
+    for shares in (0.0, 0.5):
+        part = model()
+        clipper = gg.PerSampleGradientClipper(part, gg.FlatNormClipper(1.0))
+        if private:
+            clipper.refuse_ambiguous_losses()
+        outputs = cast(part(x.to(next(part.parameters()).dtype)))
+        loss = F.cross_entropy(outputs + shares * outputs.roll(1, 0), y) if shares else F.cross_entropy(outputs, y)
+        loss.backward()
+        if shares:
+            with pytest.raises(UnsupportedGradientError, match="depend on several samples each"):
+                clipper.clip_and_accumulate()
+        else:
+            clipper.clip_and_accumulate()

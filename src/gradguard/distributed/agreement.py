@@ -225,6 +225,11 @@ def _difference_while_waiting(
                 tell_list(store, union, signature, known)
             difference = told_difference(store)
             if difference is not None:
+                # All are there now. Where they have begun the same collective it ends, and all go on to compare lists:
+                # one that gave up here would leave the others waiting for it.
+                with suppress(RuntimeError):
+                    work.wait(timedelta(seconds=2 * seconds))
+                    return None
                 return difference
             warn_of_waiting(store, waited, partial(_ranks_missing, store, ranks), _what_to_do(task))
         seconds = min(2 * seconds, _LONGEST_BETWEEN)

@@ -605,3 +605,8 @@ def places_of(shape: Sequence[int], batch_size: int) -> list[int]:
 def own_sizes(constant: Tensor) -> list[int]:
     """Return the sizes of a constant, 1 where it is repeated; copies of values count."""
     return [1 if stride == 0 else size for size, stride in zip(constant.shape, constant.stride(), strict=True)]
+
+
+def unrepeated(constant: Tensor) -> Tensor:
+    """Return a constant with one of the values that it repeats along a dimension."""
+    return constant[tuple(slice(size) for size in own_sizes(constant))]

@@ -219,9 +219,8 @@ class Ledger:
 
     def add(self, page: Page) -> None:
         """Add a batch that was accepted."""
-        for kind, entry in self._merged(page):
-            assert isinstance(entry, Entry)
-            self._entries[kind] = entry
+        merged = [*self._merged(page)]
+        self._entries |= {kind: entry for kind, entry in merged if isinstance(entry, Entry)}
         self._divided_by[frozenset(page.entries)] = page.divided_by
 
     def divided_by(self, page: Page) -> float:
@@ -229,21 +228,17 @@ class Ledger:
         return self._divided_by.get(frozenset(page.entries), 1.0)
 
     def _merged(self, page: Page) -> Iterator[tuple[Kind, Entry | str]]:
-        close = _CLOSE + 2 * page.precision
+        close, entries = _CLOSE + 2 * page.precision, {**self._entries}  # kinds of one page may contradict each other
         for kind, new in page.entries.items():
-            old = self._entries.get(kind)
-            if old is not None or not (beside := self._beside(kind, new)):
-                yield kind, new if old is None else self._both(old, new, close)
-                continue
-            both = [(other, self._both(self._entries[other], new, close)) for other in beside]
-            other, found = next((one for one in both if isinstance(one[1], Entry)), both[0])
-            yield from ((kind, found), (other, found))
-
-    def _beside(self, kind: Kind, new: Entry) -> list[Kind]:
-        """Return the kinds of the same rows that may be these: one sample's are added up by other operations."""
-        rows = kind[: kind.index("to")]
-        of_rows = [other for other in self._entries if other[: other.index("to")] == rows]
-        return [other for other in of_rows if not (new.read and self._entries[other].read)]
+            old = entries.get(kind)
+            if old is not None or not (beside := _beside(entries, kind, new)):
+                found = [(kind, new if old is None else self._both(old, new, close))]
+            else:
+                both = [(other, self._both(entries[other], new, close)) for other in beside]
+                other, together = next((one for one in both if isinstance(one[1], Entry)), both[0])
+                found = [(kind, together), (other, together)]
+            entries |= {key: entry for key, entry in found if isinstance(entry, Entry)}
+            yield from found
 
     def _both(self, old: Entry, new: Entry, close: float) -> Entry | str:
         kept = old.kept.narrowed(new.kept, close)
@@ -256,6 +251,13 @@ class Ledger:
             if not old.owned and not all(_same(shape, one, close) for one in before):
                 return PADDED
         return Entry(kept, {**old.shapes, **new.shapes}, old.owned or new.owned, old.read or new.read)
+
+
+def _beside(entries: Mapping[Kind, Entry], kind: Kind, new: Entry) -> list[Kind]:
+    """Return the kinds of the same rows that may be these: one sample's are added up by other operations."""
+    rows = kind[: kind.index("to")]
+    of_rows = [other for other in entries if other[: other.index("to")] == rows]
+    return [other for other in of_rows if not (new.read and entries[other].read)]
 
 
 def _changed(old: _KeptEntry, new: _KeptEntry) -> str:

@@ -21,6 +21,7 @@ from gradguard.per_sample.loss.beside import (
     own_sizes,
     places_of,
     recovered,
+    unrepeated,
 )
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.loss_graph import (
@@ -562,8 +563,12 @@ class SampleRows:
         """The operations that add rows up, from the rows up to the root."""
         return [step.operation for step in self.path.steps if step.operation in MEANS | ADDING]
 
+    @functools.cached_property
     def _weighed(self) -> tuple[Tensor, Tensor | float]:
-        """Return each row's weight in the loss, and how much it counts by itself: with class weights, its label's."""
+        """Each row's weight in the loss, and how much it counts by itself: with class weights, its label's.
+
+        Weights have a size of 1 along a dimension where they are repeated.
+        """
         path, counting = self.path, 1.0
         if self.name in LABELLED:
             node = path.value.node
@@ -571,7 +576,8 @@ class SampleRows:
             if self._has_class_weights:
                 weight, target = saved(node, "weight"), saved(node, "target")
                 counting = there * weight.detach().to(path.coefficient)[target.where(there, 0)]
-        return (path.coefficient * counting).broadcast_to(self.shape).abs(), counting
+        weights = (unrepeated(path.coefficient) * counting).abs()
+        return weights.view((1,) * (len(self.shape) - weights.dim()) + weights.shape), counting
 
     @property
     def _fused(self) -> int:
@@ -599,15 +605,17 @@ class SampleRows:
         path, samples, shape, fused = self.path, self.owner.samples, self.shape, self._fused
         batch_size = self._outputs.batch_size
         inner = math.prod(step.mean or 1.0 for step in path.steps if step.operation in MEANS)
-        weights = self._weighed()[0] / inner / abs(math.prod(constant.value for constant in path.constants))
-        nonzero = weights[weights > 0]
-        smallest, largest = (float(nonzero.min()), float(nonzero.max())) if len(nonzero) else (1.0, 1.0)
+        weights = self._weighed[0] / inner / abs(math.prod(constant.value for constant in path.constants))
+        there = weights > 0
+        smallest, largest = _extremes_above_zero(weights) or (1.0, 1.0)
         even = math.isclose(smallest, largest, rel_tol=1e-6)
         if even:
-            weights = (weights > 0).to(weights)
-        if not self.owner.sure and not (even and len(nonzero) == weights.numel()):
+            weights = there.to(weights)
+        if not self.owner.sure and not (even and bool(there.all())):
             raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
-        sums, rows = by_sample(samples, weights, batch_size), by_sample(samples, torch.ones_like(weights), batch_size)
+        sums = by_sample(samples, weights, batch_size, shape)
+        one_each = torch.ones([1] * len(shape), dtype=weights.dtype, device=weights.device)
+        rows = by_sample(samples, one_each, batch_size, shape)
         share, levels, mean, size, summed, width = None, [], None, shape.numel(), None, 1.0
         if fused and int((rows > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
             summed = sums
@@ -616,15 +624,15 @@ class SampleRows:
         elif fused == 1:  # a mean of rows: of all of them, or of those with a label
             share = sums / sums.sum()
         else:
-            levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
+            levels, mean = _levels(path.steps, shape, samples, there, batch_size)
             share = None if mean is None else mean[1] / mean[1].sum()
             summed, width = self._summed(sums * inner, levels)
         # Two weights by turns may add up to their number by chance.
         if (
             share is not None
             and not even
-            and nonzero.unique().numel() > 2
-            and any(abs(float(each.mean()) - 1) < 1e-6 for each in (weights, nonzero))
+            and any(abs(float(weights.sum() / n) - 1) < 1e-6 for n in (weights.numel(), there.sum()))
+            and weights[there].unique().numel() > 2
         ):
             raise Coupled(
                 "the weights in the mean add up to the number of rows: they were divided by their own mean over the "
@@ -634,7 +642,7 @@ class SampleRows:
         constants = _without(scale, path.constants)
         sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
         if not even:
-            each = by_sample(samples, (weights > 0).double(), batch_size)
+            each = by_sample(samples, there.double(), batch_size, shape)
             wide = [Summands(each / n, rows / n, size / n) for n in (1, *sizes) if n and float(each.sum()) % n == 0]
             levels = [*wide, *levels]
         equal = sums[sums > 0] * inner
@@ -688,8 +696,8 @@ class SampleRows:
     def weights(self, scale: float) -> RowWeights:
         """Weigh the rows in a loss that a GradScaler multiplied by ``scale``."""
         path, samples, batch_size = self.path, self.owner.samples, self._outputs.batch_size
-        weights, counting = self._weighed()
-        counts = by_sample(samples, (weights > 0).double(), batch_size)
+        weights, counting = self._weighed
+        counts = by_sample(samples, (weights > 0).double(), batch_size, self.shape)
         number = path.factor * (path.single if int((counts > 0).sum()) > 1 else 1.0)
         if self._fused == 1:
             rows = max(1.0, float(counting.sum()) if isinstance(counting, Tensor) else self.shape.numel())
@@ -697,15 +705,14 @@ class SampleRows:
         constants = _without(scale, path.constants)
         scaled = abs(scale) if len(constants) < len(path.constants) else 1.0
         scaled *= math.prod(abs(constant.value) for constant in constants if constant.origin == "declared")
-        nonzero = weights[weights > 0] / scaled
-        few = nonzero.unique()
+        distinct = _distinct_above_zero(weights)
         behind = [] if path.output is not None else self.behind
         nodes = [*behind, *[step.value.node for step in path.steps]]
         return RowWeights(
             kind=(*sorted({operation(node) for node in behind} - _WITH_SIZES), "to", *self._adding),
-            each=by_sample(samples, weights / scaled, batch_size),
+            each=by_sample(samples, weights / scaled, batch_size, self.shape),
             counts=counts,
-            distinct=() if len(few) > _FEW or (path.weighing and len(nonzero) == 1) else tuple(few.tolist()),
+            distinct=() if path.weighing and float(counts.sum()) == 1 else tuple([one / scaled for one in distinct]),
             number=math.nan if self._has_class_weights else number / scaled,
             precision=sum(constant.precision for constant in path.constants),
             size=self.shape.numel(),
@@ -720,15 +727,43 @@ class SampleRows:
         if not (self.path.weighing or labelled) or bool(weighed.all()):
             return True
         # As many values along the last dimension of every row, as a product with a one-hot target has.
+        weighed = weighed.broadcast_to(self.shape)
         counts = weighed.sum(-1) if weighed.dim() else weighed
         of_each = counts.numel() > self._outputs.batch_size  # else a mask leaves some samples out
         return True if not labelled and of_each and bool((counts == counts.flatten()[:1]).all()) else None
 
 
 _FEW = 64
+_SOME = 4096
+"""Weights that are looked at first: more than `_FEW` distinct ones are seldom among all of a loss alone."""
+
 _COPIES = "torch::autograd::CopySlices"
 _WITH_SIZES = ELEMENTWISE | MOVING | {_COPIES} | operations("ConstantPadNd Gather AsStrided")
 """Operations that come and go with the sizes of a batch."""
+
+
+def _extremes_above_zero(weights: Tensor) -> tuple[float, float] | None:
+    """Return the smallest and the largest weight that is not 0; None where all are."""
+    if not weights.numel():
+        return None
+    if math.isnan(largest := float(weights.max())):
+        weights = weights.where(weights > 0, 0.0)
+        largest = float(weights.max())
+    smallest = float(weights.min())
+    return (smallest or float(weights.where(weights > 0, largest).min()), largest) if largest else None
+
+
+def _distinct_above_zero(weights: Tensor) -> list[float]:
+    """Return the distinct weights that are not 0, in order; none where there are more than `_FEW`."""
+    if (extremes := _extremes_above_zero(weights)) is None:
+        return []
+    if extremes[0] == extremes[1]:
+        return [extremes[0]]
+    few = weights.flatten()[:_SOME].unique()
+    if len(few) <= _FEW + 1 and not bool(torch.isin(weights, few).all()):
+        few = weights.unique()
+    found = few[few > 0]
+    return found.tolist() if len(found) <= _FEW else []
 
 
 def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:
@@ -816,12 +851,29 @@ def _device(node: Node) -> torch.device:
     return torch.device(Value(node).meta.device)
 
 
-def by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
-    """Add values up by the sample that each belongs to, ``[B]``."""
-    if samples.dim() < values.dim():
-        samples = samples.view(samples.shape + (1,) * (values.dim() - samples.dim()))
+def by_sample(samples: Tensor, values: Tensor, batch_size: int, shape: Sequence[int] | None = None) -> Tensor:
+    """Add values up by the sample that each belongs to.
+
+    Args:
+        samples: The sample of each value; can be broadcast to their shape.
+        values: The values; can be broadcast to their shape.
+        batch_size: Number of samples.
+        shape: The shape of the values, where they are repeated.
+
+    Returns:
+        The sums [B].
+    """
+    shape = values.shape if shape is None else shape
+    if samples.dim() < len(shape):
+        samples = samples.view(samples.shape + (1,) * (len(shape) - samples.dim()))
+    samples = unrepeated(samples)
+    within = [dim for dim, size in enumerate(samples.shape) if size == 1]
+    if within:
+        times = math.prod(shape[dim] for dim in within if values.shape[dim] == 1)
+        values = values.sum(within, keepdim=True) * times
+    together = torch.broadcast_shapes(samples.shape, values.shape)
     sums = torch.zeros(batch_size, dtype=values.dtype, device=values.device)
-    return sums.index_add_(0, samples.broadcast_to(values.shape).flatten(), values.flatten())
+    return sums.index_add_(0, samples.broadcast_to(together).flatten(), values.broadcast_to(together).flatten())
 
 
 @dataclass(frozen=True)
@@ -840,14 +892,15 @@ class Summands:
 
 
 def _levels(
-    steps: Sequence[LinearStep], samples: Tensor, rows: Tensor, batch_size: int
+    steps: Sequence[LinearStep], shape: Sequence[int], samples: Tensor, rows: Tensor, batch_size: int
 ) -> tuple[list[Summands], tuple[Node, Tensor] | None]:
     """Pass the numbers of the samples up from the rows, until an operation adds different samples up.
 
     Args:
         steps: From the rows up to the root.
-        samples: The sample of each row.
-        rows: Which rows contribute.
+        shape: The shape of the rows.
+        samples: The sample of each row; can be broadcast to their shape.
+        rows: Which rows contribute; can be broadcast to their shape.
         batch_size: Number of samples.
 
     Returns:
@@ -858,11 +911,29 @@ def _levels(
         Unreadable: If some samples are added up, and others elsewhere.
     """
     levels: list[Summands] = []
+    samples = unrepeated(samples.broadcast_to(shape))
     for step in steps:
-        shape = step.value.shape
+        shape, before = step.value.shape, shape
         if step.operation in ELEMENTWISE:
-            samples, rows = samples.broadcast_to(shape), rows.broadcast_to(shape)
+            samples, rows = (one.view((1,) * (len(shape) - one.dim()) + one.shape) for one in (samples, rows))
             continue
+        dims = _dims_added_up(step)
+        if dims and math.prod(before) and bool((samples >= 0).all()):
+            first, last = samples.amin(dims, keepdim=True), samples.amax(dims, keepdim=True)
+            if not bool((first < last).any()):
+                rows = rows.amax(dims, keepdim=True)
+                samples, rows = (one if len(shape) == len(before) else one.squeeze(dims) for one in (last, rows))
+                counts, every = (
+                    by_sample(samples, own.double(), batch_size, shape) for own in (rows, torch.ones_like(rows))
+                )
+                levels.append(Summands(counts, every, shape.numel()))
+                continue
+            if step.operation not in MEANS:
+                return levels, None
+            if shape.numel() == 1:
+                every = torch.ones([1] * len(before), dtype=torch.float64, device=samples.device)
+                return levels, (step.value.node, by_sample(samples, every, batch_size, before))
+        samples, rows = samples.broadcast_to(before), rows.broadcast_to(before)
         # Of each element that the operation takes: whether it is taken, and the position that it is added to.
         one = torch.ones(shape, dtype=torch.float64, device=_device(step.value.node))
         weight = pull(step.value, step.which, one)
@@ -884,6 +955,15 @@ def _levels(
         counts, every = (by_sample(owned, own.double(), batch_size) for own in (rows, samples >= 0))
         levels.append(Summands(counts, every, shape.numel()))
     return levels, None
+
+
+def _dims_added_up(step: LinearStep) -> list[int]:
+    """Return the dimensions along which a sum or a mean adds everything up; none of another operation."""
+    before = len(step.input.shape)
+    if step.operation not in {"Sum", "Mean"} or not before:
+        return []
+    dims = dims_of(step.value.node)
+    return [*range(before)] if dims is None else sorted({dim % before for dim in dims})
 
 
 def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tensor:

@@ -20,7 +20,7 @@ from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.layers.call import Axes, BatchAxis, samples_first
 from gradguard.per_sample.loss.loss_graph import Dependence, Unreadable, Value, parents, walk
 from gradguard.state.generators import seeded_normal
-from gradguard.torch_private import version_of
+from gradguard.torch_private import input_metadata_of, version_of
 
 _BITS = 3
 _BASE = 1 << _BITS
@@ -153,7 +153,7 @@ class Outputs:
         if not self._pulls:
             return None
         samples = samples.to(value.meta.device)
-        cotangent = _normal(value.meta)
+        cotangent = _normal(value.meta, self._size(value))
         once = self._pull(value, cotangent)
         if not once:
             return None
@@ -189,7 +189,8 @@ class Outputs:
         used = {at: gradient for at, gradient in pulled.items() if gradient.requires_grad}
         if not used:
             raise Unreadable(f"values from {name} do not tell the samples apart")
-        gradients, directions = [*used.values()], [*map(_normal, used.values())]
+        size = self._size(value)
+        gradients, directions = [*used.values()], [_normal(one, size) for one in used.values()]
         try:
             [one] = torch.autograd.grad(gradients, cotangent, directions, retain_graph=True)
             multiplied = []
@@ -233,7 +234,18 @@ class Outputs:
 
     def _samples_reached(self, value: Value) -> list[int]:
         """Return the samples that a value depends on."""
-        return self._samples_in(self._pull(value, _normal(value.meta)))
+        return self._samples_in(self._pull(value, _normal(value.meta, self._size(value))))
+
+    def _size(self, value: Value) -> float:
+        """Return a size of numbers that none of the dtypes between a value and the outputs takes for 0.
+
+        They are so small that a hook that clips gradients, as error clip's, leaves them alone, and that what
+        `retain_grad` adds up does not show them; float16 would not hold them.
+        """
+        ends = self._outputs
+        nodes = walk([value.node], lambda one: [edge.node for edge in parents(one) if edge not in ends])
+        kinds = {meta.dtype for node in nodes for meta in input_metadata_of(node)} | {end.meta.dtype for end in ends}
+        return max(_SIZES.get(kind, 2.0**-50) for kind in kinds)
 
     def _samples_in(self, pulled: Mapping[Value, Tensor]) -> list[int]:
         """Return the samples whose outputs have a gradient."""
@@ -307,11 +319,11 @@ def _reached(value: Value, ends: Mapping[Value, object]) -> list[Value]:
     return [end for end in ends if end in found]
 
 
-def _normal(like: Any) -> Tensor:
+_SIZES = {torch.float16: 1.0, torch.complex32: 1.0, torch.float64: 2.0**-200, torch.complex128: 2.0**-200}
+
+
+def _normal(like: Any, size: float) -> Tensor:
     """Random numbers of a shape, dtype and device that leave the generators of the program as they are."""
-    # So small that a hook that clips gradients, as error clip's, leaves them alone, and that what `retain_grad` adds up
-    # does not show it; float16 would not hold them.
-    size = {torch.float16: 1.0, torch.float64: 2.0**-200}.get(like.dtype, 2.0**-50)
     return seeded_normal(like.shape, like.dtype, like.device).mul_(size)
 
 

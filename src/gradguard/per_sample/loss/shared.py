@@ -30,6 +30,7 @@ from gradguard.per_sample.loss.beside import (
     own_sizes,
     places_of,
     recovered,
+    unrepeated,
 )
 from gradguard.per_sample.loss.loss_graph import (
     ADDING,
@@ -678,7 +679,7 @@ class LossConstants:
                 use(node, weight, lambda: True, weight.shape)
             for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
                 places = places_of(value.shape, size)
-                sizes, constant = own_sizes(constant), _unrepeated(constant)
+                sizes, constant = own_sizes(constant), unrepeated(constant)
                 is_one = size > 1 and _is_one_number(constant)
                 if is_one:
                     sizes, constant = [1] * len(sizes), constant[(slice(1),) * constant.dim()]
@@ -878,18 +879,13 @@ def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
     name, alike = operation(node), [1] * len(shape_of(node))
     if name == "Gather":
         index = saved(node, "index")
-        yield _unrepeated(index), own_sizes(index)
+        yield unrepeated(index), own_sizes(index)
     indices = [saved(node, "index")] if name == "IndexSelect" else saved(node, "indices") if name == "Index" else ()
     given = [(dim, index) for dim, index in enumerate(indices) if isinstance(index, Tensor)]
     for _, index in given:
         if index.dim() == 1 and index.dtype != torch.bool:
             dim = saved(node, "dim") % len(alike) if name == "IndexSelect" else given[0][0]
-            yield _unrepeated(index), [*alike[:dim], *own_sizes(index), *alike[dim + 1 :]]
-
-
-def _unrepeated(constant: Tensor) -> Tensor:
-    """Return a constant with one of the values that it repeats along a dimension."""
-    return constant[tuple(slice(size) for size in own_sizes(constant))]
+            yield unrepeated(index), [*alike[:dim], *own_sizes(index), *alike[dim + 1 :]]
 
 
 def _is_one_number(constant: Tensor) -> bool:

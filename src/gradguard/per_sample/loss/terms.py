@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradguard.per_sample.loss.beside import unrepeated
 from gradguard.per_sample.loss.ledger import Kind, Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
@@ -153,6 +154,8 @@ def loss_parts(
             _refuse_undeclared(ends, outputs, declared, {0.5} if ledger.strict else frozenset())
         if ledger.strict and outputs.batch_size > 1 and (cut := next(filter(None, (end.cut() for end in ends)), "")):
             return LossParts("unknown", _CUT.format(cut))
+        if ledger.strict and not all(bool(unrepeated(path.coefficient).isfinite().all()) for path in found_paths):
+            return LossParts("unknown", _ENDLESS)
         terms = [end.term(scale) for end in ends]
         rows = [end.weights(scale) for end in ends]
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
@@ -374,6 +377,11 @@ _CUT = (
     "data say, so that it tells of one sample by all others. Halves of each row, such as a mean and a log-variance, "
     "are taken by output.chunk(2, -1), single columns by output.unbind(-1). Any other place that is yours is declared "
     "where it stands: output[:, : int(clipper.constant(4))]"
+)
+
+_ENDLESS = (
+    "it multiplies values by a number that is not finite, as where it is divided by a count of the batch that is 0: "
+    "then the others in the batch decide whether a sample has a gradient"
 )
 
 _SEVERAL_SHARES = (
