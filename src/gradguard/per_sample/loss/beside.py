@@ -258,9 +258,9 @@ class Bounds:
 
     @classmethod
     def between(cls, low: Tensor, high: Tensor) -> "Bounds":
-        """Return bounds, of which NaN bounds nothing."""
+        """Return bounds in these tensors, which are changed: NaN bounds nothing."""
         endless = torch.inf
-        return cls(low.nan_to_num(-endless, endless, -endless), high.nan_to_num(endless, endless, -endless))
+        return cls(low.nan_to_num_(-endless, endless, -endless), high.nan_to_num_(endless, endless, -endless))
 
     def alike(self, dim: int) -> "Bounds":
         """Return those of the numbers along a dimension, which are the same."""
@@ -299,7 +299,7 @@ class Bounds:
     @property
     def are_known(self) -> Tensor:
         """Which of the numbers have two bounds."""
-        return self.low.isfinite() & self.high.isfinite()
+        return (self.low > -torch.inf) & (self.high < torch.inf)
 
     @property
     def middle(self) -> Tensor:

@@ -700,7 +700,11 @@ def _multiplier(node: Node, which: int) -> tuple[Constant | None, float]:
     tensor, divides = isinstance(other, Tensor), name == "Div"
     if tensor and (other.numel() != 1 or other.is_complex()):
         return None, 1.0
-    value = float(other.detach() if tensor else other)
+    if tensor and other.dim():
+        other = other.detach()
+    value = float(
+        other.tolist() if tensor and not other.dim() else other
+    )  # under a dispatch mode no other way reads it
     if value == 0:
         return None, 1.0
     multiplies = 1 / value if divides else value

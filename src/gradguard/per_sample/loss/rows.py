@@ -569,14 +569,14 @@ class SampleRows:
 
         Weights have a size of 1 along a dimension where they are repeated.
         """
-        path, counting = self.path, 1.0
+        path, counting, weights = self.path, 1.0, unrepeated(self.path.coefficient).abs()
         if self.name in LABELLED:
             node = path.value.node
             counting = there = has_label(node)
             if self._has_class_weights:
                 weight, target = saved(node, "weight"), saved(node, "target")
                 counting = there * weight.detach().to(path.coefficient)[target.where(there, 0)]
-        weights = (unrepeated(path.coefficient) * counting).abs()
+            weights = (weights * counting).abs()
         return weights.view((1,) * (len(self.shape) - weights.dim()) + weights.shape), counting
 
     @property
@@ -605,7 +605,7 @@ class SampleRows:
         path, samples, shape, fused = self.path, self.owner.samples, self.shape, self._fused
         batch_size = self._outputs.batch_size
         inner = math.prod(step.mean or 1.0 for step in path.steps if step.operation in MEANS)
-        weights = self._weighed[0] / inner / abs(math.prod(constant.value for constant in path.constants))
+        weights = self._weighed[0] / (inner * abs(math.prod(constant.value for constant in path.constants)))
         there = weights > 0
         smallest, largest = _extremes_above_zero(weights) or (1.0, 1.0)
         even = math.isclose(smallest, largest, rel_tol=1e-6)
@@ -642,7 +642,7 @@ class SampleRows:
         constants = _without(scale, path.constants)
         sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
         if not even:
-            each = by_sample(samples, there.double(), batch_size, shape)
+            each = by_sample(samples, there, batch_size, shape)
             wide = [Summands(each / n, rows / n, size / n) for n in (1, *sizes) if n and float(each.sum()) % n == 0]
             levels = [*wide, *levels]
         equal = sums[sums > 0] * inner
@@ -697,7 +697,8 @@ class SampleRows:
         """Weigh the rows in a loss that a GradScaler multiplied by ``scale``."""
         path, samples, batch_size = self.path, self.owner.samples, self._outputs.batch_size
         weights, counting = self._weighed
-        counts = by_sample(samples, (weights > 0).double(), batch_size, self.shape)
+        there = weights > 0
+        counts = by_sample(samples, there, batch_size, self.shape)
         number = path.factor * (path.single if int((counts > 0).sum()) > 1 else 1.0)
         if self._fused == 1:
             rows = max(1.0, float(counting.sum()) if isinstance(counting, Tensor) else self.shape.numel())
@@ -710,13 +711,13 @@ class SampleRows:
         nodes = [*behind, *[step.value.node for step in path.steps]]
         return RowWeights(
             kind=(*sorted({operation(node) for node in behind} - _WITH_SIZES), "to", *self._adding),
-            each=by_sample(samples, weights / scaled, batch_size, self.shape),
+            each=by_sample(samples, weights, batch_size, self.shape) / scaled,
             counts=counts,
             distinct=() if path.weighing and float(counts.sum()) == 1 else tuple([one / scaled for one in distinct]),
             number=math.nan if self._has_class_weights else number / scaled,
             precision=sum(constant.precision for constant in path.constants),
             size=self.shape.numel(),
-            by_shape=self._by_shape(nodes, weights > 0),
+            by_shape=self._by_shape(nodes, there),
         )
 
     def _by_shape(self, nodes: Sequence[Node], weighed: Tensor) -> bool | None:
@@ -856,7 +857,7 @@ def by_sample(samples: Tensor, values: Tensor, batch_size: int, shape: Sequence[
 
     Args:
         samples: The sample of each value; can be broadcast to their shape.
-        values: The values; can be broadcast to their shape.
+        values: The values, or which of them count; can be broadcast to their shape.
         batch_size: Number of samples.
         shape: The shape of the values, where they are repeated.
 
@@ -871,6 +872,7 @@ def by_sample(samples: Tensor, values: Tensor, batch_size: int, shape: Sequence[
     if within:
         times = math.prod(shape[dim] for dim in within if values.shape[dim] == 1)
         values = values.sum(within, keepdim=True) * times
+    values = values if values.is_floating_point() else values.double()
     together = torch.broadcast_shapes(samples.shape, values.shape)
     sums = torch.zeros(batch_size, dtype=values.dtype, device=values.device)
     return sums.index_add_(0, samples.broadcast_to(together).flatten(), values.broadcast_to(together).flatten())

@@ -603,7 +603,7 @@ class LossConstants:
         sign = -1 if value.operation == "Sub" and inputs == [1] else 1
         eps, wide = torch.finfo(whole.dtype).eps, torch.promote_types(whole.dtype, torch.float32)
         whole, part = whole.to(wide), part.to(wide)
-        return Bounds.around(whole - sign * part, 2 * eps * (whole.abs() + part.abs()))
+        return Bounds.around(whole - part if sign == 1 else whole + part, whole.abs().add_(part.abs()).mul_(2 * eps))
 
     @functools.cached_property
     def _parts(self) -> dict[Value, list[Value]]:
