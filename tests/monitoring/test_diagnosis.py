@@ -648,6 +648,16 @@ CASES = {
         run(falling(), meta={"params": params(["codes.weight", *NAMES[1:]], shape=(64, 16))},
             tensors=lines([0.0, *TENTH[1:]], absent=[0])),
         "no_gradient", "1 of 10 parameters never get a gradient up to codes.weight"),
+    "a reward for entropy, of a spread beside a policy that is used in ten moments": (
+        run([1.0 - 0.75 * i for i in range(COUNT)], [249.0 * norm**0.03 for norm in calm()],
+            meta={"params": [*params(["0.weight", "2.weight"], uses=10), *params(["spread"], (1,))]},
+            tensors=[{"t": "tensors", "i": i, "norm": [0.2, 0.5, 249.0], "weight": [4.0, 4.0, 0.003 * i],
+                      "update": [4e-3, 4e-3, 3e-3]} for i in range(0, COUNT, 50)]),
+        "drift", "no slower in the end, to -2.*while the weights grow"),
+    "a loss that fell by a tenth": (
+        run(falling(start=2.08, end=1.88, noise=0.01)), "healthy",
+        "^Your run is well as far as its record shows; its loss fell by little.*whether there is more to learn.*"
+        "of one answer for all samples"),
     "a part of the model that was replaced after the optimizer was made": (
         run(falling(), meta=FLAT_META, tensors=lines([*TENTH[:9], 0.0], absent=[9]),
             events=[told("gradient_without_optimizer", severity="warning", params=["new.weight"], value=20)]),
