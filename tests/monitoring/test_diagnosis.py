@@ -661,7 +661,7 @@ CASES = {
     "a part of the model that was replaced after the optimizer was made": (
         run(falling(), meta=FLAT_META, tensors=lines([*TENTH[:9], 0.0], absent=[9]),
             events=[told("gradient_without_optimizer", severity="warning", params=["new.weight"], value=20)]),
-        "no_gradient", "^new.weight get gradients and are in no optimizer, which holds layers.9.weight instead"),
+        "no_gradient", "^The optimizer holds layers.9.weight, which never get a gradient, and not new.weight"),
     "a loss that takes a softmax of a softmax, though it falls": (
         run(falling(start=2.1, end=1.9, noise=0.01), meta={"doubled": ["LogSoftmax", "Softmax"]}),
         "not_started", "takes probabilities for scores: Softmax is applied before it"),

@@ -62,7 +62,8 @@ CAUSES = (
     Row(
         "nonfinite_range", partial(lost, "small type"), "likely", _FLOAT16,
         "Use bfloat16 in place of float16, which has the range of float32; or compute what overflows in float32: "
-        "the logits and the loss with .float(), inside torch.autocast(enabled=False).",
+        "the logits and the loss with .float(), inside torch.autocast(enabled=False). If the batch of step {step} is not "
+        "finite in float32 either, it is the batch: look there for an empty row or a division by 0.",
         _USUAL_BEFORE,
     ),
     Row(
@@ -166,7 +167,8 @@ CAUSES = (
     ),
     Row(
         "no_gradient", loop.replaced, "certain",
-        "{new} get gradients and are in no optimizer, which holds {old} instead: these never get any.",
+        "The optimizer holds {old}, which never get a gradient, and not {new}, which do: a part of the model was "
+        "replaced.",
         "Make the optimizer after the last part of the model was replaced, from the parameters that the forward uses.",
         _NO_GRADIENT,
     ),
