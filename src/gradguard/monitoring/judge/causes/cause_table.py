@@ -62,8 +62,8 @@ CAUSES = (
     Row(
         "nonfinite_range", partial(lost, "small type"), "likely", _FLOAT16,
         "Use bfloat16 in place of float16, which has the range of float32; or compute what overflows in float32: "
-        "the logits and the loss with .float(), inside torch.autocast(enabled=False). If the batch of step {step} is not "
-        "finite in float32 either, it is the batch: look there for an empty row or a division by 0.",
+        "the logits and the loss with .float(), inside torch.autocast(enabled=False). If the batch of step {step} is "
+        "not finite in float32 either, it is the batch: look there for an empty row or a division by 0.",
         _USUAL_BEFORE,
     ),
     Row(
