@@ -648,6 +648,10 @@ CASES = {
         run(falling(), meta={"params": params(["codes.weight", *NAMES[1:]], shape=(64, 16))},
             tensors=lines([0.0, *TENTH[1:]], absent=[0])),
         "no_gradient", "1 of 10 parameters never get a gradient up to codes.weight"),
+    "a part that is in no optimizer and may be meant to stay, beside one that the forward leaves out": (
+        run(falling(), meta=FLAT_META, tensors=lines([*TENTH[:9], 0.0], absent=[9]),
+            events=[told("gradient_without_optimizer", severity="info", params=["new.weight"], value=20)]),
+        "no_gradient", "1 of 10 parameters never get a gradient"),
     "a reward for entropy, of a spread beside a policy that is used in ten moments": (
         run([1.0 - 0.75 * i for i in range(COUNT)], [249.0 * norm**0.03 for norm in calm()],
             meta={"params": [*params(["0.weight", "2.weight"], uses=10), *params(["spread"], (1,))]},

@@ -154,7 +154,7 @@ def cut_off(signals: RunSignals) -> Sign | None:
 def replaced(signals: RunSignals) -> Sign | None:
     """Return whether the optimizer holds parameters that the forward leaves out, and others get gradients in none."""
     new, old = found("gradient_without_optimizer", signals), cut_off(signals)
-    if new is None or old is None:
+    if new is None or new.certainty == "possible" or old is None:  # or what is in no optimizer is meant to stay
         return None
     evidence = (*new.evidence, *old.evidence)
     return Sign(evidence, {"new": new.words["params"], "old": named(old.evidence[0].params)})
