@@ -2,7 +2,7 @@
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
                                [--set developed more held_out fresh unseen optimizers new_fields common_mistakes forum
-                                     twelve_fields second_dozen third_dozen half_dozen tenth_set]
+                                     twelve_fields second_dozen third_dozen half_dozen tenth_set eleventh_set]
 
 Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 import diagnosis_common_mistakes_tasks
+import diagnosis_eleventh_set_tasks
 import diagnosis_forum_tasks
 import diagnosis_fresh_tasks
 import diagnosis_half_dozen_tasks
@@ -76,6 +77,7 @@ SETS = {
     "third_dozen": diagnosis_third_dozen_tasks,
     "half_dozen": diagnosis_half_dozen_tasks,
     "tenth_set": diagnosis_tenth_set_tasks,
+    "eleventh_set": diagnosis_eleventh_set_tasks,
 }
 
 CLEARLY = 1.15

@@ -648,6 +648,27 @@ CASES = {
         run(falling(), meta={"params": params(["codes.weight", *NAMES[1:]], shape=(64, 16))},
             tensors=lines([0.0, *TENTH[1:]], absent=[0])),
         "no_gradient", "1 of 10 parameters never get a gradient up to codes.weight"),
+    "a part that is in no optimizer and may be meant to stay, beside one that the forward leaves out": (
+        run(falling(), meta=FLAT_META, tensors=lines([*TENTH[:9], 0.0], absent=[9]),
+            events=[told("gradient_without_optimizer", severity="info", params=["new.weight"], value=20)]),
+        "no_gradient", "1 of 10 parameters never get a gradient"),
+    "a reward for entropy, of a spread beside a policy that is used in ten moments": (
+        run([1.0 - 0.75 * i for i in range(COUNT)], [249.0 * norm**0.03 for norm in calm()],
+            meta={"params": [*params(["0.weight", "2.weight"], uses=10), *params(["spread"], (1,))]},
+            tensors=[{"t": "tensors", "i": i, "norm": [0.2, 0.5, 249.0], "weight": [4.0, 4.0, 0.003 * i],
+                      "update": [4e-3, 4e-3, 3e-3]} for i in range(0, COUNT, 50)]),
+        "drift", "no slower in the end, to -2.*while the weights grow"),
+    "a loss that fell by a tenth": (
+        run(falling(start=2.08, end=1.88, noise=0.01)), "healthy",
+        "^Your run is well as far as its record shows; its loss fell by little.*whether there is more to learn.*"
+        "of one answer for all samples"),
+    "a part of the model that was replaced after the optimizer was made": (
+        run(falling(), meta=FLAT_META, tensors=lines([*TENTH[:9], 0.0], absent=[9]),
+            events=[told("gradient_without_optimizer", severity="warning", params=["new.weight"], value=20)]),
+        "no_gradient", "^The optimizer holds layers.9.weight, which never get a gradient, and not new.weight"),
+    "a loss that takes a softmax of a softmax, though it falls": (
+        run(falling(start=2.1, end=1.9, noise=0.01), meta={"doubled": ["LogSoftmax", "Softmax"]}),
+        "not_started", "takes probabilities for scores: Softmax is applied before it"),
     "a loss without a floor that ends in numbers that are lost": (
         lost(run([2.0 - math.exp(i / 20) for i in range(COUNT)], [math.exp(i / 40) for i in range(COUNT)]), NAN_AT),
         "drift", "falls below 0"),
@@ -862,6 +883,16 @@ def test_the_surest_cause_leads_and_of_those_as_sure_the_first_of_the_table(reco
     several = bool(diagnose(record).parts)
     assert [sure for sure, _ in whole] == sorted(sure for sure, _ in whole)
     assert several or whole == sorted(whole)
+
+
+def test_of_two_signs_of_one_cause_the_surest_is_told():
+    """A part that never gets a gradient is only possible where it is small; one that is in no optimizer is likely."""
+    idle = lines([*TENTH[:9], 0.0], absent=[9])
+    found = diagnose(run(falling(), meta={"params": [*params(NAMES[:9]), *params(NAMES[9:], (2, 2))]}, tensors=idle))
+    assert [(one.key, one.certainty) for one in found.causes] == [("healthy", "likely"), ("no_gradient", "possible")]
+    started = {"doubled": ["LogSoftmax", "Softmax"]} | FLAT_META
+    found = diagnose(run(flat(), meta=started, tensors=lines(TENTH)))
+    assert (found.cause.key, found.cause.certainty) == ("not_started", "certain")
 
 
 def test_an_error_without_a_known_cause_is_no_healthy_run():

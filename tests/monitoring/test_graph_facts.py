@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
@@ -52,6 +53,28 @@ def test_what_the_loss_was_multiplied_by(of, factor):
     loss = model()(torch.ones(3, 4)).square().mean()
     found = read(of(loss)).factor
     assert found == factor or (factor is None and found == pytest.approx(1 / loss.item()))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "doubled"),
+    [
+        (lambda out, y: functional.cross_entropy(out.softmax(1), y), ("LogSoftmax", "Softmax")),
+        (lambda out, y: functional.cross_entropy(out.sigmoid().view(3, 2), y), ("LogSoftmax", "Sigmoid")),
+        (
+            lambda out, y: functional.binary_cross_entropy_with_logits(out.sigmoid()[:, 0], y.float()),
+            ("BinaryCrossEntropyWithLogits", "Sigmoid"),
+        ),
+        (lambda out, y: functional.cross_entropy(out, y), None),
+        (lambda out, y: functional.nll_loss(out.softmax(1).log(), y), None),
+        (lambda out, y: functional.cross_entropy(out.softmax(1) @ torch.ones(2, 2), y), None),
+        (lambda out, y: functional.cross_entropy(out.log_softmax(1), y), None),
+        (lambda out, y: functional.binary_cross_entropy(out[:, 0].sigmoid(), y.float()), None),
+        (lambda out, y: functional.kl_div(out.log_softmax(1), out.detach().softmax(1)), None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:reduction")
+def test_a_loss_that_takes_probabilities_for_scores(loss_of, doubled):
+    assert read(loss_of(model()(torch.ones(3, 4)), torch.tensor([0, 1, 1]))).doubled == doubled
 
 
 def test_a_scaled_loss_is_read_below_its_scale():
@@ -107,11 +130,12 @@ def test_a_record_holds_it(tmp_path):
             optimizer.zero_grad()
             for _ in range(2):
                 x = torch.full((3, 4), torch.nan if step == 2 else 1.0)
-                (net(x).square().mean() / 2).backward()
+                (functional.cross_entropy(net(x).softmax(1), torch.tensor([0, 1, 0])) / 2).backward()
             optimizer.step()
     assert watch.path is not None
     record = read_record(watch.path)
     assert (record.meta["compute"], record.meta["leaves"], record.meta["loss_factor"]) == (["float32"], 4, 0.5)
+    assert record.meta["doubled"] == ["LogSoftmax", "Softmax"]
     assert [one["order"] for one in record.meta["params"]] == [0, 1, 2, 3]
     assert list(record.steps.column("backwards")) == [2] * 4
     assert list(record.steps.column("origin")) == [None, None, ["data", "float32"], None]

@@ -63,6 +63,11 @@ class Cause:
     optimizer: str = ""
     may_be_meant: bool = False
 
+    @property
+    def doubt(self) -> int:
+        """The place of its certainty: 0 for the surest."""
+        return CERTAINTIES.index(self.certainty)
+
     def of(self, optimizer: str) -> "Cause":
         """Return this cause as one of an optimizer among several.
 

@@ -485,14 +485,14 @@ class RunSignals:
         return [line["norm"][place] for line in self.lines]
 
     def begins_exploded(self, layers: Sequence[Layer]) -> bool:
-        """Return whether the first gradient is so far above the weights of some layers that no rate in use fits it.
+        """Return whether the first gradient of some layers is so far above their weights that no rate in use fits it.
 
         Args:
             layers: The layers.
         """
-        weights = [layer.weights[0] for layer in layers if layer.weights]
-        first = next(iter(self.norms), None) or 0.0
-        return bool(weights) and first > _HUGE * math.hypot(*weights)
+        pairs = [(layer.gradients[0] * layer.root, layer.weights[0]) for layer in layers if layer.weights]
+        first, weights = (math.hypot(*numbers) for numbers in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+        return first > _HUGE * weights
 
     @cached_property
     def eps(self) -> float | None:

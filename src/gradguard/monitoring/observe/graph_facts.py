@@ -27,11 +27,14 @@ class GraphFacts:
         dtypes: The floating-point types that operations computed in.
         factor: The number that the last operation multiplied the loss by, as in ``loss / 4``; None if that is no
             number.
+        doubled: The operation that a loss applies to probabilities as if they were scores, and the one that made these,
+            as in ``("LogSoftmax", "Softmax")``; None without such a pair.
     """
 
     leaves: dict[int, tuple[weakref.ref, int, int]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)
     factor: float | None = None
+    doubled: tuple[str, str] | None = None
 
     def read(self, loss: Tensor, scaled: bool) -> None:
         """Add what the graph of a loss tells.
@@ -55,6 +58,7 @@ class GraphFacts:
                 self.leaves[id(variable)] = weakref.ref(variable), first, uses
             else:
                 self.dtypes.update(_dtypes(node))
+                self.doubled = self.doubled or _doubled(node)
 
     def living(self) -> list[Tensor]:
         """Return the leaves that are still there."""
@@ -115,7 +119,19 @@ def _name(node: Node, saved_as: str, saved: Tensor) -> tuple[str, str]:
         return WEIGHTS, _plain(dtype)
     elif made:
         dtype = _dtype(made[0]) or dtype
-    return (made[0].name().rstrip("0").removesuffix("Backward") if made else DATA), _plain(dtype)
+    return (_operation(made[0]) if made else DATA), _plain(dtype)
+
+
+def _operation(node: Node) -> str:
+    return node.name().rstrip("0").removesuffix("Backward")
+
+
+def _doubled(node: Node) -> tuple[str, str] | None:
+    """Return an operation that takes scores, and the one whose probabilities it was given; None for any other node."""
+    if not node.name().startswith(_OF_SCORES) or (given := node.next_functions[0][0]) is None:
+        return None
+    given = _beyond_views(given)
+    return (_operation(node), _operation(given)) if given.name().startswith(_PROBABILITIES) else None
 
 
 def _dtype(node: Node) -> torch.dtype | None:
@@ -128,7 +144,12 @@ def _beyond_views(node: Node) -> Node:
     return node
 
 
-_VIEWS = ("TBackward", "ToCopyBackward", "TransposeBackward", "ViewBackward", "ExpandBackward", "UnsafeViewBackward")
+_VIEWS = (
+    "TBackward", "ToCopyBackward", "TransposeBackward", "ViewBackward", "ExpandBackward", "UnsafeViewBackward",
+    "SqueezeBackward", "SelectBackward", "SliceBackward", "PermuteBackward",
+)  # fmt: skip
+_OF_SCORES = ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward")
+_PROBABILITIES = ("SoftmaxBackward", "SigmoidBackward")
 
 
 def _variable(node: Node) -> Tensor | None:

@@ -267,6 +267,7 @@ def meta_line(
         "compute": None if seen is None else sorted(seen.dtypes),
         "leaves": None if graph is None else len(graph.leaves),
         "loss_factor": None if seen is None else seen.factor,
+        "doubled": None if seen is None or seen.doubled is None else [*seen.doubled],
         "params": described(names, parameters, optimizers, seen),
     }
     return known_fields(line)

@@ -202,6 +202,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "compute": list_of(_text),
         "leaves": _count,
         "loss_factor": _number,
+        "doubled": list_of(_text),
         "followed": mapping_of(_fact, _text),
     },
     "step": {

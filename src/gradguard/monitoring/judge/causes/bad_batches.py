@@ -10,7 +10,7 @@ from gradguard.monitoring.judge.cause import Evidence, Sign
 from gradguard.monitoring.judge.causes.rate import GROWN
 from gradguard.monitoring.judge.health import lost_from
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
-from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, RunSignals, middle, period_of
+from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, Layer, RunSignals, middle, period_of
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
@@ -324,6 +324,12 @@ def _norm_growth(signals: RunSignals) -> float:
     return middle(norms[-size:]) / middle(norms[size : 2 * size])
 
 
+def _grows_as_fast(signals: RunSignals, layer: Layer) -> bool:
+    """Whether a weight grows as much in the second half of the run as in the first; one may begin at 0."""
+    weights = [line["weight"][layer.place] for line in signals.measured]
+    return len(weights) > 3 and weights[-1] > AS_FAST * weights[len(weights) // 2]
+
+
 def _runs_away(signals: RunSignals, curve: Curve) -> str:
     """Whether the loss falls below 0 out of all bounds, ever faster, or no slower while norms or weights grow."""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
@@ -337,8 +343,10 @@ def _runs_away(signals: RunSignals, curve: Curve) -> str:
     rose = rise > 1.2
     faster = second > curve.error and last > FASTER * third > FASTER**2 * second
     as_fast = third > curve.error and last > 0.9 * third and -curve.best > 3 * abs(curve.start)
-    weights = [layer.weights for layer in signals.layers if len(layer.weights) > 3]
-    grew = bool(weights) and all(one[-1] > AS_FAST * one[len(one) // 2] for one in weights)
+    growing = [layer for layer in (*signals.layers, *signals.biases) if _grows_as_fast(signals, layer)]
+    # a parameter that has most of the gradient, such as a logarithm of a variance, runs away alone
+    main = max(signals.layers + signals.biases, key=lambda layer: layer.gradient * layer.root, default=None)
+    grew = main in growing or (bool(signals.layers) and all(layer in growing for layer in signals.layers))
     if rise <= SOARS and not faster and not (as_fast and (rose or grew)):
         return ""
     pace = "faster and faster" if faster else "no slower in the end" if as_fast else "without a floor in sight"

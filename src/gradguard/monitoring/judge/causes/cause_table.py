@@ -1,7 +1,6 @@
 """The causes that a run can suffer from, one under the other: the evidence, the words, the advice, and who leads.
 
-Of two causes that are as sure, the one that stands first leads. Of the rows of one cause the first whose sign shows is
-taken.
+Of two causes that are as sure, the one that stands first leads. So it does of two rows of one cause.
 """
 
 from collections.abc import Mapping
@@ -63,7 +62,8 @@ CAUSES = (
     Row(
         "nonfinite_range", partial(lost, "small type"), "likely", _FLOAT16,
         "Use bfloat16 in place of float16, which has the range of float32; or compute what overflows in float32: "
-        "the logits and the loss with .float(), inside torch.autocast(enabled=False).",
+        "the logits and the loss with .float(), inside torch.autocast(enabled=False). If the batch of step {step} is "
+        "not finite in float32 either, it is the batch: look there for an empty row or a division by 0.",
         _USUAL_BEFORE,
     ),
     Row(
@@ -164,6 +164,13 @@ CAUSES = (
         "Check that zero_grad() does not come between backward() and step(), and that the loss is computed from the "
         "model's output without detach(), round(), argmax() or a comparison on the way.",
         _NOTHING_CHANGES,
+    ),
+    Row(
+        "no_gradient", loop.replaced, "certain",
+        "The optimizer holds {old}, which never get a gradient, and not {new}, which do: a part of the model was "
+        "replaced.",
+        "Make the optimizer after the last part of the model was replaced, from the parameters that the forward uses.",
+        _NO_GRADIENT,
     ),
     Row(
         "no_gradient", loop.frozen, "likely",
@@ -305,6 +312,13 @@ CAUSES = (
         "It is no bad batch: the loss does not come back by itself to where it was.",
     ),
     Row(
+        "not_started", loop.doubled, "certain",
+        "The loss takes probabilities for scores: {inner} is applied before it, and once more within it.",
+        "Take the {inner} away from what the loss is given: cross_entropy takes its own softmax, and "
+        "binary_cross_entropy_with_logits its own sigmoid. Apply it to predictions alone.",
+        "The learning rate need not be the cause: such a loss is nearly flat, whatever it is.",
+    ),
+    Row(
         "not_started", loop.zero_from_start, "likely",
         "Nothing has begun to learn: the gradient of {params} is exactly 0 from the first step on.",
         "Initialise the weights at random (the default of torch.nn layers does), not with zeros or one constant; if "
@@ -342,7 +356,10 @@ def causes_of(signals: RunSignals) -> list[Cause]:
     """
     shown: dict[str, Cause] = {}
     for row in CAUSES:
-        sign = None if row.key in shown else row.sign(signals)
-        if sign is not None:
-            shown[row.key] = row.cause(sign)
+        sign = row.sign(signals)
+        if sign is None:
+            continue
+        cause = row.cause(sign)
+        if row.key not in shown or cause.doubt < shown[row.key].doubt:
+            shown[row.key] = cause
     return list(shown.values())

@@ -151,6 +151,15 @@ def cut_off(signals: RunSignals) -> Sign | None:
     return Sign((signals.seen(words, names),), gaps, "likely" if lowest or share >= UNUSED_SHARE else "possible")
 
 
+def replaced(signals: RunSignals) -> Sign | None:
+    """Return whether the optimizer holds parameters that the forward leaves out, and others get gradients in none."""
+    new, old = found("gradient_without_optimizer", signals), cut_off(signals)
+    if new is None or new.certainty == "possible" or old is None:  # or what is in no optimizer is meant to stay
+        return None
+    evidence = (*new.evidence, *old.evidence)
+    return Sign(evidence, {"new": new.words["params"], "old": named(old.evidence[0].params)})
+
+
 def _never_reached(signals: RunSignals) -> list[int]:
     """The parameters of modules that begin with numbers and whose gradients are all exactly 0, on every line."""
     zero = [not any(of_one) for of_one in zip(*(line["norm"] for line in signals.lines), strict=True)]
@@ -176,6 +185,13 @@ def rate_zero(signals: RunSignals) -> Sign | None:
     if not known or zero < 0.9 * len(known) or any(known[: len(known) // 20]) or moves:
         return None
     return Sign((signals.seen(f"The learning rate was 0 on {zero:,} of {len(known):,} steps."),))
+
+
+def doubled(signals: RunSignals) -> Sign | None:
+    """Return whether the loss takes probabilities for scores: a softmax of a softmax hardly differs between classes."""
+    loss, inner = signals.record.meta.get("doubled", ("", ""))
+    seen = signals.seen(f"In the first forward the loss applied {loss} to what {inner} had made.")
+    return Sign((seen,), {"inner": inner}) if inner else None
 
 
 def zero_from_start(signals: RunSignals) -> Sign | None:
