@@ -189,9 +189,12 @@ def rate_zero(signals: RunSignals) -> Sign | None:
 
 def doubled(signals: RunSignals) -> Sign | None:
     """Return whether the loss takes probabilities for scores: a softmax of a softmax hardly differs between classes."""
-    loss, inner = signals.record.meta.get("doubled", ("", ""))
+    doubled = signals.record.meta.get("doubled") or ()
+    if len(doubled) != 2:
+        return None
+    loss, inner = doubled
     seen = signals.seen(f"In the first forward the loss applied {loss} to what {inner} had made.")
-    return Sign((seen,), {"inner": inner}) if inner else None
+    return Sign((seen,), {"inner": inner})
 
 
 def zero_from_start(signals: RunSignals) -> Sign | None:
