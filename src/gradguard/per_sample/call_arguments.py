@@ -146,13 +146,12 @@ def _form(leaf: Any, sizes: bool) -> Hashable:
 
 def promoted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
     """Return the arguments with floating-point and complex tensors in no less than the precision of ``dtype``."""
+    return _mapped(lambda x: x.detach().to(promoted_type(x, dtype)) if isinstance(x, Tensor) else x, arguments)
 
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and is_inexact(leaf):
-            return leaf.detach().to(torch.promote_types(leaf.dtype, dtype))
-        return leaf
 
-    return _mapped(convert, arguments)
+def promoted_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of ``tensor``; of floating-point and complex numbers one no less precise than ``dtype``."""
+    return torch.promote_types(tensor.dtype, dtype) if dtype is not None and is_inexact(tensor) else tensor.dtype
 
 
 def _mapped(function: Callable[[Any], Any], arguments: Arguments) -> Arguments:

@@ -40,7 +40,7 @@ from gradguard.per_sample.layer_plans import CallPlan, Treatment
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import GradientCollector, UsedLayer
 from gradguard.per_sample.operations import Operation, ParameterProxy, rule_of, rule_of_result
-from gradguard.per_sample.plain_sum import Leaves
+from gradguard.per_sample.plain_sum import Leaves, Run, run_layer
 from gradguard.per_sample.rerun import Quietly, substituted
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
@@ -325,16 +325,19 @@ class LayerCapture:
         positional = [values[a.full_name] if isinstance(a, ParameterProxy) else a for a in args]
         named = {key: values[a.full_name] if isinstance(a, ParameterProxy) else a for key, a in kwargs.items()}
         result = func(*positional, **named)
+        names = {role: one.full_name for role, one in zip(operation.parameters, proxies, strict=True)}
+        again = None
+        if self.verifying and operation.kind != "sum":
+            again = _run_again(func, (positional, named), {values[name]: role for role, name in names.items()})
         axis = proxies[0].plan.axis
         size = self._check_sizes([(result.shape[axis.dim], axis)])
-        names = {role: one.full_name for role, one in zip(operation.parameters, proxies, strict=True)}
         operands = [] if operation.kind == "sum" else [operation.operand]
         axes, rule = (axis,) * len(operands), rule_of(operation)
         if source is not None and source[0].plan.rule is not None:
             operands, axes = [*operands, source[1]], (*axes, None)
-            rule = rule_of_result(operation, module, source[0].plan.rule)
+            rule, again = rule_of_result(operation, module, source[0].plan.rule), None
         plan = CallPlan(Treatment.RULE, True, axes, (axis,), rule=rule)
-        layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves)
+        layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves, run=again)
         self.collector.activations += sum(t.nbytes for t in (*operands, result))
         saved = layer.arguments.release()
         return self._tap_outputs(Skeleton(result), saved, partial(self.collector.receive_layer, layer))
@@ -422,8 +425,10 @@ class LayerCapture:
         size = self._samples(plan, arguments.tensors)
         autocast = autocast_of(arguments)
         precision = torch.finfo(autocast[1]).eps if autocast else 0.0
+        draws = running.generator_state is not None
+        run = None if draws or running.leaves is None else partial(run_layer, running.module, autocast)
         layer = UsedLayer(
-            running.module, plan, arguments, size, wanted, running.generator_state, running.leaves, precision
+            running.module, plan, arguments, size, wanted, running.generator_state, running.leaves, precision, run
         )
         self.collector.activations += sum(t.nbytes for t in (*arguments.tensors, *returned.tensors))
         saved = [*arguments.release(), *(returned.tensors if plan.rule.replays else ())]
@@ -529,6 +534,21 @@ class LayerCapture:
         if value.device not in self._anchors:
             self._anchors[value.device] = torch.zeros((), device=value.device, requires_grad=True)
         return self._anchors[value.device]
+
+
+def _run_again(func: Any, arguments: Any, roles: Mapping[Tensor, str]) -> Run | None:
+    """Return what does an operation again with other parameters and another operand; None if it has further tensors."""
+    whole = Skeleton(arguments)
+    places = [roles.get(tensor, "") for tensor in whole.release()]
+    if places.count("") != 1:
+        return None
+
+    def run(values: Mapping[str, Tensor], given: Arguments, dtype: torch.dtype | None) -> Any:
+        del dtype
+        args, kwargs = whole.fill([values[place] if place else given[0][0] for place in places])
+        return func(*args, **kwargs)
+
+    return run
 
 
 def _receive_all(

@@ -4,6 +4,8 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from gradguard.per_sample.contributions import (
 )
 from gradguard.per_sample.layer_plans import CallPlan
 from gradguard.per_sample.layers.call import LayerCall
-from gradguard.per_sample.plain_sum import Leaves, magnitude, not_adding_up
+from gradguard.per_sample.plain_sum import Again, Leaves, Run, by_itself, magnitude, not_adding_up
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
 from gradguard.tensors.matmul_precision import TF32_EPSILON, Kind, full_float32, is_tf32_allowed, outside_autocast
@@ -44,6 +46,7 @@ class UsedLayer:
         generator_state: State of the random generator before the call, where the rule asks.
         leaves: Stand-ins for its parameters, on a step that is to be verified.
         precision: Machine epsilon of the autocast that it ran under; 0 for none.
+        run: Runs it again by itself; None where it cannot be, or is not to be verified.
     """
 
     module: nn.Module
@@ -54,6 +57,42 @@ class UsedLayer:
     generator_state: Tensor | None
     leaves: Leaves | None = None
     precision: float = 0.0
+    run: Run | None = None
+
+    def again(self, call: LayerCall, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Return the plain gradients that the layer gives by itself, by their names in the whole module."""
+        assert self.run is not None
+        assert self.leaves is not None
+        values = {own: self.leaves.values[name] for own, name in self.names.items()}
+        return dict(zip(self.names.values(), by_itself(call, self.run, values, dtype), strict=True))
+
+
+class Unverified(NamedTuple):
+    """A layer's contributions, which must add up to the plain gradients of one call.
+
+    Attributes:
+        layer: The call.
+        contributions: To each parameter.
+        precision: Machine epsilon of the coarsest dtype that was computed in.
+        size: Size of the gradients beside one that is small.
+        again: Computes the layer's plain gradients again.
+    """
+
+    layer: UsedLayer
+    contributions: Contributions
+    precision: float
+    size: Tensor
+    again: Again | None
+
+    def wrong(self) -> str:
+        """Return words for what does not add up, "" if all does."""
+        assert self.layer.leaves is not None
+        name = not_adding_up(self.contributions, self.layer.leaves, self.precision, self.size, self.again)
+        return name and (
+            f"the samples' gradients of {name} do not add up to its plain gradient in "
+            f"{type(self.layer.module).__name__}. Does a hook, or a forward that was replaced, use its "
+            "parameters or its output before the clipper sees it? Nothing was clipped."
+        )
 
 
 @dataclass
@@ -70,7 +109,8 @@ class MiniBatch:
         shared: Parameters that are used more than once.
         loops: Calls that are repeated sample by sample.
         witnessed: Calls that one sample is run alone of.
-        to_verify: Layers with the contributions that must add up to the plain gradients of one call.
+        to_verify: Layers whose plain gradients have not all come; with one, autograd frees what the layer was given.
+        wrong: Words for those that did not add up.
         reached: Calls to whose parameters a plain gradient has come.
         tapped: Calls whose outputs a gradient has come to.
         finished: One contribution for each parameter, once `finish` was called.
@@ -85,7 +125,8 @@ class MiniBatch:
     fallbacks: list[VmapFallback] = field(default_factory=list)
     loops: list[LoopedCall] = field(default_factory=list)
     witnessed: list[LoopedCall] = field(default_factory=list)
-    to_verify: list[tuple[UsedLayer, Contributions, float, Tensor]] = field(default_factory=list)
+    to_verify: dict[Leaves, Unverified] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
     reached: list[Leaves] = field(default_factory=list)
     tapped: set[Leaves] = field(default_factory=set)
     finished: Contributions | None = None
@@ -121,6 +162,11 @@ class MiniBatch:
         self.parts[name].append(contribution)
         return contribution
 
+    def compare(self, leaves: Leaves) -> None:
+        """Compare the plain gradients of a layer's call with what its rule gave, and let go what it was given."""
+        if words := self.to_verify.pop(leaves).wrong():
+            self.wrong.append(words)
+
     def finish(self, device: torch.device) -> Contributions:
         """Return one contribution for each parameter that was used.
 
@@ -139,15 +185,10 @@ class MiniBatch:
                     )
             self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
             self.tapped.clear()
-            while self.to_verify:
-                layer, contributions, precision, size = self.to_verify.pop()
-                assert layer.leaves is not None
-                if name := not_adding_up(contributions, layer.leaves, precision, size):
-                    raise UnsupportedGradientError(
-                        f"the samples' gradients of {name} do not add up to its plain gradient in "
-                        f"{type(layer.module).__name__}. Does a hook, or a forward that was replaced, use its "
-                        "parameters or its output before the clipper sees it? Nothing was clipped."
-                    )
+            for leaves in list(self.to_verify):
+                self.compare(leaves)
+            for words in self.wrong:
+                raise UnsupportedGradientError(words)
             while self.fallbacks:
                 for name, gradients in self.fallbacks.pop().per_sample_gradients().items():
                     self.parts[name].append(Materialized(gradients))
@@ -237,18 +278,18 @@ class GradientCollector:
                     f"{sorted(layer.names)} are trained. Is the weight computed by an old-style hook (weight_norm, "
                     "spectral_norm, prune)? Use torch.nn.utils.parametrizations in its place."
                 )
-            measured = layer.leaves is not None
-            sizes = [magnitude(c) for c in contributions.values()] if measured else []  # before any is held
+            sizes = [] if layer.leaves is None else [magnitude(c) for c in contributions.values()]  # before any is held
             added = {
                 layer.names[name]: mini_batch.add(layer.names[name], contribution, device)
                 for name, contribution in contributions.items()
             }
-            if measured:
+            if layer.leaves is not None:
                 floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
                 size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()
                 precision = max(layer.precision, *(torch.finfo(t.dtype).eps for t in floats))
                 precision = max(precision, TF32_EPSILON) if is_rounded else precision
-                mini_batch.to_verify.append((layer, added, precision, size))
+                again = None if layer.run is None else partial(layer.again, call)
+                mini_batch.to_verify[layer.leaves] = Unverified(layer, added, precision, size, again)
 
     def receive_nested_call(self, layer: NestedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
         """The gradient of what a module's own code called a layer with."""
@@ -258,7 +299,10 @@ class GradientCollector:
 
     def receive_plain(self, made_in: int, leaves: Leaves) -> None:
         """A plain gradient came to the parameters of a call."""
-        self._of(current_graph_task() if made_in == -1 else made_in).reached.append(leaves)
+        mini_batch = self._of(current_graph_task() if made_in == -1 else made_in)
+        mini_batch.reached.append(leaves)
+        if leaves.are_complete and leaves in mini_batch.to_verify:
+            mini_batch.compare(leaves)
 
     def receive_fallback(self, fallback: VmapFallback, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
         """The gradient of what a module's own code returned; those of what it called layers with are still to come."""

@@ -8,13 +8,14 @@ gradient is known. So the gradient is exact and the layers are not run twice.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Gradients, Places, Skeleton, is_inexact
+from gradguard.per_sample.call_arguments import Gradients, Places, Skeleton, is_inexact, promoted_type
 from gradguard.per_sample.contributions import Materialized, wide
 from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, not_adding_up
@@ -114,7 +115,7 @@ class VmapFallback:
         except RuntimeError as error:  # of a function of torch's that cannot do it for one sample
             raise UnsupportedGradientError(self._differs(f"it fails ({error})")) from error
         gradients = dict(zip(self.aliases, rows, strict=True))
-        self._check(gradients)
+        self._check(gradients, grads)
         return gradients
 
     def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
@@ -200,7 +201,20 @@ class VmapFallback:
         returned = Skeleton(output).tensors
         return [*results, *[returned[i] for i in self.computed]]
 
-    def _check(self, gradients: Mapping[str, Tensor]) -> None:
+    def _again(self, grads: Sequence[Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Return the plain gradients of the code when it runs again for all samples, at least in ``dtype`` if given."""
+
+        def converted(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(promoted_type(tensor, dtype))
+
+        autocast = torch.autocast(*self.autocast) if self.autocast and dtype is None else nullcontext()
+        leaves = {name: converted(self.values[name]).requires_grad_() for name in self.aliases}
+        with self.quietly(), autocast, undisturbed(self.module, drop_rate=None), torch.enable_grad():
+            total = self._surrogate(leaves, [converted(t) for t in (*self.saved, *grads)])
+        found = torch.autograd.grad(total, [*leaves.values()], allow_unused=True, materialize_grads=True)
+        return dict(zip(leaves, found, strict=True))
+
+    def _check(self, gradients: Mapping[str, Tensor], filled: Sequence[Tensor]) -> None:
         """Compare the sum of all samples with the plain gradient."""
         if self.leaves is None:
             return
@@ -210,7 +224,7 @@ class VmapFallback:
         found = {name: Materialized(gradient) for name, gradient in gradients.items()}
         sizes = [*map(magnitude, found.values()), *(wide(grad).norm() for grad in grads)]
         size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max()
-        if name := not_adding_up(found, self.leaves, precision, size):
+        if name := not_adding_up(found, self.leaves, precision, size, partial(self._again, filled)):
             raise UnsupportedGradientError(
                 self._differs(
                     f"the samples' gradients of {name} do not add up to its plain gradient. It draws random numbers, "
