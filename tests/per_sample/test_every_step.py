@@ -69,7 +69,7 @@ def batch(size=B):
 AT = [pytest.param(2, id="2"), *[pytest.param(at, marks=pytest.mark.exhaustive, id=str(at)) for at in (3, 7)]]
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("at", AT)
 @pytest.mark.parametrize("name", SEEN)
 def test_a_change_that_mixes_samples_is_refused_on_that_very_step(name, at):
@@ -101,7 +101,7 @@ def test_a_change_that_nothing_shows_is_found_by_the_next_witness(name, at):
     assert good < at <= found <= latest
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("at", AT)
 @pytest.mark.parametrize("name", [*SEEN, *WITNESSED])
 def test_a_change_that_keeps_samples_apart_stays_exact(name, at):
@@ -587,7 +587,7 @@ CAPACITY_CASES = [
 ]
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("size", "capacity", "seed"), CAPACITY_CASES)
 def test_a_capacity_is_refused_whichever_samples_it_leaves_out(size, capacity, seed):
     torch.manual_seed(seed)
@@ -657,6 +657,7 @@ NOT_LINEAR = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("size", [1, B])
 @pytest.mark.parametrize("number", [False, True])
 @pytest.mark.parametrize("name", NOT_LINEAR)
@@ -744,6 +745,7 @@ def plain(order):
     return [i for _, i in sorted(order)] if isinstance(order, frozenset) else order
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("change", [*REBOUND, *BY_VALUE])
 def test_another_order_between_two_witnesses_is_seen_on_its_step(change, monkeypatch):
     made, other = REBOUND.get(change, list), [*range(1, B), 0]
@@ -849,6 +851,7 @@ class Checkpointed(nn.Module):
         return self.last(torch.utils.checkpoint.checkpoint(self.block, h, use_reentrant=self.reentrant))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sizes", [(4, 4, 3, 3), (4, 4, 4, 3), (4, 3, 4, 3)])
 @pytest.mark.parametrize(("reentrant", "frozen"), [(False, "first"), (False, "block"), (True, "block")])
 def test_a_layer_at_a_checkpoint_freezes_in_the_step_with_another_batch_size(reentrant, frozen, sizes):
