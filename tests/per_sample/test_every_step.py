@@ -260,6 +260,18 @@ def test_what_cannot_change_the_state_costs_no_second_search_for_layers(hook, mo
     assert of_one_step(hook) == of_one_step(lambda module, args: None)
 
 
+def test_a_model_may_hold_a_list_of_hundreds_of_items():
+    model = fresh()
+    model.places = [*range(300)]
+    clipper = clipper_of(model)
+    step(model, clipper, batch())
+    model.places = [*range(299)]
+    x = batch()
+    found = step(model, clipper, x)
+    clipper.detach()
+    assert_exact(model, found, x)
+
+
 def test_flags_that_take_turns_are_tried_out_once_each():
     model = fresh()
     clipper = clipper_of(model)
