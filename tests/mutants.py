@@ -9,9 +9,9 @@ process, where its code takes the place of the function's own, and in the proces
 fork starts. What survives is printed to be read, with how many of the tests that execute it were run: the mutant is
 equivalent, or no test checks what it breaks.
 
-Code outside functions, decorators, defaults of arguments, words of errors and `strict=` are left as they are. A statement that no
-quick test executes is reported as such; slow tests and those of other rooms may execute it: name them as further
-arguments.
+Code outside functions, decorators, defaults of arguments, words of errors and `strict=` are left as they are. A
+statement that no quick test executes is reported as such; slow tests and those of other rooms may execute it: name them
+as further arguments.
 """
 
 import argparse

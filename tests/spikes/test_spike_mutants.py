@@ -119,7 +119,7 @@ def on_device(kind):
     return type("OnDevice", (kind,), {"_judge": kind._judge_tensors})
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*BOTH, *HOST])
 def test_each_mutant_on_the_host_is_caught(name):
@@ -128,7 +128,7 @@ def test_each_mutant_on_the_host_is_caught(name):
         tell(wrong)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*BOTH, *DEVICE])
 def test_each_mutant_on_the_device_is_caught(name):
@@ -162,6 +162,7 @@ def resumed(rows, cut, lost=None):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", STATE)
 def test_a_state_that_loses_one_value_is_told(name):
     """At some cut: most values are of no account at most steps."""
