@@ -171,7 +171,7 @@ GUARDED = {"median": "gg.ClipByMedian()", "median=0.1": "gg.ClipByMedian(k=0.1)"
 """Rules that look at the optimizer, which a guard knows."""
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("option", "call"),
     [

@@ -71,7 +71,6 @@ def assert_alike(ours, twin, rows, weights=None):
     return spikes
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("zeros", [False, True], ids=["positive", "losses of any sign"])
 @pytest.mark.parametrize(
     "options",

@@ -162,7 +162,6 @@ def resumed(rows, cut, lost=None):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", STATE)
 def test_a_state_that_loses_one_value_is_told(name):
     """At some cut: most values are of no account at most steps."""
