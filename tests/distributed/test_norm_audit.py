@@ -167,6 +167,7 @@ HEALTHY = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("world", "kind", "call"),
     [(2, *row) for row in HEALTHY] + [(4, *row) for row in HEALTHY if row[0] == "fsdp2"],  # else as on two

@@ -711,6 +711,7 @@ print(os.path.exists(folder))
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["plain", "OpenMP", "thread", "worker"])
 def test_a_script_is_started_once_and_cleans_up_once(tmp_path, how):
     """What it has made before the first forward pass is there for each run; none waits for threads that are not."""

@@ -141,6 +141,7 @@ def test_samples_that_depend_on_each_other(name, mode):
         assert found > 1e-3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OWNERSHIP)
 def test_samples_that_change_places_by_their_values(name, mode):

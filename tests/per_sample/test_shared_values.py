@@ -470,6 +470,7 @@ def test_masks_of_one_area_have_no_history_of_their_own(name, is_honest):
         clipper.discard()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("are_labels", [False, True], ids=["numbers", "labels"])
 @pytest.mark.parametrize("name", ["soft Dice", "soft Dice, weighed", "Tversky", "focal", "focal, inside"])
 def test_a_sum_is_explained_by_constants_that_the_graph_keeps(name, are_labels):

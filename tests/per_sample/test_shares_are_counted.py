@@ -761,7 +761,7 @@ ACCEPTED = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_sample_moves_no_other(name):
     """The sum of clipped gradients has sensitivity C: what the others add stays as it is, whatever one sample is."""
