@@ -9,9 +9,9 @@ process, where its code takes the place of the function's own, and in the proces
 fork starts. What survives is printed to be read, with how many of the tests that execute it were run: the mutant is
 equivalent, or no test checks what it breaks.
 
-Code outside functions, decorators, defaults of arguments and words of errors are left as they are. A statement that no
-quick test executes is reported as such; slow tests and those of other rooms may execute it: name them as further
-arguments.
+Code outside functions, decorators, defaults of arguments, words of errors and `strict=` are left as they are. A
+statement that no quick test executes is reported as such; slow tests and those of other rooms may execute it: name them
+as further arguments.
 """
 
 import argparse
@@ -133,9 +133,13 @@ class Mutation(InFunctions):
         return node
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
-        if node.value is not None and self.here(node, "returns None"):
+        is_none = isinstance(node.value, ast.Constant) and node.value.value is None
+        if node.value is not None and not is_none and self.here(node, "returns None"):
             return ast.copy_location(ast.Return(ast.Constant(None)), node)
         return self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        return node if node.arg == "strict" else self.generic_visit(node)  # of `zip`, which no correct call notices
 
     def visit_If(self, node: ast.If) -> ast.AST:
         if self.here(node.test, "if not"):

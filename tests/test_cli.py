@@ -171,6 +171,7 @@ GUARDED = {"median": "gg.ClipByMedian()", "median=0.1": "gg.ClipByMedian(k=0.1)"
 """Rules that look at the optimizer, which a guard knows."""
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("option", "call"),
     [
@@ -605,7 +606,7 @@ def signalled(work):
 """
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("owner", "name"), [("jinja2.Template", "render"), ("page", "write_whole"), ("Observer", "_end")]
@@ -868,11 +869,8 @@ def test_an_output_without_unicode_gets_question_marks(tmp_path, monkeypatch, ot
     assert output.errors == "strict"
 
 
-def test_version_and_module_entry():
-    command = [sys.executable, "-m", "gradguard", "--version"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONWARNINGS": "error"}
-    )
+def test_version_and_module_entry(tmp_path):
+    done = run_python("-W", "error", "-m", "gradguard", "--version", cwd=tmp_path)
     assert done.stdout.startswith("gradguard 0.")
 
 

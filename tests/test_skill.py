@@ -13,23 +13,26 @@ ROOT = Path(__file__).parents[1]
 skill = runpy.run_path(str(ROOT / "benchmarks/skill.py"))
 
 
-def test_the_fields_that_the_page_names_lead_from_a_record_to_its_cause(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Return the summary of the demo's run that is not clipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("demo"))
+        skill["printed"]("demo", "--no-open")
+        return json.loads(skill["printed"]("report", "--json", "gradguard-demo/unclipped"))
+
+
+def test_the_fields_that_the_page_names_lead_from_a_record_to_its_cause(report):
     page = skill["printed"]("skill")
     assert skill["fields"](page)[0] == "diagnosis.cause"
-    skill["printed"]("demo", "--no-open")
-    report = json.loads(skill["printed"]("report", "--json", "gradguard-demo/unclipped"))
     answer = skill["follow"](page, report)
     assert answer.cause == "exploding_time"
     assert "orthogonal_" in answer.said
     assert "orthogonal_" in answer.explained
 
 
-def test_a_page_that_names_another_field_leads_nowhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_page_that_names_another_field_leads_nowhere(report):
     page = skill["printed"]("skill").replace("`diagnosis.cause`", "`diagnosis.reason`")
-    skill["printed"]("demo", "--no-open")
-    report = json.loads(skill["printed"]("report", "--json", "gradguard-demo/unclipped"))
     with pytest.raises(KeyError, match="reason"):
         skill["follow"](page, report)
 

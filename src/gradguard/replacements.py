@@ -90,8 +90,8 @@ class Replacement:
     def _exchange(self, old: Any, new: Any) -> None:
         modules = [one for one in list(sys.modules.values()) if isinstance(one, ModuleType)] if self._everywhere else ()
         for place in [self._holder, *modules]:
-            own = str(vars(place).get("__name__")).startswith("gradguard.")
-            if vars(place).get(self._name) is old and not own:
+            held = vars(place)
+            if held.get(self._name) is old and not str(held.get("__name__")).startswith("gradguard."):
                 with suppress(Exception):  # a module of a kind of its own
                     setattr(place, self._name, new)
 

@@ -465,3 +465,24 @@ def test_a_layer_that_is_added_between_two_steps_has_its_own_units():
     added = model[1].weight
     expected = slow_agc(added.detach(), random(*added.shape, seed=1), output_channels(1)(added), 0.01)
     torch.testing.assert_close(added.grad.double(), expected, rtol=2e-6, atol=1e-12)
+
+
+def test_a_factor_below_the_numbers_of_float32_keeps_its_digits(kernels):
+    weight = nn.Parameter(torch.full((3, 4), 1e-4))
+    weight.grad = torch.full((3, 4), 1e38)
+    gg.clip_grad_adaptive_([weight], 0.01, eps=1e-6)  # from a norm of 2e38 to 2e-6
+    torch.testing.assert_close(weight.grad, torch.full((3, 4), 1e-6), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("which", ["weight", "gradient"])
+def test_a_weight_and_a_gradient_may_lie_in_memory_in_different_ways(which):
+    values, gradient = random(6, 4), random(6, 4, seed=1)
+    strided = torch.zeros(6, 8)[:, ::2]
+    weight, twin = nn.Parameter(strided if which == "weight" else values.clone()), nn.Parameter(values.clone())
+    weight.data.copy_(values)
+    weight.grad = strided.copy_(gradient) if which == "gradient" else gradient.clone()
+    twin.grad = gradient.clone()
+    for one in (weight, twin):
+        gg.clip_grad_adaptive_([one], 0.01)
+    torch.testing.assert_close(weight.grad, twin.grad)
+    assert not torch.equal(twin.grad, gradient)

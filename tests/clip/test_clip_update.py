@@ -539,3 +539,13 @@ def test_it_says_how_it_was_made():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     assert repr(gg.ClipUpdate(optimizer, model=model)) == "ClipUpdate(optimizer, ClipByRMS(), model=model)"
+
+
+def test_a_rule_that_remembers_is_free_for_another_optimizer_after_detach():
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1) for _ in range(2)]
+    rule = gg.ClipFraction(0.05)
+    first = gg.ClipUpdate(optimizers[0], rule)
+    with pytest.raises(InvalidValueError, match="belongs to the ClipUpdate of another optimizer"):
+        gg.ClipUpdate(optimizers[1], rule)
+    first.detach()
+    assert gg.ClipUpdate(optimizers[1], rule).clipper is rule

@@ -53,6 +53,7 @@ def check(by_rank, rtol):
         torch.testing.assert_close(weight, twin, rtol=rtol, atol=rtol / 10)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("way", [way for way in WAYS if "precision" not in way])
 def test_each_step_is_that_of_one_process(pool, way, rule):

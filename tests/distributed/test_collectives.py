@@ -226,7 +226,7 @@ class Module(torch.nn.Module):
             self.add_module(name.partition(".")[0], layer)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("clipper", ["global norm", "groups of every layer", "value"])
 @pytest.mark.parametrize("optimizer", ["plain", "foreach", "fused"])

@@ -10,7 +10,7 @@ LOOKED_AT = {"FSDP2 x TP": 4, "DTensors: partial sum, rows": 2}
 """Layouts on a slice of the mesh, or of a gradient unlike its weight's: an audit once took their parts for copies."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "world"), TABLE)
 def test_each_clip_is_that_of_one_process(pool, layout, world):
     found = verdicts(layout, pool(world).run(differences, layout))

@@ -50,6 +50,7 @@ def clipped_parts(rule):
     return steps
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", RULES)
 def test_each_clip_is_that_of_the_wholes(pool, rule):
     for steps in pool(4).run(clipped_parts, rule):

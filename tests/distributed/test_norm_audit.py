@@ -86,6 +86,7 @@ def own_part(model):
     return math.sqrt(sum(float((g.to(torch.complex128)).abs().square().sum()) for g in bits(model)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("start", [0, 100])
 def test_healthy_dtensors_pass(threads, start):
     for found in threads(lambda rank: random_models(range(start, start + 30), right)):
@@ -166,6 +167,7 @@ HEALTHY = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("world", "kind", "call"),
     [(2, *row) for row in HEALTHY] + [(4, *row) for row in HEALTHY if row[0] == "fsdp2"],  # else as on two
@@ -567,6 +569,7 @@ def run_of_a_script(kind, call):
     return audit.outcome(), audit.done
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "call"), SCRIPTS)
 def test_scripts_on_two_processes(pool, kind, call):
     for (verdict, text), done in pool(2).run(run_of_a_script, kind, call):

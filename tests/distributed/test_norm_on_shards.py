@@ -70,7 +70,7 @@ def assert_norm(norm, expected):
 WORLDS = [(name, world) for world, step in ((4, 1), (2, 2), (1, 4)) for name in list(LISTS)[::step]]
 
 
-@pytest.mark.sampled(27)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "world"), WORLDS)
 def test_agrees_with_the_slow_twin(pool, name, world):
     by_rank = pool(world).run(clip_in_turn, name, ORDERS)

@@ -80,7 +80,7 @@ OTHER_PAIRS = [pytest.param(way, 2, marks=pytest.mark.exhaustive) for way in WAY
 EIGHT = [pytest.param(way, 8, marks=pytest.mark.exhaustive) for way in ("DDP", "HSDP", "FSDP2 x TP")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("way", "world"),
     [("FSDP2", 2), *OTHER_PAIRS, *(pytest.param(w, 4, marks=pytest.mark.slow) for w in WAYS), *EIGHT],
@@ -119,6 +119,7 @@ def saved_under_fsdp1(strategy, original):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("original", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_fsdp1_has_the_gradients_of_one_process(pool, strategy, original):

@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(("call", "kind"), CASES)
 def test_a_partial_gradient_is_added_up(run, call, kind):
     """Where the parameter is Partial too, its gradient was taken for whole: |G|/W instead of |G|."""

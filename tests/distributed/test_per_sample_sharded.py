@@ -111,6 +111,7 @@ def alone(way):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "ways"), [(2, list(SUPPORTED)), (4, ["layers and root", "HSDP, layers"])])
 def test_gradients_are_those_of_one_process_after_one_all_reduce(pool, world, ways):
     for outcome in pool(world).run(supported, ways):

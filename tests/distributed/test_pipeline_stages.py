@@ -127,6 +127,7 @@ CLIPPERS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("clipper", CLIPPERS)
 @pytest.mark.parametrize(("world", "named_by"), [(2, "mesh"), (4, "process_group")])
 def test_stages_clip_as_the_whole_network(pool, world, named_by, clipper):

@@ -115,6 +115,7 @@ def alone():
     return groups[dist.get_rank()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_step_is_that_of_one_process(pool, way):
     by_rank = pool(4).run(train, way)

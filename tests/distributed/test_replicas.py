@@ -57,6 +57,7 @@ def clip_without(mesh, call, layout, absent):
         return type(error).__name__, str(error)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", ["hsdp", "a slice", "copies"])
 @pytest.mark.parametrize("call", CALLS)
 def test_replicas_that_lack_a_gradient(run, call, layout):

@@ -87,6 +87,7 @@ def ladder(kind):
     return told, weights(model, optimizer), copy.copy(resilience.events[-1].ids)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "world"), [("DDP", 2), ("FSDP2", 2), ("HSDP", 4)])
 def test_all_processes_act_on_the_same_step(pool, kind, world):
     found = pool(world).run(ladder, kind)

@@ -138,7 +138,7 @@ def test_one_clip_is_that_of_whole_gradients(pool, name):
         assert empty == rank  # the second process holds nothing of a layer with one output
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("spoiled", [None, 1], ids=["finite", "NaN in a step"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_steps_and_a_resumed_state_are_those_of_whole_gradients(pool, name, spoiled):

@@ -92,7 +92,7 @@ def plain(state):
     return [plain(value) for value in state] if isinstance(state, list | tuple) else state
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_thirty_steps_are_those_of_whole_tensors(pool, rule):
     by_rank = pool(4).run(run_both, rule)

@@ -68,6 +68,7 @@ def train(is_named):
     return reasons, state, spikes.detector.last.scores.tolist(), guard.skipped_steps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "is_named"), [(2, True), (2, False), (4, True)])  # (4, False) is refused
 def test_all_stages_skip_the_same_steps_by_the_same_bits(pool, world, is_named):
     by_rank = pool(world).run(train, is_named)
@@ -105,6 +106,7 @@ def survive(kind):
     return told
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["burst", "NaN", "NaN, not named"])
 def test_all_stages_go_back_on_the_same_step(pool, kind):
     first, last = pool(2).run(survive, kind)

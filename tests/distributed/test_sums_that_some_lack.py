@@ -130,6 +130,7 @@ def refuse(call, bad, first):
     return said, torch.equal(last.grad.full_tensor(), before), is_right(gg.get_total_norm)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_gradient_that_one_process_refuses_is_refused_by_all(pool, call):
     """The others waited until the time-out of the process group."""

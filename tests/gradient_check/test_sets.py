@@ -40,7 +40,7 @@ def checked(case: Case, seed: int) -> gg.results.GradientReport:
     return gg.gradcheck(problem.fn, *problem.inputs, **problem.options)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("case", "seed"), at_seeds(WRONG))
 def test_a_wrong_backward_is_caught(case, seed):
     report = checked(case, seed)
@@ -49,7 +49,7 @@ def test_a_wrong_backward_is_caught(case, seed):
     assert not report
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("case", "seed"), at_seeds(CORRECT))
 def test_a_correct_function_is_not_flagged(case, seed):
     report = checked(case, seed)

@@ -70,6 +70,7 @@ def by_accelerate(max_norm):
     return lambda training: training.accelerator.clip_grad_norm_(training.model.parameters(), max_norm)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("fused", [False, True])

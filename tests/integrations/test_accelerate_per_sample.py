@@ -74,6 +74,7 @@ def train(accelerator, model, optimizer, loader, reduction="mean"):
             optimizer.zero_grad()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulation", [1, 2, 4])  # the last accumulation is shorter with 4
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

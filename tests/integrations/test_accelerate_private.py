@@ -50,7 +50,7 @@ def train(accelerator, model, optimizer, batches, epochs=1, stop=None):
                 return
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(6, 1), (3, 2), (1, 3), (1, 1)])
 @pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])

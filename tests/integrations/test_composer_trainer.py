@@ -105,6 +105,7 @@ def flat(weights):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["norm", "value", "adaptive"])
 def test_it_trains_as_composers_own_algorithm(found, kind):
     own, ours = flat(found["own"][kind]), flat(found["ours"][kind])

@@ -146,6 +146,7 @@ class Records(pl.Callback):
         self.rows.append(logged)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("clipper", CLIPPERS)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW, fused"])
 def test_each_step_is_that_of_a_plain_loop(clipper, optimizer):

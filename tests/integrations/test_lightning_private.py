@@ -73,7 +73,7 @@ def fit(callback, model=None, batch_size=6, accumulation=1, callbacks=(), val=No
     return one, model
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(6, 1), (3, 2), (1, 3)])
 @pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])

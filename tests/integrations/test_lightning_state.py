@@ -49,6 +49,7 @@ def test_the_names_of_what_is_logged_can_be_chosen(log, keys):
     assert not [key for key in trainer.callback_metrics if key.startswith("gradients")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clipper", ["norm", "median", "AdaGC", "groups"])
 def test_a_resumed_run_goes_on_bit_by_bit(clipper, tmp_path):
     whole, its = Automatic("AdamW, fused"), GradGuardCallback(CLIPPERS[clipper]())

@@ -255,7 +255,7 @@ def both(name):
     return step(name, True), step(name, False)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_engines_own_clip_and_ours(pool, name):

@@ -143,7 +143,7 @@ def distance(found, expected, start):
     return (apart / moved) ** 0.5
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
 @pytest.mark.parametrize("build", [gpt2, llama])
@@ -158,6 +158,7 @@ def test_it_trains_as_a_loop_over_single_samples(build, optim, accumulation, tmp
     assert logged(done, "grad_norm") == pytest.approx([norm for _, norm in losses], rel=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_bf16_is_that_of_single_samples_within_its_rounding(build, accumulation, tmp_path):
@@ -216,6 +217,7 @@ HEADS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads(head, tmp_path):
     kind, options, label = HEADS[head]

@@ -74,7 +74,7 @@ def train(folder, callback, *args, resume=None, **options):
     return one
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(6, 1), (3, 2), (1, 3)])
 @pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])

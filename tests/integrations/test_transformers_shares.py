@@ -90,6 +90,7 @@ def norms_alone(seen):
     return torch.stack(found)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("accumulation", "max_grad_norm"), [(1, 0.3), (2, 0.0)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_norms_are_those_of_each_sample_alone_and_the_step_is_the_trainers(tmp_path, loss, accumulation, max_grad_norm):

@@ -506,6 +506,7 @@ def test_per_sample_clipping_is_seen(watch, tmp_path):
     assert 0 < min(shares) < 1
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CLIPS)
 def test_training_is_the_same_whoever_listens(name, tmp_path):
     def alone(model, optimizer, loop):

@@ -198,6 +198,7 @@ def runs(tmp_path_factory):
         return {name: (record, surfaces(record)) for name, record in records.items()}
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_number_that_is_printed_is_the_one_that_was_counted(name, runs):
     record, printed = runs[name]

@@ -50,7 +50,7 @@ def bench():
             sys.modules.pop(name, None)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("task", "fault"), RUNS)
 def test_fault_stands_in_first_place_on_a_page_without_contradictions(bench, tmp_path, task, fault):
     diagnosis, tasks = bench

@@ -229,7 +229,7 @@ def _measured_on_schedule(monkeypatch):
     monkeypatch.setattr(schedule, "SHARE", math.inf)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_has_no_warning_and_no_error(name, tmp_path):
     record = run_of(HEALTHY[name], tmp_path / "run.jsonl")
@@ -260,6 +260,7 @@ SICK = {  # the run, the kind and its severity, and where it may begin
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SICK)
 def test_a_sick_run_is_told_what_it_has(name, tmp_path):
     case, kind, severity, since = SICK[name]

@@ -142,6 +142,7 @@ def same(a, b):
 PAIRS = [("record", "audit"), ("audit", "spikes"), ("spikes", "record")]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_listeners_and_pairs_of_them_change_no_bit(loop, tmp_path, monkeypatch):
     twin, _ = outcome(script(loop), tmp_path, monkeypatch)
@@ -162,7 +163,7 @@ EVERY = [*LISTENERS, "monitor"]
 ALONE_AND_PAIRS = [names for size in (1, 2) for names in combinations(EVERY, size)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [*OTHERS, *LOOPS])
 def test_every_listener_and_pair_of_them_on_twenty_programs_changes_no_bit(loop, tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def scaled(model, optimizer, scaler, x):
     scaler.update()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings(  # all of the compiler
     "ignore:`torch.jit:DeprecationWarning",

@@ -394,7 +394,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("by_command", [True, False], ids=["run", "GRADGUARD"])
+@pytest.mark.parametrize(
+    "by_command", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["run", "GRADGUARD"]
+)
 def test_a_forked_child_that_trains_has_a_record_of_its_own(python, command, tmp_path, by_command):
     write(tmp_path, "pass")
     tmp_path.joinpath("fork.py").write_text(FORKED)

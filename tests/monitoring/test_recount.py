@@ -212,6 +212,7 @@ def against_the_diary(told, diary):
     assert told["final_loss"] == pytest.approx(statistics.fmean(diary.losses[-10:]), rel=1e-5)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler
 def test_the_report_the_record_and_the_training_agree(name, tmp_path):

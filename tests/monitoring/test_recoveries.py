@@ -72,6 +72,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("watch", [by_monitor, by_run])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_record_and_its_summaries_say_what_was_done(name, watch, tmp_path):

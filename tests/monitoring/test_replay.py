@@ -34,7 +34,7 @@ RULES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_coefficients_and_lock_in_are_those_of_the_clipper(rule):
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))

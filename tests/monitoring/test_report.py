@@ -83,7 +83,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("parts", CASES.values(), ids=CASES.keys())
 def test_every_shape_of_record_gives_a_page_without_network(tmp_path, parts):
     more = {"meta": params("weight", EVIL), "events": [EVENT] * 60} | parts
@@ -376,6 +376,7 @@ def long_record(path, steps, rows, lines):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("runs", "steps", "rows", "lines", "limit"),
     [(1, 3000, 2000, 150, 2.6e6), (8, 2500, 200, 100, 3.6e6), (1, 20_000, 40, 2000, 2.6e6)],

@@ -55,6 +55,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_norms_before_and_after(name, tmp_path):
     gradients, clip = CASES[name]

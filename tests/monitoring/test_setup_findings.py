@@ -316,6 +316,7 @@ SICK = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("loop", "how", "kind", "severity", "words"),
     [
@@ -790,6 +791,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("how", BOTH)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_loop(name, how, tmp_path):

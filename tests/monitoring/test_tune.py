@@ -321,6 +321,7 @@ WORDS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("script", WORDS)
 def test_what_is_said_of_odd_scripts(tune, script):
     code, out, _ = tune("--steps", "20", "--seeds", "2", "--rule", "median", script)

@@ -235,6 +235,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_rule_that_is_broken_is_told_and_its_twin_is_not(name):
     torch.manual_seed(0)
@@ -259,7 +260,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", [lambda i: 1.0, lambda i: 0.97**i], ids=["constant", "falling"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_step_that_is_a_factor_off_its_rule_is_told_at_any_schedule_and_its_twin_is_not(name, schedule):
@@ -310,7 +311,7 @@ def test_no_step_of_a_healthy_run_is_said_to_break_its_rule(name, way):
     torch.compiler.reset()
     run = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
     with gg.Monitor(optimizer, lines.append, model=model):
-        for i in range(60):
+        for i in range(30):
 
             def closure(i=i):
                 optimizer.zero_grad()
@@ -327,7 +328,7 @@ def test_no_step_of_a_healthy_run_is_said_to_break_its_rule(name, way):
                 scaler.update()
             else:
                 run()
-    assert sum(line["t"] == "step" for line in lines) == 60
+    assert sum(line["t"] == "step" for line in lines) == 30
     assert all(line.get("over_rule", 1.0) == pytest.approx(1.0, abs=0.02) for line in lines if "clipped" not in name)
     assert not kinds(lines, "update_rule", "observer_failed")
 

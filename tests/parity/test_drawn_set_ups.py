@@ -169,6 +169,7 @@ def rows(cases, quick):
     return [pytest.param(*case, marks=[] if i < quick else pytest.mark.exhaustive) for i, case in enumerate(cases)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "times", "how", "seed"), rows(healthy_cases(HEALTHY_PAIRS), quick=12))
 def test_a_healthy_set_up_passes(kind, times, how, seed):
     model, x, y = made(kind, times, seed)
@@ -260,6 +261,7 @@ def planted_cases(count):
         yield draws.choice(list(MODELS)), draws.choice(list(TIMES)), list(PLANTED)[seed % len(PLANTED)], seed
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("kind", "times", "bug", "seed"), rows(planted_cases(90), quick=15))
 def test_a_planted_bug_fails(kind, times, bug, seed):
     model, x, y = made(kind, times, seed)

@@ -101,6 +101,7 @@ def one_after_another(batches, loss):
     return step
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [200, 1000])
 @pytest.mark.parametrize("what", ["one batch", "a critic"])
 def test_the_same_number_over_and_over_is_no_fault(what, count):
@@ -177,6 +178,7 @@ LONG = {
 OF_LONG = {"permuted": flat_permuted, "8 micro-batches": in_eight, "float64": flat}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", OF_LONG)
 @pytest.mark.parametrize("what", LONG)
 def test_a_long_sum_is_no_fault(what, how):

@@ -199,6 +199,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(1, 16))])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.exhaustive)], ids=str

@@ -148,6 +148,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", HEALTHY.values(), ids=HEALTHY)
 def test_healthy_scripts_pass(tmp_path, how, reference):
     report = compare(reference, saved_from(training(**how), tmp_path))
@@ -203,6 +204,7 @@ def test_a_clip_between_micro_batches_is_never_a_pass(tmp_path):
     assert (report.verdict, [f.kind for f in report.findings]) == ("INCONCLUSIVE", ["clip"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("between", "verdict"), [("nothing", "PASS"), ("a second clip", "PASS"), ("a factor", "INCONCLUSIVE")]
 )
@@ -514,6 +516,7 @@ def test_of_a_single_run_only_what_no_rounding_makes_is_a_fault(tmp_path):
     assert compare(saved({"up": drawn((8, 32), 1)}, runs=0), dead).verdict == "INCONCLUSIVE"  # may be rounding alone
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [1e-7, 1e-2, 0.3, 1.0, 10.0])
 @pytest.mark.parametrize("shape", [(), (2,), (16,), (8, 32)], ids=str)
 def test_no_rounding_of_whatever_size_is_a_factor(shape, size):
@@ -708,6 +711,7 @@ print(os.path.exists(folder))
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["plain", "OpenMP", "thread", "worker"])
 def test_a_script_is_started_once_and_cleans_up_once(tmp_path, how):
     """What it has made before the first forward pass is there for each run; none waits for threads that are not."""

@@ -176,6 +176,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "how",
     [pytest.param(n, marks=pytest.mark.slow if n == "compiled" else ()) for n in HEALTHY],
@@ -322,6 +323,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BUGS)
 def test_bugs_are_named_at_the_stage_where_they_are(name, folder):
     wrong, right, stage, kind = BUGS[name]
@@ -351,6 +353,7 @@ def test_a_layer_that_is_frozen_between_saved_steps_is_saved_and_compared(folder
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("update", "words"),
     [
@@ -401,6 +404,7 @@ def loads(what):
     return resumed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("what", "verdict", "missing"),
     [("all", "PASS", ""), ("weights", "FAIL", "exp_avg of 0.weight"), ("counters", "FAIL", "step of 0.weight")],
@@ -537,6 +541,7 @@ def shadowed(decay, kind=dict, lost=False):
     return script
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [dict, list])
 def test_an_average_in_a_plain_object_is_compared(kind, folder):
     right = whole(shadowed(0.9, kind), folder)

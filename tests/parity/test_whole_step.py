@@ -92,6 +92,7 @@ def guarded():
     return gg.save_gradients(None, model, step, optimizer=optimizer, steps=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", HEALTHY)
 def test_healthy_pairs_pass(how):
     report = compare(*HEALTHY[how]())
@@ -129,6 +130,7 @@ def permuted(model, data):
     return step_of(model, tuple(part[order] for part in data))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(1, 20))])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize(
@@ -221,6 +223,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", BUGS)
 def test_bugs_are_named_at_the_stage_where_they_are(name):
     wrong, right, stage, kind = BUGS[name]

@@ -169,6 +169,7 @@ def once_accumulated(parameter, hook):
     return parameter.register_post_accumulate_grad_hook(hook)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("register", [of_gradient, once_accumulated])
 @pytest.mark.parametrize("begins", [-1, 0, 2])
 @pytest.mark.parametrize("mode", ["fast", "exact"])

@@ -76,6 +76,7 @@ def norms_of(clipper, losses, size, seed):
     return x, norms
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", OWN)
 def test_work_on_each_sample_is_exact(name):
     clipper, plain = clipper_of(), parts()

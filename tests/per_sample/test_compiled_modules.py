@@ -84,6 +84,7 @@ def step(model, clipper, size=B):
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("compiled", [*WAYS, forward_only, function])
 @pytest.mark.parametrize("when", ["before", "before, and used", "after the clipper", "after its first step"])

@@ -21,7 +21,7 @@ from generated_losses import (
     trial,
 )
 
-CASES, AT_ONCE = 6_000, 20
+CASES, AT_ONCE = 6_000, 12
 KNOWN: dict[int, str] = {}
 
 
@@ -191,15 +191,15 @@ def test_a_loss_of_any_kind_is_exact_or_refused(first):
 
 @pytest.mark.slow
 def test_right_losses_are_mostly_accepted():
-    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 24)]
-    assert kinds.count("exact") > 4
+    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 12)]
+    assert kinds.count("exact") > 2
     assert kinds.count("exact") > kinds.count("false refusal")
 
 
 @pytest.mark.slow
 def test_the_oracle_tells_what_an_unchecked_clip_gets_wrong():
-    kinds = [trial(draw(seed), check=False).kind for seed in range(CASES, CASES + 30)]
-    assert kinds.count("wrong") > 2
+    kinds = [trial(draw(seed), check=False).kind for seed in range(CASES, CASES + 15)]
+    assert kinds.count("wrong") > 1
 
 
 def test_a_mean_over_samples_is_exact_and_one_over_all_rows_is_not():

@@ -9,7 +9,7 @@ import pytest
 from generated_models import Case, draw, trial
 from torch import float64
 
-CASES, AT_ONCE = 4_000, 20
+CASES, AT_ONCE = 4_000, 12
 WITNESSED = {
     # what the batch decides, and a sample alone decides otherwise
     "chance", "python's chance", "a sum", "a large value", "where on a value", "rare clamp of the batch", "a weight",
@@ -51,12 +51,12 @@ def test_samples_that_run_one_by_one_get_the_gradients_of_their_own_losses(seed)
 
 @pytest.mark.slow
 def test_harmless_changes_are_mostly_accepted():
-    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 24)]
-    assert kinds.count("exact") > 3
+    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 12)]
+    assert kinds.count("exact") > 1
     assert kinds.count("exact") > 4 * kinds.count("false refusal")
 
 
 @pytest.mark.slow
 def test_the_twin_tells_what_an_unchecked_clip_gets_wrong():
-    kinds = [trial(draw(seed), check=False).kind for seed in range(CASES, CASES + 30)]
-    assert kinds.count("wrong") > 2
+    kinds = [trial(draw(seed), check=False).kind for seed in range(CASES, CASES + 15)]
+    assert kinds.count("wrong") > 1

@@ -1151,7 +1151,7 @@ def trained(clipper, model, loss, x):
     clipper.pre_step()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("first", LOSSES)
 @pytest.mark.parametrize(
     "second",

@@ -61,7 +61,7 @@ def outcome(name, sizes, device):
     return found
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sizes", [(3, 3, 4), (1, 1, 5), (2, 5, 1)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_judged_as_on_the_cpu(name, sizes, device):

@@ -67,6 +67,7 @@ def test_masks_are_taken(which, length, batch_first, added):
         torch.testing.assert_close(found[name], gradients, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "time first"])
 @pytest.mark.parametrize("added", [True, False], ids=["-inf", "bool"])
 @pytest.mark.parametrize("sizes", [(B, 3, B), (3, B), (1, B), (5, 6, B, 2)], ids=str)

@@ -55,7 +55,7 @@ def test_the_table_says_which_cases_are_random():
     assert [name for name in CASES if build(name).stochastic] == STOCHASTIC
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_the_clipped_average_and_sum(name, mode):
@@ -88,7 +88,7 @@ def test_mini_batches_of_which_the_last_is_smaller(name):
         assert error(found, expected) < 1e-12
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_per_sample_gradients_and_norms(name):
     made = build(name)
@@ -141,6 +141,7 @@ def test_samples_that_depend_on_each_other(name, mode):
         assert found > 1e-3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OWNERSHIP)
 def test_samples_that_change_places_by_their_values(name, mode):

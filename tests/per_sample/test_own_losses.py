@@ -70,6 +70,7 @@ def gradients_alone(model, loss_fn, x, y, kwargs):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "token_mean"])
 def test_each_sample_has_the_gradient_of_its_own_loss(name, reduction):

@@ -152,6 +152,7 @@ OF_THE_BATCH = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", OF_THE_BATCH)
 def test_a_statistic_of_the_batch_is_refused_as_soon_as_it_changes(name):
     clipper, loss = clipper_of(), OF_THE_BATCH[name]
@@ -192,6 +193,7 @@ LENGTHS = {
 """Parts of 8 values of each sample, up to a length that the batch decides."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("declared", [(), (3,), (0.5, 5)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "token_mean"])
@@ -246,6 +248,7 @@ CONSTANT = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", CONSTANT)
 def test_what_is_declared_or_each_samples_own_is_taken(name, strict):
@@ -419,6 +422,7 @@ def test_a_small_batch_with_a_sample_in_each_column_says_nothing_of_the_next(nam
     assert "all samples share" in words
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("spread", [1.0, 4.0, 9.0])
 def test_a_prior_of_the_batch_before_log_softmax_is_seen(spread, dtype):
@@ -466,6 +470,7 @@ def test_masks_of_one_area_have_no_history_of_their_own(name, is_honest):
         clipper.discard()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("are_labels", [False, True], ids=["numbers", "labels"])
 @pytest.mark.parametrize("name", ["soft Dice", "soft Dice, weighed", "Tversky", "focal", "focal, inside"])
 def test_a_sum_is_explained_by_constants_that_the_graph_keeps(name, are_labels):
@@ -480,6 +485,7 @@ def test_a_sum_is_explained_by_constants_that_the_graph_keeps(name, are_labels):
         torch.testing.assert_close(found, torch.stack(rows)[:, :, None] * batch.x[:, None])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "statistic",
     [torch.mean, torch.sum, lambda y: y.round().sum(), torch.amax],
@@ -721,6 +727,7 @@ SHOWING = {
 }
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("name", "strict"),
     [(name, strict) for name in SHOWING for strict in (False, True) if name != "masks" or not strict],

@@ -46,6 +46,7 @@ def taken(clipper, loss):
     clipper.clip_and_accumulate()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_shares_are_exact_and_add_up_to_the_plain_gradient(loss):
     model, plain = Texts(), Texts()

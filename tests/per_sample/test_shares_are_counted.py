@@ -129,6 +129,7 @@ def test_a_mean_over_chosen_rows_is_exact_or_refused(name, choice, lengths):
         clipper.discard()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", [name for name in FUSED if name != "bce"])
 def test_a_sum_over_chosen_rows_is_exact(name, lengths):
@@ -648,6 +649,7 @@ CHANCE = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CHANCE)
 def test_no_number_is_taken_for_two_things_in_private_training(name):
     """Whatever a number is in the first batch, all batches that may be accepted give the sample one gradient."""
@@ -759,7 +761,7 @@ ACCEPTED = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_sample_moves_no_other(name):
     """The sum of clipped gradients has sensitivity C: what the others add stays as it is, whatever one sample is."""
@@ -985,6 +987,7 @@ OF_DECLARED = {
 """Losses with a number that is declared, by what declares it."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("reduction", ["private", "mean"])
 @pytest.mark.parametrize("number", [2, 2.0, 4.0])
 @pytest.mark.parametrize("name", OF_DECLARED)
@@ -1214,6 +1217,7 @@ NEIGHBOURS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("private", [True, False], ids=["private", ""])
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_losses_beside_those_that_share_are_taken(name, private):

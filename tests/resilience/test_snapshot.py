@@ -119,6 +119,7 @@ def same(a, b):
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize("steps", [0, 2, 12])
 @pytest.mark.parametrize("name", OPTIMIZERS)

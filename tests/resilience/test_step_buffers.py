@@ -58,6 +58,7 @@ def where(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("where")
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_run_without_the_bad_batch_has_the_same_statistics(micro_batches, bad):

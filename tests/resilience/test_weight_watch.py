@@ -38,6 +38,7 @@ def behind(model):
     model[2].weight.data[0, 3] = 128.0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", [counted, behind])
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("seed", [0, 1])

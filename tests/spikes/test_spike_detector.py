@@ -260,6 +260,7 @@ def test_evidence_does_not_depend_on_the_default_dtype(kind, dtype):
         torch.set_default_dtype(before)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("zeros", [False, True], ids=["positive", "losses of any sign"])
 @pytest.mark.parametrize("options", [{}, SMALL, {"window": 1, "warmup": 1, "cap": 1}, {"window": 9, "warmup": 2}])
 def test_plain_numbers_give_what_tensors_give(options, zeros):

@@ -119,7 +119,7 @@ def on_device(kind):
     return type("OnDevice", (kind,), {"_judge": kind._judge_tensors})
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*BOTH, *HOST])
 def test_each_mutant_on_the_host_is_caught(name):
@@ -128,7 +128,7 @@ def test_each_mutant_on_the_host_is_caught(name):
         tell(wrong)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*BOTH, *DEVICE])
 def test_each_mutant_on_the_device_is_caught(name):

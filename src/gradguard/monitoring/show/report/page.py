@@ -1,5 +1,6 @@
 """One HTML page that needs no network: charts, styles and plotly.js are inside it."""
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,8 +112,6 @@ def render(records: Sequence[Record]) -> str:
     Returns:
         HTML.
     """
-    import jinja2
-
     named = labelled(records)
     parts = [
         (part, record, part.label if part.label and len(records) == 1 else ": ".join(filter(None, (label, part.label))))
@@ -129,12 +128,8 @@ def render(records: Sequence[Record]) -> str:
         lead = diagnose(records[0]).sentence if len(records) == 1 else ""
     if len(records) > 1:
         lead = compared([(label, verdict(record)) for record, label in named])
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "explained": explained, "sentence": sentence}
-    environment.filters |= {"named": lambda names: listed(names, _NAMED_AT_MOST), "said": said_of}
-    environment.globals["steps_between"] = steps_between
     scripts = list(dict.fromkeys(filter(None, map(script_of, records))))
-    return environment.from_string(_text("template.html.jinja")).render(
+    return _template().render(
         title=listed(scripts, _MOST_SCRIPTS) if scripts else "Gradient report",
         kind="Gradient report" if len(records) == 1 else f"{len(records)} runs compared",
         several_records=len(records) > 1,
@@ -149,6 +144,18 @@ def render(records: Sequence[Record]) -> str:
         css=_text("report.css"),
         scripts=[_text(name) for name in ("report.js", "terms.js")],
     )
+
+
+@functools.cache
+def _template() -> Any:
+    """Compile the page's template, which takes longer than to fill it."""
+    import jinja2
+
+    made = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    made.filters |= {"number": number, "percent": percent, "explained": explained, "sentence": sentence}
+    made.filters |= {"named": lambda names: listed(names, _NAMED_AT_MOST), "said": said_of}
+    made.globals["steps_between"] = steps_between
+    return made.from_string(_text("template.html.jinja"))
 
 
 def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
