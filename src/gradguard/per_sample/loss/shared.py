@@ -523,8 +523,9 @@ class LossConstants:
             ):
                 found[end] = (
                     f"several numbers or tensors are added to values before {end.node.name()}, and its graph shows "
-                    "their sum alone. Add up what is no output first, as in output - (target - 1) or "
-                    "p.sum(1) + (y.sum(1) + 1), or write the loss of one sample and call clipper.per_sample_losses"
+                    "their sum alone. Add up what is no output first, as in output - (target - 1), "
+                    "p.sum(1) + (y.sum(1) + 1) or (a - b) - (reference_a - reference_b), or write the loss of one "
+                    "sample and call clipper.per_sample_losses"
                 )
         return found
 
