@@ -626,7 +626,7 @@ def test_a_launcher_starts_the_processes_of_each_run(tmp_path):
     two = read(tmp_path / "ddp")
     assert (len(two.sketches["gradient"]), {p.copies for p in two.parameters}) == (3, {2})
     assert compare(tmp_path / "alone", tmp_path / "ddp").verdict == "PASS"
-    for p, bar in zip(two.parameters, map(bar_of, map(two.measured, range(len(two.parameters)))), strict=True):
+    for p, bar in zip(two.parameters, map(bar_of, two.measured().values()), strict=True):
         assert bar is not None, p.name
         assert bar > 0
     failed = gradguard(tmp_path, *save, "nothing", "train.py")  # sys.argv[1] is not there
