@@ -659,16 +659,20 @@ CASES = {
                       "update": [4e-3, 4e-3, 3e-3]} for i in range(0, COUNT, 50)]),
         "drift", "no slower in the end, to -2.*while the weights grow"),
     "a loss that fell by a tenth": (
-        run(falling(start=2.08, end=1.88, noise=0.01)), "healthy",
-        "^Your run is well as far as its record shows; its loss fell by little.*whether there is more to learn.*"
+        run([*[2.08 - i / 500 for i in range(100)], *flat(COUNT - 100, 1.88, 0.01)]), "healthy",
+        "^Your run is well as far as its record shows; its loss went from 2.*whether there is more to learn.*"
         "of one answer for all samples"),
+    "a loss that fell by a tenth and still falls": (
+        run(falling(start=2.08, end=1.88, noise=0.01)), "healthy", "^Your run is well. Nothing has to be mended"),
     "a part of the model that was replaced after the optimizer was made": (
         run(falling(), meta=FLAT_META, tensors=lines([*TENTH[:9], 0.0], absent=[9]),
             events=[told("gradient_without_optimizer", severity="warning", params=["new.weight"], value=20)]),
-        "no_gradient", "^The optimizer holds layers.9.weight, which never get a gradient, and not new.weight"),
+        "no_gradient", "The optimizer holds layers.9.weight, which never get a gradient, and not new.weight"),
     "a loss that takes a softmax of a softmax, though it falls": (
         run(falling(start=2.1, end=1.9, noise=0.01), meta={"doubled": ["LogSoftmax", "Softmax"]}),
         "not_started", "takes probabilities for scores: Softmax is applied before it"),
+    "a loss that falls further than one of a softmax of a softmax can": (
+        run(falling(), meta={"doubled": ["LogSoftmax", "Softmax"]}), "healthy", "^Your run is well"),
     "a loss without a floor that ends in numbers that are lost": (
         lost(run([2.0 - math.exp(i / 20) for i in range(COUNT)], [math.exp(i / 40) for i in range(COUNT)]), NAN_AT),
         "drift", "falls below 0"),

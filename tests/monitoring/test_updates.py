@@ -311,7 +311,7 @@ def test_no_step_of_a_healthy_run_is_said_to_break_its_rule(name, way):
     torch.compiler.reset()
     run = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
     with gg.Monitor(optimizer, lines.append, model=model):
-        for i in range(30):
+        for i in range(60):
 
             def closure(i=i):
                 optimizer.zero_grad()
@@ -328,7 +328,7 @@ def test_no_step_of_a_healthy_run_is_said_to_break_its_rule(name, way):
                 scaler.update()
             else:
                 run()
-    assert sum(line["t"] == "step" for line in lines) == 30
+    assert sum(line["t"] == "step" for line in lines) == 60
     assert all(line.get("over_rule", 1.0) == pytest.approx(1.0, abs=0.02) for line in lines if "clipped" not in name)
     assert not kinds(lines, "update_rule", "observer_failed")
 

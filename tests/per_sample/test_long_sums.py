@@ -93,3 +93,20 @@ def test_a_small_value_beside_the_outputs_is_refused(layer):
     (loss + 1e-4 * mode.kept.sum()).backward()  # less than the kernel's own rounding
     with pytest.raises(UnsupportedGradientError, match=r"do not add up to its plain gradient|by a way that is not"):
         clipper.clip_and_accumulate()
+
+
+class OtherInFloat32(nn.Conv1d):
+    def _conv_forward(self, x, weight, bias):
+        if x.dtype is torch.float32:
+            weight = weight + (weight - weight.detach())  # the same numbers, and twice the gradient
+        return super()._conv_forward(x, weight, bias)
+
+
+@pytest.mark.parametrize("positions", [20, 20_000])
+def test_a_layer_that_has_another_gradient_in_another_dtype_is_refused(positions):
+    torch.manual_seed(0)
+    model = nn.Sequential(OtherInFloat32(3, 4, 3))
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    model(torch.randn(2, 3, positions)).square().mean().backward()
+    with pytest.raises(UnsupportedGradientError, match="do not add up"):
+        clipper.clip_and_accumulate()

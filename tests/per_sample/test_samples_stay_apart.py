@@ -861,3 +861,18 @@ def test_samples_that_meet_behind_a_cast_are_refused(model, cast, private):
                 clipper.clip_and_accumulate()
         else:
             clipper.clip_and_accumulate()
+
+
+def test_a_gradient_that_the_user_retains_has_nothing_of_what_looks_for_samples_that_meet():
+    torch.manual_seed(0)
+    x, y, found = torch.randn(6, 5), torch.randint(4, (6,)), []
+    for clips in (False, True):
+        torch.manual_seed(1)
+        part = HalfOutputs(5, 4)
+        clipper = gg.PerSampleGradientClipper(part, gg.FlatNormClipper(1.0)) if clips else None
+        outputs = part(x)
+        outputs.retain_grad()
+        F.cross_entropy(outputs.float(), y).backward()
+        found.append(outputs.grad)
+        del clipper
+    assert torch.equal(*found)

@@ -789,10 +789,60 @@ def clamped_by_torch(out, b):
     return F.gaussian_nll_loss(out, b.y, out.square(), eps=b.y.std().item())
 
 
-@pytest.mark.parametrize("loss", [centred_unrecorded, clamped_by_torch])
+def centred_copy(out, b):
+    out = out.clone()
+    with torch.no_grad():
+        out.sub_(out.mean(0))
+    return out.exp().mean()
+
+
+def centred_scores(out, b):
+    out = out.unsqueeze(1).clone()
+    with torch.no_grad():
+        out.sub_(out.mean(0))
+    return -out.squeeze(1).log_softmax(1)[:, 0].mean()
+
+
+def scaled_result(out, b):
+    result = out.view(-1, 3, 1).tanh()
+    result.data.mul_(result.detach().mean(0))
+    return result.square().mean()
+
+
+@pytest.mark.parametrize("loss", [centred_unrecorded, clamped_by_torch, centred_copy, centred_scores, scaled_result])
 def test_refuses_a_value_changed_in_place_outside_the_graph(loss):
     with pytest.raises(UnsupportedGradientError, match="changed in place"):
         step(clipper_of(), lambda _, out, b: loss(out, b), Batch(6, 1))
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize(
+    "difference",
+    [
+        lambda p, out: p - out,
+        lambda p, out: torch.add(p, out, alpha=2.0),
+        lambda p, out: torch.rsub(p, out, alpha=2.0),
+    ],
+)
+def test_refuses_a_statistic_that_is_trained_and_comes_first(difference, private):
+    clipper = clipper_of()
+    if private:
+        clipper.refuse_ambiguous_losses()
+
+    def steps():
+        for seed in range(3):
+            batch = Batch(6, seed)
+            statistic = batch.y.mean(0).requires_grad_()
+            step(clipper, lambda _, out, b, s=statistic: difference(s, out).tanh().mean(), batch)
+
+    with pytest.raises(UnsupportedGradientError):
+        steps()
+
+
+def test_takes_a_trained_temperature_that_comes_first():
+    clipper, temperature = clipper_of(), nn.Parameter(torch.tensor(0.5))
+    for seed in range(3):
+        step(clipper, lambda _, out, b: (temperature * out).exp().mean(), Batch(6, seed))
 
 
 def test_takes_a_clamp_of_torchs_that_clamps_nothing():

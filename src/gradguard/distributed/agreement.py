@@ -104,7 +104,7 @@ def agree(
     table = mine.repeat(dist.get_world_size(union.group), 1)
     if len(table) > 1:
         gather = partial(dist.all_gather, list(table.unbind()), mine, group=union.group)
-        together(gather, union, signature, on_host=table.is_cpu)
+        together(gather, union, signature, on_host=table.is_cpu, compares=True)
     table = table.cpu()
     stages, of_stage = table[:, 0].unique(return_inverse=True)  # no list in Python is as long as the world
     rows = torch.arange(len(table), device="cpu")
@@ -174,6 +174,7 @@ def together(
     known: bool = False,
     on_host: bool = True,
     task: str = "",
+    compares: bool = False,
 ) -> None:
     """Run a collective; if it fails, say which processes did not come or came with something else.
 
@@ -186,6 +187,7 @@ def together(
         known: Whether the list was agreed on before.
         on_host: Whether the host waits for it.
         task: The purpose, such as "save a snapshot"; a clip if it is empty.
+        compares: Whether what it gathers tells all processes whether their lists differ.
 
     Raises:
         DistributedError: If it fails, after the time-out of the process group at the latest.
@@ -196,7 +198,7 @@ def together(
         work = collective(async_op=on_host)
         difference = None
         if work is not None:
-            difference = _difference_while_waiting(work, union, signature, known, _calls[name], task)
+            difference = _difference_while_waiting(work, union, signature, known, _calls[name], task, compares)
     except RuntimeError as error:  # torch.distributed's own errors are subclasses
         raise DistributedError(_who_is_missing(union, signature, error, task)) from error
     if difference is not None:
@@ -204,7 +206,7 @@ def together(
 
 
 def _difference_while_waiting(
-    work: Any, union: ReductionGroup, signature: Sequence[str], known: bool, number: int, task: str
+    work: Any, union: ReductionGroup, signature: Sequence[str], known: bool, number: int, task: str, compares: bool
 ) -> str | None:
     """Wait for ``work``; where it takes long and another process waits with another list, say so instead."""
     ranks = dist.get_process_group_ranks(union.group)
@@ -225,11 +227,10 @@ def _difference_while_waiting(
                 tell_list(store, union, signature, known)
             difference = told_difference(store)
             if difference is not None:
-                # All are there now. Where they have begun the same collective it ends, and all go on to compare lists:
-                # one that gave up here would leave the others waiting for it.
-                with suppress(RuntimeError):
-                    work.wait(timedelta(seconds=2 * seconds))
-                    return None
+                if compares:  # where all are there now, all go on to compare lists: one that gave up would be missing
+                    with suppress(RuntimeError):
+                        work.wait(timedelta(seconds=2 * seconds))
+                        return None
                 return difference
             warn_of_waiting(store, waited, partial(_ranks_missing, store, ranks), _what_to_do(task))
         seconds = min(2 * seconds, _LONGEST_BETWEEN)

@@ -76,6 +76,7 @@ class Unverified(NamedTuple):
         precision: Machine epsilon of the coarsest dtype that was computed in.
         size: Size of the gradients beside one that is small.
         again: Computes the layer's plain gradients again.
+        summands: How many numbers of the layer's results a kernel may add up to one.
     """
 
     layer: UsedLayer
@@ -83,12 +84,19 @@ class Unverified(NamedTuple):
     precision: float
     size: Tensor
     again: Again | None
+    summands: float
 
     def wrong(self) -> str:
         """Return words for what does not add up, "" if all does."""
         assert self.layer.leaves is not None
-        name = not_adding_up(self.contributions, self.layer.leaves, self.precision, self.size, self.again)
-        return name and (
+        name = not_adding_up(
+            self.contributions, self.layer.leaves, self.precision, self.size, self.again, self.summands
+        )
+        return name and self.words_of(name)
+
+    def words_of(self, name: str) -> str:
+        """Return the words for a parameter that does not add up."""
+        return (
             f"the samples' gradients of {name} do not add up to its plain gradient in "
             f"{type(self.layer.module).__name__}. Does a hook, or a forward that was replaced, use its "
             "parameters or its output before the clipper sees it? Nothing was clipped."
@@ -111,6 +119,7 @@ class MiniBatch:
         witnessed: Calls that one sample is run alone of.
         to_verify: Layers whose plain gradients have not all come; with one, autograd frees what the layer was given.
         wrong: Words for those that did not add up.
+        compared: Those that were compared, and the words if a gradient comes to them after all.
         reached: Calls to whose parameters a plain gradient has come.
         tapped: Calls whose outputs a gradient has come to.
         finished: One contribution for each parameter, once `finish` was called.
@@ -127,6 +136,7 @@ class MiniBatch:
     witnessed: list[LoopedCall] = field(default_factory=list)
     to_verify: dict[Leaves, Unverified] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    compared: dict[Leaves, str] = field(default_factory=dict)
     reached: list[Leaves] = field(default_factory=list)
     tapped: set[Leaves] = field(default_factory=set)
     finished: Contributions | None = None
@@ -164,7 +174,9 @@ class MiniBatch:
 
     def compare(self, leaves: Leaves) -> None:
         """Compare the plain gradients of a layer's call with what its rule gave, and let go what it was given."""
-        if words := self.to_verify.pop(leaves).wrong():
+        one = self.to_verify.pop(leaves)
+        self.compared[leaves] = one.words_of(next(iter(one.contributions), ""))
+        if words := one.wrong():
             self.wrong.append(words)
 
     def finish(self, device: torch.device) -> Contributions:
@@ -185,6 +197,7 @@ class MiniBatch:
                     )
             self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
             self.tapped.clear()
+            self.compared.clear()
             for leaves in list(self.to_verify):
                 self.compare(leaves)
             for words in self.wrong:
@@ -289,7 +302,8 @@ class GradientCollector:
                 precision = max(layer.precision, *(torch.finfo(t.dtype).eps for t in floats))
                 precision = max(precision, TF32_EPSILON) if is_rounded else precision
                 again = None if layer.run is None else partial(layer.again, call)
-                mini_batch.to_verify[layer.leaves] = Unverified(layer, added, precision, size, again)
+                summands = max(grad.numel() for grad in grads if grad is not None)
+                mini_batch.to_verify[layer.leaves] = Unverified(layer, added, precision, size, again, summands)
 
     def receive_nested_call(self, layer: NestedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
         """The gradient of what a module's own code called a layer with."""
@@ -301,7 +315,9 @@ class GradientCollector:
         """A plain gradient came to the parameters of a call."""
         mini_batch = self._of(current_graph_task() if made_in == -1 else made_in)
         mini_batch.reached.append(leaves)
-        if leaves.are_complete and leaves in mini_batch.to_verify:
+        if leaves in mini_batch.compared:
+            mini_batch.wrong.append(mini_batch.compared[leaves])
+        elif leaves.are_complete and leaves in mini_batch.to_verify:
             mini_batch.compare(leaves)
 
     def receive_fallback(self, fallback: VmapFallback, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:

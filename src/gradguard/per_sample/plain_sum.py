@@ -11,9 +11,11 @@ that is zero but for rounding (that of a key's bias) is measured by what it was 
 Some kernels add up the plain gradient of a bias one number after the other: over a million positions that is wrong by a
 per cent, in which a small value beside the outputs would hide. So the bar does not grow with the number of positions.
 Where the sums differ, the layer runs again by itself, in the dtype it ran in and in float64: the difference of the two
-is the kernel's own rounding, and is taken off the plain gradient before that is compared once more.
+is the kernel's own rounding, and is taken off the plain gradient before that is compared once more. It is no larger
+than so many roundings explain, and a hundredth; a layer that computes something else in another dtype is refused.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -83,6 +85,7 @@ def not_adding_up(
     precision: float,
     size: Tensor | float,
     again: Again | None = None,
+    summands: float = math.inf,
 ) -> str:
     """Return the name of a parameter whose samples' gradients do not add up to its plain one, "" if all do.
 
@@ -92,6 +95,10 @@ def not_adding_up(
         precision: Machine epsilon of the coarsest dtype that was computed in.
         size: Norm of what else the same call was given and gave.
         again: Asked for the kernels' own rounding where the sums differ; None where the call cannot be repeated.
+        summands: How many numbers a kernel may add up to one.
+
+    Raises:
+        OutOfMemoryError: If memory runs out.
     """
     errors, steps = list[Tensor](), 1.5 if precision > 1e-4 else 64.0
     for name, contribution in found.items():
@@ -109,13 +116,23 @@ def not_adding_up(
     try:
         widest = wide_dtype(leaves.plain[name].device) if name in leaves.plain else torch.float64
         rounded, exact = again(None), again(widest)
-    except RuntimeError:  # of what cannot run by itself, or not in float64
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever the code of a layer says that cannot run by itself, or in float64
         return name
-    corrected = Leaves(leaves.module, leaves.reached)
+    corrected, bars = Leaves(leaves.module, leaves.reached), list[Tensor]()
     for key, plain in leaves.plain.items():
-        corrected.plain[key] = dense(plain).to(widest) + (dense(exact[key]).to(widest) - dense(rounded[key]))
+        correction = dense(exact[key]).to(widest) - dense(rounded[key])
+        corrected.plain[key] = dense(plain).to(widest) + correction
+        most = min(_MOST_ROUNDING, summands * precision) * (magnitude(found[key]) + size) if key in found else 0.0
+        bars.append(total_norm([correction]) <= most + 1e-300)
+    if bars and not bool(torch.stack(bars).all()):  # False for NaN
+        return name
     return not_adding_up(found, corrected, precision, size)
 
+
+_MOST_ROUNDING = 0.01
+"""Of the samples' gradients: the most that a kernel's rounding is believed to be."""
 
 Run = Callable[[Mapping[str, Tensor], Arguments, torch.dtype | None], Any]
 """Runs a layer again by itself: with values of its parameters, by name, and arguments; and, given a dtype, in that."""

@@ -211,7 +211,7 @@ class VmapFallback:
         leaves = {name: converted(self.values[name]).requires_grad_() for name in self.aliases}
         with self.quietly(), autocast, undisturbed(self.module, drop_rate=None), torch.enable_grad():
             total = self._surrogate(leaves, [converted(t) for t in (*self.saved, *grads)])
-        found = torch.autograd.grad(total, [*leaves.values()], allow_unused=True, materialize_grads=True)
+            found = torch.autograd.grad(total, [*leaves.values()], allow_unused=True, materialize_grads=True)
         return dict(zip(leaves, found, strict=True))
 
     def _check(self, gradients: Mapping[str, Tensor], filled: Sequence[Tensor]) -> None:
@@ -224,7 +224,8 @@ class VmapFallback:
         found = {name: Materialized(gradient) for name, gradient in gradients.items()}
         sizes = [*map(magnitude, found.values()), *(wide(grad).norm() for grad in grads)]
         size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max()
-        if name := not_adding_up(found, self.leaves, precision, size, partial(self._again, filled)):
+        summands = max((grad.numel() for grad in grads), default=0)
+        if name := not_adding_up(found, self.leaves, precision, size, partial(self._again, filled), summands):
             raise UnsupportedGradientError(
                 self._differs(
                     f"the samples' gradients of {name} do not add up to its plain gradient. It draws random numbers, "

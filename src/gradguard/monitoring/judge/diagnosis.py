@@ -190,10 +190,12 @@ def _well(signals: RunSignals, others: Sequence[Cause]) -> Cause:
         if not signals.lines:  # the norm of each parameter was not measured
             shown.add("no_gradient")
         ruled = tuple(words for words, against in _CALM.items() if not against & shown)
-        if curve.fallen < A_PART:  # noise that no model can learn, or a fault that leaves the loss near a guess
+        if (
+            curve.fallen < A_PART and not curve.is_falling
+        ):  # noise that no model can learn, or a fault that leaves the loss near a guess
             certainty = "possible"
             sentence = (
-                f"Your run is well as far as its record shows; its loss fell by little, {went}, and the record cannot "
+                f"Your run is well as far as its record shows; its loss went {went}, and the record cannot "
                 "say whether there is more to learn."
             )
             advice = (

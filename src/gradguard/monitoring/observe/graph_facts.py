@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -58,7 +59,8 @@ class GraphFacts:
                 self.leaves[id(variable)] = weakref.ref(variable), first, uses
             else:
                 self.dtypes.update(_dtypes(node))
-                self.doubled = self.doubled or _doubled(node)
+                with suppress(TypeError):  # a function of the user's may have a name of its own
+                    self.doubled = self.doubled or _doubled(node)
 
     def living(self) -> list[Tensor]:
         """Return the leaves that are still there."""
@@ -127,11 +129,17 @@ def _operation(node: Node) -> str:
 
 
 def _doubled(node: Node) -> tuple[str, str] | None:
-    """Return an operation that takes scores, and the one whose probabilities it was given; None for any other node."""
-    if not node.name().startswith(_OF_SCORES) or (given := node.next_functions[0][0]) is None:
+    """Return what a loss does to scores, and what made probabilities of what it was given; None for another node."""
+    given = node.next_functions[0][0] if node.next_functions else None
+    if given is not None and _operation(node) in ("NllLoss", "NllLoss2D"):
+        node = _beyond_views(given)
+        given = node.next_functions[0][0] if _operation(node) == "LogSoftmax" else None
+    elif _operation(node) != "BinaryCrossEntropyWithLogits":
         return None
-    given = _beyond_views(given)
-    return (_operation(node), _operation(given)) if given.name().startswith(_PROBABILITIES) else None
+    if given is None:
+        return None
+    made = _operation(_beyond_views(given))
+    return (_operation(node), made) if made in ("Softmax", "Sigmoid") else None
 
 
 def _dtype(node: Node) -> torch.dtype | None:
@@ -148,8 +156,6 @@ _VIEWS = (
     "TBackward", "ToCopyBackward", "TransposeBackward", "ViewBackward", "ExpandBackward", "UnsafeViewBackward",
     "SqueezeBackward", "SelectBackward", "SliceBackward", "PermuteBackward",
 )  # fmt: skip
-_OF_SCORES = ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward")
-_PROBABILITIES = ("SoftmaxBackward", "SigmoidBackward")
 
 
 def _variable(node: Node) -> Tensor | None:

@@ -73,44 +73,34 @@ _RANGES = {"Exp": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "
 """The results that operations have, where there are others."""
 
 
-_RETRACED: Mapping[str, Callable[[Tensor, Node], Tensor]] = {
-    **dict.fromkeys(RESHAPING, lambda x, node: x.reshape(shape_of(node))),
-    "Alias": lambda x, _: x,
-    "Clone": lambda x, _: x,
-    "Expand": lambda x, node: x.expand(shape_of(node)),
-    "ToCopy": lambda x, node: x.to(Value(node).meta.dtype),
-    "Slice": lambda x, node: x[
+_Again = Callable[[Tensor, Node, int], Tensor]
+"""Does an operation again, of a value that is its only one of the samples, and which of its inputs that is."""
+
+_RETRACED: Mapping[str, _Again] = {
+    **dict.fromkeys(RESHAPING, lambda x, node, _: x.reshape(shape_of(node))),
+    "Alias": lambda x, *_: x,
+    "Clone": lambda x, *_: x,
+    "Expand": lambda x, node, _: x.expand(shape_of(node)),
+    "ToCopy": lambda x, node, _: x.to(Value(node).meta.device, Value(node).meta.dtype),
+    "Slice": lambda x, node, _: x[
         (slice(None),) * saved(node, "dim") + (slice(saved(node, "start"), saved(node, "end"), saved(node, "step")),)
     ],
-    "Select": lambda x, node: x.select(saved(node, "dim"), saved(node, "index")),
-    "Transpose": lambda x, node: x.transpose(saved(node, "dim0"), saved(node, "dim1")),
-    "T": lambda x, _: x.t(),
-    "Permute": lambda x, node: x.permute([signed(dim) for dim in saved(node, "dims")]),
-    "Neg": lambda x, _: -x,
-    "Mul": lambda x, node: x * _factor(node),
-    "Div": lambda x, node: x / saved(node, "other"),
+    "Select": lambda x, node, _: x.select(saved(node, "dim"), saved(node, "index")),
+    "Transpose": lambda x, node, _: x.transpose(saved(node, "dim0"), saved(node, "dim1")),
+    "T": lambda x, *_: x.t(),
+    "Permute": lambda x, node, _: x.permute([signed(dim) for dim in saved(node, "dims")]),
+    "Neg": lambda x, *_: -x,
+    "Mul": lambda x, node, which: x * saved(node, "self" if which else "other"),
+    "Div": lambda x, node, _: x / saved(node, "other"),
 }
 """Operations on one value, and how they are done again."""
 
 
-def _sign(negated: int) -> Callable[[Tensor, Node], Tensor]:
-    """Return what an operation makes of its only value of the samples, of which one input is taken negatively."""
-
-    def linear(x: Tensor, node: Node) -> Tensor:
-        which = 0 if node.next_functions[0][0] is not None else 1
-        x = x * saved(node, "alpha") if which == (0 if operation(node) == "Rsub" else 1) else x
-        return (-x if which == negated else x).expand(shape_of(node))
-
-    return linear
-
-
-_WITHOUT_CONSTANT = {"Add": _sign(-1), "Sub": _sign(1), "Rsub": _sign(0)}
-"""Operations that add a constant, without it."""
-
-
-def _factor(node: Node) -> Any:
-    """Return the constant that an operation multiplies by."""
-    return saved(node, "other" if node.next_functions[0][0] is not None else "self")
+def _without_constant(x: Tensor, node: Node, which: int) -> Tensor:
+    """Return what an addition makes of one of its two inputs alone."""
+    name = operation(node)
+    x = x * saved(node, "alpha") if which == (0 if name == "Rsub" else 1) else x
+    return (-x if (name, which) in {("Sub", 1), ("Rsub", 0)} else x).expand(shape_of(node))
 
 
 def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, Tensor]]:
@@ -399,25 +389,27 @@ class AffineChains:
             adds: None, too, where one adds a constant; else it is left out.
 
         Returns:
-            The result. Where operations only look at memory in another way, it is the memory of the known value.
+            The result, which may be a view of the known value.
         """
-        steps, place = list[tuple[Callable[[Tensor, Node], Tensor], Node]](), value
+        steps, place = list[tuple[_Again, Node, int]](), value
         while place not in self.known or place == value:
-            below, again = self._depends.below(place.node), _RETRACED.get(place.operation)
-            if not adds and place.operation in _WITHOUT_CONSTANT and len(below) == 1:
-                again = _WITHOUT_CONSTANT[place.operation]
-            if len(below) != 1 or again is None:
+            node, again = place.node, _RETRACED.get(place.operation)
+            if not adds and place.operation in {"Add", "Sub", "Rsub"}:
+                again = _without_constant
+            inputs = self._depends.inputs(node)
+            if len(inputs) != 1 or again is None or (inputs[0] and place.operation == "Div"):
                 return None
-            steps.append((again, place.node))
-            [place] = below
+            steps.append((again, node, inputs[0]))
+            place = input_of(node, inputs[0])
         found = self.known[place]
         try:
             with torch.no_grad():
-                for again, node in reversed(steps):
-                    found = again(found, node)
+                for again, node, which in reversed(steps):
+                    found = again(found, node, which)
         except (RuntimeError, TypeError, IndexError):
             return None
-        return found if (found.shape, found.dtype) == (value.shape, value.meta.dtype) else None
+        meta = value.meta
+        return found if (found.shape, found.dtype, found.device) == (value.shape, meta.dtype, meta.device) else None
 
     def are_told(self, value: Value, ends: Container[Value]) -> bool:
         """Tell whether what was added to a value follows from known values, or lies within the module.

@@ -760,11 +760,11 @@ def _distinct_above_zero(weights: Tensor) -> list[float]:
         return []
     if extremes[0] == extremes[1]:
         return [extremes[0]]
-    few = weights.flatten()[:_SOME].unique()
-    if len(few) <= _FEW + 1 and not bool(torch.isin(weights, few).all()):
-        few = weights.unique()
-    found = few[few > 0]
-    return found.tolist() if len(found) <= _FEW else []
+    some, there = weights.flatten()[:_SOME], weights > 0
+    few = some[some > 0].unique()
+    if len(few) <= _FEW and not bool((torch.isin(weights, few) | ~there).all()):
+        few = weights[there].unique()
+    return few.tolist() if len(few) <= _FEW else []
 
 
 def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:

@@ -261,6 +261,8 @@ class Outputs:
         reached = _reached(value, self._outputs)
         if not reached:
             return {}
+        given = [output.given for output in self._outputs.values() if output.given.retains_grad]
+        retained = [(tensor, tensor.grad) for tensor in given]
         try:
             with torch.autocast(cotangent.device.type, enabled=False), silent_taps(value.node):
                 found = torch.autograd.grad(
@@ -274,6 +276,9 @@ class Outputs:
         except (RuntimeError, TypeError, NotImplementedError) as error:
             words = f"a backward from {value.node.name()} cannot be run twice ({_sentence(error)})"
             raise Unreadable(words) from error
+        finally:
+            for tensor, gradient in retained:  # to which these gradients were added, too
+                tensor.grad = gradient
         return {at: one for at, one in zip(reached, found, strict=True) if one is not None}
 
     def _are_multiples(

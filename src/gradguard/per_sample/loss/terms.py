@@ -154,7 +154,8 @@ def loss_parts(
             _refuse_undeclared(ends, outputs, declared, {0.5} if ledger.strict else frozenset())
         if ledger.strict and outputs.batch_size > 1 and (cut := next(filter(None, (end.cut() for end in ends)), "")):
             return LossParts("unknown", _CUT.format(cut))
-        if ledger.strict and not all(bool(unrepeated(path.coefficient).isfinite().all()) for path in found_paths):
+        weights = [unrepeated(path.coefficient) for path in found_paths] if ledger.strict else []
+        if any(one.numel() and not bool(one.isfinite().any()) for one in weights):
             return LossParts("unknown", _ENDLESS)
         terms = [end.term(scale) for end in ends]
         rows = [end.weights(scale) for end in ends]

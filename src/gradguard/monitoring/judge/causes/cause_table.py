@@ -166,10 +166,10 @@ CAUSES = (
         _NOTHING_CHANGES,
     ),
     Row(
-        "no_gradient", loop.replaced, "certain",
-        "The optimizer holds {old}, which never get a gradient, and not {new}, which do: a part of the model was "
-        "replaced.",
-        "Make the optimizer after the last part of the model was replaced, from the parameters that the forward uses.",
+        "no_gradient", loop.replaced, "likely",
+        "The optimizer holds {old}, which never get a gradient, and not {new}, which do.",
+        "Make the optimizer after the last part of the model was replaced, from the parameters that the forward uses. "
+        "If none was replaced, {new} perhaps stand in a plain list, where nn.ModuleList is missing.",
         _NO_GRADIENT,
     ),
     Row(

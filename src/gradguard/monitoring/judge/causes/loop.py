@@ -154,8 +154,8 @@ def cut_off(signals: RunSignals) -> Sign | None:
 def replaced(signals: RunSignals) -> Sign | None:
     """Return whether the optimizer holds parameters that the forward leaves out, and others get gradients in none."""
     new, old = found("gradient_without_optimizer", signals), cut_off(signals)
-    if new is None or new.certainty == "possible" or old is None:  # or what is in no optimizer is meant to stay
-        return None
+    if new is None or old is None or "possible" in (new.certainty, old.certainty) or not new.words["params"]:
+        return None  # or what is in no optimizer is meant to stay
     evidence = (*new.evidence, *old.evidence)
     return Sign(evidence, {"new": new.words["params"], "old": named(old.evidence[0].params)})
 
@@ -190,11 +190,18 @@ def rate_zero(signals: RunSignals) -> Sign | None:
 def doubled(signals: RunSignals) -> Sign | None:
     """Return whether the loss takes probabilities for scores: a softmax of a softmax hardly differs between classes."""
     doubled = signals.record.meta.get("doubled") or ()
-    if len(doubled) != 2:
+    optimizers = {one.get("optimizer") for one in signals.record.meta.get("params") or ()}
+    if len(doubled) != 2 or len(optimizers) > 1:  # of several, nobody knows whose loss it is
         return None
     loss, inner = doubled
     seen = signals.seen(f"In the first forward the loss applied {loss} to what {inner} had made.")
-    return Sign((seen,), {"inner": inner})
+    curve = signals.curve
+    fell_too_far = curve.is_known and curve.fallen > _MOST_OF_DOUBLED
+    return Sign((seen,), {"inner": inner}, "possible" if fell_too_far else "likely" if curve.has_fallen else "certain")
+
+
+_MOST_OF_DOUBLED = 0.55
+"""Of its start a cross entropy of probabilities loses this at most: of two classes from log 2 to log(1 + e) - 1."""
 
 
 def zero_from_start(signals: RunSignals) -> Sign | None:
