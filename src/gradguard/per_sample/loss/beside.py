@@ -329,7 +329,7 @@ class Added:
     """A constant that was added to known values, and how far it may be from what was added.
 
     Attributes:
-        difference: What the value has beyond the known ones.
+        difference: The value less what the operations make of the known ones.
         each: The rounding of each element, where its parts do not cancel.
         most: The rounding where they do.
     """
