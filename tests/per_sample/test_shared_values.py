@@ -809,10 +809,64 @@ def scaled_result(out, b):
     return result.square().mean()
 
 
-@pytest.mark.parametrize("loss", [centred_unrecorded, clamped_by_torch, centred_copy, centred_scores, scaled_result])
+def own_result(out, b):
+    result = out.exp()
+    result.data.div_(result.detach().mean(0))
+    return result.log1p().mean()
+
+
+def own_scores(out, b):
+    scores = out.log_softmax(1)
+    scores.data.sub_(scores.detach().mean(0))
+    return -scores[:, 0].mean()
+
+
+def between_two_functions(out, b):
+    out = out * 1.0
+    first = out.exp().mean()
+    with torch.no_grad():
+        out.sub_(out.mean(0))
+    return first - out.log_softmax(1)[:, 0].mean()
+
+
+CHANGED = [centred_unrecorded, clamped_by_torch, centred_copy, centred_scores, scaled_result]
+CHANGED += [own_result, own_scores, between_two_functions]
+
+
+@pytest.mark.parametrize("loss", CHANGED)
 def test_refuses_a_value_changed_in_place_outside_the_graph(loss):
     with pytest.raises(UnsupportedGradientError, match="changed in place"):
         step(clipper_of(), lambda _, out, b: loss(out, b), Batch(6, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_takes_scores_in_half_precision_and_no_statistic_in_them(dtype):
+    torch.manual_seed(0)
+    labels = torch.randint(3, (6,))
+    for statistic in (0.0, 1.0):
+        clipper = clipper_of()
+
+        def loss(_, out, b, statistic=statistic):
+            out = out.to(dtype) / 0.07
+            with torch.no_grad():
+                out.sub_(statistic * (1 + out.mean(0)))
+            return F.cross_entropy(out, labels)
+
+        if statistic:
+            with pytest.raises(UnsupportedGradientError, match="changed in place"):
+                step(clipper, loss, Batch(6, 1))
+        else:
+            step(clipper, loss, Batch(6, 1))
+
+
+def test_refuses_scores_that_are_masked_outside_the_graph():
+    def loss(_, out, b):
+        out = out * 1.0
+        out.data[0, out[0].argmin()] = -torch.inf
+        return F.cross_entropy(out, out.argmax(1))
+
+    with pytest.raises(UnsupportedGradientError, match="changed in place"):
+        step(clipper_of(), loss, Batch(6, 1))
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -835,7 +889,7 @@ def test_refuses_a_statistic_that_is_trained_and_comes_first(difference, private
             statistic = batch.y.mean(0).requires_grad_()
             step(clipper, lambda _, out, b, s=statistic: difference(s, out).tanh().mean(), batch)
 
-    with pytest.raises(UnsupportedGradientError):
+    with pytest.raises(UnsupportedGradientError, match=r"has changed since an earlier batch|may be another"):
         steps()
 
 

@@ -197,9 +197,9 @@ class MiniBatch:
                     )
             self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
             self.tapped.clear()
-            self.compared.clear()
             for leaves in list(self.to_verify):
                 self.compare(leaves)
+            self.compared.clear()
             for words in self.wrong:
                 raise UnsupportedGradientError(words)
             while self.fallbacks:
@@ -302,7 +302,7 @@ class GradientCollector:
                 precision = max(layer.precision, *(torch.finfo(t.dtype).eps for t in floats))
                 precision = max(precision, TF32_EPSILON) if is_rounded else precision
                 again = None if layer.run is None else partial(layer.again, call)
-                summands = max(grad.numel() for grad in grads if grad is not None)
+                summands = max((grad.numel() for grad in grads if grad is not None), default=0)
                 mini_batch.to_verify[layer.leaves] = Unverified(layer, added, precision, size, again, summands)
 
     def receive_nested_call(self, layer: NestedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:

@@ -82,9 +82,9 @@ _RETRACED: Mapping[str, _Again] = {
     "Clone": lambda x, *_: x,
     "Expand": lambda x, node, _: x.expand(shape_of(node)),
     "ToCopy": lambda x, node, _: x.to(Value(node).meta.device, Value(node).meta.dtype),
-    "Slice": lambda x, node, _: x[
-        (slice(None),) * saved(node, "dim") + (slice(saved(node, "start"), saved(node, "end"), saved(node, "step")),)
-    ],
+    "Slice": lambda x, node, _: torch.ops.aten.slice(
+        x, saved(node, "dim"), saved(node, "start"), saved(node, "end"), saved(node, "step")
+    ),
     "Select": lambda x, node, _: x.select(saved(node, "dim"), saved(node, "index")),
     "Transpose": lambda x, node, _: x.transpose(saved(node, "dim0"), saved(node, "dim1")),
     "T": lambda x, *_: x.t(),
@@ -285,6 +285,11 @@ class Bounds:
     def are_whole(self) -> bool:
         """Whether all that are known may be whole numbers."""
         return not bool(((self.middle - self.middle.round()).abs() > self.rounding).any())
+
+    @property
+    def holds_zero(self) -> bool:
+        """Whether all the numbers may be 0."""
+        return not bool(((self.low > 0) | (self.high < 0)).any())
 
     @property
     def are_known(self) -> Tensor:

@@ -73,7 +73,7 @@ _SHOWING = operations(
 )
 """Operations that save every constant that they take, or whose constant follows from values that are known."""
 
-_ENDING = operations("Mean Sum NllLoss LogSoftmax MseLoss BinaryCrossEntropyWithLogits")
+_ENDING = operations("Mean Sum NllLoss MseLoss BinaryCrossEntropyWithLogits")
 """Operations of the losses where no value lies between what the module returned and a function that saves it."""
 
 _IN_CACHE = 1 << 17
@@ -419,40 +419,53 @@ class LossConstants:
             return True
         if all(operation(node) in _ENDING for node in self._nodes):  # nothing lies between outputs and functions
             return False
-        for value in dict.fromkeys(edge for node in self._nodes for edge in parents(node)):
-            if value in self._outputs.values or not (value in self._chains.known or value in self._users):
-                continue
-            if not (self._depends(value.node) and value.shape.numel() and self._chains.put_nothing_unseen(value)):
-                continue
-            if self._is_retraced(value) or (constant := self._constant_in(value)) is None:
-                continue
-            if bool(((constant.low > 0) | (constant.high < 0)).any()):
-                return True
-        return False
+        values = dict.fromkeys(edge for node in self._nodes for edge in parents(node) if edge in self._chains.known)
+        return any(map(self._is_changed, values)) or any(map(self._is_taken_changed, self._with_results))
 
-    def _is_retraced(self, value: Value) -> bool:
-        """Tell whether a value is what its operations make of known ones, by a look or two at each of its elements.
-
-        Returns:
-            Whether it is; where it is not, it may still be the same but for rounding.
-        """
-        known = self._chains.known
-        if (again := self._chains.retraced(value)) is None:
+    def _is_changed(self, value: Value) -> bool:
+        """Tell whether a value that an operation saved is another than operations make of known ones."""
+        if value in self._outputs.values or not self._is_comparable(value):
             return False
-        if value in known:
-            return torch.equal(known[value], again)
-        node = self._users[value]
-        result = saved(node, "result").detach()
+        again, saved_value = self._chains.retraced(value), self._chains.known[value]
+        if again is not None and torch.equal(saved_value, again):
+            return False
+        apart = self._chains.added(value, Bounds.exactly(saved_value))
+        return apart is not None and not apart.bounds.holds_zero
+
+    def _is_taken_changed(self, node: Node) -> bool:
+        """Tell whether an operation that saved its result alone was given another value, or its result was changed."""
+        [value], chains = parents(node), self._chains
+        base = chains.known.get(value)
+        if not self._depends(value.node) or (base is None and not self._is_comparable(value)):
+            return False
+        again = chains.retraced(value) if base is None else base
+        if again is not None:
+            return not _is_result(node, again)
+        whole = self._whole_of(node)
+        if (apart := chains.added(value, whole)) is None:
+            return False
+        bounds = apart.bounds
         if operation(node) == "LogSoftmax":
-            return _are_normalized(result, again, saved(node, "dim"))
-        return torch.equal(INVERTIBLE[operation(node)][0](again), result)
+            bounds = _but_for_a_number(bounds, whole.middle, saved(node, "dim"))
+        return not bounds.holds_zero
+
+    def _is_comparable(self, value: Value) -> bool:
+        return self._depends(value.node) and value.shape.numel() > 0 and self._chains.put_nothing_unseen(value)
+
+    @functools.cached_property
+    def _with_results(self) -> list[Node]:
+        """The operations that saved their results alone."""
+        return [node for node in self._nodes if operation(node) == "LogSoftmax" or operation(node) in INVERTIBLE]
+
+    def _whole_of(self, node: Node) -> Bounds:
+        """Return what one of these took, as its result tells it; of `log_softmax` the result."""
+        return Bounds.exactly(saved(node, "result").detach()) if operation(node) == "LogSoftmax" else recovered(node)
 
     @functools.cached_property
     def _users(self) -> dict[Value, Node]:
         """The operation that saved its result alone, from which a value follows that is not known."""
-        normalizing = [node for node in self._nodes if operation(node) == "LogSoftmax"]
-        inverting = [node for node in self._nodes if operation(node) in INVERTIBLE]
-        users = {parents(node)[0]: node for node in (*normalizing, *inverting)}
+        by_kind = sorted(self._with_results, key=lambda node: operation(node) != "LogSoftmax")
+        users = {parents(node)[0]: node for node in by_kind}
         return {value: node for value, node in users.items() if value not in self._chains.known}
 
     @functools.cached_property
@@ -464,9 +477,7 @@ class LossConstants:
         """Return the bounds of a value; None if it does not follow from what operations saved."""
         if value not in self._bounds and (value in self._chains.known or value in self._users):
             exact = self._chains.known.get(value)
-            if value in self._normalized:
-                exact = saved(self._users[value], "result").detach()
-            self._bounds[value] = recovered(self._users[value]) if exact is None else Bounds.exactly(exact)
+            self._bounds[value] = self._whole_of(self._users[value]) if exact is None else Bounds.exactly(exact)
         return self._bounds.get(value)
 
     def _constant_in(self, value: Value) -> Bounds | None:
@@ -754,14 +765,35 @@ def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
     return Bounds(bounds.low - mean - unseen, bounds.high - mean + unseen)
 
 
+def _is_result(node: Node, values: Tensor) -> bool:
+    """Tell whether the result that an operation saved is that of some values, but for the rounding of its kernels."""
+    result = saved(node, "result").detach()
+    if operation(node) == "LogSoftmax":
+        return _are_normalized(result, values, saved(node, "dim"))
+    again, limits = INVERTIBLE[operation(node)][0](values), torch.finfo(result.dtype)
+    if torch.equal(again, result):
+        return True
+    near = (again - result).abs() <= 4 * limits.eps * result.abs() + limits.tiny
+    return bool((near | (again == result) | (again.isnan() & result.isnan())).all())
+
+
 def _are_normalized(result: Tensor, values: Tensor, dim: int) -> bool:
-    """Tell whether `log_softmax` of values may be a result; False also where only `_but_for_a_number` can tell."""
-    result, values = (one.movedim(dim, -1).flatten(0, -2) for one in (result, values))
+    """Tell whether a result is that of `log_softmax` of values, but for its rounding."""
+    result, values = (one.movedim(dim, -1).reshape(-1, one.shape[dim]) for one in (result, values))
     rows = max(1, _IN_CACHE // max(1, result.shape[-1])) if result.device.type == "cpu" else max(1, len(result))
-    for rows_of_result, rows_of_values in zip(result.split(rows), values.split(rows), strict=True):
-        low, high = (rows_of_result - rows_of_values).aminmax(dim=-1)
-        most = torch.stack([-rows_of_result.amin(-1), -low, high]).amax(0)
-        if not bool((high - low <= 64 * torch.finfo(result.dtype).eps * (1 + most)).all()):
+    wide = torch.promote_types(result.dtype, torch.float32)
+    own, eps = torch.finfo(result.dtype).eps, torch.finfo(wide).eps
+    for some, given in zip(result.split(rows), values.split(rows), strict=True):
+        if own == eps:  # the same number everywhere in a row: in one pass, if all is finite
+            low, high = (some - given).aminmax(dim=-1)
+            most = torch.stack([-some.amin(-1), -low, high]).amax(0)
+            if bool(((high - low <= 64 * eps * (1 + most)) & (most < torch.inf)).all()):
+                continue
+        log, given = some.to(wide), given.to(wide)
+        total, sizes = given.logsumexp(-1, keepdim=True), log.abs()
+        most = sizes.where(sizes < torch.inf, 0.0).amax(-1, keepdim=True)
+        near = (log - given + total).abs() <= own * (1 + sizes) + 64 * eps * (1 + most) + 4 * eps * total.abs()
+        if not bool(((near & (sizes < torch.inf)) | (log == given) | (log.isnan() & given.isnan())).all()):
             return False
     return True
 
