@@ -410,7 +410,7 @@ WRONG = {
         lambda d: d.error.sum() / 12, [1 / 3] * B, "The clipper averages over all of these by itself"
     ),
     "labels counted before the shift": (
-        unshifted_count, [0.8] * B, "a sum over 16 rows was divided by 20, .* before the shift"
+        unshifted_count, [0.8] * B, "a sum over 16 rows was divided by 20, .* before a shift"
     ),
     "labels counted before the shift, accumulated twice": (
         lambda d: unshifted_count(d) / 2, [0.4] * B, "a sum over 16 rows was divided by 40"

@@ -1252,3 +1252,29 @@ def test_rows_without_a_derivative_are_of_no_other_sample(private):
     ((F.relu(out.T.flatten()) * mask.T.flatten()).sum() / mask.sum()).backward()
     with pytest.raises(UnsupportedGradientError, match="may belong to 2 samples in several ways"):
         clipper.clip_and_accumulate()
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.4, 2.0])
+@pytest.mark.parametrize("labels", [[-100, 0], [0, -100], [-100, 0, -100, -100], [0, 1]])
+def test_the_weight_of_a_class_cancels_where_only_one_sample_has_a_label(weight, labels):
+    weights = torch.tensor([weight, 1.25, 2.0], dtype=torch.float64)
+
+    def loss(outputs, labels):
+        return F.cross_entropy(outputs, labels, weight=weights)
+
+    model, generator = made(), torch.Generator().manual_seed(0)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), loss_reduction="token_mean", mode="exact")
+    for given in ([1, 0, -100, -100, 1, 1], labels):
+        x = torch.randn(len(given), 4, generator=generator, dtype=torch.float64)
+        model.zero_grad()
+        loss(model(x), torch.tensor(given)).backward()
+        clipper.clip_and_accumulate()
+        found = clipper.per_sample_gradients()
+        for i, label in enumerate(given):
+            own = made()
+            if label >= 0:
+                loss(own(x[i : i + 1]), torch.tensor([label])).backward()
+            for name, gradients in found.items():
+                expected = own.get_parameter(name).grad if label >= 0 else torch.zeros_like(gradients[i])
+                torch.testing.assert_close(gradients[i], expected)
+        clipper.pre_step()

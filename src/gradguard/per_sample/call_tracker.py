@@ -27,6 +27,7 @@ from gradguard.per_sample.call_arguments import (
     written,
 )
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
+from gradguard.per_sample.carried_state import CarriedState, HeldTensors
 from gradguard.per_sample.dry_run import CallObserver
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
 from gradguard.per_sample.loss.loss_check import LossCheck
@@ -68,6 +69,9 @@ from gradguard.torch_private import (
 )
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
+_MOST_CARRIED = 4
+"""Calls of one mini-batch of which a sample runs alone before and after."""
+
 _UNREAD = LossCheck("share", True, lambda: 1.0, reads=False)
 """The check of a clipper that is no more."""
 
@@ -115,6 +119,9 @@ class CallTracker:
         self._buffers_before: dict[Slot, Tensor] = {}
         self._unverified: list[OuterCall] = []
         self._given: Versions = []
+        self._held_tensors = HeldTensors(())
+        self._carried: list[CarriedState] = []
+        self._nested: Sequence[Tensor] = ()
         self._without_gradient: Collection[str] = ()
         self._seen: Mapping[str, nn.Parameter] = {}
         self._held: Sequence[nn.Parameter | None] = ()
@@ -228,6 +235,7 @@ class CallTracker:
         while self._untried:
             call, trace = self._untried.pop()
             call.pattern.operations.learn(trace, call.batch_size)
+        self._carried.clear()
         self.witness.end()
 
     @contextmanager
@@ -326,6 +334,8 @@ class CallTracker:
                     follows = not one_by_one and not self.last_calls[module].pattern.looped
                     tapped = self._capture.tap_loop(witnessed, returned, witnessed=follows)
                     changed = changed if tapped is None else tapped
+            if is_outermost and self._rehearsed is None and module in self.last_calls:
+                self._look_at_what_is_kept(module)
             return self._refuse_unowned(module, changed, output)
         except UnsupportedGradientError:
             self.planner.forget()  # so that the next step looks at the model again
@@ -336,6 +346,27 @@ class CallTracker:
             elif self._trace is not None and running.notes:  # what follows is noted
                 self._trace.made(output if changed is None else changed)
                 self._trace.resume()
+
+    def _look_at_what_is_kept(self, module: nn.Module) -> None:
+        """An outermost call ends: refuse what it has kept where no rerun finds the state before it."""
+        if (name := self._held_tensors.written()) is not None:
+            self.planner.changes_buffers = True
+            raise UnsupportedGradientError(
+                f"forward wrote into {name}, which it had not done when the model was tried out, so that no sample can "
+                "be run again from the state before. Repeat this step, which is looked at from its beginning. Nothing "
+                "of this step was taken."
+            )
+        if any(self.last_calls[module] is call for call in self._unverified):
+            self._state.note_rebound()
+
+    def look_at_carried_state(self) -> None:
+        """A mini-batch has been clipped: see whether its calls have changed what a sample gives.
+
+        Raises:
+            UnsupportedGradientError: If one has.
+        """
+        while self._carried:
+            self._carried.pop().check()
 
     def _look_at_operations(self, module: nn.Module, output: Any) -> bool:
         """An outermost call ends: look closely at it if it did what no call has done that was found to be right.
@@ -358,6 +389,12 @@ class CallTracker:
         call = self.last_calls[module]
         self.witness.by_value |= trace.by_value
         if call.pattern.operations.is_new(trace, call.batch_size):
+            if all(call is not other for other in self._unverified) and self._state.rebound_first():
+                raise UnsupportedGradientError(
+                    f"{type(module).__name__} did something that it had not done before, and keeps another value from "
+                    "it, so that no sample can be run again from the state before. Repeat this step, which is looked "
+                    "at from its beginning. Nothing of this step was taken."
+                )
             number = min(2, call.batch_size)
             few = len(call.batch.finite_samples(number)) < number
             # A small batch whose samples all run alone shows as much as a trial does.
@@ -383,6 +420,7 @@ class CallTracker:
                 finally:
                     call.pattern.sizes |= sizes
             if witnessed is None:
+                self.witness.begin_again()
                 self.witness.look_at(MANY)
                 witnessed = self._record_now(call, outputs)
         if witnessed is None:
@@ -421,6 +459,14 @@ class CallTracker:
         kind = module, signature(arguments, sizes=not self.planner.sharded), autocast
         pattern = self._rehearsed or self.planner.patterns.get((kind, state))
         fresh = pattern is None
+        follows = not rehearsal and rehearse is not None
+        if follows:
+            tried = pattern is None or size not in pattern.sizes or self.witness.is_due
+            batch = Batch(arguments, self.batch_first, size)
+            if tried and size > 1 and len(self._carried) < _MOST_CARRIED:
+                self._carried.append(CarriedState(module, batch, autocast, self.quietly, is_trial=pattern is None))
+            if pattern is None:
+                self._nested = frozen(module, buffers=False).tensors
         if pattern is None:
             pattern = self.planner.plan(module, Batch(arguments, self.batch_first, size), (kind, state))
         call = OuterCall(pattern, Batch(arguments, self.batch_first, size, pattern.whole), autocast)
@@ -431,13 +477,15 @@ class CallTracker:
             self._unverified.append(call)
         if fresh:
             self.planner.patterns[kind, self._state.passed()] = pattern
-            self.witness.tried_out()
+            self.witness.begin_again()
         if self._capture.verifying and None in pattern.output_axes:
             self.witness.look_at(MANY)  # the trial compares rows that are returned, and a loss has none
         if uses_trained and not rehearsal and self.collector.mini_batch is None:
             verifying, pulls = self._capture.verifying, not self.planner.sharded
             self._loss_check.look_between(module, call.batch, verifying)
             self._loss_check.start(size, pattern.output_axes, verifying, pulls)
+        if follows:
+            self._held_tensors = HeldTensors(self._state.tensors(buffers=not pattern.changes_buffers), self._nested)
         self.planner.resume(pattern)
         self.collector.shared = self.planner.shared
         self.last_calls[module] = call
@@ -591,6 +639,7 @@ class CallTracker:
             self._trace.pause()
         self._trace = None
         self._untried.clear()
+        self._carried.clear()
         self.witness.forget()
         while self._stack:
             self._stack.pop().give_back()

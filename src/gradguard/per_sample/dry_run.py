@@ -30,7 +30,7 @@ from gradguard.per_sample.call_arguments import (
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
 from gradguard.per_sample.refusals import own_failure
-from gradguard.per_sample.rerun import TOO_RARE, is_draw, seed_generators, undisturbed, without_graph
+from gradguard.per_sample.rerun import TOO_RARE, frozen, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
 
@@ -315,6 +315,7 @@ class DryRun:
             seed_generators(self._seed)
             before = generator_states([])
             buffers, parameters = versions_of(self._module.buffers()), versions_of(self._module.parameters())
+            attributes = versions_of(frozen(self._module, buffers=False).tensors)
             try:
                 self._module(*args, **kwargs)
             except UnsupportedGradientError:
@@ -327,6 +328,12 @@ class DryRun:
                 raise UnsupportedGradientError(
                     f"forward writes into its parameter {name}, and what the samples of a batch change "
                     "there is not clipped. Is it an Embedding with max_norm? Set max_norm=None."
+                )
+            if changed := written(attributes):
+                raise UnsupportedGradientError(
+                    f"forward writes into a tensor of shape {tuple(changed[0].shape)} that is an attribute of "
+                    f"{type(self._module).__name__} or of a layer in it, so no sample can be run again from the state "
+                    "before. Hold it in a buffer (register_buffer), which is put back."
                 )
             self.changes_buffers |= bool(written(buffers))
         return observer.calls

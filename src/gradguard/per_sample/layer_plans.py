@@ -208,6 +208,7 @@ class LayerPlanner:
         patterns: The pattern of each kind of call, in each state of the model.
         shared: Parameters that more than one call uses.
         sharded: Parameters are spread over processes.
+        changes_buffers: A call was found to change buffers after its trial, so any may.
     """
 
     def __init__(self, names: Mapping[Slot, str], observed_by: ObservedBy) -> None:
@@ -220,6 +221,7 @@ class LayerPlanner:
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._seed = 0
         self._unexpected = 0
+        self.changes_buffers = False
         self.shared: frozenset[str] = frozenset()
 
     def train(self, names: frozenset[str]) -> None:
@@ -316,7 +318,8 @@ class LayerPlanner:
     def _outermost(self, module: nn.Module, batch: Batch) -> CallPattern:
         """Return the facts that are known without following the layers inside."""
         run = DryRun(module, batch, self._slots(), self._observed_by, self._seed, structure=False)
-        return CallPattern(module, batch.whole, [], run.axes(0)[1], run.changes_buffers, unowned=run.untold)
+        changes = self.changes_buffers or run.changes_buffers
+        return CallPattern(module, batch.whole, [], run.axes(0)[1], changes, unowned=run.untold)
 
     def _dry_runs(self, module: nn.Module, batch: Batch) -> CallPattern:
         """One plan; or several where layers are left out by chance, so that each is seen."""
@@ -325,7 +328,7 @@ class LayerPlanner:
         if any(getattr(m, slot).is_complex() for m, slot in slots if m in missing):
             raise UnsupportedGradientError("the rules of layers are for real parameters, and some here are complex.")
         plans: list[Plans] = []
-        changes, draws, untold = False, False, dict[int, str]()
+        changes, draws, untold = self.changes_buffers, False, dict[int, str]()
         for seed in range(self._seed, self._seed + _SEEDS):
             run = DryRun(module, batch, slots, self._observed_by, 7919 * seed)
             plan = Plans(run)

@@ -43,6 +43,8 @@ _PASSED_AS_NUMBER, _PASSED = 3, 16
 _MOST_ITEMS = 64
 """Items of a list, dict or deque that is looked into."""
 
+_BUFFERS = ": buffers"
+
 _END = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -87,6 +89,7 @@ class StateReader:
         self._held: dict[Place, Any] = {}
         self._forms: dict[Place, Hashable] = {}
         self._changed: set[Place] = set()
+        self._ever_rebound: set[Place] = set()
         self._calls = self.nearer = 0
         self._number = self._look_closely(typed=False)
 
@@ -119,6 +122,32 @@ class StateReader:
             self._number = self._look_closely(typed=False)
         return self._number
 
+    def note_rebound(self) -> None:
+        """Note what the call that ends now has rebound, which later calls may rebind too."""
+        self._ever_rebound.update(self._rebound_since())
+
+    def rebound_first(self) -> bool:
+        """Tell whether the call that ends now rebound an attribute, item or buffer that no call had rebound before."""
+        return not self._ever_rebound.issuperset(self._rebound_since())
+
+    def _rebound_since(self) -> set[Place]:
+        """Return the places that hold another value than at the last `look`: another tensor, or another form."""
+        return {
+            place
+            for place, (before, now) in _rebound(self._held, self._items()).items()
+            if isinstance(now, Tensor) or form_of(before) != form_of(now)
+        }
+
+    def tensors(self, buffers: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that are attributes, with their names, as of the last look.
+
+        Args:
+            buffers: Yield the buffers too.
+        """
+        for (holder, name), value in self._tensors.items():
+            if buffers or not holder.endswith(_BUFFERS):
+                yield f"{holder.removesuffix(_BUFFERS)}.{name}", value
+
     def _values(self) -> Iterator[Any]:
         return chain(chain.from_iterable([c.values for c in self._containers]), (_END,))
 
@@ -145,6 +174,8 @@ class StateReader:
             names.intersection_update([one.name for one in self._containers])
             rebound = {place: values for place, values in _rebound(held, self._items()).items() if place[0] in names}
         self._known, self._held = list(self._values()), self._items()
+        self._tensors = {place: value for place, value in self._held.items() if isinstance(value, Tensor)}
+        self._ever_rebound.update(rebound)
         for place, values in rebound.items():
             if place in self._loose:
                 self.nearer += self._calls - self._loose[place]
@@ -175,7 +206,7 @@ def _containers(module: nn.Module, loose: Container[Place]) -> Iterator[_Contain
         name = prefix or "module"
         yield _of_dict(name, vars(layer))
         yield _of_dict(f"{name}: layers", layer_slots(layer))
-        yield _of_dict(f"{name}: buffers", buffer_slots(layer))
+        yield _of_dict(name + _BUFFERS, buffer_slots(layer))
         for i, table in enumerate(hook_tables_of(layer)):
             yield _of_hooks(f"{name}: hooks {i}", table)
         classes |= dict.fromkeys(type(layer).__mro__)

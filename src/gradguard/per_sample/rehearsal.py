@@ -14,24 +14,23 @@ What cannot be followed layer by layer is tried again sample by sample; what fai
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, Slot, changes_of, is_inexact, tensor_leaves
+from gradguard.per_sample.call_arguments import Skeleton, Slot, changes_of, is_inexact
 from gradguard.per_sample.call_tracker import CallTracker
+from gradguard.per_sample.carried_state import as_called
 from gradguard.per_sample.comparison import Comparison, SampleGradient
 from gradguard.per_sample.contributions import Contribution, Contributions
-from gradguard.per_sample.dry_run import WithoutDropout
 from gradguard.per_sample.refusals import own_failure
-from gradguard.per_sample.rerun import Draws, frozen, substituted, undisturbed, without_graph
+from gradguard.per_sample.rerun import Draws, frozen, substituted, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall
 from gradguard.state.generators import seeded_normal
-from gradguard.tensors.matmul_precision import full_float32, outside_autocast
+from gradguard.tensors.matmul_precision import full_float32
 from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30
@@ -127,7 +126,7 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
     first = max(1, size // 2 - (size // 2 + 1) % 2)
     if call.autocast is not None:  # under which an earlier call may have returned 16 bits
         call = call.promoted(torch.float32)
-    with _as_called(call) as reset, full_float32():
+    with as_called(module, call.batch, call.autocast) as reset, full_float32():
         with tracker.collect_separately(call.pattern), torch.enable_grad():
             try:
                 whole, _ = _together(tracker, call, [*reversed(range(size))], reset)
@@ -210,7 +209,7 @@ def compare(
     """
 
     def compared(one: OuterCall) -> Comparison | None:
-        with torch.enable_grad(), _as_called(one) as reset, full_float32():
+        with torch.enable_grad(), as_called(one.pattern.module, one.batch, one.autocast) as reset, full_float32():
             pair = _RehearsedPair(tracker, one, samples, reset)
             found = pair.compare(scaled, len(samples) if alone is None else alone, opened and len(samples) > 1)
             unowned = pair.unowned() if note or found is None else {}
@@ -435,15 +434,6 @@ def _not_linear(module: nn.Module) -> str:
         "of samples in the batch and on a GradScaler. Does a hook, an error clip or an autograd.Function inside "
         "clamp, normalise or quantize the gradient? Take it out. Nothing was clipped."
     )
-
-
-@contextmanager
-def _as_called(call: OuterCall) -> Iterator[Callable[[], None]]:
-    """Run as the call ran, without dropout, and leave no trace; gives what puts the module back."""
-    device = tensor_leaves(call.arguments)[0].device
-    autocast = torch.autocast(*call.autocast) if call.autocast else outside_autocast(device)
-    with undisturbed(call.pattern.module) as reset, WithoutDropout(), autocast:
-        yield reset
 
 
 def _in_float64(module: nn.Module, opened: bool) -> dict[Slot, Tensor] | None:

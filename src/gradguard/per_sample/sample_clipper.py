@@ -663,6 +663,7 @@ class PerSampleGradientClipper:
                     mini_batch.finish(device)
                     try:
                         self._tracker.witness.look(mini_batch)
+                        self._tracker.look_at_carried_state()
                     except UnsupportedGradientError:
                         self.discard()  # what differs drops the whole step
                         raise

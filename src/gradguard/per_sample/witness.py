@@ -94,8 +94,8 @@ class Witness:
         """Run so many samples of the mini-batch that is being made alone, if there are as many."""
         self._next, self._most = self.mini_batch, max(samples, self._most)
 
-    def tried_out(self) -> None:
-        """The model has been tried out: begin again, with the mini-batch that is being made."""
+    def begin_again(self) -> None:
+        """Witness the mini-batch that is being made, the next one, and then ever fewer: the model did something new."""
         self._next, self._gap, self._since_tried = self.mini_batch, 1, 0
 
     def bring_nearer(self, mini_batches: int) -> None:

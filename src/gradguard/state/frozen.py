@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -73,6 +74,14 @@ class Frozen:
                 held = _content_of(container)
                 self._contents[id(container)] = container, held
                 waiting += [one for one in held if isinstance(one, _BASES)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the attributes, and in containers there, that are neither parameters nor buffers."""
+        buffers = {id(buffer) for _, _, buffer in self._slots}
+        held = chain.from_iterable(content for _, content in self._contents.values())
+        tensors = {id(one): one for one in held if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)}
+        return [one for key, one in tensors.items() if key not in buffers]
 
     def lend(self) -> None:
         """Lend the modules copies of their buffers, which a graph may keep, and start from the kept generators."""

@@ -608,6 +608,9 @@ class SampleRows:
         weights = self._weighed[0] / (inner * abs(math.prod(constant.value for constant in path.constants)))
         there = weights > 0
         smallest, largest = _extremes_above_zero(weights) or (1.0, 1.0)
+        cancelled, counting = largest, self._weighed[1]
+        if self._has_class_weights and isinstance(counting, Tensor) and bool(there.any()):
+            cancelled = float(weights.sum() / counting.sum())  # class weights divide what they multiply
         even = math.isclose(smallest, largest, rel_tol=1e-6)
         if even:
             weights = there.to(weights)
@@ -619,7 +622,7 @@ class SampleRows:
         share, levels, mean, size, summed, width = None, [], None, shape.numel(), None, 1.0
         if fused and int((rows > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
             summed = sums
-            sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
+            sums, size, even, inner, largest = (sums > 0).to(sums), 1, True, 1.0, cancelled
             rows = sums
         elif fused == 1:  # a mean of rows: of all of them, or of those with a label
             share = sums / sums.sum()
@@ -701,7 +704,7 @@ class SampleRows:
         counts = by_sample(samples, there, batch_size, self.shape)
         number = path.factor * (path.single if int((counts > 0).sum()) > 1 else 1.0)
         if self._fused == 1:
-            rows = max(1.0, float(counting.sum()) if isinstance(counting, Tensor) else self.shape.numel())
+            rows = (float(counting.sum()) if isinstance(counting, Tensor) else self.shape.numel()) or 1.0
             weights, number = weights / rows, number / rows
         constants = _without(scale, path.constants)
         scaled = abs(scale) if len(constants) < len(path.constants) else 1.0

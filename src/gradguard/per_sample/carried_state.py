@@ -1,0 +1,187 @@
+"""Finds state that a forward carries from call to call, and that cannot be put back before it runs again.
+
+A sample is judged by running it alone again, from the buffers and attributes that its batch started from. A running
+maximum in a global variable, a closure or another object is not put back: after the batch it holds the maximum of all
+samples, and the sample alone returns what the batch returned, though the other samples decided it. So one sample runs
+alone before the batch and once more after it, and must return the same both times.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.call_arguments import (
+    Arguments,
+    Batch,
+    Skeleton,
+    changes_of,
+    is_inexact,
+    tensor_leaves,
+    versions_of,
+    written,
+)
+from gradguard.per_sample.dry_run import WithoutDropout
+from gradguard.per_sample.rerun import (
+    Draws,
+    Quietly,
+    UntoldDrawsError,
+    copied_buffers,
+    frozen,
+    seed_generators,
+    substituted,
+    undisturbed,
+)
+from gradguard.tensors.matmul_precision import full_float32, outside_autocast
+
+_SEED = 0
+_BAR = 1e-3
+"""Share of its largest value by which an output may differ between two runs: atomic additions of a GPU."""
+
+
+@contextmanager
+def as_called(
+    module: nn.Module, batch: Batch, autocast: tuple[str, torch.dtype] | None
+) -> Iterator[Callable[[], None]]:
+    """Run ``module`` in a block as its call ran, but without dropout; afterwards it is as it was.
+
+    Args:
+        module: The outermost module.
+        batch: The arguments of the call.
+        autocast: Device type and dtype of the autocast that the call ran under, or None.
+
+    Yields:
+        A function that puts the module back at once.
+    """
+    device = tensor_leaves(batch.arguments)[0].device
+    context = torch.autocast(*autocast) if autocast else outside_autocast(device)
+    with undisturbed(module) as reset, WithoutDropout(), context:
+        yield reset
+
+
+class CarriedState:
+    """Runs one sample of a call alone, before the call; `check` runs it once more, after the backward.
+
+    Not sooner: hooks of the user's may keep what the last run made, for the loss.
+
+    Args:
+        module: The outermost module.
+        batch: Its arguments.
+        autocast: Device type and dtype of the autocast that it runs under, or None.
+        quietly: A block in which the clipper's own hooks do nothing.
+        is_trial: Take the sample with the smallest values, which raises no maximum; any one otherwise.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: Batch,
+        autocast: tuple[str, torch.dtype] | None,
+        quietly: Quietly,
+        is_trial: bool,
+    ) -> None:
+        self._module, self._batch, self._autocast, self._quietly = module, batch, autocast, quietly
+        self._sample = _smallest(batch) if is_trial else random.Random().randrange(batch.size)
+        self._attributes, self._buffers = frozen(module, buffers=False), copied_buffers(module)
+        self._later = batch.samples([self._sample])  # the call may write into its arguments
+        self._parameters = versions_of(module.parameters())
+        self._draws = Draws()  # of a generator of the model's own, which cannot be put back
+        self._outputs = self._run(batch.samples([self._sample]), self._draws)
+
+    def check(self) -> None:
+        """Compare what the sample returns after the call with what it returned before.
+
+        Raises:
+            UnsupportedGradientError: If it returns something else.
+        """
+        if self._outputs is None or written(self._parameters):
+            return
+        try:
+            again = self._run(self._later, self._draws.of_samples([0], 1))
+        except UntoldDrawsError:
+            return
+        if again is None or len(again) != len(self._outputs) or not all(map(_alike, self._outputs, again)):
+            raise UnsupportedGradientError(
+                f"{type(self._module).__name__} returns something else for sample {self._sample} after it was called "
+                "with the batch than before: the forward keeps a number from call to call where it cannot be put back "
+                "(a global variable, a closure, an object, an array), so what a sample gives depends on the samples "
+                "that came before it or with it. Keep that number in a buffer (register_buffer), or let forward not "
+                "use it. Nothing was clipped."
+            )
+
+    def _run(self, arguments: Arguments, draws: AbstractContextManager[object]) -> list[Tensor] | None:
+        """Return the tensors that the sample alone gives from the state before the call; None where it fails.
+
+        Raises:
+            UntoldDrawsError: If it draws other random numbers than before.
+            OutOfMemoryError: If there is too little memory.
+        """
+        buffers: dict[int, Tensor] = {}
+        fresh = {place: buffers.setdefault(id(one), one.clone()) for place, one in self._buffers.items()}
+        args, kwargs = arguments
+        with (
+            self._quietly(),
+            as_called(self._module, self._batch, self._autocast),
+            torch.enable_grad(),
+            full_float32(),
+        ):
+            self._attributes.restore()
+            seed_generators(_SEED)
+            try:
+                with substituted(fresh), draws:
+                    returned = self._module(*args, **kwargs)
+            except (torch.OutOfMemoryError, UntoldDrawsError):
+                raise
+            except Exception:  # that it cannot run alone is said where it is tried
+                return None
+            return [tensor.detach() for tensor in Skeleton(returned).tensors]
+
+
+def _smallest(batch: Batch) -> int:
+    """Return the sample of which the largest value is the smallest."""
+    largest = [
+        tensor.detach().abs().movedim(dim, 0).reshape(batch.size, -1).amax(1).cpu().float()
+        for tensor, dim in batch.dims
+        if dim is not None and tensor.is_floating_point() and tensor.numel()
+    ]
+    return int(torch.stack(largest).amax(0).nan_to_num(math.inf).argmin()) if largest else 0
+
+
+def _alike(before: Tensor, after: Tensor) -> bool:
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    if torch.equal(before, after) or not is_inexact(before):
+        return True
+    return torch.allclose(
+        after, before, rtol=0.0, atol=_BAR * float(before.abs().nan_to_num(0, 0, 0).amax()), equal_nan=True
+    )
+
+
+class HeldTensors:
+    """Tensors before a call, which must not write into them.
+
+    Args:
+        named: Tensors, with their names.
+        others: Further tensors, without a name.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], others: Iterable[Tensor] = ()) -> None:
+        tensors = {id(tensor): ("a tensor in one of its attributes", tensor) for tensor in others}
+        tensors |= {id(tensor): (name, tensor) for name, tensor in named}
+        self._before = [(name, tensor, changes_of(tensor), _address(tensor)) for name, tensor in tensors.values()]
+
+    def written(self) -> str | None:
+        """Return the name of a tensor that holds other values than before; None if there is none."""
+        for name, tensor, version, address in self._before:
+            if changes_of(tensor) != version or _address(tensor) != address:
+                return name
+        return None
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the values lie: ``tensor.data = other`` changes that and not the version."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided else 0

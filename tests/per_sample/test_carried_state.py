@@ -1,0 +1,260 @@
+"""State that a forward carries from call to call: a running maximum agrees with its batch when a sample runs again."""
+
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradguard as gg
+from gradguard.errors import UnsupportedGradientError
+
+BATCH, WIDTH = 8, 6
+SHARED: dict[str, float] = {}
+
+
+class Net(nn.Module):
+    """Divides its hidden values by the largest input so far, once ``on`` is set; each subclass keeps that elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
+        self.register_buffer("on", torch.tensor(0, dtype=torch.uint8))
+        self.keep()
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        if self.on:
+            self.look(x.detach().abs().max())
+        return self.last(hidden / self.size())
+
+
+class InABuffer(Net):
+    def keep(self):
+        self.register_buffer("largest", torch.ones(()))
+
+    def look(self, largest):
+        self.largest.copy_(torch.maximum(self.largest, largest))
+
+    def size(self):
+        return self.largest.clone()
+
+
+class InTheDataOfABuffer(InABuffer):
+    def look(self, largest):
+        self.largest.data = torch.maximum(self.largest, largest)
+
+
+class InANewBuffer(InABuffer):
+    def look(self, largest):
+        self.largest = torch.maximum(self.largest, largest)
+
+
+class InAnAttribute(InABuffer):
+    def keep(self):
+        self.largest = torch.ones(())
+
+
+class InANewAttribute(InANewBuffer):
+    def keep(self):
+        self.largest = torch.ones(())
+
+
+class InANumber(Net):
+    def keep(self):
+        self.largest = 1.0
+
+    def look(self, largest):
+        self.largest = max(self.largest, float(largest))
+
+    def size(self):
+        return self.largest
+
+
+class InADict(Net):
+    def keep(self):
+        self.held = {"of": {"largest": torch.ones(())}}
+
+    def look(self, largest):
+        held = self.held["of"]["largest"]
+        torch.maximum(held, largest, out=held)
+
+    def size(self):
+        return self.held["of"]["largest"].clone()
+
+
+class InAnObject(Net):
+    def keep(self):
+        self.held = types.SimpleNamespace(largest=torch.ones(()))
+
+    def look(self, largest):
+        self.held.largest = torch.maximum(self.held.largest, largest)
+
+    def size(self):
+        return self.held.largest
+
+
+class InAnArray(Net):
+    def keep(self):
+        self.held = torch.ones(1).numpy()
+
+    def look(self, largest):
+        self.held[0] = max(self.held[0], float(largest))
+
+    def size(self):
+        return float(self.held[0])
+
+
+class InAGlobal(Net):
+    def keep(self):
+        SHARED["largest"] = 1.0
+
+    def look(self, largest):
+        SHARED["largest"] = max(SHARED["largest"], float(largest))
+
+    def size(self):
+        return SHARED["largest"]
+
+
+class InAClosure(Net):
+    def keep(self):
+        largest = 1.0
+
+        def look(new):
+            nonlocal largest
+            largest = max(largest, float(new))
+
+        self.look = look
+        self.size = lambda: largest
+
+
+KEPT = [InABuffer, InTheDataOfABuffer, InANewBuffer, InAnAttribute, InANewAttribute, InANumber, InADict]
+HIDDEN = [InAnObject, InAnArray, InAGlobal, InAClosure]
+
+
+def stopped_at(kind, start, steps=24):
+    """Return the step at which the clipper refuses, of inputs that grow from step to step."""
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
+    for step in range(steps):
+        if step == start:
+            model.on.fill_(1)
+        inputs, targets = torch.randn(BATCH, WIDTH) * (1 + step / 5), torch.randn(BATCH, 3)
+        optimizer.zero_grad()
+        try:
+            F.mse_loss(model(inputs), targets).backward()
+            clipper.clip_and_accumulate()
+        except UnsupportedGradientError:
+            return step
+        clipper.pre_step()
+        optimizer.step()
+    return None
+
+
+@pytest.mark.parametrize("kind", KEPT + HIDDEN)
+def test_a_running_maximum_is_refused_on_the_first_step(kind):
+    assert stopped_at(kind, start=0, steps=1) == 0
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("start", [9, 10])
+def test_one_that_begins_later_is_refused_on_that_step(kind, start):
+    assert stopped_at(kind, start, steps=start + 1) == start
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_one_that_begins_later_in_a_hidden_place_is_found_on_the_steps_after(kind):
+    assert 9 <= stopped_at(kind, start=9) < 24
+
+
+def test_an_observer_of_quantization_that_is_switched_on_later_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.ao.quantization import FakeQuantize, MinMaxObserver
+
+        quantize = FakeQuantize(observer=MinMaxObserver, quant_min=0, quant_max=15)
+    quantize.disable_observer()
+    quantize.disable_fake_quant()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), quantize, nn.Linear(8, 3))
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
+    for step in range(5):
+        if step == 4:
+            quantize.enable_observer()
+            quantize.enable_fake_quant()
+        with pytest.raises(UnsupportedGradientError, match="wrote into") if step == 4 else warnings.catch_warnings():
+            F.mse_loss(model(torch.randn(BATCH, WIDTH)), torch.randn(BATCH, 3)).backward()
+            clipper.clip_and_accumulate()
+
+
+class Counts(Net):
+    """Counts its calls in a buffer, on every third of them, and does not use the number."""
+
+    def keep(self):
+        self.register_buffer("calls", torch.zeros(()))
+        self.number = 0
+
+    def forward(self, x):
+        self.number += 1
+        if self.number % 3 == 0:
+            self.calls += 1
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_a_buffer_that_is_written_now_and_then_is_refused_once_at_most():
+    torch.manual_seed(0)
+    model, refused = Counts(), []
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
+    for _ in range(30):
+        try:
+            F.mse_loss(model(torch.randn(BATCH, WIDTH)), torch.randn(BATCH, 3)).backward()
+            clipper.clip_and_accumulate()
+        except UnsupportedGradientError as error:
+            refused.append(str(error))
+    assert len(refused) <= 1
+    assert all("Repeat this step" in words for words in refused)
+
+
+def test_what_a_forward_keeps_and_does_not_use_is_its_own_business():
+    seen = []
+
+    class Notes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last_hidden = nn.Linear(WIDTH, 3), None
+
+        def forward(self, x):
+            self.last_hidden = self.layer(x)
+            seen.append(float(x.detach().abs().max()))
+            return self.last_hidden
+
+    torch.manual_seed(0)
+    model = Notes()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
+    for _ in range(12):
+        F.mse_loss(model(torch.randn(BATCH, WIDTH)), torch.randn(BATCH, 3)).backward()
+        clipper.clip_and_accumulate()
+    assert seen
+
+
+def test_a_generator_of_the_models_own_is_no_carried_state():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.generator = nn.Linear(WIDTH, 3), torch.Generator().manual_seed(1)
+
+        def forward(self, x):
+            return self.layer(x + torch.randn(x.shape, generator=self.generator))
+
+    torch.manual_seed(0)
+    model = Noisy()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
+    for _ in range(5):
+        F.mse_loss(model(torch.randn(BATCH, WIDTH)), torch.randn(BATCH, 3)).backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+    assert all(bool(p.grad.any()) for p in model.parameters())
