@@ -89,7 +89,12 @@ def diagnose(record: Record) -> Diagnosis:
         causes = (first, *(cause for cause in others if cause.key not in excluded))
         return Diagnosis(causes, helped(signals), progress=_progress(signals, first))
     each = [(part.label, diagnose(part.record)) for part in parts]
-    sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
+    sick = [
+        cause.for_optimizer(label)
+        for label, one in each
+        for cause in one.causes
+        if cause.key not in ("healthy", "unknown")
+    ]
     sick.sort(key=attrgetter("doubt"))
     if sick and sick[0].certainty != "possible":
         learns = all(one.progress or one.is_well for _, one in each)
