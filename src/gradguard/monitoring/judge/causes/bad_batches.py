@@ -100,11 +100,12 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     certainty = "possible" if _are_harmless(signals, places) else "certain" if period else "likely"
     numbers = [signals.named(place) for place in places]
     times = statistics.median(signals.times(place) for place in places)
-    steps = ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
-    which, those = f"{len(numbers)} batches are", f"those of steps {steps}"
+    steps = "steps " + ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
+    which, those = f"{len(numbers)} batches are", f"those of {steps}"
     where = "wrong labels, inputs that are not normalised, or samples that are far too long"
     if len(numbers) == 1:
-        which, those = "One batch is", f"that of step {steps}"
+        steps = f"step {numbers[0]}"
+        which, those = "One batch is", f"that of {steps}"
     if period:
         which = f"A batch every {period} steps is"
         where = f"something that recurs every {period} steps, such as one bad file or shard of an epoch"
@@ -120,7 +121,7 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     )
     return Sign(
         (Evidence((numbers[0], numbers[-1]), words),),
-        {"which": which, "those": those, "where": where, "clip": clip},
+        {"which": which, "those": those, "steps": steps, "where": where, "clip": clip},
         certainty,
         threshold=threshold,
     )

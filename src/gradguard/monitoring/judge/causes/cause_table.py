@@ -62,7 +62,7 @@ CAUSES = (
     Row(
         "nonfinite_range", partial(lost, "small type"), "likely", _FLOAT16,
         "Use bfloat16, which has the range of float32, in place of float16; or compute the overflowing part in "
-        "float32, such as the logits and the loss with .float() inside torch.autocast(..., enabled=False). If the "
+        "float32, such as the logits and the loss with .float() inside torch.autocast(\"cuda\", enabled=False). If the "
         "values of step {step} are not finite in float32 either, the batch is the cause: look for an empty row or a "
         "division by 0.",
         _USUAL_BEFORE,
@@ -247,7 +247,7 @@ CAUSES = (
     Row(
         "bad_batches", bad_batches.bad_batches, "likely",
         "{which} very different from the others: {those}.",
-        "Check {those} for {where}.{clip}",
+        "Check the batches of {steps} for {where}.{clip}",
         "The learning rate is not the cause: the steps before each of these batches were calm.",
     ),
     Row(

@@ -226,7 +226,7 @@ def zero_from_start(signals: RunSignals) -> Sign | None:
 
 
 def _saddle(signals: RunSignals) -> Sign | None:
-    """Return a sign if weights that begin at 0 had no gradient, and the loss stood still for a quarter of the run."""
+    """Return a sign if weights that begin at 0 had zero gradients at first, and the loss stood still for a while."""
     lines, measured, levels = signals.lines, signals.measured[:1], signals.curve.levels
     still = sum(level > levels[0] - max(signals.curve.error, STILL * abs(levels[0])) for level in levels)
     if not measured or still < 0.25 * len(levels):
@@ -237,7 +237,7 @@ def _saddle(signals: RunSignals) -> Sign | None:
         for place in signals.matrices
         if first[place] == 0 and place not in lines[0].get("absent", ()) and not any(signals.norms_of(place)[:3])
     ]
-    words = f"The gradient of {named(zeros)}, whose weights begin at 0, was exactly 0 in the first steps."
+    words = f"The gradient of {named(zeros)}, which begins at 0, was exactly 0 in the first steps."
     return Sign((signals.seen(words, zeros),), {"params": named(zeros)}) if zeros else None
 
 
