@@ -1048,7 +1048,7 @@ BEFORE = {
         (
             BEFORE,
             falling(),
-            r"^Compared with runs/first/run.jsonl, .*rate too high.*the advice helped: .*in place of 2.00, .*Your run is well",
+            r"^Compared with runs/first/run.jsonl.*rate too high.*advice helped: .*in place of 2.00.*Your run is well",
         ),
         (BEFORE | {"loss": 0.1}, falling(), "the advice did harm: the loss is 0.2.* in place of 0.1"),
         (BEFORE | {"loss": 2.01}, flat(), "made no measurable difference: .*±"),

@@ -125,7 +125,7 @@ def clipped_twice(steps: Lines) -> Lines:
 
 
 def shares_in_words(clips: Sequence[ActingClip], steps: int) -> str:
-    """Return, as text, the share of the steps on which each of several clips bound.
+    """Return the share of the steps on which each of several clips bound, as text.
 
     Args:
         clips: The clips.

@@ -30,8 +30,8 @@ QUANTITIES = {
     "errors": "health findings of severity error",
     "warnings": "health findings of severity warning",
 }
-"""The quantities that a condition can compare with a number; they are keys of ``--json``. The number of findings of each
-kind can be compared, too."""
+"""The quantities that a condition can compare with a number; they are keys of ``--json``. The number of findings of
+each kind can be compared, too."""
 
 _COUNTED = frozenset([*KINDS, "errors", "warnings"])
 """Quantities that count findings of a kind or a severity."""

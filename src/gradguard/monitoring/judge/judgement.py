@@ -213,7 +213,5 @@ def _regime_words(record: Record, found: Verdict) -> str:
     if found.regime == "shaping":
         return f"it shapes training: where it binds it usually multiplies gradients by {coefficient}"
     if is_scale_free(record):
-        return (
-            f"it makes all steps about equally long (gradients usually times {coefficient}), not only rare ones short"
-        )
+        return f"it makes all steps about equally long (gradients usually times {coefficient}), not rare ones shorter"
     return f"it acts like a learning rate {coefficient} times as large, not like a guard"

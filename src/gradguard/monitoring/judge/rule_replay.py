@@ -22,7 +22,7 @@ COUNTERFACTUAL = (
 
 _CONSTANTS = frozenset([0.5, 1.0, 2.0, 5.0])
 _AUTOMATIC = ("median", "autoclip", "zclip=inf", "clip_fraction=0.05", "adagc=inf")
-# zclip=inf and adagc=inf turn off the fixed ceilings of 1.0: those mean nothing for a run whose norms have another scale
+# zclip=inf and adagc=inf have no fixed ceiling: the default of 1.0 means nothing for a run of another scale
 
 
 @dataclass(frozen=True, slots=True)
