@@ -67,8 +67,8 @@ def findings(record: Record) -> list[Finding]:
         >>> from pathlib import Path
         >>> steps = [{"t": "step", "i": i, "norm": 5.0, "threshold": 0.5, "coefficient": 0.1} for i in range(300)]
         >>> for found in findings(Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False)):
-        ...     print(found.kind, found.severity, found.message, sep=": ")
-        clipping_always_on: warning: clipping bound on 100 % of 300 steps: it acts as a learning rate 0.1 times as large
+        ...     print(found.kind, found.message, sep=": ")
+        clipping_always_on: clipping bound on 100 % of 300 steps: it acts like a learning rate 0.1 times as large
     """
     monitor = HealthMonitor(record.meta)
     for line in in_order(record):

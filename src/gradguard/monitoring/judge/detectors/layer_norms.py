@@ -116,7 +116,7 @@ DETACHED = Kind(
     "detached_layer",
     said(
         "warning",
-        "{names} {has} had no gradient at all since step {found.first}, and always before",
+        "{names} {has} had no gradient at all since step {found.first}, though {it} nearly always had one before",
         "do nothing if it is frozen on purpose; otherwise look for detach(), torch.no_grad(), .data, requires_grad set "
         "to False, or a branch of the forward pass that leaves it out",
     ),
