@@ -63,7 +63,7 @@ RANKINGS = {
         {"none": [0.9, 0.8, 0.9], "median": [0.4, 0.5, 0.6], "norm=1": [0.5, 0.4, 0.66]},
         [("median", False), ("norm=1", False), ("none", True)],
         "median is among the best: 0.500 ± 0.25 against 0.867 ± 0.14 without a clip; the experiment does not separate "
-        "it and norm=1.",
+        "it from norm=1.",
     ),
     "none can be told": (
         {"none": [0.4, 0.6], "median": [0.5, 0.45]},
@@ -285,7 +285,7 @@ def test_without_rules_those_of_the_first_record_are_tried(tune):
     code, out, err = tune("--steps", "20", "--seeds", "1", "train.py")
     assert code == 0
     assert [line.split(",")[0] for line in err.splitlines()] == ["none", "median", "norm=1.2", "norm=0.11", "norm=1"]
-    assert "recommends no rule: median was tried in its place" in flat(out)
+    assert "recommends no rule: median was tried instead" in flat(out)
 
 
 def test_the_recommended_rule_is_tried_first(tune, monkeypatch):
