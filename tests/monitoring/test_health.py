@@ -152,7 +152,7 @@ FAULTS = [
         lambda i, place: math.sqrt(0.5 + 0.2 * math.sin(i) * (-1) ** place))),
     ("update_rule", "warning", "root mean square of 1.00 times the learning rate or more, and never less", updating(
         lambda i, place: max(1.0, 1 + 0.3 * math.sin(1.7 * i + place)))),
-    ("update_rule", "warning", "each step is 0.150 times the step that the optimizer's rule makes of its learning rate", run(
+    ("update_rule", "warning", "each step is 0.150 times the step that the optimizer's rule makes of its", run(
         steps=[step | {"lr": 0.1, "update": 1e-3, "over_rule": 0.15} for step in steps_of(CALM)])),
     ("update_rule", "warning", "90 % of each step of layers.2.weight is weight decay, and the weights shrink with it",
      updating(lambda i, place: 1.0, of_matrix=2)),

@@ -154,9 +154,11 @@ class _KnownClip:
         rule = self.rule
         if rule in _FIXED and known:
             rule += ("=" if beside_command else " at ") + from_to(known)
-        name = f"the {_ORDINALS[place] if place < len(_ORDINALS) else f'{place + 1}th'} ({rule})"
         if beside_command:
             name = f"--clip {rule}" if self.applied else f"the script's own {rule}"
+        else:
+            ordinal = _ORDINALS[place] if place < len(_ORDINALS) else f"{place + 1}th"
+            name = f"the {ordinal} ({rule})"
         binding = [coefficient for coefficient in measured if coefficient < BINDS_BELOW]
         bound = len(binding) if measured else None
         return ActingClip(name, self.thresholds[-1], len(self.thresholds), bound, median(binding))

@@ -39,7 +39,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about a run that a person should know, and what to do about it.
+    """An observation about a run that a person should know, with advice.
 
     Attributes:
         kind: The kind of fault, such as ``"dead_layer"``.
@@ -165,14 +165,14 @@ class Log:
         self.optimizer = optimizer
         self.episodes: list[Episode] = []
         self._open: dict[str, Episode] = {}
-        self._news: list[Finding] = []
+        self._unread: list[Finding] = []
 
-    def news(self) -> list[Finding]:
+    def new_findings(self) -> list[Finding]:
         """Return the findings of the episodes that began since the last call."""
-        news, self._news = self._news, []
-        return news
+        found, self._unread = self._unread, []
+        return found
 
-    def goes_on(self, key: str, i: int, value: float | None = None) -> Episode | None:
+    def extend_open(self, key: str, i: int, value: float | None = None) -> Episode | None:
         """Add a fault on step ``i`` to the open episode of that fault, and return the episode.
 
         Args:
@@ -191,18 +191,18 @@ class Log:
             episode.extend({"largest": value, "smallest": value})
         return episode
 
-    def tell(self, key: str, kind: Kind, first: int, i: int, value: float | None = None, **more: Any) -> None:
+    def report(self, key: str, kind: Kind, first: int, i: int, value: float | None = None, **more: Any) -> None:
         """Record a fault on step ``i``: extend the open episode, or begin one.
 
         Args:
-            key: As for `goes_on`.
+            key: As for `extend_open`.
             kind: As for `begin`.
             first: As for `begin`.
             i: The step.
-            value: As for `goes_on`.
+            value: As for `extend_open`.
             **more: As for `begin`. An episode stays harmless only while all of its faults are.
         """
-        episode = self.goes_on(key, i, value)
+        episode = self.extend_open(key, i, value)
         if episode is None:
             self.begin(key, kind, first, i, **more)
         else:
@@ -212,7 +212,7 @@ class Log:
         """Begin an episode that later faults with the same key extend.
 
         Args:
-            key: As for `goes_on`.
+            key: As for `extend_open`.
             kind: The kind of fault.
             first: The first step of the fault.
             last: The step on which it is reported.
@@ -232,7 +232,7 @@ class Log:
             begun: The episode.
         """
         self.episodes.append(begun)
-        self._news.append(begun.finding())
+        self._unread.append(begun.finding())
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
         rule: The clip that the report recommends; None where it recommends none.
     """
     signals = signals_of(record)
-    curve = signals.curve
+    curve, parts = signals.curve, record.path.parts
     facts = {
-        "record": "/".join(record.path.parts[-3:] if not record.path.is_absolute() else record.path.parts[-2:]),
+        "record": "/".join(parts[-2:] if record.path.is_absolute() else parts[-3:]),
         "cause": cause.key,
         "advice": cause.advice,
         "rule": rule,

@@ -119,7 +119,7 @@ def _outliers(norms: Sequence[float]) -> set[int]:
 
 
 def _learns(record: Record) -> bool:
-    """Return whether the loss falls, stays near its best and has a tenth left, so that low norms are not the end."""
+    """Return whether the loss falls, stays near its best, and is still above a tenth of its start."""
     curve = signals_of(record).curve
     if not curve.has_fallen:
         return False

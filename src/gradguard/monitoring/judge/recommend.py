@@ -134,14 +134,10 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
     if cause.key in CLIPPED_FIRST and threshold is not None and norms:
         share = _share_above(threshold, norms)
         headline = f"Clip at {plain_threshold(threshold)}."
-        acted = f"would have acted on {percent(share)} of {len(norms):,} steps"
-        is_low = share > NEARLY_ALL
-        ordinary = (
-            "below the norm of an ordinary step, which is mostly noise here"
-            if is_low
-            else "the norm of an ordinary step"
-        )
-        reason = f"It is {ordinary}, and {acted}."
+        level = "the norm of an ordinary step"
+        if share > NEARLY_ALL:
+            level = "below the norm of an ordinary step, which is mostly noise here"
+        reason = f"It is {level}, and would have acted on {percent(share)} of {len(norms):,} steps."
         return replace(made, kind="constant", headline=headline, reason=reason, clip_share=share)
     return made
 

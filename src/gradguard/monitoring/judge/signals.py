@@ -49,13 +49,13 @@ _CALM, _LAST, _STANDS_OUT = 10, 3, 2.5  # steps before a leap; steps that must b
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before the first possible leap; values between updates of the limit
 _LARGEST_LOGARITHM = 700.0
 _NEARLY_ZERO = 3e-3  # root mean square of a weight that starts at 0, for all practical purposes
-_HUGE = 30.0  # norm of the first gradient over that of the weights
+_HUGE = 30.0  # norm of the first gradient over the norm of the weights
 _TURNS = 1.0  # usual difference of the logarithms of two losses in a row, if losses of several kinds take turns
 _LONGEST_TURN = 8  # the most kinds of losses in a turn
 _ROUND_ZERO = 10.0  # times its noise: a loss that stays this close to 0 is a difference from its own mean
 _RECENT = 24  # values before a step that define what is usual there
 _MAD_TO_SIGMA = 1.4826
-_HARDLY, _MOVES = 0.05, 1e-3  # gradients of weights over those of vectors; update of a vector over its norm
+_HARDLY, _MOVES = 0.05, 1e-3  # weights' gradients over vectors' gradients; update of a vector over its norm
 
 
 @dataclass(frozen=True)
@@ -540,7 +540,7 @@ class RunSignals:
 
     @cached_property
     def only_vectors_learn(self) -> bool:
-        """True if gradients of weights are nearly 0 beside those of biases, and biases move: no input arrives."""
+        """True if weights have nearly no gradient beside biases, and biases move: hardly any input arrives."""
         weights, vectors = self.layers, self.biases
         if not vectors or len(weights) < 2 or any(len(layer.shape) < 2 for layer in weights):
             return False

@@ -14,7 +14,7 @@ LAST = 0.1
 """The share of a run's steps, at its end, whose mean loss judges the run."""
 
 FAR_ABOVE = 3.0
-"""A run has diverged if its loss is this many times that of the others, and `ABOVE_START` times its first losses."""
+"""A run has diverged if its loss is this many times the others' loss, and `ABOVE_START` times its first losses."""
 
 ABOVE_START = 2.0
 """Without this bound, a run that learns slowly would count as diverged as soon as the others are good."""

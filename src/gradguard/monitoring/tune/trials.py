@@ -38,7 +38,7 @@ class TrialPlan:
         steps: The number of optimizer steps of a run.
         seeds: The number of seeds.
         rules: The rules to try beside the unchanged script; None to choose them from a record.
-        record: The record to choose the rules from; None for that of the first run.
+        record: The record to choose the rules from; None for the record of the first run.
         metric: A pattern whose single group finds the metric in the script's output; None to judge by losses.
         maximize: Whether the highest metric is the best.
     """

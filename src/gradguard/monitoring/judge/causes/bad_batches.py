@@ -39,7 +39,7 @@ SETTLES = 0.3
 """Share of its growth: a weight that grew by less in the second half of the run settles."""
 
 CALMS = 0.7
-"""Norms of the last quarter over those of the second: below it, the weights settle."""
+"""Norms of the run's last quarter over its second quarter's: below this ratio, the weights settle."""
 
 BOUNDLESS = 1e6
 """Times the first losses, below 0: no lower bound lies that far away."""
@@ -48,8 +48,8 @@ AS_FAST = 1.7
 """Growth of a weight from the middle of the run to its end: linear growth from 0 makes 2."""
 
 SOARS = 5.0
-"""Norms of the last quarter over those of the second: above it, a falling loss approaches no lower bound, even if the
-learning rate decays."""
+"""Norms of the run's last quarter over its second quarter's: above this ratio, a falling loss approaches no lower
+bound, even if the learning rate decays."""
 
 CARRIES_ON = 4.0
 """Times the root of the number of steps: the distance that random steps cover with a momentum of 0.9."""
@@ -216,7 +216,7 @@ def _had_risen(signals: RunSignals, place: int) -> bool:
 
 
 def _learned_anew(signals: RunSignals) -> int | None:
-    """Return the only step at which the loss leaps out of calm and comes down gradually, as by learning; else None."""
+    """Return the only step at which the loss leaps out of calm and comes down gradually, as by learning; or None."""
     loss, found = signals.loss, list[int]()
     values = loss.values
     for place, first, second, third in zip(
@@ -320,7 +320,7 @@ def _rising_norms(signals: RunSignals) -> float | None:
 
 
 def _norm_growth(signals: RunSignals) -> float:
-    """Return the median norm of the last quarter over that of the second; NaN where there are no norms."""
+    """Return the median norm of the last quarter over the second quarter's; NaN without norms."""
     norms = signals.positive_norms(signals.first_lost)
     size = max(1, len(norms) // 4)
     return middle(norms[-size:]) / middle(norms[size : 2 * size])

@@ -39,30 +39,31 @@ def _binding(signals: RunSignals) -> tuple[Sign | None, float, bool]:
         same gradients, the sign is None and the factor 1.
     """
     clips = acting_clips(signals.record)
-    of_all = len(clips) == 1
+    is_single = len(clips) == 1
     binding = [clip for clip in clips if (clip.bound or 0) > ALWAYS * signals.taken]
-    if not of_all:
+    if not is_single:
         binding = [clip for clip in binding if (clip.coefficient or 1.0) <= STARVING]
     twice = len(clipped_twice(signals.record.steps)) > SEVERAL * signals.count
     if not binding or 2 * len(binding) < len(clips) or twice or follows_clip(signals):
-        return None, 1.0, of_all
+        return None, 1.0, is_single
     coefficient = statistics.median(clip.coefficient or 1.0 for clip in binding)
     share = percent(statistics.median(clip.bound or 0 for clip in binding) / signals.taken)
     known = without_none(clip.threshold for clip in binding)
-    clip = "The clip" if of_all else "The clip of some parameters"
-    clip = f"Each of {len(binding)} clips of different parameters" if len(binding) > 1 else clip
+    if len(binding) > 1:
+        clip = f"Each of {len(binding)} clips of different parameters"
+    else:
+        clip = "The clip" if is_single else "The clip of some parameters"
     clip += f" at {from_to(known)}" if known else ""
     norms = sorted(signals.positive_norms())
-    threshold = float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and of_all else None
-    usual = plain_threshold(threshold) if threshold else ""
-    advice = (
-        f"Raise the threshold to {usual}, which leaves ordinary steps alone, or remove the clip."
-        if usual
-        else "Remove that clip, and clip all parameters together at the norm of an ordinary step, if at all."
-    )
+    threshold = float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and is_single else None
+    if threshold:
+        usual = plain_threshold(threshold)
+        advice = f"Raise the threshold to {usual}, which leaves ordinary steps alone, or remove the clip."
+    else:
+        advice = "Remove that clip, and clip all parameters together at the norm of an ordinary step, if at all."
     words = {"clip": clip, "coefficient": f"{coefficient:.2g}", "advice": advice}
     seen = f"{clip} bound on {share} of the steps, and multiplied gradients by {coefficient:.2g}."
-    return Sign((signals.seen(seen),), words, threshold=threshold), coefficient, of_all
+    return Sign((signals.seen(seen),), words, threshold=threshold), coefficient, is_single
 
 
 def starves_rate(signals: RunSignals) -> Sign | None:
@@ -97,23 +98,23 @@ def starves_unseen(signals: RunSignals) -> Sign | None:
 
 def starves_below_eps(signals: RunSignals) -> Sign | None:
     """Return a sign if the gradients of most layers are below the optimizer's eps after the clip, but not before it."""
-    (sign, coefficient, of_all), eps, layers = _binding(signals), signals.eps, signals.layers
+    (sign, coefficient, is_single), eps, layers = _binding(signals), signals.eps, signals.layers
     if sign is None or eps is None:
         return None
     # The record does not say which parameters each of several clips covers: assume the largest gradient for all.
     largest = max((layer.gradient for layer in layers), default=0.0)
-    before = {layer.name: layer.gradient if of_all else largest for layer in layers}
+    before = {layer.name: layer.gradient if is_single else largest for layer in layers}
     floors = {layer.name: signals.floor(layer) for layer in layers}
     starved = [name for name, size in before.items() if size * coefficient < floors[name] < size]
     if not starved or 2 * len(starved) < len(before):
         return None
     left = f"{coefficient * statistics.median(before.values()):.1g}"
-    which = "in the usual weight" if of_all else "at most"
+    which = "in the usual weight" if is_single else "at most"
     words = (
         f"After the clip an element's gradient is {left} {which}; eps, which the optimizer adds to the divisor where "
         f"it divides by the size of the gradients, is {eps:g}."
     )
-    evidence = (signals.seen(words, starved if of_all else ()), *sign.evidence)
+    evidence = (signals.seen(words, starved if is_single else ()), *sign.evidence)
     return Sign(evidence, {**sign.words, "eps": f"{eps:g}"}, threshold=sign.threshold)
 
 

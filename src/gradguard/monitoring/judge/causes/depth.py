@@ -17,18 +17,18 @@ VANISHED = 1e-4
 """Share of the top layers' gradient, per element, below which a gradient has vanished; for an optimizer without eps."""
 
 SLOPE = 3e-3
-"""The same share in the first steps of a run whose loss stands still, for every optimizer."""
+"""Share of the largest gradient in the first steps of a run whose loss stands still, for every optimizer."""
 
 EXPLODED, EXPLODED_AT_ONCE = 1e3, 50.0
-"""Gradients of the first layers over those of the last: from the first value on they explode, from the second on if the
-weights are too large as well."""
+"""Gradients of the first layers over the last layers' gradients: above the first value they explode; above the second
+one they do if the weights are too large as well."""
 
 AMPLIFIES, DAMPS = 1.2, 0.3
 """Factors of a recurrent weight at each step of a sequence: over 50 steps the first makes 10^4, the second 10^-26."""
 
 ABOVE, FAR_ABOVE = 4.0, 1000.0
-"""Norm of the first gradient over that of the weight. `ABOVE` is rare for the usual weight. `FAR_ABOVE` does not occur
-in layers that preserve the size of values, even if the loss is a sum over the batch."""
+"""Norm of the first gradient over the norm of the weight. `ABOVE` is rare for the usual weight. `FAR_ABOVE` does not
+occur in layers that preserve the size of values, even if the loss is a sum over the batch."""
 
 LARGE_GAIN = 2.0
 """Initial gain of the usual weight above which layers amplify values: the largest in use for plain layers is 1.7."""
@@ -38,7 +38,7 @@ RECURRENT_USES = 5
 
 
 def vanishes_along_depth(signals: RunSignals) -> Sign | None:
-    """Return a sign if gradients of the lower layers vanish, absolutely or beside those of the upper layers."""
+    """Return a sign if gradients of the lower layers vanish, absolutely or relative to the upper layers."""
     layers = signals.layers
     if len(layers) < FEWEST_LAYERS:
         return None

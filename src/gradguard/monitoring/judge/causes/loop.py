@@ -123,7 +123,7 @@ def frozen(signals: RunSignals) -> Sign | None:
     names = [signals.names[place] for place in still]
     words = f"{len(still)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
     evidence = [signals.seen(words, names)]
-    if idle_groups:  # nobody sets up a group with its own learning rate in order to train nothing
+    if idle_groups:  # a group with its own learning rate is not set up in order to train nothing
         whole = ", ".join(map(str, sorted(idle_groups)))
         evidence.append(signals.seen(f"Nothing is trained in the optimizer's parameter groups {whole}."))
     certainty = "likely" if share > 0.5 or idle_groups else "possible"

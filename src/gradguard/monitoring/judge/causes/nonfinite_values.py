@@ -14,7 +14,7 @@ GROWN = 3.0
 """Norms or losses count as grown if they were this many times the recent ones just before values became non-finite."""
 
 FAR_GROWN = 30.0
-"""The same factor for norms alone, where the loss was below its recent level."""
+"""Times the recent norms, if the loss was below its recent level: norms alone must have grown this far."""
 
 _BEFORE = 10  # steps before the first non-finite one in which growth must have happened
 _LAST = 3  # last steps before it, on which growing values are largest

@@ -24,7 +24,7 @@ TINY_MOVE = 0.05
 """Share of themselves that weights can have moved in all steps together. Below it, training has hardly begun."""
 
 NO_MOVE = 0.005
-"""The same share for a run whose loss does not measure progress."""
+"""Share of themselves that weights can have moved, for a run whose loss does not measure progress."""
 
 RULE_OF_THUMB, LEAST_RATE, MOST_RATE = 1e-3, 10.0, 1e4
 """The length of a usual step over the norm of its weight; and the smallest and the largest factor that is advised for a
@@ -38,7 +38,7 @@ LESS_RATE, LESS_NORM = 0.3, 0.1
 higher rate with a lower threshold would move small gradients further."""
 
 LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE = 0.1, 0.3
-"""The same shares for an optimizer that cancels the scale of gradients: there only the rate shortens steps."""
+"""Both shares for an optimizer that cancels the scale of gradients, where only the rate shortens steps."""
 
 CALM_STEPS, FAR_FROM_CALM = 20, 3.0
 """A run whose norms stayed below `FAR_FROM_CALM` times the first ones for `CALM_STEPS` steps has shown what an ordinary
@@ -232,7 +232,8 @@ def leapt(signals: RunSignals) -> Sign | None:
     for place in leaps:
         before, chance = middle(signals.loss.known(place - 20, place)), signals.curve_until(place).error
         broke = middle(signals.loss.known(place + 1, place + 40)) > 1.3 * before
-        if broke and (signals.ends_lost or signals.curve.final > 1.1 * before + chance):  # else a warm restart
+        # a loss that recovers from the leap had a warm restart
+        if broke and (signals.ends_lost or signals.curve.final > 1.1 * before + chance):
             step = signals.named(place)
             words = f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}"
             return Sign((signals.seen(f"{words}, and the loss with it.", since=step),), {"step": step})

@@ -19,13 +19,13 @@ EXPLODING_STEPS = 10
 """Steps in a row above that. The same noise does it once in 10^12 steps, so spikes do not count as an explosion."""
 
 EXPLODING_EARLY_TIMES = 100.0
-"""The same factor for the first 200 steps, in which warm-ups and layers initialised at zero raise the norm tenfold."""
+"""Times the usual norm in the first 200 steps, where warm-ups and layers initialised at zero may raise it tenfold."""
 
 EXPLODING_ONCE_TIMES = 1000.0
 """Times the usual norm for a single step. Without a clip it undoes a thousand steps; noise does not get there."""
 
 EXPLODING_CLIPPED_TIMES = 1e6
-"""The same factor where a clip bound: after it, the correct part of the gradient has become 0."""
+"""Times the usual norm for a single step on which a clip bound: the correct part of the gradient became 0."""
 
 EARLY_LOSS_TIMES = 3.0
 """Times the first losses: a loss above this in the first 200 steps, with norms ten times the first, is an explosion."""
@@ -37,13 +37,13 @@ ROSE_FAST = 1.2
 """Loss over its best value. If the loss rose less than this with the norms, the run is well."""
 
 ROSE_SLOWLY = 1.5
-"""The same ratio where the norms took more than 200 steps to rise."""
+"""Loss over its best value, for norms that took more than 200 steps to rise."""
 
 VANISHING_SHARE = 1e-4
 """Share of the usual norm. A smaller norm moves nothing; training that converges seldom falls that far."""
 
 VANISHING_STEPS = 20
-"""Steps in a row below that, so that a single batch of zeros, such as one of padding only, does not count."""
+"""Steps in a row below that: a single batch of zeros, such as one of padding only, does not count."""
 
 CONVERGED_LOSS = 0.1
 """Share of the first loss: a lower loss explains a small norm by convergence."""
@@ -120,7 +120,7 @@ class NormLevel:
         if self._usual and self._norm > EXPLODING_TIMES * self._usual:
             times = number(self._norm / self._usual)
             text = f"; the norm before it was {number(self._norm)}, {times} times the usual"
-        self._log.tell("nonfinite", NONFINITE, i, i, text=text, harmless=skipped)
+        self._log.report("nonfinite", NONFINITE, i, i, text=text, harmless=skipped)
 
     def blame(self, i: int, names: Sequence[str]) -> None:
         """Name the parameters whose gradients were not finite on step ``i``.
@@ -160,7 +160,7 @@ class NormLevel:
             return  # a large learning rate may raise the loss in the beginning, until it comes down
         numbers = {"usual": first, "times": EXPLODING_TIMES, "largest": self._early_peak}
         since = i - self._early_run + 1
-        self._log.tell("exploding", EXPLODING, since, i, norm, count=self._early_run, numbers=numbers)
+        self._log.report("exploding", EXPLODING, since, i, norm, count=self._early_run, numbers=numbers)
 
     def _exploding(self, i: int, norm: float, loss: float | None, clipped: bool, top: tuple[int, float] | None) -> None:
         count = self._count(i, +1)
@@ -175,13 +175,13 @@ class NormLevel:
             least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
             if norm > max(least, EXPLODING_TIMES * max(self._recent)):  # a jump, not a steep rise of all norms
                 numbers = {"usual": self._usual, "largest": norm}
-                self._log.tell("jump", JUMP, i, i, norm, numbers=numbers, harmless=clipped, params=list(self._tops))
+                self._log.report("jump", JUMP, i, i, norm, numbers=numbers, harmless=clipped, params=list(self._tops))
             return
         if not self._is_explosion(norm):
             return
         numbers = {"usual": self._usual, "times": self._high / self._usual, "largest": self._peak}
         params = [name for name, often in self._tops.most_common(1) if 2 * often > count]
-        self._log.tell("exploding", EXPLODING, self._since, i, norm, count=count, numbers=numbers, params=params)
+        self._log.report("exploding", EXPLODING, self._since, i, norm, count=count, numbers=numbers, params=params)
 
     def _is_explosion(self, norm: float) -> bool:
         """Return whether norms that rose are an explosion: in a run that is well, the loss does not rise with them."""
@@ -206,7 +206,7 @@ class NormLevel:
         ):
             return
         numbers = {"below": self._low, "smallest": norm}
-        self._log.tell("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
+        self._log.report("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
 
     def _close_block(self) -> None:
         level = statistics.median(self._block)
@@ -223,12 +223,10 @@ class NormLevel:
 
 def _vanishing(found: Episode) -> Words:
     smallest = found.numbers["smallest"]
-    what = (
-        "exactly 0"
-        if smallest == 0
-        else f"below {number(found.numbers['below'])}, {VANISHING_SHARE:g} of the usual norm,"
-    )
-    message = f"the gradient norm was {what} for {counted(found.count, 'step')} from step {found.first} on"
+    level = "exactly 0"
+    if smallest != 0:
+        level = f"below {number(found.numbers['below'])}, {VANISHING_SHARE:g} of the usual norm,"
+    message = f"the gradient norm was {level} for {counted(found.count, 'step')} from step {found.first} on"
     advice = (
         "check that the loss depends on the parameters (no detach(), no saturated activation) and that the learning "
         "rate is not 0"

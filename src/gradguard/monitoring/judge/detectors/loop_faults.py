@@ -41,7 +41,7 @@ class Setup:
         if step.get("kept_gradients"):
             self._follow(KEPT, self._kept, KEPT_STEPS, step["i"])
         if empty := step.get("empty_batches"):
-            self._log.tell(EMPTY.name, EMPTY, step["i"], step["i"], empty, numbers={"largest": empty})
+            self._log.report(EMPTY.name, EMPTY, step["i"], step["i"], empty, numbers={"largest": empty})
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Turn an event of the watched process back into an episode, with its original severity.
@@ -49,16 +49,16 @@ class Setup:
         Args:
             event: An ``event`` line for an episode of `setup_episode`.
         """
-        names, value, (kind, worst) = event.get("params"), event.get("value"), _TOLD[event["kind"]]
-        told = setup_episode(
+        names, value, (kind, worst) = event.get("params"), event.get("value"), _EVENT_KINDS[event["kind"]]
+        episode = setup_episode(
             kind, event["i"], [str(name) for name in names] if isinstance(names, list) else [],
             value if isinstance(value, int | float) else None, harmless=event.get("severity") != worst,
         )  # fmt: skip
-        told.optimizer = self._log.optimizer
-        self._log.add(told)
+        episode.optimizer = self._log.optimizer
+        self._log.add(episode)
 
     def _follow(self, kind: Kind, seen: list[int], needed: int, i: int, **numbers: float) -> None:
-        if self._log.goes_on(kind.name, i):
+        if self._log.extend_open(kind.name, i):
             return
         seen.append(i)
         if len(seen) == needed:
@@ -89,7 +89,7 @@ def is_setup_event(line: Mapping[str, Any]) -> bool:
         line: Any line.
     """
     kind = line.get("kind")
-    return isinstance(kind, str) and kind in _TOLD
+    return isinstance(kind, str) and kind in _EVENT_KINDS
 
 
 _IN_NONE = "{names} {receives} gradients on every step but {is_} in no optimizer, so {it} never {changes}"
@@ -144,5 +144,5 @@ EMPTY = Kind(
 )
 KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, EMPTY)
 
-_TOLD = {NO_OPTIMIZER.name: (NO_OPTIMIZER, "warning"), NO_GRADIENT.name: (NO_GRADIENT, "error")}
+_EVENT_KINDS = {NO_OPTIMIZER.name: (NO_OPTIMIZER, "warning"), NO_GRADIENT.name: (NO_GRADIENT, "error")}
 """Events of the watched process, and the severity of each at worst."""

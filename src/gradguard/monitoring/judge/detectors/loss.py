@@ -86,7 +86,7 @@ class Loss:
         if self._count < DIVERGED_BLOCKS or level < STILL_HIGH * self._high[0]:
             return
         numbers = {"best": min(self.best, self.start), "start": self.start, "largest": level}
-        self._log.tell("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
+        self._log.report("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
 
 
 def came_back(found: Episode, part: OptimizerSteps) -> bool:

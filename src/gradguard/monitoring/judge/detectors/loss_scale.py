@@ -32,7 +32,7 @@ class ScaleFall:
         """
         self._skipped_steps = self._skipped_steps + 1 if skipped else 0
         if scale < AMP_LEAST_SCALE:
-            self._log.tell("amp", COLLAPSE, i, i, scale, numbers={"smallest": scale})
+            self._log.report("amp", COLLAPSE, i, i, scale, numbers={"smallest": scale})
         else:
             self._many(i, self._skipped_steps)
 
@@ -47,7 +47,7 @@ class ScaleFall:
 
     def _many(self, i: int, count: int) -> None:
         if count >= AMP_SKIPS:
-            self._log.tell("amp", COLLAPSE, i, i, count=count)
+            self._log.report("amp", COLLAPSE, i, i, count=count)
 
 
 def _collapse(found: Episode) -> Words:

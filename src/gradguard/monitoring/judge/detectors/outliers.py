@@ -74,10 +74,10 @@ class Outliers:
             if len(near) >= RECURRING:
                 steps, sizes, bound = zip(*near, strict=True)
                 about = {"numbers": {"largest": max(sizes)}, "harmless": all(bound), "count": len(near)}
-                self._log.tell("recurring spikes", RECURRING_SPIKES, steps[0], i, times, **about)
+                self._log.report("recurring spikes", RECURRING_SPIKES, steps[0], i, times, **about)
             elif not clipped:  # a spike that was clipped is no fault
                 source = source_of(top, self._names)
-                self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=source)
+                self._log.report("spike", SPIKE, i, i, times, numbers={"largest": times}, params=source)
 
 
 def source_of(top: Top, names: Sequence[str]) -> list[str]:

@@ -113,7 +113,7 @@ class UpdateSpikes:
             self._hot += 1
             if self._hot >= SPIKE_STEPS and not self._is_batch:
                 times = math.exp(min(distance, 700.0))
-                self._log.tell("update spike", SPIKE, self._since, i, times, numbers={"largest": times})
+                self._log.report("update spike", SPIKE, self._since, i, times, numbers={"largest": times})
         else:
             self._hot = 0
         self._window.add(size)
@@ -145,7 +145,7 @@ class Logits:
         level, self._block = statistics.median(self._block), []
         if level > max(LARGE_LOGIT, LOGIT_TIMES * max(self._lowest, 1.0)):
             about = {"numbers": {"smallest": self._lowest, "largest": level}, "text": name or "the model"}
-            self._log.tell("logits", LOGITS_GROW, i - LOGIT_STEPS + 1, i, level, **about)
+            self._log.report("logits", LOGITS_GROW, i - LOGIT_STEPS + 1, i, level, **about)
         self._lowest = min(self._lowest, level)
 
 
@@ -195,7 +195,7 @@ class Rule:
         self._factors.append((factor, factor / rate))
         columns = zip(*self._factors, strict=True)
         if len(self._factors) == FACTORS and any(max(one) - min(one) < STEADY * abs(max(one)) for one in columns):
-            self._log.tell("rule", FACTOR, i, i, numbers={"size": factor})
+            self._log.report("rule", FACTOR, i, i, numbers={"size": factor})
 
     def tensors(self, i: int, line: dict[str, Any], rate: float | None, gradient: float) -> None:
         """Follow a line with the update of each tensor.
@@ -221,10 +221,10 @@ class Rule:
         if self._followed % _LINES_BETWEEN:
             return
         if len(self._moved) >= LINES and self._is_one_length():
-            self._log.tell("rule", ONE_LENGTH, i, i)
+            self._log.report("rule", ONE_LENGTH, i, i)
         for kind, lines, same in ((FLOOR, self._moved, SAME), (ADDED_FLOOR, self._added, SAME_ADDED)):
             if len(lines) >= LINES and (floor := _floor(lines, same)) is not None:
-                self._log.tell("rule", kind, i, i, numbers={"size": floor})
+                self._log.report("rule", kind, i, i, numbers={"size": floor})
 
     def _sizes(self, updates: Numbers, rates: Numbers) -> Numbers:
         """Return the root mean square of each tensor's update over its learning rate; None where rounding decides it.
@@ -254,7 +254,7 @@ class Rule:
         return expected > LEAST_SPREAD and spread < CONSTANT * expected
 
     def _decay(self, i: int, weights: Sequence[float], updates: Numbers, rates: Numbers) -> None:
-        """Follow the share of weight decay in each step, and report weights that shrank while it was most of it."""
+        """Follow the share of weight decay in each step, and report weights that shrank by steps of mostly decay."""
         decaying, shrunk = self._decaying, list[int]()
         self._decaying = {}
         for place, (weight, update, rate, by) in enumerate(zip(weights, updates, rates, self._decays, strict=False)):
