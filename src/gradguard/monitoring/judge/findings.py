@@ -165,11 +165,11 @@ class Log:
         self.optimizer = optimizer
         self.episodes: list[Episode] = []
         self._open: dict[str, Episode] = {}
-        self._unread: list[Finding] = []
+        self._news: list[Finding] = []
 
-    def new_findings(self) -> list[Finding]:
+    def news(self) -> list[Finding]:
         """Return the findings of the episodes that began since the last call."""
-        found, self._unread = self._unread, []
+        news, self._news = self._news, []
         return found
 
     def extend_open(self, key: str, i: int, value: float | None = None) -> Episode | None:
@@ -232,7 +232,7 @@ class Log:
             begun: The episode.
         """
         self.episodes.append(begun)
-        self._unread.append(begun.finding())
+        self._news.append(begun.finding())
 
 
 @dataclass(slots=True)

@@ -74,13 +74,13 @@ class HealthMonitor:
                 track.tensors(line)
             elif kind == "event":
                 track.event(line)
-        return track.log.new_findings()
+        return track.log.news()
 
     def finish(self) -> list[Finding]:
         """Return the findings of the last steps at the end of the run; call it once."""
         for track in self._tracks.values():
             track.outliers.finish()
-        return [found for track in self._tracks.values() for found in track.log.new_findings()]
+        return [found for track in self._tracks.values() for found in track.log.news()]
 
     def _track(self, optimizer: int | None) -> "Track":
         """Return the track of an optimizer.
