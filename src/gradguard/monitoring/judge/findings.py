@@ -170,7 +170,7 @@ class Log:
     def news(self) -> list[Finding]:
         """Return the findings of the episodes that began since the last call."""
         news, self._news = self._news, []
-        return found
+        return news
 
     def extend_open(self, key: str, i: int, value: float | None = None) -> Episode | None:
         """Add a fault on step ``i`` to the open episode of that fault, and return the episode.
