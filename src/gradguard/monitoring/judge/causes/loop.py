@@ -110,7 +110,7 @@ def all_zero(signals: RunSignals) -> Sign | None:
 
 
 def frozen(signals: RunSignals) -> Sign | None:
-    """Return a sign if a whole parameter group stays frozen, or much of the optimizer's and the rest hardly learns."""
+    """Return a sign if a parameter group stays frozen, or much is frozen and the other parameters hardly learn."""
     own, curve = signals.own, signals.curve
     frozen = [place for place in own if signals.params[place].get("frozen")]
     still = [place for place in frozen if not any(signals.norms_of(place))]  # the others were unfrozen later
