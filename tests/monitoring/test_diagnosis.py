@@ -490,7 +490,7 @@ CASES = {
     "a learning rate that is multiplied in twice": (
         changed(run(falling(), lr=[0.1 * 0.99**i for i in range(COUNT)]),
                 lambda step: step.update(update=0.1 * step["lr"] ** 2, over_rule=step["lr"])),
-        "update_rule", "what the optimizer's rule makes.*multiplied in twice"),
+        "update_rule", "the step that the optimizer's rule makes.*multiplied in twice"),
     "another level of a loss that is nearly 0": (
         run([9.0 * math.exp(-i / 20) + 0.02 for i in range(250)] + flat(150, 0.2, 0.1)), "healthy", "well"),
     "another level of a loss that is not": (
