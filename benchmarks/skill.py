@@ -27,7 +27,7 @@ CAUSES = {
     "letters": ("rate_too_high", "learning rate"),
     "houses": ("accumulation", "zero_grad()"),
     "frozen_backbone": ("no_gradient", "detach()"),
-    "one_bad_file": ("bad_batches", "Look at the batch"),
+    "one_bad_file": ("bad_batches", "Check the batches of"),
     "likelihood": ("nonfinite_data", "logarithm"),
     "memory": ("exploding_time", "recurrent weight"),
     "mixed_precision": ("clip_before_unscale", "unscale_"),

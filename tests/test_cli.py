@@ -818,7 +818,7 @@ def test_a_run_knows_what_the_last_run_of_its_script_was_told(run):
     _, second = run(source.replace("lr=0.1", "lr=0.001"))
     assert (second.meta["followed"]["cause"], second.meta["followed"]["steps"]) == ("rate_zero", len(first.steps))
     assert second.dropped == 0
-    assert diagnose(second).sentence.startswith("Against out/run.jsonl, which was found to be sick (rate zero), ")
+    assert diagnose(second).sentence.startswith("Compared with out/run.jsonl, which was sick (rate zero), ")
     for *arguments, follows in (("--task", "a", False), ("--task", "b", False), ("--task", "b", "--lr=1e-3", False),
                                 ("--task", "b", "--lr=0.5", True)):  # fmt: skip
         _, other = run(source, arguments=arguments)

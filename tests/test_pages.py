@@ -173,7 +173,7 @@ def test_the_demo_tells_the_story_of_its_records(tmp_path, monkeypatch, capsys):
     assert diagnosis.diagnose(sick).cause.key == "exploding_time"
     words = " ".join(told.split())
     assert diagnosis.diagnose(sick).sentence in words
-    assert " it helped: " in diagnosis.diagnose(healed).sentence
+    assert " the advice helped: " in diagnosis.diagnose(healed).sentence
     assert diagnosis.diagnose(healed).sentence in words
     assert f"gradguard run --clip {recommend(sick).rule} char_lm.py" in told
     after, before = re.search(r"the loss is (\S+) at step \d+ in place of (\S+),", words).groups()

@@ -204,4 +204,4 @@ def test_a_batch_in_which_nothing_counts_is_a_finding_of_the_record(tmp_path):
     record = read_record(watch.path)
     assert [step.get("empty_batches") for step in record.steps] == [1, 2]
     (found,) = [one for one in findings(record) if one.kind == "empty_micro_batch"]
-    assert "nothing counted in up to 2 of the batches that a step accumulates, on 2 steps" in found.message
+    assert "up to 2 of the micro-batches of a step had no sample that counted, on 2 steps" in found.message

@@ -107,8 +107,8 @@ def test_what_was_not_measured_is_neither_true_nor_false(quantity, record, compa
     [
         (
             "",
-            "expected a finding, as in exploding, or a quantity, one of > >= < <= == !=, and a number, as in "
-            "faulty_steps>0. Known quantities:",
+            "expected a finding, as in exploding, or a quantity, one of the comparisons > >= < <= == !=, and a number, "
+            "as in faulty_steps>0. Known quantities:",
         ),
         ("faulty_steps>0,", "'': expected a finding"),
         ("skipped_steps", "'skipped_steps': expected a number to compare it with, as in skipped_steps>0."),

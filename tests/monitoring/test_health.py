@@ -95,27 +95,27 @@ FAULTS = [
     ("exploding", "error", "above its usual 1.00 for 34 steps from step 46 on", run(steps=[
         step | {"loss": 2.0 * max(1.0, 1.5 ** (step["i"] - 40))}
         for step in steps_of([1.0] * 40 + [1.5**k for k in range(40)])])),
-    ("diverging_loss", "error", "median loss of 20 steps rose from 1.00, the best it was, to 9.00", run(steps=[
+    ("diverging_loss", "error", "median loss of 20 steps rose from 1.00, its best, to 9.00", run(steps=[
         step | {"loss": 3.0 if step["i"] < 100 else 1.0 if step["i"] < 300 else 9.0} for step in steps_of(CALM)])),
-    ("diverging_loss", "error", "from 2.00, the best it was, to 64.0 from step 40 on", run(steps=[
+    ("diverging_loss", "error", "from 2.00, its best, to 64.0 from step 40 on", run(steps=[
         step | {"loss": 2.0 * 2.0 ** min(5, step["i"] // 20)} for step in steps_of(CALM)])),
-    ("diverging_loss", "warning", "from 1.00, the best it was, to 3.50", run(steps=[
+    ("diverging_loss", "warning", "from 1.00, its best, to 3.50", run(steps=[
         step | {"loss": 5.0 if step["i"] < 100 else 1.0 if step["i"] < 300 else 3.5}
         for step in steps_of([norm * (8 if i >= 300 else 1) for i, norm in enumerate(CALM)])])),
     ("spike", "info", "was 20.0 times that of the steps around it on step 300, mostly in layers.7.weight", run(steps=[
         step | {"top": [7, 0.8]} for step in steps_of([20.0 if i == 300 else 1.0 for i in range(600)])])),
     ("spike", "info", "2 times in this run: on steps 100, 300", run(
         [20.0 if i in (100, 300) else 1.0 for i in range(600)])),
-    ("recurring_spikes", "warning", "stood out 13 times from that of the steps around it, first on step 29",
+    ("recurring_spikes", "warning", "stood out from the steps around it 13 times, first on step 29",
      run([900.0 if i % 30 == 29 else 1.0 for i in range(400)])),
-    ("recurring_spikes", "warning", "first on step 60, by up to 16.0 times", run(
+    ("recurring_spikes", "warning", "first on step 60, and was up to 16.0 times theirs", run(
         [16.0 if i % 60 == 0 and i else 1.0 for i in range(600)])),
     ("recurring_spikes", "info", "a clip bound on all of them", clipped(
         [16.0 if i % 60 == 0 and i else 1.0 for i in range(600)], 2.0)),
     ("detached_layer", "warning", "layers.4.weight has had no gradient at all since step 300", run(
         CALM, tensors=[line | ({"absent": [4]} if line["i"] >= 300 else {})
                        for line in lines_of(600, zero(4, since=300))])),
-    ("vanishing", "warning", "below 0.0001, 0.0001 of the usual, for 200 steps from step 400 on",
+    ("vanishing", "warning", "below 0.0001, 0.0001 of the usual norm, for 200 steps from step 400 on",
      run([1.0] * 400 + [1e-6] * 200)),
     ("vanishing", "error", "exactly 0 for 100 steps from step 0 on", run([0.0] * 100)),
     ("vanishing", "warning", "of layers.2.weight is about 9e-10 of the usual", run(CALM, tensors=lines_of(
@@ -133,7 +133,7 @@ FAULTS = [
     ("amp_scale_collapse", "error", "steps in a row were skipped", run(steps=[
         *steps_of(CALM), *[{"t": "step", "i": 600 + k, "norm": None, "nonfinite": 1, "skipped": True, "amp_scale": 9.0}
                            for k in range(15)]])),
-    ("clipping_always_on", "warning", "on 100 % of 600 steps: it acts as a learning rate 0.05 times as large",
+    ("clipping_always_on", "warning", "on 100 % of 600 steps: it acts like a learning rate 0.05 times as large",
      clipped([20.0] * 600)),
     ("clipping_always_on", "info", "usually multiplied gradients by 0.05", clipped([20.0] * 600, optimizer="AdamW")),
     ("clipped_twice", "warning", "the first (norm at 5.0) bound on 10 %, the second (AdaGC) bound on 20 %",
@@ -142,19 +142,19 @@ FAULTS = [
                  "clips": [["norm", 5.0, 1 - 0.1 * (i % 10 == 0)], ["AdaGC", None, 1 - 0.1 * (i % 5 == 0)]]}
                 for i in range(300)])),
     ("clipped_twice", "warning", "the script's own norm=1.0 bound on 50 %, --clip norm=4.0 bound on 0 %; "
-     "--clip norm=4.0 had no effect; --clip norm=4.0 only saw what the script's own norm=1.0 had left",
+     "--clip norm=4.0 had no effect; --clip norm=4.0 only got what the script's own norm=1.0 had left",
      make_record(meta={"t": "meta", "clip": "norm=4", "optimizers": ["SGD"]}, steps=[
          {"t": "step", "i": i, "norm": 1.0, "coefficient": 1 - 0.5 * (i % 2), "rule": "norm", "threshold": 1.0,
           "clips": [["norm", 1.0, 1 - 0.5 * (i % 2)], ["norm", 4.0, 1.0]]} for i in range(300)])),
     ("update_spike", "info", "weights by up to 3.00 times as much as usual at their learning rate, from step 400 on",
      run(steps=[step | {"lr": 0.1, "update": 3e-3 if 400 <= step["i"] < 403 else 1e-3} for step in steps_of(CALM)])),
-    ("update_rule", "warning", "all updates of a step together have one length", updating(
+    ("update_rule", "warning", "the update of all weights together has the same length", updating(
         lambda i, place: math.sqrt(0.5 + 0.2 * math.sin(i) * (-1) ** place))),
     ("update_rule", "warning", "root mean square of 1.00 times the learning rate or more, and never less", updating(
         lambda i, place: max(1.0, 1 + 0.3 * math.sin(1.7 * i + place)))),
-    ("update_rule", "warning", "each step is 0.150 times what the optimizer's rule makes of its learning rate", run(
+    ("update_rule", "warning", "each step is 0.150 times the step that the optimizer's rule makes of its", run(
         steps=[step | {"lr": 0.1, "update": 1e-3, "over_rule": 0.15} for step in steps_of(CALM)])),
-    ("update_rule", "warning", "90 % of each step of layers.2.weight is weight decay, and the weights fall with it",
+    ("update_rule", "warning", "90 % of each step of layers.2.weight is weight decay, and the weights shrink with it",
      updating(lambda i, place: 1.0, of_matrix=2)),
     ("logits_grow", "warning", "the largest attention logit grew from 2.20 to 96.4, in blocks.1.attn", run(steps=[
         step | {"logit": 2 * 1.01 ** step["i"], "logit_of": "blocks.1.attn"}
@@ -375,4 +375,4 @@ def test_a_rule_without_a_threshold_yet_has_none_that_could_lock_in():
 
 def test_a_rule_that_says_only_its_coefficient_is_judged_by_it():
     (found,) = findings(run(steps=steps_of(CALM, coefficient=0.25, rule="adagc")))
-    assert "acts as a learning rate 0.25 times as large" in found.message
+    assert "acts like a learning rate 0.25 times as large" in found.message

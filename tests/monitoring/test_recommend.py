@@ -45,12 +45,12 @@ NAN = [2.0**i for i in range(19)] + [None] * 200
 DECISIONS = {
     # name: record, kind, rule, a part of headline and reason
     "nothing recorded": (run([]), "unknown", None, "holds no gradient norms"),
-    "too short": (run(CALM[:100]), "unknown", None, r"90 usable steps, and 200 are needed"),
+    "too short": (run(CALM[:100]), "unknown", None, r"90 usable steps; 200 are needed"),
     "all skipped": (run(CALM, skipped=True), "unknown", None, "0 usable steps"),
-    "calm": (run(CALM), "constant", r"norm=\d", "As insurance, clip at .*needs no clip.*holds back the next"),
+    "calm": (run(CALM), "constant", r"norm=\d", "As insurance, clip at .*needs no clip.*limits the next"),
     "calm, unknown optimizer": (run(CALM, optimizer=None), "constant", r"norm=\d", "As insurance"),
     "calm, Adam": (run(CALM, "Adam"), "constant", r"norm=\d", "As insurance"),
-    "calm, Rprop": (run(CALM, "Rprop"), "nothing", None, "nothing to clip.*reads the signs of gradients alone"),
+    "calm, Rprop": (run(CALM, "Rprop"), "nothing", None, "nothing to clip.*reads only the signs of gradients"),
     "lost to bad batches": (
         run([norm * (100 if i > 100 and i % 40 == 39 else 1) * (1 if i < 250 else 1e6) for i, norm in enumerate(CALM)],
             losses=[90.0 if i > 100 and i % 40 == 39 else 2.3 - i / 600 if i < 250 else 2e5 for i in range(600)]),
@@ -59,8 +59,8 @@ DECISIONS = {
     "heavy tails": (run(log_normal(600, spread=0.6)), "constant", r"norm=\d", "As insurance"),
     "NaN at step 19": (run(NAN), "fix", "norm=0.1", r"Multiply the learning rate by 0.3. Clip at 0.1 as well"),
     "NaN at step 19, Adam": (run(NAN, "Adam"), "fix", "norm=0.3", r"rate by 0.1. Clip at 0.3 as well"),
-    "NaN at once": (run([None] * 50), "fix", None, "Look at the batch of step 0.*gradguard explain nan"),
-    "NaN out of calm": (run(CALM + [None] * 50), "fix", None, r"Look at the batch of step 600"),
+    "NaN at once": (run([None] * 50), "fix", None, "Check the batch of step 0.*gradguard explain nan"),
+    "NaN out of calm": (run(CALM + [None] * 50), "fix", None, r"Check the batch of step 600"),
     "NaN after losses had grown": (
         run(CALM + [None] * 50, losses=[1.0] * 590 + [1.5**k for k in range(10)] + [None] * 50), "fix", r"norm=1\.0",
         "Multiply the learning rate by 0.3"),
@@ -71,7 +71,7 @@ DECISIONS = {
     "bad batches": (
         run(SPIKED, losses=[90.0 if i % 100 == 80 else 2.3 - i / 600 for i in range(600)]), "constant", r"norm=1\.\d",
         "Clip at 1.*It is the norm of an ordinary step, and would have acted on 5"),
-    "a clip by hand": (run([min(norm, 0.5) for norm in CALM]), "unknown", None, "clip by hand.*Most norms are equal"),
+    "a clip by hand": (run([min(norm, 0.5) for norm in CALM]), "unknown", None, "hand-written clip.*norms are equal"),
     "a guard": (clipped(SPIKED, 20.0), "keep", "norm=20", "Keep 20.*acted on 1 % of 600 steps, and the run is well"),
     "a clip that never bound": (clipped(CALM, 20.0), "constant", r"norm=\d", "As insurance"),
     "a shaping clip": (clipped(CALM, 1.0), "keep", "norm=1.0", "Keep 1.0"),
@@ -117,7 +117,7 @@ def test_a_low_threshold_is_never_called_free():
     assert found.clip_share > 0.5
     assert found.experiment
     assert "needs no clip" not in found.reason
-    assert "on yours an experiment tells: gradguard tune" in found.reason
+    assert "an experiment shows whether it does on yours: gradguard tune" in found.reason
 
 
 @pytest.mark.parametrize(

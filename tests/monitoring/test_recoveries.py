@@ -109,12 +109,12 @@ WORDS = {
         "The run went back to older weights 1 time. That cost 14 steps; the longest recovery took 16 steps."),
     "all": ([{"kind": "rolled_back", "lost": 1, "recovery": 9}, {"kind": "rolled_back", "lost": 1000,
         "recovery": 2, "slowed_down": True}, {"kind": "data_shift", "lost": 3, "recovery": 5}],
-        "The run went back to older weights 2 times (after 1 of them with a lower learning rate) and took 1 burst of "
-        "spikes for a change of the data. That cost 1,004 steps; the longest recovery took 9 steps."),
-    "open": ([{"kind": "burst"}], "A burst of spikes was adopted as the new level, and the record ends before it was "
-        "over."),
-    "no snapshot": ([{"kind": "burst", "lost": 6}], "A burst of spikes was adopted as the new level, which cost 6 "
-        "steps."),
+        "The run went back to older weights 2 times (after 1 of them with a lower learning rate) and treated 1 burst "
+        "of spikes as a change of the data. That cost 1,004 steps; the longest recovery took 9 steps."),
+    "open": ([{"kind": "burst"}], "A burst of spikes was accepted as the new level of norms, and the record "
+        "ends before it was over."),
+    "no snapshot": ([{"kind": "burst", "lost": 6}], "A burst of spikes was accepted as the new level of "
+        "norms, which cost 6 steps."),
 }  # fmt: skip
 
 

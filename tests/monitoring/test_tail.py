@@ -461,7 +461,7 @@ def test_once_prints_plain_lines_where_there_is_no_terminal(path, capsys):
     path.write_text(text_of(*EVERYTHING))
     assert main(["tail", str(path), "--once", "--lines", "1"]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith("A number left the range of float16")
+    assert first.startswith("A value overflowed float16")
     assert others == [
         "step 1 error: gradients of a.weight[0] are not finite (lower the learning rate)",
         "step 1  rate 10.0 steps/s  time 0 s  loss not finite  AMP scale 65536  norm 0.0200  threshold 1.0  "
@@ -498,7 +498,7 @@ def test_a_run_is_followed_line_by_line_until_its_end(path, capsys, monkeypatch)
         "step 0 error: gradients of a.weight are not finite (look)",
         "step 1  rate 10.0 steps/s  time 0 s  loss 2.50  norm 2.00",
         "step 2  rate 10.0 steps/s  time 0 s  loss 2.50  norm 2.00",
-        "The record has 3 steps, too few to say whether the run is well. Record at least 60 steps, better 200.",
+        "The record has 3 steps, too few to say whether the run is well. Record at least 60 steps, or better 200.",
         "finished after 3 steps in 1 min 1 s",
     ]
 

@@ -223,12 +223,12 @@ BROKEN = {
     "the same in front of a momentum": (
         lambda p: Adafactor(p, lambda rms: rms.clamp(max=1.0), 0.9), "adds to the momentum"),
     "its twin in front of one": (lambda p: Adafactor(p, lambda rms: rms.clamp(min=1.0), 0.9), None),
-    "an update divided by its norm": (by_norm, "one length on every step"),
+    "an update divided by its norm": (by_norm, "the same length on every step"),
     "Muon": (muon, None),
     "signs over the fan-in": (signs, None),
-    "the rate twice": (lambda p: twice(torch.optim.SGD)(p, lr=0.05), "times what the optimizer's rule makes"),
+    "the rate twice": (lambda p: twice(torch.optim.SGD)(p, lr=0.05), "times the step that the optimizer's rule makes"),
     "once": (lambda p: torch.optim.SGD(p, lr=0.1), None),
-    "a decay of 30": (decayed(30.0), "is weight decay, and the weights fall with it"),
+    "a decay of 30": (decayed(30.0), "is weight decay, and the weights shrink with it"),
     "a decay of 0.1": (decayed(0.1), None),
     "a clip of gradients that always binds": (
         lambda p: gg.Guard(torch.optim.SGD(p, lr=0.1), gg.ClipByGlobalNorm(1e-3)).optimizer, None),

@@ -32,7 +32,7 @@ def share_of(share, count=1000):
         (
             make_record(steps=steps_of([min(norm, 0.3) for norm in CALM])),
             "never",
-            "No clipping in 600 steps, and yet most norms are equal: something that was not seen scales gradients",
+            "No clipping in 600 steps, but most norms are equal: code that was not observed scales gradients",
         ),
         (clipped(share_of(0), 1.0), "never", "Clipping at 1.0 never bound in 1,000 steps."),
         (clipped(share_of(0.01), 1.0), "guard", "at 1.0 bound on 1 % of 1,000 steps: a guard against rare"),
@@ -40,8 +40,8 @@ def share_of(share, count=1000):
         (
             clipped([20.0] * 4000, 1.0),
             "normalising",
-            "Clipping at 1.0 bound on 100 % of 4,000 steps: it works as a learning rate 0.05 times as large, "
-            "not as a guard.",
+            "Clipping at 1.0 bound on 100 % of 4,000 steps: it acts like a learning rate 0.05 times as large, "
+            "not like a guard.",
         ),
         (
             clipped([20.0] * 10, 1.0, "AdamW"),
@@ -78,7 +78,7 @@ def test_nonfinite_and_skipped_steps_are_counted_and_kept_out_of_the_share():
     judged = verdict(record)
     assert (judged.nonfinite_steps, judged.skipped_steps) == (2, 1)
     assert judged.clip_share == 3 / 7
-    assert "bound on 43 % of the 7 steps that were taken and finite" in judged.sentence
+    assert "bound on 43 % of the 7 steps that were taken with finite gradients" in judged.sentence
     assert judged.sentence.endswith("Of 10 steps: 1 skipped. 2 non-finite.")
     assert (judged.taken_steps, judged.steps) == (7, 10)
 
@@ -101,7 +101,7 @@ def beside_its_own(own, applied, counts, *, named="norm=4"):
         (
             beside_its_own(("norm", 1.0), ("norm", 4.0), (0, 77, 0, 23)),
             "2 clips, on 100 steps: the script's own norm=1.0 bound on 77 %, --clip norm=4.0 bound on 0 %. Together "
-            "they bound on 77 %: it works as a learning rate 0.5 times as large, not as a guard.",
+            "they bound on 77 %: it acts like a learning rate 0.5 times as large, not like a guard.",
             1.0,
         ),
         (
@@ -113,7 +113,7 @@ def beside_its_own(own, applied, counts, *, named="norm=4"):
         (
             beside_its_own(("norm", 8.0), ("norm", 4.0), (0, 0, 0, 10)),
             "2 clips, on 10 steps: the script's own norm=8.0 bound on 0 %, --clip norm=4.0 bound on 0 %: none of them "
-            "did anything.",
+            "changed a gradient.",
             8.0,
         ),
         (

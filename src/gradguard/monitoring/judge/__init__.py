@@ -1,1 +1,1 @@
-"""Judgements of a run: findings, verdict, recommendation, replay. Plain numbers, without torch."""
+"""Judges a run by its record: findings, verdict, diagnosis, recommendation, replay. Uses plain numbers, not torch."""

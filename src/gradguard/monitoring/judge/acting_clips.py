@@ -1,4 +1,4 @@
-"""The clips of a run told apart, where more than one acts: whose each is, and how often each of them bound."""
+"""Separates the clips of a run where several act: the owner of each, and how often each bound."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ class ActingClip:
     """One clip of a run.
 
     Attributes:
-        name: Its name: ``"--clip norm=4.0"``, ``"the script's own norm=1.0"``, or ``"the first (norm at 1.0)"``
-            where nobody knows whose it is.
-        threshold: Its last threshold, if it has one.
-        acted: On how many steps it acted.
-        bound: On how many of these it bound; None if its coefficient is not known.
-        coefficient: Its factor on a usual step on which it bound; None without one.
+        name: The name: ``"--clip norm=4.0"``, ``"the script's own norm=1.0"``, or ``"the first (norm at 1.0)"`` where
+            the record does not say whose clip it is.
+        threshold: The last threshold; None if it has none.
+        acted: The number of steps on which it acted.
+        bound: The number of these steps on which it bound; None if its coefficient is not known.
+        coefficient: The median coefficient of the steps on which it bound; None without such steps.
     """
 
     name: str
@@ -55,14 +55,14 @@ def acting_clips(record: Record) -> list[ActingClip]:
 def clips_on(record: Record, steps: Lines) -> list[ActingClip]:
     """Return the clips of some steps in the order in which they act within a step.
 
-    ``gradguard run --clip`` acts behind what the script clips before its step, and before a guard's.
+    ``gradguard run --clip`` acts after the clips that the script calls before its step, and before a guard's clip.
 
     Args:
         record: The record of a run, of one optimizer.
         steps: Some of its steps.
 
     Returns:
-        The clips; empty where none acted.
+        The clips; empty where no clip acted.
 
     Example:
         >>> from pathlib import Path
@@ -72,12 +72,12 @@ def clips_on(record: Record, steps: Lines) -> list[ActingClip]:
         >>> [(clip.name, clip.bound) for clip in clips_on(record, record.steps)]
         [("the script's own norm=1.0", 1), ('--clip norm=4.0', 0)]
     """
-    command = record.meta.get("clip")  # the rule of --clip; a Monitor writes the class of its guard's clipper instead
+    command = record.meta.get("clip")  # the rule of --clip; but a Monitor writes the class of its guard's clipper
     command = command if isinstance(command, str) and command[:1].islower() else None
     columns = [steps.column(key) for key in ("rule", "threshold", "coefficient")]
     rules, *numbers = columns
     known: dict[tuple, _KnownClip] = {}
-    if len(set(rules)) == 1 and not any(steps.column("clips")):  # one clip, whose steps need not be told apart
+    if len(set(rules)) == 1 and not any(steps.column("clips")):  # a single clip on all steps
         is_applied = _applied([(rules[0], None, None)], command) == 0
         known = {(): _KnownClip(str(rules[0]), is_applied, 0, *numbers)} if rules[0] else {}
     else:
@@ -93,11 +93,11 @@ def clips_on(record: Record, steps: Lines) -> list[ActingClip]:
                 clip.thresholds.append(threshold)
                 clip.coefficients.append(coefficient)
     ordered = sorted(known.values(), key=lambda clip: clip.place)
-    return [clip.told(place, command is not None) for place, clip in enumerate(ordered)]
+    return [clip.summary(place, command is not None) for place, clip in enumerate(ordered)]
 
 
 def _applied(clips: Sequence[Sequence[Any]], command: str | None) -> int | None:
-    """The place of the clip of ``--clip`` among those of a step: the last that fits what it was given."""
+    """Return the place of the ``--clip`` among the clips of a step: the last one that fits its argument."""
     if command is None:
         return None
     name, _, number = command.partition("=")
@@ -109,7 +109,7 @@ def _applied(clips: Sequence[Sequence[Any]], command: str | None) -> int | None:
 def clipped_twice(steps: Lines) -> Lines:
     """Return the steps on which a gradient was clipped more than once.
 
-    Clips of different parameters do not meet: each compares what backward left.
+    Clips of different parameters do not count: each acts on gradients as backward left them.
 
     Args:
         steps: Steps of a record.
@@ -125,11 +125,11 @@ def clipped_twice(steps: Lines) -> Lines:
 
 
 def shares_in_words(clips: Sequence[ActingClip], steps: int) -> str:
-    """Return how often each of several clips bound.
+    """Return the share of the steps on which each of several clips bound, as text.
 
     Args:
         clips: The clips.
-        steps: The number of steps that these are shares of.
+        steps: The number of steps that the shares refer to.
 
     Example:
         >>> shares_in_words([ActingClip("the first", 1.0, 9, 3), ActingClip("the second", 2.0, 9, None)], 10)
@@ -141,7 +141,7 @@ def shares_in_words(clips: Sequence[ActingClip], steps: int) -> str:
 
 @dataclass(slots=True)
 class _KnownClip:
-    """A clip, with what it compared with and multiplied by on each step on which it acted."""
+    """A clip, with its threshold and coefficient on each step on which it acted."""
 
     rule: str
     applied: bool
@@ -149,14 +149,16 @@ class _KnownClip:
     thresholds: list[float | None] = field(default_factory=list)
     coefficients: list[float | None] = field(default_factory=list)
 
-    def told(self, place: int, beside_command: bool) -> ActingClip:
+    def summary(self, place: int, beside_command: bool) -> ActingClip:
         known, measured = without_none(self.thresholds), without_none(self.coefficients)
         rule = self.rule
         if rule in _FIXED and known:
             rule += ("=" if beside_command else " at ") + from_to(known)
-        name = f"the {_ORDINALS[place] if place < len(_ORDINALS) else f'{place + 1}th'} ({rule})"
         if beside_command:
             name = f"--clip {rule}" if self.applied else f"the script's own {rule}"
+        else:
+            ordinal = _ORDINALS[place] if place < len(_ORDINALS) else f"{place + 1}th"
+            name = f"the {ordinal} ({rule})"
         binding = [coefficient for coefficient in measured if coefficient < BINDS_BELOW]
         bound = len(binding) if measured else None
         return ActingClip(name, self.thresholds[-1], len(self.thresholds), bound, median(binding))
@@ -164,5 +166,5 @@ class _KnownClip:
 
 @lru_cache(maxsize=64)
 def _plain(name: str) -> str:
-    """``clip_fraction`` and ``ClipFraction`` are the same."""
+    """Return a name without case and underscores: ``clip_fraction`` and ``ClipFraction`` are one rule."""
     return name.replace("_", "").lower()

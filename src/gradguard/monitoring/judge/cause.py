@@ -1,4 +1,4 @@
-"""A cause: one thing that explains what a run did, with how sure it is, what to do, and where it shows."""
+"""Causes: each explains what a run did, with its certainty, the advice and the evidence."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,17 +8,17 @@ from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.numbers import capital
 
 CERTAINTIES = ("certain", "likely", "possible")
-"""How sure a cause is: the record leaves no other reading; it is the likely reading; it may be."""
+"""Certain: the record allows no other explanation. Likely: it is the likely one. Possible: it is one of several."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Where a cause shows.
+    """An observation that supports a cause.
 
     Attributes:
-        steps: The first and the last step that it is about.
+        steps: The first and the last step of the observation.
         words: The observation, as one sentence with numbers.
-        params: The parameters that it is about, if it is about some.
+        params: The parameters concerned; empty where the observation concerns the whole run.
     """
 
     steps: tuple[int, int]
@@ -27,7 +27,7 @@ class Evidence:
 
     @classmethod
     def of(cls, found: Finding) -> "Evidence":
-        """Return what a finding shows.
+        """Return a finding as evidence.
 
         Args:
             found: The finding.
@@ -42,14 +42,15 @@ class Cause:
     Attributes:
         key: One of `causes.KEYS`.
         certainty: ``"certain"``, ``"likely"`` or ``"possible"``.
-        sentence: One sentence on the run.
+        sentence: One sentence about the run.
         advice: The steps to take, in whole sentences that can be followed literally.
-        evidence: Where it shows, the strongest first.
-        rules_out: Causes that the evidence excludes, in whole sentences.
-        rate_factor: The number to multiply the learning rate by, where that is the advice.
-        threshold: The norm to clip at, where that is part of the advice.
-        optimizer: The label of the optimizer that it is about, where the record has several.
-        may_be_meant: Whether it may be wanted, so that the page of a run which learns asks.
+        evidence: The observations that support the cause, the strongest first.
+        rules_out: The explanations that the evidence excludes, in whole sentences.
+        rate_factor: The factor to multiply the learning rate by, where the advice changes the rate.
+        threshold: The norm to clip at, where the advice includes a clip.
+        optimizer: The label of the affected optimizer, where the record has several.
+        may_be_meant: Whether the user may have intended it. If so, the report of a run that learns asks instead of
+            advising.
     """
 
     key: str
@@ -65,14 +66,14 @@ class Cause:
 
     @property
     def doubt(self) -> int:
-        """The place of its certainty: 0 for the surest."""
+        """The rank of the certainty: 0 for certain, 2 for possible."""
         return CERTAINTIES.index(self.certainty)
 
-    def of(self, optimizer: str) -> "Cause":
-        """Return this cause as one of an optimizer among several.
+    def for_optimizer(self, optimizer: str) -> "Cause":
+        """Return a copy whose sentence names the affected optimizer.
 
         Args:
-            optimizer: Its label.
+            optimizer: The label of the optimizer.
         """
         sentence = f"{capital(optimizer)}: {self.sentence}"
         return replace(self, optimizer=optimizer, sentence=sentence)
@@ -80,14 +81,14 @@ class Cause:
 
 @dataclass(frozen=True)
 class Sign:
-    """Evidence in a record that a cause is there.
+    """A match of one row of the cause table with a record.
 
     Attributes:
-        evidence: Where it shows, the strongest first.
-        words: Words for the gaps in the row's sentences.
-        certainty: How sure it is; empty for what the row says.
-        rate_factor: The number to multiply the learning rate by, where that is the advice.
-        threshold: The norm to clip at, where that is part of the advice.
+        evidence: The observations, the strongest first.
+        words: The values for the placeholders in the row's sentences.
+        certainty: The certainty; empty for the row's own.
+        rate_factor: The factor to multiply the learning rate by, where the advice changes the rate.
+        threshold: The norm to clip at, where the advice includes a clip.
     """
 
     evidence: tuple[Evidence, ...]
@@ -103,12 +104,12 @@ class Row:
 
     Attributes:
         key: The cause.
-        sign: The evidence that it needs: what it shows by, or None where it does not show.
-        certainty: How sure it is, unless the sign says otherwise.
-        sentence: One sentence on the run, with gaps in braces.
-        advice: The steps to take, with gaps in braces.
-        rules_out: The causes that the evidence excludes; a cause that is only possible excludes nothing.
-        may_be_meant: Whether it may be wanted.
+        sign: Searches the signals of a run for the cause: returns a `Sign`, or None where nothing was found.
+        certainty: The certainty, unless the sign sets its own.
+        sentence: One sentence about the run, with placeholders in braces.
+        advice: The steps to take, with placeholders in braces.
+        rules_out: The explanations that the evidence excludes. A cause that is only possible excludes nothing.
+        may_be_meant: Whether the user may have intended it.
     """
 
     key: str
@@ -120,10 +121,10 @@ class Row:
     may_be_meant: bool = False
 
     def cause(self, sign: Sign) -> Cause:
-        """Return the cause that a sign shows.
+        """Return the cause, with the sign's values filled into the sentences.
 
         Args:
-            sign: The sign.
+            sign: A sign that this row's ``sign`` returned.
         """
         certainty = sign.certainty or self.certainty
         excludes = certainty != "possible" and self.rules_out

@@ -1,4 +1,4 @@
-"""Conditions on a record, such as ``exploding`` or ``faulty_steps>0``, that let a build fail on an unhealthy run."""
+"""Conditions on a record, such as ``exploding`` or ``faulty_steps>0``, which let a build fail on an unhealthy run."""
 
 import difflib
 import math
@@ -16,9 +16,9 @@ from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.step_rows import by_optimizer, nonfinite_on, skipped_on, usable_norms
 
 QUANTITIES = {
-    "faulty_steps": "steps whose gradients held NaN or infinity, without those that a GradScaler left out",
+    "faulty_steps": "steps whose gradients held NaN or infinity, without those that a GradScaler skipped",
     "nonfinite_steps": "steps whose gradients held NaN or infinity",
-    "skipped_steps": "steps that a loss scaler or a guard left out",
+    "skipped_steps": "steps that a loss scaler or a guard skipped",
     "clip_share": "share of the steps on which clipping bound",
     "max_norm": "largest norm before clipping, infinite where one was not finite",
     "median_norm": "median norm before clipping",
@@ -26,15 +26,15 @@ QUANTITIES = {
     "drift": "largest over smallest median norm of ten windows",
     "lock_in_share": "share of the steps in lock-in: bound on more than half of 100 steps at one threshold",
     "final_loss": "mean loss of the last steps, infinite where it was not finite",
-    "overhead_share": "share of the time that observing took",
+    "overhead_share": "share of the run's time that observing took",
     "errors": "health findings of severity error",
     "warnings": "health findings of severity warning",
 }
-"""Each quantity that a condition can compare with a number: the keys of ``--json``. The number of findings of each kind
-can be compared too."""
+"""The quantities that a condition can compare with a number; they are keys of ``--json``. The number of findings of
+each kind can be compared, too."""
 
 _COUNTED = frozenset([*KINDS, "errors", "warnings"])
-"""Names of findings that can be counted: of a kind, or of a severity."""
+"""Quantities that count findings of a kind or a severity."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
@@ -44,13 +44,13 @@ _CONDITION = re.compile(r"\s*(\w+)\s*(?:(>=|<=|==|!=|>|<)\s*([^\s%<>=!]+)\s*(%?)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One comparison, as in ``clip_share>0.5``; or the name of a finding, which holds if there is one.
+    """A comparison such as ``clip_share>0.5``, or the name of a kind of finding, which holds if the run has one.
 
     Attributes:
         quantity: A key of `QUANTITIES`, or a kind of findings.
         comparison: ``>``, ``>=``, ``<``, ``<=``, ``==`` or ``!=``.
-        value: The number that it is compared with.
-        alone: Whether it was written without a comparison, which stands for ``>0``.
+        value: The number to compare the quantity with.
+        alone: Whether the condition was written without a comparison, which means ``>0``.
     """
 
     quantity: str
@@ -59,10 +59,10 @@ class Condition:
     alone: bool = False
 
     def holds(self, measured: float) -> bool:
-        """Return whether it holds of a measured number.
+        """Return whether the condition holds for a measured number.
 
         Args:
-            measured: The number.
+            measured: The measured number.
         """
         return _OPERATORS[self.comparison](measured, self.value)
 
@@ -74,13 +74,13 @@ def parse_conditions(text: str) -> list[Condition]:
     """Return the conditions in a text such as ``"exploding, dead_layer>2, clip_share>50%"``.
 
     Args:
-        text: Kinds of findings, or comparisons, with commas between them; a number may be a percentage.
+        text: Kinds of findings, or comparisons, separated by commas; a number may be a percentage.
 
     Returns:
         At least one condition.
 
     Raises:
-        CommandError: If one is neither, or names what is not known.
+        CommandError: If a part is neither, or names an unknown quantity or finding.
 
     Example:
         >>> [str(condition) for condition in parse_conditions("exploding, faulty_steps>0, clip_share > 50%")]
@@ -90,19 +90,19 @@ def parse_conditions(text: str) -> list[Condition]:
 
 
 def holding(conditions: list[Condition], record: Record) -> list[str]:
-    """Return the conditions that hold of a record, each with what was measured.
+    """Return the conditions that hold for a record, each with the measured value.
 
-    Norms and clipping are judged for each optimizer by itself, and a condition holds if it holds for one of them.
+    Norms and clipping are judged for each optimizer separately. A condition holds if it holds for one of them.
 
     Args:
         conditions: Conditions, as `parse_conditions` returns them.
         record: The record of a run.
 
     Returns:
-        Words such as ``"faulty_steps>0: faulty_steps is 3"``; empty where none holds.
+        Sentences such as ``"faulty_steps>0: faulty_steps is 3"``; empty where no condition holds.
 
     Raises:
-        CommandError: If a quantity was not measured: a condition on it would be false without a word.
+        CommandError: If a quantity was not measured. A condition on it would otherwise be false silently.
     """
     said = []
     for condition in conditions:
@@ -114,7 +114,7 @@ def _parse(text: str) -> Condition:
     found = _CONDITION.fullmatch(text)
     if found is None:
         raise CommandError(
-            f"--fail-on {text.strip()!r}: expected a finding, as in exploding, or a quantity, one of "
+            f"--fail-on {text.strip()!r}: expected a finding, as in exploding, or a quantity, one of the comparisons "
             f"{' '.join(_OPERATORS)}, and a number, as in faulty_steps>0. {_KNOWN}"
         )
     quantity, comparison, digits, percent = found.groups()
@@ -139,24 +139,24 @@ _KNOWN = f"Known quantities: {', '.join(QUANTITIES)}. Known findings: {', '.join
 
 
 def _of_quantity(condition: Condition, record: Record) -> list[str]:
-    """Return a sentence for each optimizer, or for the run, where a condition on a quantity holds."""
+    """Return a sentence for each optimizer, or for the run, if a condition on a quantity holds there."""
     quantity, judged = condition.quantity, verdict(record)
     parts = [("", record, judged)]
     if judged.parts and quantity in _OF_EACH:
         pairs = zip(by_optimizer(record), judged.parts, strict=True)
         parts = [(f" of {label}", part.record, one) for part, (label, one) in pairs]
-    measured = [(of, _measured(quantity, part, one)) for of, part, one in parts]
-    known = [(of, value) for of, value in measured if value is not None]
+    measured = [(whose, _measured(quantity, part, one)) for whose, part, one in parts]
+    known = [(whose, value) for whose, value in measured if value is not None]
     if not known:
         raise CommandError(_not_measured(condition, QUANTITIES[quantity], record))
-    return [f"{condition}: {quantity}{of} is {value:.4g}" for of, value in known if condition.holds(value)]
+    return [f"{condition}: {quantity}{whose} is {value:.4g}" for whose, value in known if condition.holds(value)]
 
 
 _COUNTS = frozenset(["faulty_steps", "nonfinite_steps", "skipped_steps"])
-"""Quantities that are not 0 where nothing was recorded."""
+"""Counts of steps. In a record without steps they are unknown, not 0."""
 
 _OF_EACH = frozenset(["clip_share", "max_norm", "median_norm", "spike_share", "drift", "lock_in_share"])
-"""Quantities that each optimizer has for itself."""
+"""Quantities that are measured for each optimizer separately."""
 
 
 def _measured(quantity: str, record: Record, judged: Verdict) -> float | None:
@@ -165,7 +165,8 @@ def _measured(quantity: str, record: Record, judged: Verdict) -> float | None:
         return drift_ratio(usable_norms(record))
     if quantity == "lock_in_share":
         return lock_in_share(record)
-    if quantity == "max_norm" and any(map(operator.gt, nonfinite_on(steps), skipped_on(steps))):  # and not skipped
+    # a step whose gradients were not finite and that was not skipped
+    if quantity == "max_norm" and any(map(operator.gt, nonfinite_on(steps), skipped_on(steps))):
         return math.inf
     value = getattr(judged, quantity)
     if quantity == "final_loss" and value is None and steps.has_any("loss"):
@@ -174,9 +175,9 @@ def _measured(quantity: str, record: Record, judged: Verdict) -> float | None:
 
 
 def _of_findings(condition: Condition, record: Record) -> list[str]:
-    """Return a sentence where a condition on a number of findings holds."""
+    """Return a sentence if a condition on a number of findings holds."""
     needed, measured = _NEEDED.get(condition.quantity, _STEPS)
-    if not measured(record):  # no finding is no sign of health then
+    if not measured(record):  # without the measurements, an absent finding is no sign of health
         raise CommandError(_not_measured(condition, needed, record))
     findings = weighed_findings(record)
     found = [one for one in findings if condition.quantity in (one.kind, f"{one.severity}s")]
@@ -194,11 +195,11 @@ _NEEDED: dict[str, tuple[str, Callable[[Record], bool]]] = {
     "dead_layer": ("norms of each parameter to find it in", lambda record: bool(record.tensors)),
     **dict.fromkeys(("exploding", "vanishing", "nonfinite"), _NORMS),
 }
-"""Without what a finding of that kind cannot be made."""
+"""The measurements that a kind of finding needs: their name, and whether a record has them."""
 
 
 def _not_measured(condition: Condition, what: str, record: Record) -> str:
     return (
         f"--fail-on {condition}: {record.path} has no {condition.quantity} ({what}): it was not measured, or the run "
-        "was too short, so the condition is neither true nor false. Leave it out, or record the run again."
+        "was too short, so the condition is neither true nor false. Leave the condition out, or record the run again."
     )

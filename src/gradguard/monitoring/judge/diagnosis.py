@@ -1,4 +1,4 @@
-"""Diagnosis of a run: its causes, ranked, from the findings and the numbers of its record."""
+"""The diagnosis of a run: its causes, ranked, from the findings and the numbers of its record."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +25,11 @@ class Diagnosis:
 
     Attributes:
         causes: The causes, ranked; never empty.
-        helped: Whether the decision that this run followed has helped, in one sentence; empty where it followed none.
-        parts: The diagnosis of each optimizer with its label, where the record has several.
-        progress: A sentence that the run learns all the same, where its loss fell (also since parts were frozen),
-            nothing else warns and the cause is only likely.
+        helped: One sentence on whether the earlier decision that this run followed has helped; empty where it followed
+            none.
+        parts: The label and the diagnosis of each optimizer, where the record has several.
+        progress: A sentence that the run learns nevertheless: its loss fell (also since parts were frozen), nothing
+            else warns, and the cause is only likely. Empty otherwise.
     """
 
     causes: tuple[Cause, ...]
@@ -43,27 +44,27 @@ class Diagnosis:
 
     @property
     def sentence(self) -> str:
-        """The headline: whether the followed decision has helped, whether the run learns, and what is the matter."""
+        """The headline: whether the followed decision helped, whether the run learns, and the first cause."""
         return " ".join(filter(None, (self.helped, self.progress, self.cause.sentence)))
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is wrong with the run, as far as its record says."""
+        """True if nothing is wrong with the run, as far as its record shows."""
         return self.cause.key == "healthy"
 
 
 @once
 def diagnose(record: Record) -> Diagnosis:
-    """Find what is the matter with a run.
+    """Find the causes of a run's behaviour.
 
-    Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: the surest first, and of those as
-    sure the one that stands first in the table. Where nothing is at least likely, the run is well, or too short to say.
+    Each cause is searched for independently (`causes.CAUSES`). The most certain cause comes first; among equally
+    certain ones, the first in the table. Where no cause is at least likely, the run is well, or too short to judge.
 
     **Guarantees**: a run with an error among its findings is never well; a record always gives the same diagnosis.
 
-    **Edge cases**: each of several optimizers is judged by its own steps, and the gravest cause of all leads; losses of
-    optimizers that take turns are not judged, since those of networks that work against each other mean no progress;
-    one loss for all, as of Muon and AdamW, is judged with each of them.
+    **Edge cases**: each of several optimizers is judged by its own steps, and the most certain cause of all comes
+    first. Losses of optimizers that take turns are not judged: the losses of networks that work against each other do
+    not measure progress. One loss shared by several optimizers, such as Muon and AdamW, is judged with each of them.
 
     Args:
         record: The record of a run.
@@ -89,7 +90,12 @@ def diagnose(record: Record) -> Diagnosis:
         causes = (first, *(cause for cause in others if cause.key not in excluded))
         return Diagnosis(causes, helped(signals), progress=_progress(signals, first))
     each = [(part.label, diagnose(part.record)) for part in parts]
-    sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
+    sick = [
+        cause.for_optimizer(label)
+        for label, one in each
+        for cause in one.causes
+        if cause.key not in ("healthy", "unknown")
+    ]
     sick.sort(key=attrgetter("doubt"))
     if sick and sick[0].certainty != "possible":
         learns = all(one.progress or one.is_well for _, one in each)
@@ -103,19 +109,19 @@ def diagnose(record: Record) -> Diagnosis:
 
 
 SYMPTOMS = ("clipping_always_on", "logits_grow", "recurring_spikes")
-"""Kinds of findings that warn where something is wrong, and are remarks where the run is well."""
+"""Kinds of findings that are warnings in a sick run, and infos in a run that is well."""
 
 
 _CLIP_CAUSES = ("clip_before_unscale", "clip_starves")
-_AS_DIAGNOSED = "do what the diagnosis says about this clip"
+_AS_DIAGNOSED = "follow the diagnosis, which says what to do about this clip"
 
 
 @once
 def weighed_findings(record: Record) -> list[Finding]:
-    """Return what health finds, with the severity and the advice that it has in this run.
+    """Return the health findings, with severity and advice adjusted to the diagnosis.
 
-    **Guarantees**: as `findings`, but that `SYMPTOMS` are ``"info"`` on a run that is well, and that a clip which binds
-    always leaves the advice to the cause that names it.
+    **Guarantees**: the findings are those of `findings`, with two exceptions. `SYMPTOMS` become ``"info"`` in a run
+    that is well. The advice of ``clipping_always_on`` points to the diagnosis where a cause is about the clip.
 
     Args:
         record: The record of a run.
@@ -124,7 +130,7 @@ def weighed_findings(record: Record) -> list[Finding]:
         The findings, errors first, then in the order of steps.
     """
     found, diagnosis = findings(record), diagnose(record)
-    if any(cause.key in _CLIP_CAUSES for cause in diagnosis.causes):  # they say what to do about the clip
+    if any(cause.key in _CLIP_CAUSES for cause in diagnosis.causes):  # the cause's advice covers the clip
         found = [replace(one, advice=_AS_DIAGNOSED) if one.kind == "clipping_always_on" else one for one in found]
     if not diagnosis.is_well:
         return found
@@ -132,7 +138,7 @@ def weighed_findings(record: Record) -> list[Finding]:
 
 
 def _progress(signals: RunSignals, cause: Cause) -> str:
-    """Return what speaks against a cause that is only likely: the loss falls, and nothing else warns."""
+    """Return a sentence that the run learns, if the cause is only likely, the loss falls and nothing else warns."""
     curve = signals.curve
     warned = any(one.severity != "info" and Evidence.of(one) not in cause.evidence for one in signals.found)
     none = cause.key in ("healthy", "unknown", "not_started", "drift") or cause.certainty != "likely"
@@ -140,22 +146,22 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
         return ""
     since = sum(one < cause.evidence[0].steps[0] for one in signals.numbers)
     if cause.may_be_meant and curve.final >= middle(signals.loss.known(since, since + 10)) - curve.error:
-        return ""  # nothing was learned any more
+        return ""  # the loss has not fallen since the cause began
     went = f"from {number(curve.start)} to {signals.ends_at}"
     return f"Your run learns: its loss fell {went}. What may stand in its way:"
 
 
 def _without_cause(signals: RunSignals, others: Sequence[Cause]) -> Cause:
-    """The run is well; or the record cannot say; or a finding that is an error has no cause that is known."""
+    """Return the first cause where the table has none: an unexplained error, a record that cannot tell, or health."""
     error = next((one for one in signals.found if one.severity == "error"), None)
     if error is not None:
-        sentence = f"Something is wrong, and the record does not show why: {error.message}."
+        sentence = f"Something is wrong, but the record does not show why: {error.message}."
         return Cause("unknown", "likely", sentence, f"{capital(error.advice)}.", (Evidence.of(error),))
     if not any(norm is not None for norm in signals.norms):
-        return Cause("unknown", "certain", "The record has no norms to judge by.", _no_norms(signals.record))
+        return Cause("unknown", "certain", "The record has no norms to judge.", _no_norms(signals.record))
     if signals.count < FEWEST_STEPS:
         sentence = f"The record has {counted(signals.count, 'step')}, too few to say whether the run is well."
-        return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, better 200.")
+        return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, or better 200.")
     return _well(signals, others)
 
 
@@ -169,16 +175,17 @@ _CALM = {
     },
     "No batch stands out.": {"bad_batches", "data_shift", "exploding", "nonfinite", "spike", "recurring_spikes"},
 }  # fmt: skip
-"""Sentences on a run that is well, and the causes and kinds of findings of which none may stand beside it."""
+"""Sentences about a run that is well. Each is dropped if the run shows one of the causes or findings listed with it."""
 
 
 A_PART = 0.3
-"""Of the first loss: of the runs that were called well after a fall by less, one in six was not, by more one in 30."""
+"""Share of the first loss. Of the runs that were called well, one in six was sick where the loss fell by less than this
+share, and one in 30 where it fell by more."""
 
 
 def _well(signals: RunSignals, others: Sequence[Cause]) -> Cause:
     curve, certainty, ruled = signals.curve, "likely", ()
-    sentence, advice = "Your run is well.", "Nothing has to be mended."
+    sentence, advice = "Your run is well.", "Nothing has to be fixed."
     if not curve.is_known:
         words = f"Norms and layers are as they should be on {signals.count:,} steps; losses were not judged."
         return Cause("healthy", certainty, sentence, advice, (signals.seen(words),))
@@ -192,24 +199,24 @@ def _well(signals: RunSignals, others: Sequence[Cause]) -> Cause:
         ruled = tuple(words for words, against in _CALM.items() if not against & shown)
         if (
             curve.fallen < A_PART and not curve.is_falling
-        ):  # noise that no model can learn, or a fault that leaves the loss near a guess
+        ):  # either the rest is noise that no model can learn, or a fault keeps the loss near that of a guess
             certainty = "possible"
             sentence = (
                 f"Your run is well as far as its record shows; its loss went {went}, and the record cannot "
-                "say whether there is more to learn."
+                "tell whether there is more to learn."
             )
             advice = (
-                "Compare the loss with that of one answer for all samples, such as the logarithm of the number of "
-                "classes or the variance of the targets. If it is hardly lower and you expect more, look at labels "
-                "and loss."
+                "Compare the loss with the loss of one answer for all samples, such as the logarithm of the number of "
+                "classes or the variance of the targets. If it is hardly lower and you expect more, check the labels "
+                "and the loss."
             )
     else:
         certainty = "possible"
         sentence = (
-            f"Your run is well as far as its gradients show; its loss goes to and fro, {went}, which need not measure "
-            "what it learns."
+            f"Your run is well as far as its gradients show; its loss goes to and fro, {went}, and may not measure "
+            "progress."
         )
-        advice = "Judge it by what it is for, such as a held-out loss or a return."
+        advice = "Judge the run by its goal, such as a held-out loss or a return."
     words = f"The loss went {went} in {signals.count:,} steps."
     return Cause("healthy", certainty, sentence, advice, (signals.seen(words),), ruled)
 
@@ -220,11 +227,11 @@ def _no_norms(record: Record) -> str:
         seen = f"Clip calls were seen ({clips:,}), but no step" if clips else "No step"
         return (
             f"{seen} of a torch.optim optimizer{'' if clips else ' was seen'}, so no norm was recorded: gradguard "
-            "measures at optimizer.step(), which a script that changes its weights by hand does not call."
+            "measures in optimizer.step(), which a script that updates its weights by hand does not call."
         )
     if record.steps.has_any("post_norm"):
         return (
-            "Only norms after clipping were recorded; a threshold read from those would repeat the old one; record the "
-            "run again with gradguard run, which sees the norms before clipping."
+            "Only norms after clipping were recorded, and a threshold derived from these would repeat the old one; "
+            "record the run again with gradguard run, which measures the norms before clipping."
         )
     return "The record holds no gradient norms; record the run again with gradguard run."

@@ -1,4 +1,4 @@
-"""Findings: how a fault that lasts or comes back becomes one, and the words that all of them share."""
+"""Findings: how a fault that lasts or recurs becomes a single finding, and how its message is worded."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from gradguard.monitoring.record.step_rows import OptimizerSteps
 from gradguard.words import counted, listed
 
 RECOVERED_STEPS = 100
-"""So many healthy steps end an episode; the next fault of its kind is told anew."""
+"""After this many healthy steps an episode is over, and the next fault of its kind is reported again."""
 
 NAMED_AT_MOST = 5
 
 SEVERITIES = ("error", "warning", "info")
 
 Words = tuple[str, str, str]
-"""The severity, what was seen, and what to do."""
+"""The severity, the observation, and the advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        name: As records and pages have it.
-        words: Says an episode of it.
-        value: Which of an episode's numbers says how bad it is, if one does.
-        confidence: As a `Finding` has it.
+        name: The name in records and reports.
+        words: Words an episode of this kind: returns severity, observation and advice.
+        value: The key of the episode's number that measures the fault; empty where none does.
+        confidence: The ``confidence`` of its `Finding`.
     """
 
     name: str
@@ -39,19 +39,19 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about a run that a person should know, and what to do about it.
+    """An observation about a run that a person should know, with advice.
 
     Attributes:
-        kind: The kind of event of the record, such as ``"dead_layer"``.
+        kind: The kind of fault, such as ``"dead_layer"``.
         severity: ``"error"`` (the run is damaged), ``"warning"`` (it may be) or ``"info"``.
         message: The observation, with numbers.
         advice: The steps to take.
-        first_step: The step where it began.
-        last_step: The last step where it was seen.
-        params: The parameters it is about, if it is about some.
-        optimizer: The optimizer that it is about, where the record has several.
-        value: The number that says how bad it is, if there is one: a norm, a share, a coefficient or a scale.
-        confidence: ``"high"`` where the numbers leave no other reading, ``"medium"`` where this is the likely one.
+        first_step: The step on which the fault began.
+        last_step: The last step on which it was seen.
+        params: The affected parameters; empty where it affects none in particular.
+        optimizer: The index of the affected optimizer, where the record has several.
+        value: The number that measures the fault: a norm, a share, a coefficient or a scale; None where there is none.
+        confidence: ``"high"`` where the numbers allow no other explanation, ``"medium"`` where this is the likely one.
     """
 
     kind: str
@@ -68,19 +68,19 @@ class Finding:
 
 @dataclass(slots=True)
 class Episode:
-    """A fault while it lasts.
+    """A fault from its first step to its last.
 
     Attributes:
-        kind: The kind of the finding.
-        optimizer: The optimizer that it is about.
-        first: Its first step.
-        last: The last step on which it was seen.
-        count: On how many steps it was seen.
-        params: The parameters that it is about.
+        kind: The kind of fault.
+        optimizer: The index of the affected optimizer.
+        first: The first step.
+        last: The last step on which the fault was seen.
+        count: The number of steps on which it was seen.
+        params: The affected parameters.
         numbers: The numbers of the message.
-        harmless: Whether no step with the fault changed a weight, or the fault may be meant.
-        text: Further words of the message.
-        later: Later episodes of the same fault, as first and last step.
+        harmless: Whether the fault counts as harmless: no such step changed a weight, or the user may intend it.
+        text: Further text for the message.
+        later: The first and the last step of each later episode of the same fault.
     """
 
     kind: Kind
@@ -96,18 +96,18 @@ class Episode:
 
     @classmethod
     def over(cls, kind: Kind, part: OptimizerSteps, steps: Lines, **more: Any) -> "Episode":
-        """Return an episode that is of all of some steps.
+        """Return an episode that covers all of the given steps.
 
         Args:
-            kind: The kind of the finding.
-            part: The optimizer whose steps they are.
-            steps: At least one.
+            kind: The kind of fault.
+            part: The optimizer that took the steps.
+            steps: The steps; at least one.
             **more: Further attributes.
         """
         return cls(kind, part.index, steps[0]["i"], steps[-1]["i"], len(steps), **more)
 
     def finding(self) -> Finding:
-        """Return the finding that says it."""
+        """Return the finding that reports this episode."""
         severity, message, advice = self.kind.words(self)
         last = max([self.last, *(last for _, last in self.later)])
         value = self.numbers.get(self.kind.value)
@@ -117,17 +117,17 @@ class Episode:
         )  # fmt: skip
 
     def join(self, later: "Episode") -> None:
-        """Take a later episode of the same kind in.
+        """Merge a later episode of the same kind into this one.
 
         Args:
-            later: The other.
+            later: The other episode.
         """
         spans = [(self.first, self.last), *self.later]
         last = spans[-1][1]
         if later.first > last:
             spans.append((later.first, later.last))
             self.count += later.count
-        else:  # of other layers, at the same time: only the steps that come after are further ones
+        else:  # the episodes of two layers overlap: count only the later one's steps after this one's end
             share = max(0, later.last - last) / max(1, later.last - later.first)
             spans[-1] = spans[-1][0], max(last, later.last)
             self.count += round(share * later.count)
@@ -137,10 +137,10 @@ class Episode:
         self.extend(later.numbers)
 
     def extend(self, numbers: Mapping[str, float]) -> None:
-        """Let the largest and the smallest number follow, where the episode has them.
+        """Update the ``"largest"`` and the ``"smallest"`` number, where both sides have one.
 
         Args:
-            numbers: The numbers of another step, or a later episode.
+            numbers: The numbers of another step or of a later episode.
         """
         for extreme, pick in (("largest", max), ("smallest", min)):
             if extreme in self.numbers and extreme in numbers:
@@ -155,10 +155,10 @@ class Episode:
 
 
 class Log:
-    """The faults of one optimizer's steps, each once for as long as it lasts.
+    """The faults of one optimizer's steps, each reported once for as long as it lasts.
 
     Args:
-        optimizer: Which optimizer, where the run has several.
+        optimizer: The index of the optimizer, where the run has several.
     """
 
     def __init__(self, optimizer: int | None = None) -> None:
@@ -168,17 +168,20 @@ class Log:
         self._news: list[Finding] = []
 
     def news(self) -> list[Finding]:
-        """Return the findings of the episodes that have begun since the last call."""
+        """Return the findings of the episodes that began since the last call."""
         news, self._news = self._news, []
         return news
 
-    def goes_on(self, key: str, i: int, value: float | None = None) -> Episode | None:
-        """Return the episode that a fault on step ``i`` belongs to, with that step added; None if it begins one.
+    def extend_open(self, key: str, i: int, value: float | None = None) -> Episode | None:
+        """Add a fault on step ``i`` to the open episode of that fault, and return the episode.
 
         Args:
-            key: The name of the fault, unlike that of other faults.
+            key: A name that only this fault has.
             i: The step.
-            value: How bad it is there: the message tells the largest or the smallest.
+            value: The size of the fault on this step. The message names the largest or the smallest.
+
+        Returns:
+            The extended episode; None where no episode is open, so the fault begins a new one.
         """
         episode = self._open.get(key)
         if episode is None or i - episode.last > RECOVERED_STEPS:
@@ -188,31 +191,31 @@ class Log:
             episode.extend({"largest": value, "smallest": value})
         return episode
 
-    def tell(self, key: str, kind: Kind, first: int, i: int, value: float | None = None, **more: Any) -> None:
-        """Begin an episode with a fault on step ``i``, unless one goes on.
+    def report(self, key: str, kind: Kind, first: int, i: int, value: float | None = None, **more: Any) -> None:
+        """Record a fault on step ``i``: extend the open episode, or begin one.
 
         Args:
-            key: As for `goes_on`.
+            key: As for `extend_open`.
             kind: As for `begin`.
             first: As for `begin`.
             i: The step.
-            value: As for `goes_on`.
-            **more: As for `begin`. An episode stays harmless only as long as each of its faults is.
+            value: As for `extend_open`.
+            **more: As for `begin`. An episode stays harmless only while all of its faults are.
         """
-        episode = self.goes_on(key, i, value)
+        episode = self.extend_open(key, i, value)
         if episode is None:
             self.begin(key, kind, first, i, **more)
         else:
             episode.harmless = episode.harmless and more.get("harmless", False)
 
     def begin(self, key: str, kind: Kind, first: int, last: int, **more: Any) -> Episode:
-        """Begin an episode.
+        """Begin an episode that later faults with the same key extend.
 
         Args:
-            key: As for `goes_on`.
-            kind: The kind of the finding.
+            key: As for `extend_open`.
+            kind: The kind of fault.
             first: The first step of the fault.
-            last: The step on which it is told.
+            last: The step on which it is reported.
             **more: Further attributes of the `Episode`.
 
         Returns:
@@ -223,7 +226,7 @@ class Log:
         return begun
 
     def add(self, begun: Episode) -> None:
-        """Add an episode that nothing continues.
+        """Add an episode that no later fault extends.
 
         Args:
             begun: The episode.
@@ -234,7 +237,7 @@ class Log:
 
 @dataclass(slots=True)
 class _Fault:
-    """A fault of one parameter: since which step, for how many lines, and as what it was told."""
+    """A fault of one parameter: its first step, its number of lines, and its episode once it was reported."""
 
     since: int
     count: int = 0
@@ -242,12 +245,12 @@ class _Fault:
 
 
 class Lasting:
-    """Faults of single parameters that are told when they have lasted for so many lines in a row.
+    """Faults of single parameters, reported once they have lasted for a number of per-tensor lines in a row.
 
     Args:
-        log: Where faults go.
+        log: The log that receives the faults.
         names: The names of the parameters.
-        lines: How many lines.
+        lines: The number of lines.
     """
 
     def __init__(self, log: Log, names: Sequence[str], lines: int) -> None:
@@ -255,19 +258,19 @@ class Lasting:
         self._faults: dict[int, _Fault] = {}
 
     def count(self, place: int) -> int:
-        """Return for how many lines in a row it has been seen on a parameter.
+        """Return for how many lines in a row a parameter has had the fault.
 
         Args:
-            place: The place of the parameter.
+            place: The index of the parameter.
         """
         return self._faults[place].count if place in self._faults else 0
 
     def follow(self, i: int, faulty: Sequence[int]) -> list[int]:
-        """Return the parameters on which the fault has just lasted long enough; let episodes that are told go on.
+        """Return the parameters whose fault becomes due for a report on this line; extend the episodes of the others.
 
         Args:
             i: The step.
-            faulty: The places of the parameters on which it is seen.
+            faulty: The indices of the parameters that have the fault on this line.
         """
         new, self._faults = [], {place: self._faults.get(place, _Fault(i)) for place in faulty}
         for place, fault in self._faults.items():
@@ -279,13 +282,13 @@ class Lasting:
         return new
 
     def begin(self, kind: Kind, i: int, places: Sequence[int], **numbers: float) -> None:
-        """Begin an episode, unless there are no parameters.
+        """Begin an episode of some parameters; do nothing where there are none.
 
         Args:
-            kind: The kind of the finding.
-            i: The step on which it is told.
-            places: The parameters that it is about, of those that `follow` has returned.
-            **numbers: What the message says.
+            kind: The kind of fault.
+            i: The step on which it is reported.
+            places: The indices of the parameters, from those that `follow` returned.
+            **numbers: The numbers of the message.
         """
         if not places:
             return
@@ -299,7 +302,7 @@ class Lasting:
 
 
 class _Shown(float):
-    """A number that words write as people do: ``{}`` as `number`, ``{:%}`` as `percent`, ``{:=}`` as typed."""
+    """A float that formats itself for messages: ``{}`` by `number`, ``{:%}`` by `percent`, ``{:=}`` as a threshold."""
 
     def __format__(self, form: str) -> str:
         written = {"": number, "%": percent, "=": plain_threshold}.get(form)
@@ -313,16 +316,16 @@ _SEVERAL = {"is_": "are", "has": "have", "changes": "change", "receives": "recei
 def said(
     severity: str, message: str, advice: str, harmless: Words | None = None, where: str = ""
 ) -> Callable[[Episode], Words]:
-    """Return the words of a kind whose episodes differ in their numbers only.
+    """Return the ``words`` of a `Kind` whose messages differ only in numbers and names.
 
     Args:
         severity: The severity.
-        message: The observation, in which the numbers of an episode stand by name, ``{steps}`` for its number of steps,
-            ``{names}`` for its parameters, ``{where}`` for the argument of that name, and ``{is_}``, ``{has}``,
-            ``{receives}``, ``{changes}`` or ``{it}`` for a word that follows their number.
-        advice: The steps to take.
-        harmless: All three of an episode that is harmless, where they are others.
-        where: The words for ``{where}`` of an episode that has parameters, with gaps as the message has them.
+        message: The observation, with placeholders: the names of the episode's numbers, ``{steps}`` for its number of
+            steps, ``{names}`` for its parameters, and ``{where}`` for the argument of that name. ``{is_}``, ``{has}``,
+            ``{receives}``, ``{changes}`` and ``{it}`` become singular or plural with the number of parameters.
+        advice: The steps to take; it has no placeholders.
+        harmless: Severity, observation and advice of a harmless episode, where they differ.
+        where: The text for ``{where}`` of an episode that has parameters, with the same placeholders.
     """
     usual = severity, message, advice
 
@@ -338,7 +341,7 @@ def said(
 
 
 def worst_first(found: Iterable[Finding]) -> list[Finding]:
-    """Return findings, errors first, then in the order of steps.
+    """Return the findings sorted: errors first, then warnings, then infos, each in the order of steps.
 
     Args:
         found: The findings.
@@ -347,7 +350,7 @@ def worst_first(found: Iterable[Finding]) -> list[Finding]:
 
 
 def named(params: Sequence[str]) -> str:
-    """Return up to five names, and how many more there are.
+    """Return up to five names, joined, with the number of the others.
 
     Args:
         params: At least one name.

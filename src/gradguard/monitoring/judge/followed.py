@@ -1,4 +1,4 @@
-"""Whether what an earlier run was told has helped: the loss of the run that followed, against that one's."""
+"""Compares a run with an earlier one whose advice it followed, to tell whether the advice helped."""
 
 import math
 import statistics
@@ -12,17 +12,17 @@ from gradguard.monitoring.record.record_lines import known_fields, without_none
 
 
 def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
-    """Return what a run that follows this one has to know of it, as its record keeps it.
+    """Return the facts about this run that the record of a following run stores.
 
     Args:
         record: The record of the earlier run.
         cause: The first cause of its diagnosis.
-        rule: The clip that it recommends.
+        rule: The clip that the report recommends; None where it recommends none.
     """
     signals = signals_of(record)
-    curve = signals.curve
+    curve, parts = signals.curve, record.path.parts
     facts = {
-        "record": "/".join(record.path.parts[-3:] if not record.path.is_absolute() else record.path.parts[-2:]),
+        "record": "/".join(parts[-2:] if record.path.is_absolute() else parts[-3:]),
         "cause": cause.key,
         "advice": cause.advice,
         "rule": rule,
@@ -37,9 +37,9 @@ def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
 
 
 def helped(signals: RunSignals) -> str:
-    """Return whether the advice that this run followed has helped, in one sentence; empty where it followed none.
+    """Return one sentence on whether the advice that this run followed has helped; empty where it followed none.
 
-    The losses are compared at the same step, and the difference with what chance makes of both.
+    The losses of both runs are compared at the same step, and their difference with the noise of both.
 
     Args:
         signals: The signals of the run.
@@ -48,29 +48,29 @@ def helped(signals: RunSignals) -> str:
     if before.get("cause") in (None, "healthy", "unknown") or not signals.count:
         return ""
     cause = str(before["cause"]).replace("_", " ")
-    whose = f"{before.get('record', 'the run before')}, which was found to be sick ({cause})"
+    whose = f"{before.get('record', 'the run before')}, which was sick ({cause})"
     if signals.ends_lost:
         again = " again" if before.get("lost") else ""
-        return f"Against {whose}, it did not help: numbers are not finite{again}."
+        return f"Compared with {whose}, the advice did not help: the loss or gradients are not finite{again}."
     place = min(signals.count, int(before.get("steps") or signals.count))
     curve, loss = signals.curve_until(place), before.get("loss")
     if not curve.is_known or signals.takes_turns:
         return ""
     if before.get("lost"):
-        return f"Against {whose}, it helped: the loss is finite and ends at {signals.ends_at}."
+        return f"Compared with {whose}, the advice helped: the loss is finite and ends at {signals.ends_at}."
     if loss is None:
         return ""
     noise = math.hypot(curve.error, before.get("error") or 0.0)
     difference = loss - curve.final
     ends = f"the loss is {number(curve.final)} at step {signals.named(place - 1)} in place of {number(loss)}"
-    told = f"a difference of {number(abs(difference))} ± {number(noise)}"
+    gap = f"a difference of {number(abs(difference))} ± {number(noise)}"
     if abs(difference) <= max(noise, 0.01 * abs(loss)):
-        return f"Against {whose}, no difference can be told: {ends}, {told}."
-    return f"Against {whose}, it {'helped' if difference > 0 else 'did harm'}: {ends}, {told}."
+        return f"Compared with {whose}, the advice made no measurable difference: {ends}, {gap}."
+    return f"Compared with {whose}, the advice {'helped' if difference > 0 else 'did harm'}: {ends}, {gap}."
 
 
 def follows_clip(signals: RunSignals) -> bool:
-    """Return whether the clip in use is the one that the earlier run was told."""
+    """Return whether the clip in use is the one that the report of the earlier run recommended."""
     rule = str(signals.record.meta.get("followed", {}).get("rule"))
     used = without_none(signals.record.steps.column("threshold"))
     name, _, value = rule.partition("=")

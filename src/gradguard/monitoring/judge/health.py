@@ -1,4 +1,4 @@
-"""Health of a run: faults in words that a person can act on, from the plain numbers of its record."""
+"""Judges the health of a run: reports faults, with advice, from the plain numbers of its record."""
 
 import math
 from collections import defaultdict
@@ -24,13 +24,13 @@ def findings(record: Record) -> list[Finding]:
     """Judge the health of a run.
 
     ==================  ========  ======================================================================================
-    kind                severity  found where
+    kind                severity  found if
     ==================  ========  ======================================================================================
     nonfinite           error     gradients held NaN or infinity (warning: all such steps were skipped)
     exploding           error     10 norms in a row above 10 times the usual (100 times in the first 200 steps), unless
                                   the loss has not risen with them; early, 10 times the first ones with 3 times the loss
     exploding           warning   a single norm above 1,000 times the usual (1,000,000 times where a clip bound on it)
-    diverging_loss      warning   60 losses 2.5 times the best, not falling, half of what was learned lost (error: 80 %;
+    diverging_loss      warning   60 losses 2.5 times the best, not falling, half of the progress lost (error: 80 %;
                                   info: the loss was back by the end)
     spike               info      a norm 5 times its neighbourhood's, and 6 robust deviations above, where no clip bound
     recurring_spikes    warning   8 spikes within 1,000 steps (info: a clip bound on all)
@@ -39,23 +39,23 @@ def findings(record: Record) -> list[Finding]:
     dead_layer          warning   exact zeros on 10 per-tensor lines in a row (info: from the first one on)
     detached_layer      warning   no gradient at all on 10 per-tensor lines in a row, after nine of ten before had one
     update_spike        info      steps 1.5 times as long as usual at their learning rate, on 3 measured ones in a row
-    update_rule         warning   updates of one length, bounded from below, a factor off their rule, or weight decay
+    update_rule         warning   updates of one length, bounded from below, a factor off their rule, or mostly decay
     logits_grow         warning   the largest attention logit above 50 and 4 times its lowest, as medians of 20 steps
     amp_scale_collapse  error     the loss scale is below 1, or 12 steps in a row were skipped
     clipping_always_on  warning   bound on more than half of the steps (info with an optimizer that cancels a scale)
     clipped_twice       warning   two clips acted on the same gradients (info: none of them ever bound)
     ==================  ========  ======================================================================================
 
-    And how the loop is set up (`detectors.loop_faults`): ``gradient_without_optimizer``,
+    Faults of the training loop come on top (`detectors.loop_faults`): ``gradient_without_optimizer``,
     ``optimizer_without_gradient``, ``clip_before_unscale``, ``missing_zero_grad`` and ``empty_micro_batch``.
 
-    **Guarantees**: a calm, a decaying or a short run has none, unless it clips: then the last three kinds may be told.
-    The same record always gives the same findings. Each kind is told once for each optimizer, with the steps of each
-    time that it came. ``confidence`` is ``"medium"`` where something else could make the same numbers.
+    **Guarantees**: a calm, a decaying or a short run has no findings, unless it clips: then the last three kinds of the
+    table may be found. The same record always gives the same findings. Each kind is reported once for each optimizer,
+    with the steps of each episode. ``confidence`` is ``"medium"`` where another explanation of the numbers is possible.
 
-    **Edge cases**: what was not measured is not judged; neither are losses where several optimizers step on losses of
-    their own, nor those that are ever zero or negative, for divergence; steps that a loss scaler skipped are its
-    ordinary search.
+    **Edge cases**: quantities that were not measured are not judged. Losses are not judged where several optimizers
+    step on losses of their own. A loss that is ever zero or negative is not judged for divergence. Steps that a loss
+    scaler skipped are its ordinary search for a scale.
 
     Args:
         record: The record of a run.
@@ -67,8 +67,8 @@ def findings(record: Record) -> list[Finding]:
         >>> from pathlib import Path
         >>> steps = [{"t": "step", "i": i, "norm": 5.0, "threshold": 0.5, "coefficient": 0.1} for i in range(300)]
         >>> for found in findings(Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False)):
-        ...     print(found.kind, found.severity, found.message, sep=": ")
-        clipping_always_on: warning: clipping bound on 100 % of 300 steps: it acts as a learning rate 0.1 times as large
+        ...     print(found.kind, found.message, sep=": ")
+        clipping_always_on: clipping bound on 100 % of 300 steps: it acts like a learning rate 0.1 times as large
     """
     monitor = HealthMonitor(record.meta)
     for line in in_order(record):
@@ -78,9 +78,9 @@ def findings(record: Record) -> list[Finding]:
     idle = record.closing.get("idle_steps", 0)
     by_index = {part.index: part for part in parts}
     for episode in monitor.episodes:
-        if len(parts) == 1:  # however many the script has: one stepped
+        if len(parts) == 1:  # only one optimizer stepped, however many the script has
             episode.optimizer = parts[0].index
-        if episode.kind is NO_GRADIENT:  # it was told when it was sure, and went on
+        if episode.kind is NO_GRADIENT:  # the event came after a few idle steps; the record's last line has them all
             episode.count = max(episode.count, idle)
         if episode.kind is DIVERGING and episode.optimizer in by_index:
             episode.harmless = came_back(episode, by_index[episode.optimizer])
@@ -89,7 +89,7 @@ def findings(record: Record) -> list[Finding]:
 
 
 def lock_in_share(record: Record) -> float | None:
-    """On which share of the steps the clip had bound on more than half of the last 100 at one threshold.
+    """Return the share of the steps on which the clip had bound on more than half of the last 100 at one threshold.
 
     Args:
         record: The record of a run, of one optimizer.
@@ -109,10 +109,10 @@ _SAY_MORE = (NONFINITE, EXPLODING, JUMP, RECURRING_SPIKES)
 
 
 def _stands(episode: Episode, every: Sequence[Episode]) -> bool:
-    """Whether no other episode of the optimizer says more of the same steps."""
+    """Return whether no other episode of the same optimizer explains the same steps better."""
     others = [other for other in every if other.optimizer == episode.optimizer]
     if episode.kind is JUMP:
-        return all(other.kind is not EXPLODING for other in others)  # the jump was how it began
+        return all(other.kind is not EXPLODING for other in others)  # an explosion began with the jump
     if episode.kind is SPIKE:
         more = [other for other in others if other.kind in _SAY_MORE]
         return not any(other.first - RECOVERED_STEPS <= episode.first <= other.last + RECOVERED_STEPS for other in more)
@@ -120,7 +120,7 @@ def _stands(episode: Episode, every: Sequence[Episode]) -> bool:
 
 
 def _merged(episodes: list[Episode]) -> list[Finding]:
-    """One finding for all episodes of a kind."""
+    """Return one finding for all episodes of a kind and optimizer."""
     groups: dict[tuple, list[Episode]] = defaultdict(list)
     for episode in episodes:
         groups[episode.kind, episode.optimizer].append(episode)
@@ -131,7 +131,7 @@ def _merged(episodes: list[Episode]) -> list[Finding]:
 
 
 def lost_from(record: Record) -> int | None:
-    """Return the first step of an error that tells of losses or norms that rose and stayed high; None without one.
+    """Return the first step of an error about losses or norms that rose and stayed high; None without one.
 
     Args:
         record: The record of a run.

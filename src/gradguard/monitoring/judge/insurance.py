@@ -1,4 +1,4 @@
-"""A threshold that leaves a healthy run as it is and bounds its next spike."""
+"""Chooses a threshold that leaves a healthy run unchanged and limits its next spike."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,62 +11,63 @@ from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.step_rows import taken_steps, usable_norms
 
 CONVERGED = 0.2
-"""A median norm that fell below this share: what left the first steps alone would not bound the last."""
+"""Last over first median norm: below it, a threshold that leaves the first steps alone would not limit the last."""
 
 OUTLIER_TIMES = 12.0
-"""A norm so many times the median of its tenth of the run stands out, also where it is too wild for single spikes."""
+"""Times the median of its tenth of the run: a larger norm is an outlier, even among norms too wild to have spikes."""
 
 HEAVY_SPREAD = 0.4
-"""Norms with a larger local spread, in units of the logarithm, are heavy-tailed: one in 40 is twice the median."""
+"""Local spread of the logarithms above which norms are heavy-tailed: one norm in 40 is twice the median."""
 
 UNEVEN_SPREAD = 0.25
-"""Norms with a larger one let single steps weigh more in the moments of Adam than is good for them."""
+"""Local spread above which single steps weigh too much in Adam's moments."""
 
 UNEVEN_START = 3.0
-"""So do first norms that are so many times the median: they stay in the second moments for hundreds of steps. Where
-the first are so many times smaller, the moments hold no more than usual norms, and a low clip only makes steps longer
-than any that went well."""
+"""First norms this many times the median weigh too much as well: they stay in the second moments for hundreds of steps.
+If the first norms are this many times smaller, the moments contain only usual norms. A low clip would then make steps
+longer than any that went well."""
 
 EVEN, WILD = 0.1, 0.25
-"""The quantiles of the norms that train better where an optimizer that cancels a scale has uneven norms, and where one
-that does not has heavy tails with outliers."""
+"""Quantiles of the norms that make better thresholds than insurance: the first for uneven norms under an optimizer that
+cancels a scale, the second for heavy tails with outliers under one that does not."""
 
 CAME_BACK = 5.0
-"""Times its best level: a loss that was back there afterwards follows something that moves (targets, returns)."""
+"""Times its best level: a loss that rises to it again follows something that moves, such as targets or returns."""
 
 LEFT = 0.1
-"""Of its start: with less of the loss left, norms are small because of what has been learned, and no step on the way to
-it was so short."""
+"""Share of its start: with less of the loss left, norms are small because the task is learned, and the steps on the way
+there were longer than a low clip allows."""
 
-_FIRST = 5  # norms that say how a run began
+_FIRST = 5  # norms that show how a run began
 
 
 def insurance(record: Record) -> float | None:
-    """Return the norm at which a clip bounds the next spike of a healthy run, and binds on no calm step.
+    """Return the norm at which a clip limits the next spike of a healthy run without binding on a calm step.
+
+    *Outliers* are spikes, and norms above 12 times the median of their tenth of the run.
 
     ===============================================================  ===================================================
-    the norms, with *outliers*: spikes, and more than 12 times       threshold
-    the median of their tenth of the run
+    the norms                                                        threshold
     ===============================================================  ===================================================
     they converge: their median falls below a fifth                  None: a constant would bind at the beginning of the
-                                                                     run, or bound nothing at its end
-    the loss falls; the optimizer cancels a scale; and there are     the 10th percentile: it binds on most steps, and
-    outliers, the local spread is above 0.25 under norms that do     no large one fills the moments
-    not rise and were no third of the median at first, or they
-    were above 3 times it
-    the loss falls; it cancels none; outliers, a spread above 0.4    the 25th percentile, or what still takes weights
-                                                                     twice as far as they went, if that is lower
+                                                                     run, or limit nothing at its end
+    the loss falls, and the optimizer cancels a scale; and there     the 10th percentile: it binds on most steps, and
+    are outliers, or the first norms are above 3 times the median,   keeps large norms out of the moments
+    or the local spread is above 0.25 (under norms that do not
+    rise and were not below a third of the median at first)
+    the loss falls, the optimizer cancels no scale, and there are    the 25th percentile, or a lower threshold that can
+    outliers and a local spread above 0.4                            still take the weights twice as far as they went
     they rise, and have no outliers                                  None: a constant would bind at the end of the run
-    any other                                                        the largest that is no outlier, the warm-up's
-                                                                     among them
+    any other                                                        the largest norm that is no outlier, including
+                                                                     the warm-up's
     ===============================================================  ===================================================
 
-    The last row is insurance. The second and third are what trains better on the tasks of
-    `benchmarks/recommendation.py` whose loss falls, stays near its best and has a tenth left: an LSTM under Adam whose
-    first norms are ten times the later ones ends at half the loss.
+    The last row is insurance. The second and the third row train better on the tasks of `benchmarks/recommendation.py`
+    whose loss falls, stays near its best and has a tenth left: an LSTM under Adam whose first norms are ten times the
+    later ones ends at half the loss.
 
-    **Guarantees**: never above the largest norm of a step that was taken, but for rounding up to two digits;
-    multiplying every norm by a constant multiplies it by that, to two digits.
+    **Guarantees**: the threshold is never above the largest norm of a step that was taken, except for rounding up to
+    two digits. Multiplying every norm by a constant multiplies the threshold by it, to two digits.
 
     Args:
         record: The record of a healthy run.
@@ -85,11 +86,11 @@ def insurance(record: Record) -> float | None:
         return None
     ends, spread = drift_of(record), local_spread(norms)
     out = _outliers(norms) | set(spikes_of(record))
-    if ends is not None and ends[1] < CONVERGED * ends[0]:  # they converge
+    if ends is not None and ends[1] < CONVERGED * ends[0]:  # the norms converge
         return None
     rises = ends is not None and not out and ends[1] > ends[0]
     taken = [norm for norm in taken_steps(record).column("norm") if norm]
-    warm_up = taken[: len(taken) - len(norms)]  # which is not among the usable ones
+    warm_up = taken[: len(taken) - len(norms)]  # the usable norms leave it out
     if is_scale_free(record):
         first, usual = statistics.median(taken[:_FIRST]), statistics.median(norms)
         spreads = spread > UNEVEN_SPREAD and first * UNEVEN_START >= usual and not rises
@@ -101,14 +102,14 @@ def insurance(record: Record) -> float | None:
     if rises:
         return None
     ordinary = [norm for place, norm in enumerate(norms) if place not in out]
-    # nor does it bind in the warm-up: one step that is shorter takes the run another way, by chance for worse
+    # It must not bind in the warm-up either: a single shorter step changes the run, possibly for the worse.
     transient = _outliers(warm_up)
     ordinary += [norm for place, norm in enumerate(warm_up) if place not in transient]
     return _rounded_up(max(ordinary))
 
 
 def _outliers(norms: Sequence[float]) -> set[int]:
-    """The places of norms far above the median of their tenth of the run."""
+    """Return the places of the norms far above the median of their tenth of the run."""
     size, found = max(len(norms) // 10, 1), set[int]()
     for begin in range(0, len(norms), size):
         part = norms[begin : begin + size]
@@ -118,7 +119,7 @@ def _outliers(norms: Sequence[float]) -> set[int]:
 
 
 def _learns(record: Record) -> bool:
-    """Whether the loss falls, stays near its best and has a tenth left: else low norms are of what has been learned."""
+    """Return whether the loss falls, stays near its best, and is still above a tenth of its start."""
     curve = signals_of(record).curve
     if not curve.has_fallen:
         return False
@@ -127,7 +128,7 @@ def _learns(record: Record) -> bool:
 
 
 def _rounded_up(value: float) -> float:
-    """``value`` in two digits, never below it."""
+    """Return ``value`` rounded up to two significant digits."""
     text = f"{value:.1e}"
     if float(text) >= value:
         return float(text)

@@ -1,4 +1,4 @@
-"""One sentence with numbers about what clipping did to a run, and the numbers themselves."""
+"""The verdict on a run: the effect of clipping, in one sentence and in numbers."""
 
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -36,34 +36,34 @@ _FEWEST_FOR_SPIKES = 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict in one sentence and in numbers; None stands for "not measured".
+    """The verdict on a run; a number is None where it was not measured.
 
     Attributes:
-        sentence: The whole finding in words.
+        sentence: The verdict in words.
         regime: ``"never"``, ``"guard"`` (below 5 %), ``"shaping"`` (to 50 %) or ``"normalising"`` (above).
         clip_share: The share of the ``taken_steps`` on which clipping bound.
         clipping: Whether anything clipped or could have clipped in this run.
-        threshold: The last threshold in use; of several clips, that of the one which bound most often.
+        threshold: The last threshold in use; with several clips, the threshold of the clip that bound most often.
         median_coefficient: The median coefficient of the steps on which clipping bound.
         median_norm: The median pre-clip norm.
         max_norm: The largest finite pre-clip norm.
         spike_share: The share of steps after the warm-up that stand out from their neighbourhood (`find_spikes`).
         nonfinite_steps: Steps whose gradients held NaN or infinity.
-        faulty_steps: Those of them that no GradScaler left out, whose search for its scale they are.
-        skipped_steps: Optimizer steps that a loss scaler or a guard left out.
+        faulty_steps: The non-finite steps without those that a GradScaler skipped in its search for a scale.
+        skipped_steps: Optimizer steps that a loss scaler or a guard skipped.
         final_loss: The mean loss of the last 5 % of steps, at least 10; None if that window is not finite.
         best_loss: The lowest mean loss over any window of that length.
         diverged: Whether the loss was not finite at the end.
         overhead_share: Time spent on observing over the wall-clock time of the run.
-        steps: Recorded optimizer steps, those that were skipped or not finite included.
+        steps: Recorded optimizer steps, including skipped and non-finite ones.
         taken_steps: Steps with finite gradients that the optimizer took.
-        usable_steps: Those of them after the warm-up, with a norm above 0.
-        clips: Each clip by itself, in the order in which they act.
-        skipped_spikes: Those of the ``skipped_steps`` that a guard left out as finite spikes (`SkipSpikes`).
-        recovery: The work of `SpikeRecovery` on spikes; None where the record tells of nothing.
-        parts: The verdict on each optimizer with its label, where the record has several. Then ``sentence`` is theirs
-            one after the other, ``threshold`` the one that all share, a spike one among its own optimizer's norms,
-            and every other number is of all steps together.
+        usable_steps: The taken steps after the warm-up that have a norm above 0.
+        clips: Each clip separately, in the order in which they act.
+        skipped_spikes: The ``skipped_steps`` that a guard skipped as finite spikes (`SkipSpikes`).
+        recovery: The work of `SpikeRecovery`; None where the record has no such event.
+        parts: The label and the verdict of each optimizer, where the record has several. Then ``sentence`` joins their
+            sentences, ``threshold`` is the threshold that all share, spikes are counted among each optimizer's own
+            norms, and every other number covers all steps.
     """
 
     sentence: str
@@ -95,8 +95,8 @@ class Verdict:
 def verdict(record: Record) -> Verdict:
     """Judge a run by its record.
 
-    **Edge cases**: a record without steps, without norms or without losses gives a verdict that says so; a
-    step with non-finite gradients counts as such and not in the clip share.
+    **Edge cases**: for a record without steps or without norms the sentence says so, and without losses their numbers
+    are None. A step with non-finite gradients counts as non-finite and not in the clip share.
 
     Args:
         record: The record of a run.
@@ -123,7 +123,7 @@ def _judge(record: Record) -> Verdict:
         sentence="",
         regime=regime_of(share or 0.0),
         clip_share=share,
-        # a rule may have no one threshold, or none yet
+        # a rule may have several thresholds, or none yet, so a threshold alone does not decide
         clipping=bool(used or bound or any(steps.column("rule")) or record.meta.get("clip")),
         threshold=next((clip.threshold for clip in several), (used or [None])[-1]),
         median_coefficient=median(bound),
@@ -175,7 +175,8 @@ def _sentence(record: Record, found: Verdict) -> str:
         norms = f"Gradient norms before clipping: median {median}, largest {largest}{times}{spikes}."
     skipped, lost, left_out = found.skipped_steps, found.nonfinite_steps, found.skipped_spikes
     faults = f"Of {counted(found.steps, 'step')}: " if skipped or lost else ""
-    faults += f"{skipped:,} skipped{f' ({left_out:,} as finite spikes)' if left_out else ''}. " if skipped else ""
+    as_spikes = f" ({left_out:,} as finite spikes)" if left_out else ""
+    faults += f"{skipped:,} skipped{as_spikes}. " if skipped else ""
     faults += f"{lost:,} non-finite."
     diverged = "The loss was not finite at the end." if found.diverged else ""
     return " ".join(filter(None, (_clip_words(record, found), norms, faults, diverged, str(found.recovery or ""))))
@@ -184,14 +185,14 @@ def _sentence(record: Record, found: Verdict) -> str:
 def _clip_words(record: Record, found: Verdict) -> str:
     clips, share, steps = found.clips, percent(found.clip_share or 0.0), counted(found.taken_steps, "step")
     if not found.clipping:
-        scaled = ", and yet most norms are equal: something that was not seen scales gradients before the step"
+        scaled = ", but most norms are equal: code that was not observed scales gradients before the step"
         return f"No clipping in {counted(found.steps, 'step')}{scaled if are_scaled(record) else ''}."
     if found.taken_steps < found.steps:
-        steps = f"the {steps} that were taken and finite"
+        steps = f"the {steps} that were taken with finite gradients"
     if len(clips) > 1:
         each = f"{len(clips)} clips, on {steps}: {shares_in_words(clips, max(found.taken_steps, 1))}"
         if found.regime == "never":
-            return f"{each}: none of them did anything."
+            return f"{each}: none of them changed a gradient."
         return f"{each}. Together they bound on {share}: {_regime_words(record, found)}."
     rules = [rule for rule in record.steps.column("rule") if rule]
     where = f" by {rules[-1]}" if rules and rules[-1] != "norm" else ""
@@ -213,4 +214,4 @@ def _regime_words(record: Record, found: Verdict) -> str:
         return f"it shapes training: where it binds it usually multiplies gradients by {coefficient}"
     if is_scale_free(record):
         return f"it makes all steps about equally long (gradients usually times {coefficient}), not rare ones shorter"
-    return f"it works as a learning rate {coefficient} times as large, not as a guard"
+    return f"it acts like a learning rate {coefficient} times as large, not like a guard"

@@ -1,4 +1,4 @@
-"""The health of a run while it goes on: what is wrong, told as ``event`` lines right behind the lines that show it."""
+"""Judges the health of a run while it goes on: each fault becomes an ``event`` line behind the line that shows it."""
 
 import math
 from typing import Any
@@ -17,18 +17,18 @@ from gradguard.monitoring.record.step_rows import binds, is_finite, is_nonfinite
 
 
 class HealthMonitor:
-    """Tells what is wrong with a run as its lines come.
+    """Reports what is wrong with a run while its lines arrive.
 
-    **Guarantees**: some microseconds a step; memory grows by one number each 20 steps; a fault is told once, and again
-    only after 100 steps without it. It knows no more of a run than the lines that it has seen: `findings` judges a
-    whole record, and says more.
+    **Guarantees**: some microseconds per step; memory grows by one number every 20 steps; a fault is reported once, and
+    again only after 100 steps without it. The monitor judges only the lines that it has received: `findings` judges a
+    whole record and reports more.
 
-    **Edge cases**: several optimizers are judged each by its own steps, and losses only where all step on one. A
-    ``tensors`` or ``event`` line is taken to belong to the ``step`` line before it, as in a record; NaN and infinity
-    mean what null does there. Quantities that a line lacks are not judged.
+    **Edge cases**: each of several optimizers is judged by its own steps; losses are judged only where all optimizers
+    step on one loss. A ``tensors`` or ``event`` line belongs to the ``step`` line before it, as in a record. NaN and
+    infinity count like null. Quantities that a line lacks are not judged.
 
     Args:
-        meta: The first line of the record: its ``params`` name what the arrays of later lines are about.
+        meta: The first line of the record: its ``params`` name the entries of the arrays in later lines.
 
     Example:
         >>> monitor = HealthMonitor({"params": [{"name": "head.weight"}]})
@@ -45,19 +45,19 @@ class HealthMonitor:
         self._meta = meta
         self._optimizers = [str(name) for name in meta.get("optimizers", [])]
         self._tracks: dict[int | None, Track] = {}
-        self._last: Track | None = None  # of the step before this line
-        self._with_losses = set[int]()  # optimizers before whose steps backward was called: of a GAN each of them
+        self._last: Track | None = None  # the track of the last step
+        self._with_losses = set[int]()  # optimizers that had a loss of their own before a step: in a GAN, all of them
 
     @property
     def episodes(self) -> list[Episode]:
-        """All faults so far, those of each optimizer in the order in which they were first told."""
+        """All faults so far, for each optimizer in the order in which they were first reported."""
         return [episode for track in self._tracks.values() for episode in track.log.episodes]
 
     def see(self, line: dict[str, Any]) -> list[Finding]:
-        """Return what is new after one more line of the record.
+        """Return the new findings after one more line of the record.
 
         Args:
-            line: A ``step``, ``tensors`` or ``event`` line; others are passed over. A line without ``t`` is a step.
+            line: A ``step``, ``tensors`` or ``event`` line; others are ignored. A line without ``t`` is a step.
         """
         kind = line.get("t", "step")
         if kind == "step":
@@ -77,13 +77,13 @@ class HealthMonitor:
         return track.log.news()
 
     def finish(self) -> list[Finding]:
-        """Return what the last steps show, when there are no more; call it once."""
+        """Return the findings of the last steps at the end of the run; call it once."""
         for track in self._tracks.values():
             track.outliers.finish()
         return [found for track in self._tracks.values() for found in track.log.news()]
 
     def _track(self, optimizer: int | None) -> "Track":
-        """Return what watches the steps of an optimizer.
+        """Return the track of an optimizer.
 
         Args:
             optimizer: The ``optimizer`` of a step.
@@ -106,10 +106,10 @@ class Track:
         self.level, self.outliers = NormLevel(log, self.loss, names), Outliers(log, names)
         self.scale = ScaleFall(log)
         self.update_spikes, self.rule, self.logits = UpdateSpikes(log), Rule(log, params), Logits(log)
-        self.used: tuple[float, float] | None = None  # of a step that was taken: its learning rate, and the norm it got
+        self.used: tuple[float, float] | None = None  # learning rate and norm after clipping, if the step was taken
 
     def step(self, step: dict[str, Any], one_loss: bool) -> None:
-        """Follow a step; its loss only where no other optimizer has one of its own, that may work against it."""
+        """Follow a step. Its loss is judged only if ``one_loss``: no other optimizer has a loss of its own."""
         i, norm, skipped, scale = step["i"], step.get("norm"), bool(step.get("skipped")), step.get("amp_scale")
         clipped, self.used = binds(step), None
         self.setup.step(step, clipped)
@@ -154,11 +154,11 @@ class Track:
 
 
 class Judge:
-    """Follows the lines of a run, and says which of them to write, and what to write behind them.
+    """Filters the lines of a run, and adds ``event`` lines for the faults that they show.
 
-    **Guarantees**: a fault is told once for as long as it lasts. Gradients that are not finite are told by the event
-    that names them, when it begins and when it reaches further parameters, and by no second one. It raises nothing:
-    if it fails, an event says so and the lines go on without it.
+    **Guarantees**: a fault is reported once for as long as it lasts. Non-finite gradients are reported only by the
+    event that names the parameters: when the fault begins, and when it reaches further parameters. `follow` raises
+    nothing: if judging fails, an event says so, and later lines pass unjudged.
 
     Args:
         meta: The first line of the record.
@@ -173,14 +173,14 @@ class Judge:
 
     def __init__(self, meta: dict[str, Any]) -> None:
         self._monitor: HealthMonitor | None = HealthMonitor(meta)
-        self._told: dict[Any, tuple[int, set[str]]] = {}  # for each optimizer: the last bad step, and who was named
+        self._reported: dict[Any, tuple[int, set[str]]] = {}  # per optimizer: last non-finite step, parameters named
         self._skipped = False
 
     def follow(self, line: Line) -> list[Line]:
-        """Return ``line`` and what follows from it; nothing where it only repeats what was told.
+        """Return ``line`` and the events that follow from it; nothing where it repeats a reported event.
 
         Args:
-            line: A line, its kind under ``"t"``; None stands for a key that is not there.
+            line: A line, with its kind under ``"t"``; a value of None stands for a missing key.
         """
         if self._monitor is None:
             return [line]
@@ -194,7 +194,7 @@ class Judge:
                 "kind": "observer_failed",
                 "severity": "warning",
                 "message": f"gradguard stopped judging the health of the run: {type(error).__name__}: {error}",
-                "advice": "norms are still recorded; please report this with the record",
+                "advice": "norms are still recorded; please report this error together with the record",
             }
             return [line, failure]
 
@@ -206,27 +206,27 @@ class Judge:
             return [line]
         found = monitor.see(line)
         lines = [] if line.get("kind") == "nonfinite" and not self._is_news(line) else [line]
-        if found and not is_setup_event(line):  # which is told already
+        if found and not is_setup_event(line):  # such an event is its own report
             lines += [event_line(one, line["i"]) for one in found if one.kind != "nonfinite"]
         return lines
 
     def _is_news(self, event: Line) -> bool:
-        """Whether it begins an episode, or names somebody new in it."""
+        """Return whether a ``nonfinite`` event begins an episode, or names a further parameter."""
         if self._skipped:
             event["severity"] = "warning"
         i, names = event["i"], set(event.get("params", []))
-        last, named = self._told.get(event.get("optimizer"), (-RECOVERED_STEPS - 1, set()))
+        last, named = self._reported.get(event.get("optimizer"), (-RECOVERED_STEPS - 1, set()))
         begins = i - last > RECOVERED_STEPS
-        self._told[event.get("optimizer")] = i, names if begins else named | names
+        self._reported[event.get("optimizer")] = i, names if begins else named | names
         return begins or not names <= named
 
 
 def event_line(found: Finding, i: int) -> Line:
-    """Return the ``event`` line that tells a finding.
+    """Return the ``event`` line that reports a finding.
 
     Args:
         found: The finding.
-        i: The step on which it is told.
+        i: The step on which it is reported.
     """
     fields = {name: getattr(found, name) for name in _FIELDS}
     return known_fields({"t": "event", "i": i, **fields, "params": list(found.params) or None})

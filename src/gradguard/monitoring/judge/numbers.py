@@ -1,4 +1,4 @@
-"""Numbers as people write them."""
+"""Formats numbers as people write them, and computes medians and window means."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def percent(share: float) -> str:
-    """A share as a person would write it.
+    """Format a share as a percentage.
 
     Args:
         share: A share, usually in [0, 1].
@@ -32,10 +32,10 @@ def percent(share: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, with a dash for what was not measured.
+    """Format a number with three significant digits.
 
     Args:
-        value: Any number.
+        value: Any number; None, which becomes a dash, for one that was not measured.
 
     Returns:
         For example ``"2.00"``, ``"12,300"`` or ``"1.2e+09"``.
@@ -53,7 +53,7 @@ def number(value: float | None) -> str:
 
 
 def capital(text: str) -> str:
-    """Return a text with a capital letter in front.
+    """Return a text with its first letter capitalised.
 
     Args:
         text: Any text.
@@ -62,7 +62,7 @@ def capital(text: str) -> str:
 
 
 def plain_threshold(threshold: float) -> str:
-    """A threshold as a person would type it.
+    """Format a threshold as a person would type it.
 
     Args:
         threshold: Any number.
@@ -78,7 +78,7 @@ def plain_threshold(threshold: float) -> str:
 
 
 def from_to(thresholds: Collection[float]) -> str:
-    """Return the smallest and the largest of some thresholds as a person would type them, once where they are equal.
+    """Return the range of some thresholds as text, or the single threshold where all are equal.
 
     Args:
         thresholds: At least one number.
@@ -91,7 +91,7 @@ def from_to(thresholds: Collection[float]) -> str:
 
 
 def median(values: Sequence[float]) -> float | None:
-    """Return the median; None where there are no values.
+    """Return the median; None for no values.
 
     Args:
         values: Numbers.
@@ -100,11 +100,11 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def medians(values: Sequence[float], size: int) -> list[float]:
-    """Return the median of each block of so many values; what is left at the end is in none.
+    """Return the median of each full block of ``size`` values; an incomplete last block is dropped.
 
     Args:
         values: Numbers.
-        size: How many, at least 1.
+        size: The number of values in a block, at least 1.
     """
     return [statistics.median(values[k : k + size]) for k in range(0, len(values) - size + 1, size)]
 
@@ -129,7 +129,7 @@ def buckets(count: int, most: int) -> list[range]:
 
 
 def only(values: Collection[_T]) -> _T | None:
-    """Return the only one of some values; None where there are none or several.
+    """Return the single element of a collection; None where it has none or several.
 
     Args:
         values: The values.
@@ -138,7 +138,7 @@ def only(values: Collection[_T]) -> _T | None:
 
 
 def last_window(losses: Sequence[float | None]) -> int:
-    """Return over how many losses the final one is a mean: the last 5 %, at least 10.
+    """Return how many of the last losses `Verdict.final_loss` averages: 5 %, at least 10.
 
     Args:
         losses: All losses of a run.
@@ -147,11 +147,11 @@ def last_window(losses: Sequence[float | None]) -> int:
 
 
 def window_means(values: Numbers, width: int) -> list[float | None]:
-    """Mean of every window of ``width`` values; None where a window holds None.
+    """Return the mean of every window of ``width`` values; None where a window holds None.
 
     Args:
-        values: Numbers, None for a value that was not finite.
-        width: The window; a shorter sequence is one window.
+        values: Numbers; None for a value that was not finite.
+        width: The length of a window. A shorter sequence is one window.
 
     Returns:
         One mean per full window.
@@ -163,7 +163,8 @@ def window_means(values: Numbers, width: int) -> list[float | None]:
     width = min(width, len(values))
     if not width:
         return []
-    # As whole multiples of one power of two the values have exact sums: an outlier that has left leaves nothing behind.
+    # Running sums of floats would keep the rounding error of an outlier that has left the window. Integer multiples of
+    # one power of two have exact sums.
     filled = [value or 0.0 for value in values]
     _, unit = math.ulp(min(map(abs, filter(None, filled)), default=0.0)).as_integer_ratio()
     ratios = map(methodcaller("as_integer_ratio"), filled)
@@ -178,4 +179,5 @@ def window_means(values: Numbers, width: int) -> list[float | None]:
 
 
 _LARGER = 2**20
-"""A window of the largest floats has a sum that is divided by it; powers of two round nothing."""
+"""The sum of a window of the largest floats would overflow, so it is divided by this factor first. A power of two adds
+no rounding error."""

@@ -1,4 +1,4 @@
-"""The decision that follows from a diagnosis: keep the clip, a constant, nothing, or fix something first."""
+"""The recommendation that follows from a diagnosis: keep a clip, set a threshold, clip nothing, or fix a fault."""
 
 import sys
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ ENOUGH_STEPS = 200
 """Fewer usable steps say nothing about rare spikes."""
 
 ORDINARY_SHARE = 0.5
-"""A threshold that binds on more of the steps is no insurance: it sets the length of ordinary steps."""
+"""Share of the steps: a threshold that binds on more of them sets the length of ordinary steps, and is no insurance."""
 
 NEARLY_ALL = 0.9
-"""A threshold that binds on more of the steps is below the norm of an ordinary one."""
+"""Share of the steps: a threshold that binds on more of them is below the norm of an ordinary step."""
 
 STILL_INSURANCE = 5.0
-"""Times the threshold that would be proposed: a clip up to there bounds the next spike as well."""
+"""Times the threshold that `insurance` returns: a clip in use up to this threshold bounds the next spike as well."""
 
 CLIPPED_FIRST = ("bad_batches", "exploding_time")
-"""Causes that a clip bounds: the decision is a constant, beside what the advice says."""
+"""Causes whose damage a clip bounds: for these the decision is a constant, in addition to the advice."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class Recommendation:
         kind: ``"keep"`` the clip as it is, ``"constant"`` threshold, ``"rule"`` that follows the norms, ``"nothing"``
             to clip, ``"fix"`` something else first, or ``"unknown"`` where the record cannot say.
         headline: The decision in one sentence.
-        reason: Plain sentences that a person can act on.
+        reason: The reason, in plain sentences that a person can act on.
         threshold: The constant of ``"keep"``, ``"constant"`` and ``"fix"``, or None.
         rule: A rule for ``gradguard run --clip``, such as ``"norm=1.3"`` or ``"median"``; None where there is no rule
             to try.
-        rate_factor: The number to multiply the learning rate by, of ``"fix"``.
-        experiment: Whether the record cannot say which clip is best, and ``gradguard tune`` can.
-        clip_share: On which share of the usable steps the threshold would have bound.
-        usable_steps: How many steps the numbers rest on.
-        drift: The median norms between which the run drifted, in the order of time, if it did.
-        parts: The recommendation for each optimizer with its label, where the record has several.
+        rate_factor: The factor to multiply the learning rate by, for ``"fix"``.
+        experiment: Whether the record cannot tell which clip is best, but ``gradguard tune`` can.
+        clip_share: The share of the usable steps on which the threshold would have bound.
+        usable_steps: The number of steps behind these numbers.
+        drift: The median norms between which the run drifted, in the order of time; None without drift.
+        parts: The label and the recommendation of each optimizer, where the record has several.
     """
 
     kind: str
@@ -64,28 +64,28 @@ class Recommendation:
 
 @once
 def recommend(record: Record) -> Recommendation:
-    """Decide what to do, from the diagnosis of a run alone.
+    """Decide what to do about clipping, from the diagnosis of a run.
 
     =======================================  ========  =================================================================
     the first cause                          kind      threshold or rule
     =======================================  ========  =================================================================
-    healthy, and a clip of the run's bound,  keep      that clip
-    or is insurance already
+    healthy, and the run's own clip bound    keep      that clip
+    or already is insurance
     healthy, and a constant is insurance     constant  `insurance`: it does not bind in calm times; where norms are
                                                        uneven, a low one that trains better, with an experiment
-    healthy, and most norms are equal        unknown   none: something scales gradients, and was not seen
+    healthy, and most norms are equal        unknown   none: code that was not observed scales gradients
     healthy otherwise, or the optimizer      nothing   none
-    reads signs alone
+    reads only signs
     bad_batches, exploding_time              constant  the norm that leaves ordinary steps alone
     unknown                                  unknown   none
-    parts that are frozen, in a run that     unknown   none: whether they are to stay as they are is asked
-    learns
-    any other                                fix       as the cause's advice says, if it says one
+    parameters that are frozen, in a run     unknown   none: the user is asked whether they should stay frozen
+    that learns
+    any other                                fix       the threshold of the cause's advice, if it has one
     several optimizers                       unknown   a decision for each
     =======================================  ========  =================================================================
 
-    **Guarantees**: nothing is kept, and nothing left alone, beside a cause that is not ``"healthy"``; a run with an
-    error among its findings is not healthy (`diagnose`).
+    **Guarantees**: ``"keep"`` and ``"nothing"`` are returned only for the cause ``"healthy"``; a run with an error
+    among its findings is not healthy (`diagnose`).
 
     Args:
         record: The record of a run, clipped or not.
@@ -106,12 +106,12 @@ def recommend(record: Record) -> Recommendation:
     made = [(part.label, recommend(part.record)) for part in parts]
     said = " ".join(f"{capital(label)}: {one.headline} {one.reason}".strip() for label, one in made)
     usable = sum(one.usable_steps for _, one in made)
-    # on losses of their own, as those of networks that work against each other
+    # True if two optimizers share fewer than half of their losses: they step on losses of their own, as in a GAN
     losses = pairwise([set(part.record.steps.column("loss")) - {None} for part in parts])
     experiment = any(one and other and len(one & other) < 0.5 * min(len(one), len(other)) for one, other in losses)
     if experiment:
-        said += f" Their losses differ and tell little of what comes out; {_tune(record)} --metric REGEX does."
-    headline = "Several optimizers step in this run, and each has a decision of its own."
+        said += f" Their losses differ and do not show the result; {_tune(record)} --metric REGEX compares results."
+    headline = "Several optimizers step in this run, and each has its own decision."
     return Recommendation("unknown", headline, said, experiment=experiment, usable_steps=usable, parts=tuple(made))
 
 
@@ -121,7 +121,7 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
         return _for_healthy(record, norms)
     threshold = cause.threshold if (cause.threshold or 0.0) >= sys.float_info.min else None
     rule = None if threshold is None else f"norm={plain_threshold(threshold)}"
-    # the first sentence of the advice, and the others with what was seen
+    # the first sentence of the advice becomes the headline; the other sentences and the evidence become the reason
     headline, stop, rest = cause.advice.partition(". ")
     reason = " ".join(filter(None, [rest, *(evidence.words for evidence in cause.evidence[:2])]))
     kind = "unknown" if cause.may_be_meant and diagnosis.progress else "fix"
@@ -134,14 +134,10 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
     if cause.key in CLIPPED_FIRST and threshold is not None and norms:
         share = _share_above(threshold, norms)
         headline = f"Clip at {plain_threshold(threshold)}."
-        acted = f"would have acted on {percent(share)} of {len(norms):,} steps"
-        is_low = share > NEARLY_ALL
-        ordinary = (
-            "below the norm of an ordinary step, which is mostly noise here"
-            if is_low
-            else "the norm of an ordinary step"
-        )
-        reason = f"It is {ordinary}, and {acted}."
+        level = "the norm of an ordinary step"
+        if share > NEARLY_ALL:
+            level = "below the norm of an ordinary step, which is mostly noise here"
+        reason = f"It is {level}, and would have acted on {percent(share)} of {len(norms):,} steps."
         return replace(made, kind="constant", headline=headline, reason=reason, clip_share=share)
     return made
 
@@ -152,36 +148,36 @@ def _share_above(threshold: float, norms: Sequence[float]) -> float:
 
 def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
     if reads_signs_alone(record):
-        why = "The optimizer reads the signs of gradients alone, which a clip leaves as they are: it changes no step."
+        why = "The optimizer reads only the signs of gradients. A clip does not change these, so it changes no step."
         return Recommendation("nothing", "There is nothing to clip.", why, usable_steps=len(norms))
     threshold, drift = insurance(record), drift_of(record)
     kept = _of_clip_in_use(record, norms, threshold)
     if kept is not None:
         return kept
     if len(norms) < ENOUGH_STEPS:
-        why = f"There are {len(norms)} usable steps, and {ENOUGH_STEPS} are needed to know how rare spikes are."
+        why = f"The record has {len(norms)} usable steps; {ENOUGH_STEPS} are needed to know how rare spikes are."
         return Recommendation("unknown", "Record a longer run to choose a threshold.", why, usable_steps=len(norms))
     if are_scaled(record):
-        headline = "Look for a clip by hand: a norm without it is needed to choose a threshold."
-        why = "Most norms are equal to three digits: something that was not seen scales gradients before the step."
+        headline = "Look for a hand-written clip: choosing a threshold needs the norms before it."
+        why = "Most norms are equal to three digits: code that was not observed scales gradients before the step."
         return Recommendation("unknown", headline, why, usable_steps=len(norms))
     if threshold is None:
-        assert drift is not None  # nothing else leaves a run with norms without an insurance
+        assert drift is not None  # with norms, `insurance` returns None only for norms that drift
         times = number(max(drift) / min(drift))
         why = (
-            f"The usual norm went from {number(drift[0])} to {number(drift[1])}: a clip that leaves the larger norms "
-            f"alone would let jumps of {times} times through among the smaller ones."
+            f"The usual norm went from {number(drift[0])} to {number(drift[1])}: a threshold above the larger norms "
+            f"would let jumps by a factor of {times} through among the smaller ones."
         )
         return Recommendation("nothing", "There is nothing to clip.", why, usable_steps=len(norms), drift=drift)
     text, share = plain_threshold(threshold), _share_above(threshold, norms)
     would = f"would have acted on {percent(share)} of {len(norms):,} usable steps"
     headline = f"As insurance, clip at {text}."
-    why = f"The run needs no clip. This one {would}, and holds back the next sudden jump of the gradients, a spike."
+    why = f"The run needs no clip. This one {would}, and limits the next spike, a sudden jump of the gradients."
     if share > ORDINARY_SHARE:
         headline = f"A clip at {text} may train better."
         why = (
-            f"The run goes well without it. It {would}. Where gradients are as uneven as these, so low a threshold "
-            f"trained better on the tasks where it was tried; on yours an experiment tells: {_tune(record)}."
+            f"The run goes well without it. It {would}. With gradients as uneven as these, so low a threshold trained "
+            f"better on the tasks where it was tried; an experiment shows whether it does on yours: {_tune(record)}."
         )
     return Recommendation(
         "constant", headline, why, threshold, f"norm={text}", None, share > ORDINARY_SHARE, share, len(norms), drift
@@ -189,7 +185,7 @@ def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
 
 
 def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | None) -> Recommendation | None:
-    """The decision on a clip that was in force all along in a healthy run: one that bound, or that is insurance."""
+    """Return the decision to keep the one clip that a healthy run used throughout, if it bound or is insurance."""
     taken = taken_steps(record)
     rule, threshold = (only(set(record.steps.column(key))) for key in ("rule", "threshold"))
     if rule is None:
@@ -205,7 +201,7 @@ def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | 
         if fixed is None or insured_at is None or fixed > STILL_INSURANCE * insured_at:
             return None
         headline = f"Keep {shown} as insurance."
-        why = f"It never acted in {len(taken):,} steps, and holds back the next sudden jump of the gradients, a spike."
+        why = f"It never acted in {len(taken):,} steps, and limits the next spike, a sudden jump of the gradients."
     return Recommendation("keep", headline, why, fixed, spelled, None, False, share, len(norms), drift_of(record))
 
 

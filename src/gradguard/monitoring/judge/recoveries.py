@@ -1,4 +1,4 @@
-"""Summary of `SpikeRecovery` in a run, from the events of its record: counts, and one or two sentences."""
+"""Summarises the work of `SpikeRecovery` in a run, from the events of its record."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from gradguard.words import counted
 
 @dataclass(frozen=True)
 class Recoveries:
-    """Counts of spikes and of the steps that handling them cost.
+    """The number of recoveries from spikes, and the steps that they cost.
 
     Attributes:
         roll_backs: How often the run went back to older weights.
-        slow_downs: After how many of them the learning rate was lower for a while.
-        data_shifts: How many bursts were taken for a change of the data.
-        lost_steps: Steps whose work was undone or skipped by what has ended; single skipped spikes are not among them.
-        longest_recovery: The most steps from a first spike until the matter ended; None if no matter has.
+        slow_downs: How many roll-backs were followed by a lower learning rate for a while.
+        data_shifts: How many bursts of spikes were treated as a change of the data.
+        lost_steps: Steps whose work was undone or skipped by recoveries that have ended, without single skipped spikes.
+        longest_recovery: The most steps from a first spike to the end of its recovery; None if no recovery has ended.
     """
 
     roll_backs: int
@@ -26,29 +26,29 @@ class Recoveries:
     longest_recovery: int | None
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return the counts in one or two sentences."""
         times = counted(self.roll_backs, "time")
         slowed = f" (after {self.slow_downs:,} of them with a lower learning rate)" if self.slow_downs else ""
         bursts = f"{counted(self.data_shifts, 'burst')} of spikes"
         done = [f"went back to older weights {times}{slowed}"] if self.roll_backs else []
-        done += [f"took {bursts} for a change of the data"] if self.data_shifts else []
+        done += [f"treated {bursts} as a change of the data"] if self.data_shifts else []
         cost = f"cost {counted(self.lost_steps, 'step')}"
         if not done:
             then = f"which {cost}" if self.lost_steps else "and the record ends before it was over"
-            return f"A burst of spikes was adopted as the new level, {then}."
+            return f"A burst of spikes was accepted as the new level of norms, {then}."
         longest = self.longest_recovery
         time = "" if longest is None else f"; the longest recovery took {counted(longest, 'step')}"
         return f"The run {' and '.join(done)}. That {cost}{time}."
 
 
 def recoveries(record: Record) -> Recoveries | None:
-    """Count what was done about spikes.
+    """Count the recoveries from spikes in a record.
 
     Args:
-        record: The record of a run, whose events have ``lost`` where steps were.
+        record: The record of a run. Its events have ``lost`` where they lost steps.
 
     Returns:
-        The counts; None where the record tells of nothing.
+        The counts; None where the record has no such event.
 
     Example:
         >>> from pathlib import Path

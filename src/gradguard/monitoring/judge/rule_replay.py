@@ -1,4 +1,4 @@
-"""Replay of other clipping rules on the norms that a run recorded."""
+"""Replays clipping rules on the norms that a run recorded."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +16,13 @@ from gradguard.named_rules import replayed_rule
 from gradguard.threshold_rules import LockInAlarm, PerTensor
 
 COUNTERFACTUAL = (
-    "Counterfactual without feedback: each rule is shown the norms that were recorded. A run under that rule would "
-    "have gone differently after its first clip."
+    "Counterfactual without feedback: each rule is applied to the recorded norms. A run under that rule would have "
+    "gone differently after its first clip."
 )
 
 _CONSTANTS = frozenset([0.5, 1.0, 2.0, 5.0])
 _AUTOMATIC = ("median", "autoclip", "zclip=inf", "clip_fraction=0.05", "adagc=inf")
-# without the fixed ceilings of 1.0 that ZClip and AdaGC have by default: those say nothing about a run of another scale
+# zclip=inf and adagc=inf have no fixed ceiling: the default of 1.0 means nothing for a run of another scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class WhatIf:
 
     Attributes:
         rule: The rule as it was asked for, such as ``"norm=1"``.
-        steps: How many steps it is judged on: those after the warm-up, finite and not skipped.
-        clip_share: The share of them on which it would have bound.
-        median_coefficient: The median coefficient of those; None if there are none.
-        spikes: How many of the steps are spikes: norms that stand out from their neighbourhood.
-        caught: On how many of the spikes it would have bound.
+        steps: The number of steps on which it is judged: finite, not skipped, and after the warm-up.
+        clip_share: The share of these steps on which it would have bound.
+        median_coefficient: The median coefficient where it would have bound; None if it never would.
+        spikes: The number of steps that are spikes: norms that stand out from their neighbourhood.
+        caught: The number of spikes on which it would have bound.
         largest_passed: The largest norm after the clip.
         lock_in: The share of the steps on which its lock-in alarm would have been on.
-        note: Why it cannot be replayed, or what to know; empty if nothing.
-        optimizer: The optimizer that it is about, where the record has several.
+        note: Why the rule cannot be replayed; empty otherwise.
+        optimizer: The index of the optimizer, where the record has several.
     """
 
     rule: str
@@ -55,17 +55,19 @@ class WhatIf:
 
 
 def what_if(record: Record, rules: Iterable[str] | None = None) -> list[WhatIf]:
-    """Replay rules over the recorded norms before any clip; there is no feedback, so it is counterfactual.
+    """Replay rules over the recorded norms before any clip. The replay is counterfactual: it has no feedback.
 
-    **Guarantees**: coefficients are those of the clippers of these names, step by step. Steps that were skipped or
-    not finite enter no rule's state. The warm-up enters the states and is not judged.
+    **Guarantees**: the coefficients of each step equal those of the clipper of that name. Steps that were skipped or
+    not finite do not enter a rule's state. The warm-up enters the state but is not judged.
 
-    **Edge cases**: no usable step gives rows with 0 steps and a note; `AdaGC` needs the norm of each tensor on every
-    step, and its row says so where they are missing; several optimizers give rows of their own, each rule anew.
+    **Edge cases**: a record without usable steps gives rows with 0 steps and a note. `AdaGC` needs the norm of each
+    tensor on every step, and its row has a note where these are missing. Each of several optimizers has its own rows,
+    with fresh rules.
 
     Args:
         record: The record of a run, clipped or not.
-        rules: As in `replayed_rule`; None for a choice of fixed and automatic ones and the recommended threshold.
+        rules: Rules as in `replayed_rule`; None for a choice of fixed and automatic rules, with the recommended
+            threshold.
 
     Returns:
         One row for each optimizer and rule, in that order.
@@ -89,7 +91,7 @@ def what_if(record: Record, rules: Iterable[str] | None = None) -> list[WhatIf]:
 
 
 _NO_STEPS = "no usable norm before a clip in this record"
-_TOO_LARGE = "the record has norms whose squares are no floats any more, so the rule cannot be replayed"
+_TOO_LARGE = "the record has norms whose squares overflow float64, so the rule cannot be replayed"
 _EVERY_STEP = "needs the norm of each tensor on every step: record the run with gradguard run --every 1"
 
 
@@ -136,14 +138,14 @@ def _row(part: OptimizerSteps, name: str, judged: dict[int, bool]) -> WhatIf:
 
 
 def _with_norm(record: Record) -> list[tuple[int, float]]:
-    """The number and the norm of each finite step that was taken."""
+    """Return the number and the norm of each finite step that was taken."""
     taken = taken_steps(record)
     pairs = zip(taken.column("i"), taken.column("norm"), strict=True)
     return [(number, norm) for number, norm in pairs if norm is not None]
 
 
 def _tensor_norms(record: Record) -> Iterator[list[float]] | None:
-    """The norm of each tensor on these steps, or None where one of them has none."""
+    """Return the norms of all tensors on each step of `_with_norm`; None where a step lacks them."""
     norms, numbers = record.tensors.column("norm"), [number for number, _ in _with_norm(record)]
     wanted = set(numbers)
     places = {number: place for place, number in enumerate(record.tensors.column("i")) if number in wanted}

@@ -11,13 +11,14 @@ from gradguard.monitoring.record.step_rows import usable_norms
 from gradguard.threshold_rules import SortedWindow, centre_and_spread
 
 NEIGHBOURS = 50
-"""On each side: more than half of them would have to be spikes before one goes unseen."""
+"""Neighbours on each side. A spike is missed only if more than half of its neighbours are spikes."""
 
 DEVIATIONS = 6.0
-"""Robust deviations above the median of the neighbourhood: with log-normal noise once in 10^8 steps or less."""
+"""Robust deviations above the median of the neighbourhood. Log-normal noise gets there once in 10^8 steps or less."""
 
 LEAST_DEVIATION = 0.05
-"""Norms that hardly differ would make a spike of every bump: one stands out from 1.35 times the median on."""
+"""The smallest deviation. With it a spike is at least 1.35 times the median; norms that hardly differ would otherwise
+turn every bump into a spike."""
 
 _T = TypeVar("_T")
 _FEWEST = 21
@@ -26,9 +27,9 @@ _WIDTH = 2 * NEIGHBOURS + 1
 
 
 class SpikeFinder(Generic[_T]):
-    """Finds spikes in norms that come one by one, each as soon as its neighbourhood is complete.
+    """Finds spikes in norms that arrive one by one, each as soon as its neighbourhood is complete.
 
-    **Guarantees**: some microseconds a norm; it remembers 101 of them. What it finds is what `find_spikes` finds.
+    **Guarantees**: some microseconds per norm; it stores 101 of them. It finds the same spikes as `find_spikes`.
 
     Example:
         >>> finder = SpikeFinder()
@@ -42,16 +43,16 @@ class SpikeFinder(Generic[_T]):
 
     @property
     def level(self) -> float:
-        """The median of the norms that it remembers; 0 without any."""
+        """The median of the stored norms; 0 without any."""
         ordered = self._logarithms.ordered
         return math.exp(ordered[len(ordered) // 2]) if ordered else 0.0
 
     def follow(self, norm: float, about: _T) -> list[_T]:
-        """Return what belongs to the norms that are now known to be spikes.
+        """Return the ``about`` values of the norms that are now known to be spikes.
 
         Args:
-            norm: The next norm; one without a logarithm is no spike and no neighbour.
-            about: Any value that belongs to it, such as its position.
+            norm: The next norm. Zero, negative and non-finite norms are neither spikes nor neighbours.
+            about: Any value that belongs to the norm, such as its position.
         """
         if not 0 < norm < math.inf:
             return []
@@ -62,10 +63,11 @@ class SpikeFinder(Generic[_T]):
         if before == _WIDTH:
             is_low = window.recent[NEIGHBOURS] <= window.ordered[NEIGHBOURS] + _LEAST
             return [] if is_low else self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
-        return self._spikes(0, NEIGHBOURS + 1) if before + 1 == _WIDTH else []  # the first have no others before them
+        # the first norms have no neighbours before them, so all are judged once the first window is full
+        return self._spikes(0, NEIGHBOURS + 1) if before + 1 == _WIDTH else []
 
     def finish(self) -> list[_T]:
-        """Return what belongs to the spikes among the last norms, which have no others after them; call it once."""
+        """Return the ``about`` values of the spikes among the last norms, at the end of the run; call it once."""
         count = len(self._remembered)
         return self._spikes(NEIGHBOURS + 1 if count == _WIDTH else 0, count) if count >= _FEWEST else []
 
@@ -74,7 +76,7 @@ class SpikeFinder(Generic[_T]):
         middle, deviation = centre_and_spread(ordered)
         limit = middle + DEVIATIONS * max(deviation, LEAST_DEVIATION)
         high = [place for place in range(begin, end) if recent[place] > limit]
-        at_first = sum(place == k for k, place in enumerate(high))  # 0 in a window that begins later
+        at_first = sum(place == k for k, place in enumerate(high))  # high norms at the very start; 0 in later windows
         return [self._remembered[place] for place in (high[at_first:] if at_first > 1 else high)]
 
 
@@ -83,15 +85,15 @@ def find_spikes(norms: Sequence[float]) -> list[int]:
 
     .. math:: \log n_i > \mathrm{med} + 6 \max(1.4826\,\mathrm{MAD},\ 0.05)
 
-    where the median and the MAD are those of the logarithms of the 101 norms around position i; at both ends, the
-    first and the last 101.
+    Median and MAD are taken of the logarithms of the 101 norms around position i; at both ends, of the first and the
+    last 101 norms.
 
-    **Guarantees**: O(n log w). A drift makes no spike and hides none that stands out from what the norms do within 101
-    steps; a lasting change of level is none, but for the last 50 norms, which could be a burst. Bursts are
-    found whole up to some 25 steps, and recurring spikes up to one in eight.
+    **Guarantees**: O(n log w). A drift makes no spikes, and hides no spike that stands out from its 101 neighbours. A
+    lasting change of level is no spike, except among the last 50 norms, where it could be a burst. Bursts of up to
+    about 25 steps are found completely, and recurring spikes of up to one step in eight.
 
-    **Edge cases**: two norms or more that are high from the first one on are where the run began, and no spikes. Norms
-    that are zero, negative or not finite are no spikes and no neighbours. Fewer than 21 norms have none.
+    **Edge cases**: two or more high norms at the very start are the level where the run began, not spikes. Norms that
+    are zero, negative or not finite are neither spikes nor neighbours. Fewer than 21 norms have no spikes.
 
     Args:
         norms: Norms in the order of their steps.
@@ -109,7 +111,7 @@ def find_spikes(norms: Sequence[float]) -> list[int]:
 
 @once
 def spikes_of(record: Record) -> list[int]:
-    """The spikes among the usable norms of a record.
+    """Return the spikes among the usable norms of a record.
 
     Args:
         record: The record of a run.

@@ -1,4 +1,4 @@
-"""Which rules are tried on a script, where nobody named them: what its record recommends, and three constants."""
+"""Chooses the rules to try on a script if the user named none: the one its record recommends, and three constants."""
 
 import math
 import statistics
@@ -8,30 +8,30 @@ from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.step_rows import usable_steps
 
 NONE = "none"
-"""The script as it is."""
+"""The name of the unchanged script among the rules."""
 
 OTHERWISE = "median"
-"""Candidates for a record that recommends nothing."""
+"""The rule to try if the record recommends none."""
 
 HABIT = "norm=1"
 """The constant of most published recipes, which a rule has to beat."""
 
-_TROUBLE = 10.0  # norms of a run that diverges, from where one is so many times the smallest before
+_TROUBLE = 10.0  # times the smallest norm so far: from the first norm above it on, a run diverges
 
 
 def candidates(record: Record, diverged: bool) -> list[str]:
-    """Return the rules to try beside the script as it is.
+    """Return the rules to try beside the unchanged script.
 
-    They are the recommended one (`median` where there is none) and three constants: the 90th percentile of the norms,
-    which cuts what is large; a tenth of their median, which makes all steps equally long; and 1, the habit. Where the
-    run diverged, the first two are a third and a thirtieth of the median norm before it did.
+    They are the recommended rule (`median` if there is none) and three constants: the 90th percentile of the norms,
+    which cuts only large ones; a tenth of their median, which makes all steps equally long; and 1, the habitual value.
+    If the run diverged, the first two constants are a third and a thirtieth of the median norm before that.
 
     Args:
-        record: The record of the script as it is.
+        record: The record of the unchanged script.
         diverged: Whether that run diverged.
 
     Returns:
-        Rules as ``--clip`` takes them, the recommended one first, each once.
+        Rules in the syntax of ``--clip``, the recommended one first, without duplicates.
 
     Example:
         >>> from pathlib import Path
@@ -43,7 +43,7 @@ def candidates(record: Record, diverged: bool) -> list[str]:
 
 
 def recommended(record: Record) -> str | None:
-    """Return the rule that a record recommends; None where it recommends none, or the clip that the script has."""
+    """Return the rule that a record recommends; None if it recommends none, or the script's own clip."""
     found = recommend(record)
     return None if found.kind == "keep" else found.rule
 
@@ -75,6 +75,6 @@ def _before_trouble(record: Record) -> list[dict]:
 
 
 def _norm(step: dict) -> float:
-    """Return the norm that a rule behind the script's own clip gets."""
+    """Return the norm after the script's own clip, which is the norm that a tried rule compares."""
     post = step.get("post_norm")
     return step["norm"] if post is None else post

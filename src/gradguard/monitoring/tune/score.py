@@ -1,4 +1,4 @@
-"""Which of several rules trained best: from the losses or metrics of their runs to a ranking with error bars."""
+"""Ranks rules by the losses or metrics of their runs, with error bars over seeds."""
 
 import math
 import statistics
@@ -11,15 +11,15 @@ Losses = Numbers
 """The training loss of each step; None where it was not finite."""
 
 LAST = 0.1
-"""A run is judged by its mean loss over this share of its steps, the last ones."""
+"""The share of a run's steps, at its end, whose mean loss judges the run."""
 
 FAR_ABOVE = 3.0
-"""A run whose loss is so many times that of the others, and `ABOVE_START` times its own first losses, has diverged."""
+"""A run has diverged if its loss is this many times the others' loss, and `ABOVE_START` times its first losses."""
 
 ABOVE_START = 2.0
-"""Without this, a run that learns slowly would have diverged as soon as the others are good."""
+"""Without this bound, a run that learns slowly would count as diverged as soon as the others are good."""
 
-_SMOOTH = 10  # steps of which the median is compared, so that one batch decides nothing
+_SMOOTH = 10  # steps whose median is compared, so that a single batch decides nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,13 @@ class TrialRun:
     """One run of the script.
 
     Attributes:
-        rule: The rule, as ``--clip`` takes it; ``"none"`` for the script as it is.
+        rule: The rule, in the syntax of ``--clip``; ``"none"`` for the unchanged script.
         seed: The seed.
-        losses: Its training losses.
-        failed: Whether it ended with an error.
-        clip_share: The share of its steps that were clipped.
-        stopped: Whether it was ended early, because it had diverged.
-        metric: The number that it is judged by in place of its last losses, NaN where none was printed; None for these
-            losses.
+        losses: The training losses.
+        failed: Whether the run ended with an error.
+        clip_share: The share of the steps that were clipped.
+        stopped: Whether the run was ended early because it had diverged.
+        metric: The number that judges the run, NaN if the script printed none; None if its last losses judge it.
     """
 
     rule: str
@@ -52,8 +51,8 @@ class Mean:
 
     Attributes:
         value: The mean.
-        margin: Half of its 95 % interval (Student's t); None for a single seed.
-        count: Over how many seeds.
+        margin: Half the width of the 95 % interval (Student's t); None for a single seed.
+        count: The number of seeds.
     """
 
     value: float
@@ -67,15 +66,15 @@ class Score:
 
     Attributes:
         rule: The rule.
-        loss: The mean of its runs' last losses or metrics, of those that did not diverge; None if all did.
-        losses: The last loss or the metric of each seed, None of one that diverged or failed.
-        diverged: How many runs diverged.
-        failed: How many ended with an error and had not diverged.
+        loss: The mean of the last losses or metrics of the runs that were not lost; None if all were.
+        losses: The last loss or the metric of each seed; None for a seed whose run diverged or failed.
+        diverged: The number of runs that diverged.
+        failed: The number of runs that ended with an error, or without a finite metric, and had not diverged.
         clip_share: The mean share of steps that were clipped.
-        difference: Its loss minus that of the best rule, over the seeds that both finished; None for the best itself,
-            and where there is no such seed.
-        worse: Whether it is known to be worse than the best: it diverged or failed on more seeds, or the interval of
-            the difference is on the wrong side of 0.
+        difference: The loss minus the loss of the best rule, over the seeds that both finished; None for the best rule
+            itself, and without such a seed.
+        worse: Whether the rule is known to be worse than the best: it lost a larger share of its runs, or the interval
+            of the difference is entirely on the worse side of 0.
     """
 
     rule: str
@@ -89,14 +88,14 @@ class Score:
 
 
 def scores(runs: Sequence[TrialRun], maximize: bool = False) -> list[Score]:
-    """Rank the rules: the fewest runs lost come first, then the lowest mean loss or the best metric.
+    """Rank the rules by the share of runs lost, then by the mean loss or metric.
 
-    **Edge cases**: rules of which all runs were lost come last, with ``loss`` None; with one seed nothing is told
-    apart but who diverged; rules with the same losses to the last digit are never told apart.
+    **Edge cases**: rules whose runs were all lost come last, with ``loss`` None. With one seed only lost runs separate
+    rules. Rules with identical losses are never separated.
 
     Args:
-        runs: The runs; of each rule and seed at most one.
-        maximize: Whether the highest is the best.
+        runs: The runs; at most one for each rule and seed.
+        maximize: Whether the highest metric is the best.
 
     Returns:
         One score for each rule, the best first.
@@ -117,15 +116,15 @@ def scores(runs: Sequence[TrialRun], maximize: bool = False) -> list[Score]:
 
 
 def diverged_at(losses: Losses, others: Sequence[Losses], since: int = 0) -> int | None:
-    """Return the step at which a run had diverged, None if it has not.
+    """Return the step at which a run had diverged; None if it has not.
 
-    It has where ten losses in a row are not finite; or where the median of its last ten is at least three times that
-    of the ``others`` at the same step, and twice that of its own first ten.
+    A run has diverged if ten losses in a row are not finite. It has also diverged if the median of its last ten losses
+    is at least three times the median of the ``others`` at the same step, and twice that of its own first ten.
 
     Args:
-        losses: Its losses so far.
-        others: Those of runs that have not diverged.
-        since: Steps that have been looked at before.
+        losses: The losses so far.
+        others: The losses of runs that have not diverged.
+        since: The number of steps that earlier calls have checked.
 
     Example:
         >>> diverged_at([1.0] * 10 + [None] * 30, []), diverged_at([1.0] * 20 + [4.0] * 20, [[1.0] * 40])
@@ -139,10 +138,10 @@ def diverged_at(losses: Losses, others: Sequence[Losses], since: int = 0) -> int
 
 
 def sound(runs: Sequence[TrialRun]) -> list[Losses]:
-    """Return the losses of the runs that others are compared with: those that came to their end and did not get worse.
+    """Return the losses of the runs that serve as comparison: those that finished and did not get worse.
 
     Args:
-        runs: Any runs; where most explode, a median of all of them would be that of an explosion.
+        runs: Any runs. If most of them explode, a median over all of them would itself be that of an explosion.
 
     Returns:
         The losses of each.
@@ -151,20 +150,17 @@ def sound(runs: Sequence[TrialRun]) -> list[Losses]:
 
 
 def got_worse(losses: Losses) -> bool:
-    """Tell whether a run ended with losses that are not finite, or twice those that it began with.
+    """Return whether a run ended with losses that are not finite, or at least twice its first ones.
 
     Args:
         losses: The losses of a run.
-
-    Returns:
-        Whether it did.
     """
     last = last_loss(losses)
     return last is None or (last > 0 and last >= ABOVE_START * _middle(losses, _SMOOTH - 1))
 
 
 def last_loss(losses: Losses) -> float | None:
-    """Return the mean of the last tenth of the losses; None if there are none, or one of them is not finite.
+    """Return the mean of the last tenth of the losses; None if there are no losses, or one of these is not finite.
 
     Args:
         losses: The losses of a run.
@@ -179,10 +175,10 @@ def last_loss(losses: Losses) -> float | None:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Return the mean of at least one value with its 95 % interval.
+    """Return the mean of some values with its 95 % interval.
 
     Args:
-        values: One of each seed.
+        values: One value for each seed; at least one.
 
     Example:
         >>> found = mean_of([1.0, 2.0, 3.0])
@@ -197,7 +193,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def student_t(freedom: int) -> float:
-    """Return the t that a Student variable stays within with probability 95 %, on both sides of 0.
+    """Return the two-sided 95 % quantile of Student's t distribution.
 
     Args:
         freedom: Degrees of freedom, at least 1.
@@ -217,14 +213,13 @@ def student_t(freedom: int) -> float:
 
 
 def same_start(first: Losses, second: Losses) -> bool:
-    """Tell whether two runs began alike, as those of a script do that sets its seed itself.
+    """Return whether two runs began with the same losses, as happens if a script sets its seed itself.
+
+    The first ten losses are compared, up to rounding.
 
     Args:
         first: The losses of one seed.
-        second: Those of another one.
-
-    Returns:
-        Whether their first ten losses are the same, but for rounding.
+        second: The losses of another seed.
 
     Example:
         >>> same_start([0.5, 0.4, 0.3], [0.5, 0.4]), same_start([0.5, 0.4], [0.5, 0.3]), same_start([None], [None])
@@ -245,7 +240,7 @@ def _within(angle: float, freedom: int) -> float:
 
 
 def _middle(losses: Losses, i: int) -> float:
-    """The median of the ten losses up to step ``i``, infinite where most are not finite."""
+    """Return the median of the ten losses up to step ``i``; infinite if most are not finite."""
     recent = losses[max(0, i + 1 - _SMOOTH) : i + 1]
     return statistics.median([math.inf if loss is None else loss for loss in recent]) if recent else math.inf
 
@@ -259,7 +254,7 @@ def _is_far_above(losses: Losses, i: int, others: Sequence[Losses]) -> bool:
 def _diverged(run: TrialRun, runs: Sequence[TrialRun]) -> bool:
     if run.stopped or (run.losses and last_loss(run.losses) is None):
         return True
-    before = runs[: runs.index(run)]  # what it was compared with while it ran, and may have ended before a look
+    before = runs[: runs.index(run)]  # the runs it was compared with while it ran; it may have ended before a check
     others = [other for other in runs if other is not run]
     return any(diverged_at(run.losses, sound(compared)) is not None for compared in (before, others))
 
@@ -292,5 +287,5 @@ def _against(best: Score, score: Score, sign: int) -> Score:
     differences = [ours - theirs for ours, theirs in both if ours is not None and theirs is not None]
     difference = mean_of(differences) if differences else None
     lost_more = _rank(score, sign)[0] > _rank(best, sign)[0]
-    told = difference is not None and difference.margin is not None and sign * difference.value > difference.margin
-    return replace(score, difference=difference, worse=lost_more or told)
+    is_clear = difference is not None and difference.margin is not None and sign * difference.value > difference.margin
+    return replace(score, difference=difference, worse=lost_more or is_clear)

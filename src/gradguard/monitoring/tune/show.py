@@ -1,4 +1,4 @@
-"""The summary of the runs: one sentence, a table, its limits, and the command to type next."""
+"""Reports the result of the trials: one sentence, a table, notes on its limits, and the command to type next."""
 
 import math
 import shlex
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def summary(trials: Trials) -> dict[str, Any]:
-    """Return everything that is said, as plain values for JSON.
+    """Return the whole result as plain values for JSON.
 
     Args:
         trials: The trials, with at least one run.
@@ -37,7 +37,7 @@ def summary(trials: Trials) -> dict[str, Any]:
 
 
 def print_summary(trials: Trials, console: "Console | None" = None) -> None:
-    """Print what is said.
+    """Print the result.
 
     Args:
         trials: The trials, with at least one run.
@@ -63,19 +63,16 @@ def print_summary(trials: Trials, console: "Console | None" = None) -> None:
 
 
 def is_told(ranked: Sequence[Score]) -> bool:
-    """Tell whether the first of several rules is known to be better than all others.
+    """Return whether the first of several rules is known to be better than all others.
 
     Args:
         ranked: Scores, the best first, as `scores` returns them.
-
-    Returns:
-        Whether it is.
     """
     return len(ranked) > 1 and ranked[0].loss is not None and all(score.worse for score in ranked[1:])
 
 
 def sentence(ranked: Sequence[Score]) -> str:
-    """Say in one sentence which rule trained best.
+    """Return one sentence that names the rule that trained best.
 
     Args:
         ranked: Scores, the best first, as `scores` returns them.
@@ -96,25 +93,25 @@ def sentence(ranked: Sequence[Score]) -> str:
         return f"Only {_called(best.rule)} was tried: {_with_margin(best.loss)}."
     equal, worse = [s for s in others if not s.worse], [s for s in others if s.worse]
     if best.loss.count < 2 and not worse:
-        return f"One seed tells no difference: {_called(best.rule)} has the lowest loss, {_with_margin(best.loss)}."
+        return f"One seed shows no difference: {_called(best.rule)} has the lowest loss, {_with_margin(best.loss)}."
     if not worse:
         tried = _listed([_called(score.rule) for score in ranked])
-        return f"No difference can be told between {tried}: {_called(best.rule)} has {_with_margin(best.loss)}."
+        return f"The experiment does not separate {tried}: {_called(best.rule)} has {_with_margin(best.loss)}."
     against = next((s for s in worse if s.rule == NONE), worse[0])
     how = "wins" if not equal else "is among the best"
-    same = f"; no difference can be told between it and {_listed([_called(s.rule) for s in equal])}" if equal else ""
+    same = f"; the experiment does not separate it from {_listed([_called(s.rule) for s in equal])}" if equal else ""
     return f"{_called(best.rule)} {how}: {_with_margin(best.loss)} against {_in_words(against)}{same}."
 
 
 _TRAINING_LOSS = (
     "The loss is the training loss, the mean of the last tenth of the steps, with 95 % intervals over seeds. A clipped "
-    "run may fall behind at first and end lower: what counts is the held-out loss of a full run, and --metric takes it "
-    "from what the script prints."
+    "run may fall behind at first and end lower. The held-out loss of a full run decides; --metric reads it from the "
+    "script's output."
 )
 
 
 def notes(trials: Trials) -> list[str]:
-    """Return what to know before believing the numbers.
+    """Return notes on the limits of the numbers.
 
     Args:
         trials: The trials.
@@ -126,22 +123,22 @@ def notes(trials: Trials) -> list[str]:
         (trials.suggested, trials.suggested),
         (
             trials.seeds_itself,
-            f"{script} sets its seed itself: another one gave the same losses, so there are no error bars. If it takes "
-            "a seed as an argument, write {seed} in its place.",
+            f"{script} sets its seed itself: another seed gave the same losses, so there are no error bars. If it "
+            "takes a seed as an argument, write {seed} in its place.",
         ),
         (
             trials.clips_itself,
-            f'{script} clips itself: its clip stays, "{NONE}" is the script as it is, and each rule acts after it.',
+            f'{script} clips itself: its clip stays, "{NONE}" is the unchanged script, and each rule acts after it.',
         ),
         (
             trials.optimizers > 1,
-            f"{trials.optimizers} optimizers step: each has its own clipper, and the losses of all are pooled; where "
-            "networks work against each other, these say little: let the script print what counts, for --metric.",
+            f"{trials.optimizers} optimizers step: each has its own clipper, and the losses of all are pooled. If "
+            "networks work against each other, these losses say little: let the script print a metric for --metric.",
         ),
         (
             len(lengths) > 1,
-            f"The runs have from {min(lengths, default=0)} to {max(lengths, default=0)} losses, of which each has its "
-            "own last tenth.",
+            f"The runs have from {min(lengths, default=0)} to {max(lengths, default=0)} losses, and each is judged by "
+            "its own last tenth.",
         ),
     ]
     found = [words for holds, words in remarks if holds]
@@ -157,7 +154,7 @@ def notes(trials: Trials) -> list[str]:
 
 
 def command(trials: Trials, ranked: Sequence[Score]) -> str:
-    """Return what to type next: the run under the winner, or a trial with more seeds.
+    """Return the command to type next: a run under the best rule, or a trial with more seeds.
 
     Args:
         trials: The trials.

@@ -1,4 +1,4 @@
-"""The runs: each one `gradguard run` in a process of its own, one after the other, and what their records say."""
+"""Runs the trials one after the other, each as a `gradguard run` in its own process, and reads their records."""
 
 import math
 import os
@@ -20,26 +20,26 @@ from gradguard.monitoring.tune.score import TrialRun, diverged_at, got_worse, la
 from gradguard.named_rules import clipping_rule
 
 RUN = (sys.executable, "-m", "gradguard", "run")
-"""Runs a script."""
+"""The command that runs a script."""
 
-_LOOK_EVERY = 0.5  # seconds
-_PATIENCE = 10.0  # seconds that a run has to end after Ctrl-C
+_LOOK_EVERY = 0.5  # seconds between two checks of a run
+_PATIENCE = 10.0  # seconds that a run has to end after a signal
 OUTPUT = "output.txt"
-"""Output of a run."""
+"""The file with the output of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
-    """One trial.
+    """The plan of the trials.
 
     Attributes:
-        target: The script, or the module behind ``-m``, and its arguments, in which ``{seed}`` stands for the seed.
-        folder: Where the records go.
-        steps: How many optimizer steps a run has.
-        seeds: How many seeds.
-        rules: The rules beside the script as it is; None for those that fit it.
-        record: The record that these are taken from; None for that of the first run.
-        metric: Finds in what the script prints the number to judge it by, in its one group; None for the losses.
+        target: The script, or the module after ``-m``, and its arguments; ``{seed}`` in these is replaced by the seed.
+        folder: The folder for the records.
+        steps: The number of optimizer steps of a run.
+        seeds: The number of seeds.
+        rules: The rules to try beside the unchanged script; None to choose them from a record.
+        record: The record to choose the rules from; None for the record of the first run.
+        metric: A pattern whose single group finds the metric in the script's output; None to judge by losses.
         maximize: Whether the highest metric is the best.
     """
 
@@ -56,20 +56,20 @@ class TrialPlan:
 class Trials:
     """The runs of a plan.
 
-    **Guarantees**: all rules of one seed come before the next seed; a run that has diverged is ended; what was done
-    stays in ``runs`` when Ctrl-C ends it.
+    **Guarantees**: all rules run with one seed before the next seed begins; a run that has diverged is ended; finished
+    runs stay in ``runs`` if Ctrl-C interrupts the trials.
 
     Args:
         plan: The plan.
-        tell: Called with a line on each run when it is done.
+        tell: Called with one line of text when a run has finished.
 
     Attributes:
-        runs: Those that are done.
-        rules: The rules, the script as it is first.
-        seeds_itself: Whether the second seed began as the first, so that others would too.
-        clips_itself: Whether the script clips without us.
-        optimizers: How many optimizers step.
-        suggested: A sentence on the rule that the record recommends; empty where the rules were named.
+        runs: The finished runs.
+        rules: The rules; the first is the unchanged script.
+        seeds_itself: Whether the second seed began with the same losses as the first, so other seeds would, too.
+        clips_itself: Whether the script has its own clip.
+        optimizers: The number of optimizers that step.
+        suggested: A sentence on the rule that the record recommends; empty if the user named the rules.
     """
 
     def __init__(self, plan: TrialPlan, tell: Callable[[str], object]) -> None:
@@ -79,22 +79,22 @@ class Trials:
         self.seeds_itself = self.clips_itself = False
         self.optimizers = 1
         self.suggested = ""
-        self._given = None if plan.record is None else read_record(plan.record)  # errors come before the first run
+        self._given = None if plan.record is None else read_record(plan.record)  # fails before the first run
         for rule in plan.rules or ():
             clipping_rule(rule)
 
     def run(self) -> None:
-        """Run all.
+        """Run all rules with all seeds.
 
         Raises:
-            CommandError: If the script cannot be judged: it fails, or no optimizer steps on a loss.
+            CommandError: If the script cannot be judged: it fails, prints no metric, or no optimizer steps on a loss.
         """
         for seed in range(1, self.plan.seeds + 1):
             for rule in self.rules:
                 done = self._one(rule, seed)
                 self.runs.append(done)
                 if rule == NONE and seed == 1:
-                    self._look_at_first(done)  # it adds the other rules, which this loop then takes as well
+                    self._look_at_first(done)  # adds the other rules to the list that this loop iterates
                 place = f"{len(self.runs)} of {self.plan.seeds * len(self.rules)}"
                 self._tell(f"{rule}, seed {seed}: {_outcome(done)} ({place})")
                 if rule == NONE and seed == 2 and same_start(self.runs[0].losses, done.losses):
@@ -103,26 +103,26 @@ class Trials:
                     return
 
     def folder_of(self, rule: str, seed: int) -> Path:
-        """Return where the record of a run is."""
+        """Return the folder of a run's record."""
         return self.plan.folder / f"{rule}-seed{seed}"
 
     def _look_at_first(self, done: TrialRun) -> None:
         folder = self.folder_of(NONE, 1)
         if done.failed and not (done.losses and last_loss(done.losses) is None):
             raise CommandError(
-                f"{shlex.join(self.plan.target)} ended with an error in its first run, without a clip of ours:\n"
-                f"{_tail(folder / OUTPUT)}\nAll that it printed is in {folder / OUTPUT}."
+                f"{shlex.join(self.plan.target)} ended with an error in its first run, without a clip by gradguard:\n"
+                f"{_tail(folder / OUTPUT)}\nIts whole output is in {folder / OUTPUT}."
             )
         record = read_record(folder)
         if self.plan.metric is not None and done.metric is not None and math.isnan(done.metric):
             raise CommandError(
-                f"{self.plan.metric.pattern!r} found no finite number in what the script printed in its first run, "
-                f"which is in {folder / OUTPUT}."
+                f"{self.plan.metric.pattern!r} found no finite number in the output of the script's first run, which "
+                f"is in {folder / OUTPUT}."
             )
         if not done.losses and self.plan.metric is None:
             raise CommandError(
-                f"nothing to compare: {len(record.steps)} steps of torch.optim optimizers were seen, and no loss that "
-                "backward() was called on. A script without them cannot be tuned."
+                f"nothing to compare: {len(record.steps)} steps of torch.optim optimizers were observed, but no loss "
+                "on which backward() was called. Tuning needs such a loss, or --metric."
             )
         self.clips_itself = any(record.steps.column("rule"))
         self.optimizers = len(set(record.steps.column("optimizer")))
@@ -132,9 +132,9 @@ class Trials:
             record = self._given or record
             rule = recommended(record)
             self.suggested = (
-                f"{rule} is what the record of the script as it is recommends."
+                f"The record of the unchanged script recommends {rule}."
                 if rule
-                else f"The record of the script as it is recommends no rule: {OTHERWISE} was tried in its place."
+                else f"The record of the unchanged script recommends no rule: {OTHERWISE} was tried instead."
             )
             self.rules += candidates(record, got_worse(_losses(record.steps)))
 
@@ -162,7 +162,7 @@ class Trials:
         return TrialRun(rule, seed, _losses(record.steps), failed, verdict(record).clip_share or 0.0, stopped, value)
 
     def _wait(self, process: subprocess.Popen, path: Path) -> bool:
-        """Wait until a run ends; end it where it has diverged, and tell whether that was so."""
+        """Wait until a run ends, or end it once it has diverged; return whether it was ended."""
         reader, losses = JsonlReader(path), list[float | None]()
         others = sound(self.runs)
         try:
@@ -179,9 +179,9 @@ class Trials:
                     _end(process)
                     return True
         except (KeyboardInterrupt, SystemExit) as ended:
-            if isinstance(ended, SystemExit):  # from SIGTERM, which the run may not have got
+            if isinstance(ended, SystemExit):  # from SIGTERM, which the run may not have received
                 process.terminate()
-            _end(process)  # Ctrl-C it has got too, and may use it to save its work
+            _end(process)  # the run received Ctrl-C, too, and may be saving its work
             raise
 
 
@@ -197,7 +197,7 @@ def _losses(steps: Sequence[dict]) -> list[float | None]:
 
 
 def _last_number(metric: re.Pattern[str], output: Path) -> float:
-    """The last number that was printed; NaN if it is not finite, or there is none."""
+    """Return the last metric in the output; NaN if it is not finite, or there is none."""
     found = metric.findall(output.read_text(encoding="utf-8", errors="replace"))
     with suppress(ValueError, IndexError):
         return value if math.isfinite(value := float(found[-1])) else math.nan

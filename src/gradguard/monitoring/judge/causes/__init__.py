@@ -1,4 +1,4 @@
-"""The causes that a run can suffer from: the signs by which each shows, and the table that names and ranks them."""
+"""The causes of a sick run: the functions that search for each, and the table that names and ranks them."""
 
 from gradguard.monitoring.judge.causes.cause_table import CAUSES, EXCLUDES, KEYS, causes_of
 

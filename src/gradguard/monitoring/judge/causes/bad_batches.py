@@ -1,4 +1,4 @@
-"""Signs that lie in the data: batches unlike the others, data that change, and numbers that drift."""
+"""Searches for causes in the data: batches unlike the others, data that change, and weights that drift."""
 
 import math
 import statistics
@@ -14,72 +14,74 @@ from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, Layer
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
-"""Of the steps: where more of them are out of the ordinary, no batch is the exception."""
+"""Share of the steps: if more of them stand out, the batches that stand out are no exception."""
 
 ONE_TIMES, SEVERAL_TIMES = 1.7, 12
-"""A loss that leaps more than once, and not so far, does so by its making: a target that is set anew now and then."""
+"""Times its level before: a loss that leaps once must reach the first, and one that leaps several times the second, to
+count as changed data. Repeated smaller leaps come from the loss itself, such as a target that is renewed."""
 
 TINY = 0.1
-"""Of the first loss: leaps that stay below come of a loss that is nearly 0, and not of the data."""
+"""Share of the first loss: leaps that stay below it come from a loss that is nearly 0, not from the data."""
 
 LEARNED = 0.5
-"""Of a loss that leapt: one step of learning leaves more, and the batch after one that was unlike the others less."""
+"""Share of a loss that leapt. One step of learning leaves more than this share; the batch after a bad one has less."""
 
 STAYS = 0.2
-"""Of the loss of a step that leapt: where the next dozen stays above it, and far above what was before, it stays up."""
+"""Share of a loss that leapt: if the next dozen losses stay above it, and far above the level before, it stays up."""
 
 EQUAL = 1.15
-"""By how much the longest distance between two changes of level may exceed the shortest."""
+"""The longest distance between two changes of level over the shortest: up to here the changes are periodic."""
 
 FASTER = 1.5
-"""From a quarter of the run to the next: a loss whose fall grows by more has no bound that it comes near."""
+"""Growth of the loss's fall from one quarter of the run to the next: above it, the loss approaches no lower bound."""
 
 SETTLES = 0.3
-"""Of its growth in the second half: a weight that grew less settles."""
+"""Share of its growth: a weight that grew by less in the second half of the run settles."""
 
 CALMS = 0.7
-"""From the second quarter of the run to the last: norms that fall below that share come of weights that settle."""
+"""Norms of the run's last quarter over its second quarter's: below this ratio, the weights settle."""
 
 BOUNDLESS = 1e6
-"""Times the first losses, below 0: no bound lies so far away."""
+"""Times the first losses, below 0: no lower bound lies that far away."""
 
 AS_FAST = 1.7
-"""From the middle of the run to its end: a weight that grows as fast in both halves has twice that."""
+"""Growth of a weight from the middle of the run to its end: linear growth from 0 makes 2."""
 
 SOARS = 5.0
-"""From the second quarter of the run to the last: norms that rise so far under a falling loss come near no bound of it,
-even where the rate decays."""
+"""Norms of the run's last quarter over its second quarter's: above this ratio, a falling loss approaches no lower
+bound, even if the learning rate decays."""
 
 CARRIES_ON = 4.0
-"""Times the root of the number of steps: a momentum of 0.9 takes steps of chance so far."""
+"""Times the root of the number of steps: the distance that random steps cover with a momentum of 0.9."""
 
 UNLEARNED = 1.5
-"""Times the first losses: more than an untrained model has, and less than one that has learned another class only."""
+"""Times the first losses: an untrained model has less, and a model that has learned only another class has more."""
 
 RISEN = 2.0
-"""Times the first losses: batches of unequal losses reach less before they are learned."""
+"""Times the first losses: batches of unequal losses stay below it before they are learned."""
 
 RECENT, THROWN, CARRIED = 24, 1.5, 4
-"""Norms, times the largest of them, and steps: what such a gradient does to the loss is no change of the data."""
+"""A gradient above `THROWN` times the largest of the `RECENT` norms before it moves the loss for `CARRIED` steps: a
+level that changes within these is no change of the data."""
 
 AT_ONCE = 0.8
-"""Of the way from its best level to the highest one after it, from a twentieth of the run to the next but one (the
-level in which the leap falls lies half-way): that was no drift."""
+"""Share of the rise from the loss's best level to its highest one afterwards. A rise of that much within two twentieths
+of the run was a leap, not a drift; the twentieth that contains the leap lies half-way."""
 
 UNFALLEN = 0.9
-"""Of its start: a loss above has not fallen, for all that weights have grown."""
+"""Share of its start: a loss above it has not fallen, although the weights have grown."""
 
 JUST_BEFORE = 3
-"""Steps above which a leap has to stand: those of a rate that is too high climb."""
+"""Steps before a leap that it must stand out from: under a rate that is too high these already climb."""
 
 _SHOWN = 4
 
 
 def bad_batches(signals: RunSignals) -> Sign | None:
-    """Return whether single batches are unlike the others: losses and norms leap out of calm, at once."""
+    """Return a sign if single batches are unlike the others: losses and norms leap out of calm within one step."""
     places = signals.outbursts
     period = period_of(places)
-    if period is not None:  # what lies beside the grid is what such a batch left behind
+    if period is not None:  # leaps beside the grid are after-effects of a bad batch
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
     if not places or _stay_up(signals, places) or _had_risen(signals, places[0]):
@@ -98,34 +100,35 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     certainty = "possible" if _are_harmless(signals, places) else "certain" if period else "likely"
     numbers = [signals.named(place) for place in places]
     times = statistics.median(signals.times(place) for place in places)
-    steps = ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
-    which, those = f"{len(numbers)} batches are", f"those of steps {steps}"
+    steps = "steps " + ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
+    which, those = f"{len(numbers)} batches are", f"those of {steps}"
     where = "wrong labels, inputs that are not normalised, or samples that are far too long"
     if len(numbers) == 1:
-        which, those = "One batch is", f"that of step {steps}"
+        steps = f"step {numbers[0]}"
+        which, those = "One batch is", f"that of {steps}"
     if period:
         which = f"A batch every {period} steps is"
-        where = f"something that comes back every {period} steps, such as one bad file or shard of an epoch"
+        where = f"something that recurs every {period} steps, such as one bad file or shard of an epoch"
     near = {place + k for place in places for k in range(4)}
-    lost = lost_from(signals.record)  # what comes after the damage is no ordinary step
+    lost = lost_from(signals.record)  # steps after the damage are not ordinary
     known = [place for place, i in enumerate(signals.numbers) if place >= 5 and (lost is None or i < lost)]
     calm = median([norm for place in known if (norm := signals.norms[place]) and place not in near])
     threshold = float(f"{min(calm, signals.low_threshold):.1e}") if calm else None
     clip = f" Until then, clip at {plain_threshold(threshold)}." if threshold else ""
     words = (
-        f"There the loss or the gradient norm, the size of all gradients together, leapt to {number(times)} times what "
-        "it was just before."
+        "On these steps the loss or the gradient norm, the size of all gradients together, leapt to "
+        f"{number(times)} times its level just before."
     )
     return Sign(
         (Evidence((numbers[0], numbers[-1]), words),),
-        {"which": which, "those": those, "where": where, "clip": clip},
+        {"which": which, "those": those, "steps": steps, "where": where, "clip": clip},
         certainty,
         threshold=threshold,
     )
 
 
 def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
-    """Whether from the first leap on so many steps are as high that none of them is an exception."""
+    """Return whether so many steps from the first leap on are as high that the leaps are no exception."""
     for series in (signals.norm, signals.loss):
         since = series.known(places[0])
         leap = middle([series[place] for place in places])
@@ -135,7 +138,7 @@ def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
 
 
 def _stay_up(signals: RunSignals, places: Sequence[int]) -> bool:
-    """Whether losses stay where most of the leaps took them, and come down by learning: other data, and no batch."""
+    """Return whether losses stay up after most leaps and come down only by learning: the data changed, not a batch."""
     stays, loss = 0, signals.loss
     for place in places:
         here = max(loss.known(place, place + signals.turn), default=math.nan)
@@ -145,7 +148,7 @@ def _stay_up(signals: RunSignals, places: Sequence[int]) -> bool:
 
 
 def _are_harmless(signals: RunSignals, places: Sequence[int]) -> bool:
-    """Whether the loss is back at once, and a clip bound on nearly all of them or the leaps were tiny: hard cases."""
+    """Return whether the leaps did no harm: they were tiny, or a clip bound on most and the loss came back at once."""
     curve, loss = signals.curve, signals.loss
     near = [value for place in places for value in loss.known(place, place + 4)]
     if max([curve.final, *near]) < TINY * curve.start:
@@ -156,7 +159,7 @@ def _are_harmless(signals: RunSignals, places: Sequence[int]) -> bool:
 
 
 def _losses_leap(signals: RunSignals, places: Sequence[int]) -> bool:
-    """Whether loss and norm of most of these steps stand out, where losses are known: those of a bad batch do."""
+    """Return whether both loss and norm of most of these steps stand out, as on a bad batch; True without losses."""
     if not signals.curve.is_known:
         return True
     leaps, loss, norm = 0, signals.loss, signals.norm
@@ -170,27 +173,27 @@ def _losses_leap(signals: RunSignals, places: Sequence[int]) -> bool:
 
 
 def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
-    """Whether the first leap, too far above the steps before it for any rate, threw the run for good."""
+    """Return whether the first leap, too steep for any learning rate, damaged the run for good."""
     place, curve, loss, length = places[0], signals.curve, signals.loss, signals.length
     before, after = loss.usual(place), loss.known(place, place + 6)
     ramp = max(map(signals.times, range(max(0, place - JUST_BEFORE), place)), default=1.0)
     if signals.times(place) < FAR * ramp or not curve.is_known:
         return False
     stays = curve.final > before + 0.1 * abs(before) or signals.ends_lost
-    if not stays or length[place] < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss
+    if not stays or length[place] < 2.5 * length.usual(place):  # a robust loss under heavy noise in the targets
         return False
     return max(after, default=math.nan) > 2 * loss[place] or any(later < 0.3 * one for one, later in pairwise(after))
 
 
 def level_changes(signals: RunSignals) -> Sign | None:
-    """Return whether losses are at another level from one step on: at once, and they stay there."""
+    """Return a sign if the loss moves to another level within one step and stays there, or comes down by learning."""
     if signals.takes_turns:
         return None
     up, loss, norm = _level_shift(signals), signals.loss, signals.norm
     place = up or _learned_anew(signals)
     if place is None or _had_risen(signals, place):
         return None
-    # a gradient larger than any recent one, in one of the steps before: a momentum moves the loss on
+    # A gradient larger than all recent ones, a few steps before, explains the change: momentum carries it on.
     just_before = range(place - CARRIED, place)
     if any(norm[one] > THROWN * max(norm.known(one - RECENT, one), default=math.inf) for one in just_before):
         return None
@@ -208,12 +211,12 @@ def level_changes(signals: RunSignals) -> Sign | None:
 
 
 def _had_risen(signals: RunSignals, place: int) -> bool:
-    """Whether the loss was far above its start before a step: the run was lost by then."""
+    """Return whether the loss was far above its start before a step: the run had failed by then."""
     return signals.loss.usual(place) > RISEN * signals.curve.start > 0
 
 
 def _learned_anew(signals: RunSignals) -> int | None:
-    """The only place at which the loss leaps up out of calm, and comes down from there step by step, as by learning."""
+    """Return the only step at which the loss leaps out of calm and comes down gradually, as by learning; or None."""
     loss, found = signals.loss, list[int]()
     values = loss.values
     for place, first, second, third in zip(
@@ -228,7 +231,7 @@ def _learned_anew(signals: RunSignals) -> int | None:
 
 
 def _level_shift(signals: RunSignals) -> int | None:
-    """The place at which the loss leaps to another level within one step; None where that comes on a schedule."""
+    """Return the step at which the loss leaps to another level; None without one, or where leaps follow a schedule."""
     loss = signals.loss
     leaps, found = list[int](), list[tuple[float, int]]()
     values = loss.values
@@ -246,17 +249,16 @@ def _level_shift(signals: RunSignals) -> int | None:
     times, place = max(found, default=(0.0, 0))
     gaps = [after - before for before, after in pairwise(leaps)]
     untaught = UNLEARNED * max(loss.known(0, 5), default=math.inf)
-    forgets = found and sum(loss[place] > untaught for place in leaps) >= FEWEST_OUTBURSTS  # classes in turn
-    by_plan = len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)  # harder data, as sequences that grow every epoch
+    forgets = found and sum(loss[place] > untaught for place in leaps) >= FEWEST_OUTBURSTS  # classes come in turn
+    by_plan = len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)  # a curriculum, such as longer sequences every epoch
     if not forgets and (by_plan or times <= (SEVERAL_TIMES if gaps else ONE_TIMES)):
         return None
-    return next(
-        first for _, first in found if place - first < signals.turn
-    )  # the mean over a turn takes it to get there
+    # the mean over a turn of losses needs a whole turn to reach the new level: take the first step of that climb
+    return next(first for _, first in found if place - first < signals.turn)
 
 
 def grows_without_end(signals: RunSignals) -> Sign | None:
-    """Return whether weights and norms grow step by step, without a jump, where they should settle."""
+    """Return a sign if weights and norms grow step by step, without a jump, where they should settle."""
     curve = signals.curve
     if signals.count < 100 or not curve.is_known:
         return None
@@ -283,7 +285,7 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
 
 
 def _wander(signals: RunSignals) -> bool:
-    """Whether the usual weight grew by no more than steps to and fro take it: what rewards large ones pulls one way."""
+    """Return whether the usual weight grew no further than a random walk: a reward for large weights pulls one way."""
     layers = [layer for layer in signals.sized_layers if len(layer.weights) > 1]
     ways = [statistics.fmean(map(mul, layer.ratios, layer.weights)) * signals.count for layer in layers]
     pairs = zip(layers, ways, strict=True)
@@ -292,7 +294,7 @@ def _wander(signals: RunSignals) -> bool:
 
 
 def _growing_weight(signals: RunSignals) -> tuple[str, float] | None:
-    """The weight that grows most, step by step, and does not settle; one that began at nearly 0 has to grow."""
+    """Return the weight that grows most, step by step, without settling; weights that began near 0 have to grow."""
     found = []
     for layer in signals.layers:
         weights = layer.weights
@@ -308,7 +310,7 @@ def _growing_weight(signals: RunSignals) -> tuple[str, float] | None:
 
 
 def _rising_norms(signals: RunSignals) -> float | None:
-    """How many times the median norm rose, where it rises all through the run."""
+    """Return the factor by which the median norm rose; None unless it rises throughout the run."""
     norms = signals.positive_norms(signals.first_lost)
     levels = medians(norms, max(1, len(norms) // 10))[1:]
     rises = sum(after > before for before, after in pairwise(levels))
@@ -318,20 +320,24 @@ def _rising_norms(signals: RunSignals) -> float | None:
 
 
 def _norm_growth(signals: RunSignals) -> float:
-    """The median norm of the last quarter over that of the second one; NaN where there are none."""
+    """Return the median norm of the last quarter over the second quarter's; NaN without norms."""
     norms = signals.positive_norms(signals.first_lost)
     size = max(1, len(norms) // 4)
     return middle(norms[-size:]) / middle(norms[size : 2 * size])
 
 
 def _grows_as_fast(signals: RunSignals, layer: Layer) -> bool:
-    """Whether a weight grows as much in the second half of the run as in the first; one may begin at 0."""
+    """Return whether a weight grows as much in the second half of the run as in the first; it may begin at 0."""
     weights = [line["weight"][layer.place] for line in signals.measured]
     return len(weights) > 3 and weights[-1] > AS_FAST * weights[len(weights) // 2]
 
 
 def _runs_away(signals: RunSignals, curve: Curve) -> str:
-    """Whether the loss falls below 0 out of all bounds, ever faster, or no slower while norms or weights grow."""
+    """Return a sentence if the loss falls below 0 without bound: ever faster, or no slower while norms or weights grow.
+
+    Returns:
+        The sentence; empty where the loss is bounded.
+    """
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
     quarter = len(levels) // 4
     if -curve.best > BOUNDLESS * abs(curve.start):
@@ -344,7 +350,7 @@ def _runs_away(signals: RunSignals, curve: Curve) -> str:
     faster = second > curve.error and last > FASTER * third > FASTER**2 * second
     as_fast = third > curve.error and last > 0.9 * third and -curve.best > 3 * abs(curve.start)
     growing = [layer for layer in (*signals.layers, *signals.biases) if _grows_as_fast(signals, layer)]
-    # a parameter that has most of the gradient, such as a logarithm of a variance, runs away alone
+    # one parameter with most of the gradient, such as a log-variance, may run away alone
     main = max(signals.layers + signals.biases, key=lambda layer: layer.gradient * layer.root, default=None)
     grew = main in growing or (bool(signals.layers) and all(layer in growing for layer in signals.layers))
     if rise <= SOARS and not faster and not (as_fast and (rose or grew)):

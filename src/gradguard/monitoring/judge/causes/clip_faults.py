@@ -1,4 +1,4 @@
-"""Signs of a clip of the script's own that does harm: one that starves the optimizer, or two against each other."""
+"""Searches for clips that do harm: a clip that starves the optimizer, or two clips of the same gradients."""
 
 import statistics
 from itertools import compress
@@ -18,64 +18,65 @@ from gradguard.monitoring.record.record_lines import without_none
 from gradguard.monitoring.record.step_rows import bound_on, taken_steps, usable_norms
 
 ALWAYS = 0.5
-"""Of the steps: a clip that binds on more sets their size."""
+"""Share of the steps: a clip that binds on more of them sets the size of steps."""
 
 STARVING = 0.2
-"""A coefficient below that leaves SGD a fifth of its learning rate."""
+"""A coefficient below this leaves SGD less than a fifth of its learning rate."""
 
 HARDLY_MOVED = 0.5
-"""Of itself: a weight that all steps together cannot have moved by more is not where the loss has its floor."""
+"""Share of itself: a weight that all steps together cannot have moved further has not reached the loss's minimum."""
 
 SEVERAL = 0.3
-"""Of the steps: with more than one clip on more, no clip alone sets what the optimizer gets."""
+"""Share of the steps: if several clips act on more of them, no single clip sets the size of steps."""
 
 
 def _binding(signals: RunSignals) -> tuple[Sign | None, float, bool]:
-    """The clips that set the size of most steps, where each gradient is clipped once.
+    """Return the clips that set the size of most steps, provided that each gradient is clipped once.
 
     Returns:
-        The sign of such clips, whose threshold leaves ordinary steps alone; the factor by which they multiply gradients
-        on a usual step; and whether there is one clip, which sees all gradients. Of clips that follow one another none
-        sets the size alone: None and 1 then.
+        A sign whose threshold leaves ordinary steps alone, the factor by which these clips usually multiply gradients,
+        and whether the run has a single clip, of all gradients. Without such clips, or where several clips act on the
+        same gradients, the sign is None and the factor 1.
     """
     clips = acting_clips(signals.record)
-    of_all = len(clips) == 1
+    is_single = len(clips) == 1
     binding = [clip for clip in clips if (clip.bound or 0) > ALWAYS * signals.taken]
-    if not of_all:
+    if not is_single:
         binding = [clip for clip in binding if (clip.coefficient or 1.0) <= STARVING]
     twice = len(clipped_twice(signals.record.steps)) > SEVERAL * signals.count
     if not binding or 2 * len(binding) < len(clips) or twice or follows_clip(signals):
-        return None, 1.0, of_all
+        return None, 1.0, is_single
     coefficient = statistics.median(clip.coefficient or 1.0 for clip in binding)
     share = percent(statistics.median(clip.bound or 0 for clip in binding) / signals.taken)
     known = without_none(clip.threshold for clip in binding)
-    clip = "The clip" if of_all else "The clip of some parameters"
-    clip = f"Each of {len(binding)} clips of different parameters" if len(binding) > 1 else clip
+    if len(binding) > 1:
+        clip = f"Each of {len(binding)} clips of different parameters"
+    else:
+        clip = "The clip" if is_single else "The clip of some parameters"
     clip += f" at {from_to(known)}" if known else ""
     norms = sorted(signals.positive_norms())
-    threshold = float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and of_all else None
-    usual = plain_threshold(threshold) if threshold else ""
-    advice = (
-        f"Raise the threshold to {usual}, which leaves ordinary steps alone, or take the clip away."
-        if usual
-        else "Take that clip away, and clip all parameters together at the norm of an ordinary step, if at all."
-    )
+    threshold = float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and is_single else None
+    if threshold:
+        usual = plain_threshold(threshold)
+        advice = f"Raise the threshold to {usual}, which leaves ordinary steps alone, or remove the clip."
+    else:
+        advice = "Remove that clip, and clip all parameters together at the norm of an ordinary step, if at all."
     words = {"clip": clip, "coefficient": f"{coefficient:.2g}", "advice": advice}
     seen = f"{clip} bound on {share} of the steps, and multiplied gradients by {coefficient:.2g}."
-    return Sign((signals.seen(seen),), words, threshold=threshold), coefficient, of_all
+    return Sign((signals.seen(seen),), words, threshold=threshold), coefficient, is_single
 
 
 def starves_rate(signals: RunSignals) -> Sign | None:
-    """Return whether clips act as a learning rate that is too low for a loss that falls slowly or not at all."""
+    """Return a sign if clips act like a learning rate that is too low, and the loss falls slowly or not at all."""
     sign, coefficient, _ = _binding(signals)
     return sign if coefficient <= STARVING and _is_slow(signals) and not signals.cancels_scale else None
 
 
 def _is_slow(signals: RunSignals) -> bool:
-    """Whether the loss falls slowly or not at all, or by steps that take the weights nowhere."""
+    """Return whether the loss falls slowly or not at all, or still falls by steps that hardly move the weights."""
     curve = signals.curve
     slow = -0.5 < curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen or _hardly_moves(signals))
-    return slow or (curve.is_falling and _hardly_moves(signals))  # it would go on for as long again
+    return slow or (curve.is_falling and _hardly_moves(signals))  # such a loss would fall for much longer
 
 
 def _hardly_moves(signals: RunSignals) -> bool:
@@ -83,7 +84,7 @@ def _hardly_moves(signals: RunSignals) -> bool:
 
 
 def starves_unseen(signals: RunSignals) -> Sign | None:
-    """Return whether what scales gradients to one norm, and was not seen, leaves steps that hardly move a weight."""
+    """Return a sign if unobserved code scales gradients to one norm, and such steps hardly move a weight."""
     if not are_scaled(signals.record) or signals.bound:
         return None
     below = sum(layer.gradient < signals.floor(layer) for layer in signals.layers)
@@ -91,34 +92,34 @@ def starves_unseen(signals: RunSignals) -> Sign | None:
     if not starves or not _is_slow(signals):
         return None
     norm = number(statistics.median(usable_norms(signals.record)))
-    seen = f"The norm of most steps is {norm}, to three digits: something scales gradients before the step."
+    seen = f"The norm of most steps is {norm}, to three digits: some code scales gradients before the step."
     return Sign((signals.seen(seen),), {"norm": norm})
 
 
 def starves_below_eps(signals: RunSignals) -> Sign | None:
-    """Return whether most elements' gradients are below the optimizer's eps after the clip, and were not before."""
-    (sign, coefficient, of_all), eps, layers = _binding(signals), signals.eps, signals.layers
+    """Return a sign if the gradients of most layers are below the optimizer's eps after the clip, but not before it."""
+    (sign, coefficient, is_single), eps, layers = _binding(signals), signals.eps, signals.layers
     if sign is None or eps is None:
         return None
-    # Of which parameters each of several clips is, no record says: the largest gradient stands for all of theirs.
+    # The record does not say which parameters each of several clips covers: assume the largest gradient for all.
     largest = max((layer.gradient for layer in layers), default=0.0)
-    before = {layer.name: layer.gradient if of_all else largest for layer in layers}
+    before = {layer.name: layer.gradient if is_single else largest for layer in layers}
     floors = {layer.name: signals.floor(layer) for layer in layers}
     starved = [name for name, size in before.items() if size * coefficient < floors[name] < size]
     if not starved or 2 * len(starved) < len(before):
         return None
     left = f"{coefficient * statistics.median(before.values()):.1g}"
-    which = "in the usual weight" if of_all else "at most"
+    which = "in the usual weight" if is_single else "at most"
     words = (
-        f"After the clip an element's gradient is {left} {which}; eps, a number that the optimizer adds where it "
-        f"divides by the size of the gradients, is {eps:g}."
+        f"After the clip an element's gradient is {left} {which}; eps, which the optimizer adds to the divisor where "
+        f"it divides by the size of the gradients, is {eps:g}."
     )
-    evidence = (signals.seen(words, starved if of_all else ()), *sign.evidence)
+    evidence = (signals.seen(words, starved if is_single else ()), *sign.evidence)
     return Sign(evidence, {**sign.words, "eps": f"{eps:g}"}, threshold=sign.threshold)
 
 
 def clips_twice(signals: RunSignals) -> Sign | None:
-    """Return whether two clips act on the same gradients, and one of them binds."""
+    """Return a sign if two clips act on the same gradients, and one of them binds."""
     if len(clipped_twice(signals.record.steps)) <= SEVERAL * signals.count:
         return None
     twice = clipped_twice(taken_steps(signals.record))

@@ -1,4 +1,4 @@
-"""Signs of gradients that shrink or grow along the depth of a model, or along time."""
+"""Searches for gradients that vanish or explode along the depth of a model, or along the time of a sequence."""
 
 import math
 import statistics
@@ -11,33 +11,34 @@ from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.signals import Layer, RunSignals
 
 FEWEST_LAYERS = 4
-"""Fewer weights have no depth to speak of, but where each of them multiplies sizes."""
+"""A model with fewer weights has no depth to judge, except where each weight amplifies values (`LARGE_GAIN`)."""
 
 VANISHED = 1e-4
-"""A gradient this many times that of the top, element by element, where the optimizer does not cancel a scale."""
+"""Share of the top layers' gradient, per element, below which a gradient has vanished; for an optimizer without eps."""
 
 SLOPE = 3e-3
-"""Vanishing gradients in the first steps of a run whose loss stands still, whatever the optimizer is."""
+"""Share of the largest gradient in the first steps of a run whose loss stands still, for every optimizer."""
 
 EXPLODED, EXPLODED_AT_ONCE = 1e3, 50.0
-"""Of the gradients of the first layers over those of the last; and where the weights are too large for them as well."""
+"""Gradients of the first layers over the last layers' gradients: above the first value they explode; above the second
+one they do if the weights are too large as well."""
 
 AMPLIFIES, DAMPS = 1.2, 0.3
-"""Factors of a recurrent weight for each step: over 50 steps the first makes 10^4, the second nothing."""
+"""Factors of a recurrent weight at each step of a sequence: over 50 steps the first makes 10^4, the second 10^-26."""
 
 ABOVE, FAR_ABOVE = 4.0, 1000.0
-"""Times its weight: a first gradient as the usual weight hardly has, and none whose layers keep the size of values, not
-even where the loss is a sum over the batch."""
+"""Norm of the first gradient over the norm of the weight. `ABOVE` is rare for the usual weight. `FAR_ABOVE` does not
+occur in layers that preserve the size of values, even if the loss is a sum over the batch."""
 
 LARGE_GAIN = 2.0
-"""By which the usual weight begins to multiply sizes: the largest in use for plain layers is 1.7."""
+"""Initial gain of the usual weight above which layers amplify values: the largest in use for plain layers is 1.7."""
 
 RECURRENT_USES = 5
-"""Operations that take one weight in one forward: fewer may be a shared layer."""
+"""Operations of one forward pass that use a weight, from which on it is recurrent: fewer may be a shared layer."""
 
 
 def vanishes_along_depth(signals: RunSignals) -> Sign | None:
-    """Return whether gradients die out on the way down, judged absolutely and along depth."""
+    """Return a sign if gradients of the lower layers vanish, absolutely or relative to the upper layers."""
     layers = signals.layers
     if len(layers) < FEWEST_LAYERS:
         return None
@@ -47,7 +48,7 @@ def vanishes_along_depth(signals: RunSignals) -> Sign | None:
     last = next((k for k, size in enumerate(gradients) if size >= least[k]), len(layers))
     if last < 2 and signals.is_stuck:
         gradients = [statistics.median(layer.gradients[:3]) for layer in layers]
-        # a layer that begins at 0 lets nothing through, and soon does
+        # all(gradients): a layer that begins at 0 passes no gradient on at first, but soon does
         falls = _rising_share(gradients) >= 0.75 and all(gradients)
         below = SLOPE * max(gradients)
         last = next((k for k, size in enumerate(gradients) if size > below), len(layers)) if falls else 0
@@ -65,12 +66,12 @@ def vanishes_along_depth(signals: RunSignals) -> Sign | None:
 
 
 def _rising_share(gradients: Sequence[float]) -> float:
-    """On which share of the steps from a layer to the next gradients are larger."""
+    """Return the share of neighbouring layers in which the upper one has the larger gradient."""
     return sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
 
 
 def explodes_along_depth(signals: RunSignals) -> Sign | None:
-    """Return whether gradients grow from layer to layer on the way down, from the first steps on."""
+    """Return a sign if gradients grow from layer to layer on the way down, in the first step already."""
     if any(layer.uses >= RECURRENT_USES for layer in signals.layers):
         return None
     measured = [layer for layer in signals.layers if layer.weights and not layer.begins_at_zero]
@@ -92,7 +93,7 @@ def explodes_along_depth(signals: RunSignals) -> Sign | None:
                 f"{number(first[-1])} in {layers[-1].name}: {each:.2g} times more with each layer down.",
                 times,
             )
-    # values may grow upwards as gradients do downwards: no layer has more than another
+    # Values may grow upwards as fast as gradients grow downwards: then all layers have equally large gradients.
     fewest, least = (2, ABOVE) if gain > LARGE_GAIN else (FEWEST_LAYERS, FAR_ABOVE)
     if len(measured) < fewest:
         return None
@@ -109,14 +110,14 @@ def _exploding(signals: RunSignals, layers: list[Layer], words: str, times: floa
 
 
 LEARNED = 0.1
-"""Of the first loss: norms of steps whose loss is below it say nothing of what a norm usually is."""
+"""Share of the first loss. Norms of steps whose loss is lower do not show what a norm usually is."""
 
 EXPLODES_IN_TIME = 1e4
-"""Times the smallest norms: a rate that is too high takes a run that learns not so far."""
+"""Times the smallest norms: further than a rate that is too high takes the norms of a run that learns."""
 
 
 def explodes_in_time(signals: RunSignals) -> Sign | None:
-    """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
+    """Return a sign if a recurrent weight multiplies gradients at each step of a sequence, and harms the run."""
     recurrent = _recurrent(signals)
     known = signals.positive_norms()
     radius = max((_radius(signals, layer) or 0.0 for layer in recurrent), default=0.0)
@@ -125,20 +126,20 @@ def explodes_in_time(signals: RunSignals) -> Sign | None:
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     largest, least = max(known), LEARNED * signals.curve.start
-    pairs = zip(signals.norms, signals.loss.values, strict=True)  # norms are small where all has been learned
+    pairs = zip(signals.norms, signals.loss.values, strict=True)  # norms are small once everything is learned
     unlearned = sorted(norm for norm, loss in pairs if norm and not loss < least) or known
     low, places = unlearned[len(unlearned) // 10], {layer.place for layer in recurrent}
     tops = zip(signals.norms, signals.record.steps.column("top"), strict=True)
     are_theirs = [top[0] in places for norm, top in tops if norm and top and norm > 3 * low]
-    differs = len(recurrent) < len(signals.layers)  # else the largest share is always theirs
+    differs = len(recurrent) < len(signals.layers)  # without other layers the largest share is always theirs
     leaps = differs and largest > 30 * low and 2 * sum(are_theirs) > len(are_theirs)
-    explodes = begins or (leaps and largest > EXPLODES_IN_TIME * low)  # so far that it hurts a run that learns as well
+    explodes = begins or (leaps and largest > EXPLODES_IN_TIME * low)  # this harms even a run that learns
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
-    fails = signals.ends_lost or signals.curve.fallen <= 0.5  # neither where the loss means no progress
+    fails = signals.ends_lost or signals.curve.fallen <= 0.5  # an unknown loss (NaN) is not a failure
     if not amplifies and not explodes and not (leaps and fails):
         return None
     names = tuple(layer.name for layer in recurrent)
-    words = f"Gradient norms run from {number(low)} to {number(largest)}."
+    words = f"Gradient norms range from {number(low)} to {number(largest)}."
     if low == largest:
         words = f"The first gradient has a norm of {number(low)}."
     evidence = [signals.seen(words, names)]
@@ -150,12 +151,12 @@ def explodes_in_time(signals: RunSignals) -> Sign | None:
 
 
 def _recurrent(signals: RunSignals) -> list[Layer]:
-    """The square weights that a sequence runs through again and again, and those of gates."""
+    """Return the weights that a sequence uses at each of its steps, by use count or by name (``weight_hh``)."""
     return [layer for layer in signals.layers if layer.uses >= RECURRENT_USES or "weight_hh" in layer.name]
 
 
 def _radius(signals: RunSignals, layer: Layer) -> float | None:
-    """By how much a random square matrix of this norm multiplies a vector; None for a weight that is not square."""
+    """Return the factor by which a random square matrix of this norm scales a vector; None for other weights."""
     shape = signals.shape(layer.place)
     if len(shape) != 2 or shape[0] != shape[1] or not layer.weights:
         return None
@@ -163,14 +164,14 @@ def _radius(signals: RunSignals, layer: Layer) -> float | None:
 
 
 def _multiplies(name: str, radius: float) -> str:
-    return f"The weight {name} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+    return f"The weight {name} multiplies its input by about {radius:.2g} at each step of a sequence."
 
 
 def vanishes_in_time(signals: RunSignals) -> Sign | None:
-    """Return whether a recurrence multiplies by so little that nothing comes through, while the loss does not fall."""
+    """Return a sign if a recurrent weight is so small that it passes hardly anything on, and the loss does not fall."""
     radii = {layer.name: _radius(signals, layer) for layer in _recurrent(signals)}
     weak = {name: radius for name, radius in radii.items() if radius is not None and radius < DAMPS}
-    after_start = signals.curve.levels[:3][-1]  # an output's bias is learned without any gradient in time
+    after_start = signals.curve.levels[:3][-1]  # the output bias is learned first, without gradients through time
     if not weak or not signals.curve.final >= 0.7 * after_start:
         return None
     names, (radius, *_) = tuple(weak), weak.values()

@@ -1,4 +1,4 @@
-"""Signs in the loop or the model's connections: gradients that are kept, missing, or zero from the start."""
+"""Searches for faults of the training loop and the autograd graph: gradients that are kept, missing or always zero."""
 
 import math
 import statistics
@@ -12,26 +12,28 @@ from gradguard.monitoring.judge.signals import RunSignals
 from gradguard.monitoring.record.record_lines import without_none
 
 MISSING_SHARE = 0.2
-"""Of all elements: frozen parts below it are no reason why a run does not learn."""
+"""Share of all elements below which frozen parameters do not explain a run that does not learn."""
 
 MOVED = 1.0
-"""Of itself: a weight that all steps together cannot have moved by that may be as good as it was meant to be."""
+"""Share of itself that the usual weight can have moved in all steps together. Below it, the model may have been trained
+before, so a loss that stands still may be no fault."""
 
 GUESS = 0.01
-"""Of the loss: so near to the logarithm of the number of outputs, nothing is known of which is right."""
+"""Relative distance of the final loss from the logarithm of the number of outputs below which the model guesses."""
 
 READS = 1.1
-"""Times its first norm: a first weight that grew so far reads something in the data; shuffled labels hold nothing."""
+"""Growth of the first weight's norm above which the model reads something in the data. Shuffled labels give nothing to
+read."""
 
 STILL = 0.02
-"""Of the first loss: a level of the loss that is not lower by more has not begun to fall."""
+"""Share of the first loss that the loss must lose before it has begun to fall."""
 
 UNUSED_SHARE = 0.05
-"""Of all elements: less than that without a gradient may be a head that is not used."""
+"""Share of all elements below which parameters without a gradient may be an unused head."""
 
 
 def found(kind: str, signals: RunSignals) -> Sign | None:
-    """Return what health found of a kind, as a sign that is only possible where the finding is a remark."""
+    """Return the health finding of a kind as a sign, or None; an info becomes a sign that is only possible."""
     one = signals.finding(kind)
     if one is None:
         return None
@@ -45,7 +47,7 @@ def found(kind: str, signals: RunSignals) -> Sign | None:
 
 
 def summed_micro_batches(signals: RunSignals) -> Sign | None:
-    """Return whether backward() is called several times for each step, on losses that nobody divided."""
+    """Return a sign if backward() is called several times per step on losses that were not divided."""
     several, curve = list(filter(None, signals.record.steps.column("backwards"))), signals.curve
     if len(several) < 0.5 * signals.count or signals.cancels_scale or not (curve.is_known or signals.ends_lost):
         return None
@@ -53,12 +55,12 @@ def summed_micro_batches(signals: RunSignals) -> Sign | None:
     if signals.record.meta.get("loss_factor", 1.0) <= 1.5 / usual:
         return None
     sick = signals.ends_lost or curve.final - curve.best > 3 * curve.error or too_long(signals)
-    seen = signals.seen(f"For each step backward() was called {usual} times, and the loss was not divided by {usual}.")
+    seen = signals.seen(f"In each step backward() was called {usual} times, and the loss was not divided by {usual}.")
     return Sign((seen,), {"count": usual}, "certain" if sick else "possible", rate_factor=1 / usual)
 
 
 def norms_follow_scale(signals: RunSignals) -> Sign | None:
-    """Return whether a clip binds nearly always on norms as large as the loss scale, which change with it."""
+    """Return a sign if a clip binds on nearly every step, and the norms are as large as the loss scale or follow it."""
     if not signals.taken or len(signals.bound) / signals.taken < 0.9 or not signals.record.steps.has_any("amp_scale"):
         return None
     of_scale: dict[float, list[float]] = {}
@@ -73,15 +75,15 @@ def norms_follow_scale(signals: RunSignals) -> Sign | None:
     if not follows and (high > low or statistics.median(signals.bound) > 10 / high or levels[high] < 0.01 * high):
         return None
     rises = f"{number(levels[low])} at a scale of {low:,g}, {number(levels[high])} at {high:,g}"
-    return Sign((signals.seen(f"The norms that the clip sees grow with the loss scale: {rises}."),))
+    return Sign((signals.seen(f"The norms that the clip compares grow with the loss scale: {rises}."),))
 
 
 def idle(why: str, holds: Callable[[RunSignals], bool], signals: RunSignals) -> Sign | None:
-    """Return whether the optimizer stepped and never had a gradient, for one reason.
+    """Return a sign if the optimizer stepped, never had a gradient, and the given reason applies.
 
     Args:
-        why: The reason, in a sentence with gaps.
-        holds: Whether it is that.
+        why: The reason, as a sentence with placeholders.
+        holds: Returns whether this reason applies to a run.
         signals: The signals of the run.
     """
     one = signals.finding("optimizer_without_gradient")
@@ -99,19 +101,19 @@ def idle(why: str, holds: Callable[[RunSignals], bool], signals: RunSignals) -> 
 
 
 def all_zero(signals: RunSignals) -> Sign | None:
-    """Return whether every gradient is exactly 0, though weights and losses are no reason for it."""
+    """Return a sign if every gradient is exactly 0, though neither weights of 0 nor lost values explain it."""
     measured = signals.measured
-    starts_at_zero = measured and not any(any(line["weight"]) for line in measured)  # nothing is cut
+    starts_at_zero = measured and not any(any(line["weight"]) for line in measured)  # zeros pass on no gradient
     if 0.0 not in signals.norms or any(signals.norms) or any(signals.lost) or starts_at_zero:
         return None
     return Sign((signals.seen(f"The gradient norm was exactly 0 on all {signals.count:,} steps."),))
 
 
 def frozen(signals: RunSignals) -> Sign | None:
-    """Return whether most of what the optimizer has was frozen, and hardly anything is learned by the rest."""
+    """Return a sign if a parameter group stays frozen, or much is frozen and the other parameters hardly learn."""
     own, curve = signals.own, signals.curve
     frozen = [place for place in own if signals.params[place].get("frozen")]
-    still = [place for place in frozen if not any(signals.norms_of(place))]  # else they were thawed
+    still = [place for place in frozen if not any(signals.norms_of(place))]  # the others were unfrozen later
     share = signals.elements(still) / max(1, signals.elements(own))
     groups = {signals.params[place].get("group", 0) for place in own}
     idle_groups = groups - {signals.params[place].get("group", 0) for place in own if place not in still}
@@ -121,16 +123,16 @@ def frozen(signals: RunSignals) -> Sign | None:
     names = [signals.names[place] for place in still]
     words = f"{len(still)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
     evidence = [signals.seen(words, names)]
-    if idle_groups:  # with a rate of its own, which moves nothing: nobody writes that on purpose
+    if idle_groups:  # a group with its own learning rate is not set up in order to train nothing
         whole = ", ".join(map(str, sorted(idle_groups)))
         evidence.append(signals.seen(f"Nothing is trained in the optimizer's parameter groups {whole}."))
     certainty = "likely" if share > 0.5 or idle_groups else "possible"
-    rest = "and what is left hardly learns" if hardly and not curve.has_fallen else "and stay as they began"
+    rest = "and the others hardly learn" if hardly and not curve.has_fallen else "and keep their initial values"
     return Sign(tuple(evidence), {"count": len(still), "all": len(own), "rest": rest}, certainty)
 
 
 def cut_off(signals: RunSignals) -> Sign | None:
-    """Return whether parameters that are to be trained never had a gradient."""
+    """Return a sign if parameters that require a gradient never had one."""
     if not signals.lines:
         return None
     gone = set.intersection(*(set(line.get("absent", ())) for line in signals.lines))
@@ -140,7 +142,7 @@ def cut_off(signals: RunSignals) -> Sign | None:
         return None
     names = [signals.names[place] for place in missing]
     share = signals.elements(missing) / max(1, signals.elements(range(len(signals.params))))
-    lowest = min(missing) == 0  # something cuts the model behind them
+    lowest = min(missing) == 0  # the first parameter is missing, so the graph is cut above the last missing one
     words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
     gaps = {
         "count": len(names),
@@ -152,33 +154,33 @@ def cut_off(signals: RunSignals) -> Sign | None:
 
 
 def replaced(signals: RunSignals) -> Sign | None:
-    """Return whether the optimizer holds parameters that the forward leaves out, and others get gradients in none."""
+    """Return a sign if the optimizer holds unused parameters, while others get gradients and are in no optimizer."""
     new, old = found("gradient_without_optimizer", signals), cut_off(signals)
     if new is None or old is None or "possible" in (new.certainty, old.certainty) or not new.words["params"]:
-        return None  # or what is in no optimizer is meant to stay
+        return None  # the parameters that are in no optimizer may be meant to stay fixed
     evidence = (*new.evidence, *old.evidence)
     return Sign(evidence, {"new": new.words["params"], "old": named(old.evidence[0].params)})
 
 
 def _never_reached(signals: RunSignals) -> list[int]:
-    """The parameters of modules that begin with numbers and whose gradients are all exactly 0, on every line."""
+    """Return the parameters that start nonzero and whose gradients are exactly 0 on every line, by whole modules."""
     zero = [not any(of_one) for of_one in zip(*(line["norm"] for line in signals.lines), strict=True)]
     begins = signals.measured[0]["weight"] if signals.measured else [0.0] * len(zero)
     matrices = signals.matrices
     if len(matrices) > 1 and all(zero[place] and begins[place] for place in matrices) and zero.count(False) > 1:
-        # vectors of several layers learn, and no weight does: what is done to the weights lets nothing through
+        # several vectors learn but no weight does: an operation on the weights passes no gradient on
         return matrices
     modules: dict[str, list[int]] = {}
     for place in signals.own:
         modules.setdefault(signals.names[place].rpartition(".")[0], []).append(place)
     if any(zero[places[0]] and not all(zero[place] for place in places) for places in modules.values()):
-        return []  # a weight beside a bias that learns: a dead activation below them lets nothing through
+        return []  # a weight is dead beside a bias that learns: its input is 0, from a dead activation below
     cut = [its for its in modules.values() if len(its) > 1 and all(zero[place] and begins[place] for place in its)]
     return [place for places in cut for place in places]
 
 
 def rate_zero(signals: RunSignals) -> Sign | None:
-    """Return whether the learning rate is 0 on nearly all steps."""
+    """Return a sign if the learning rate is 0 on nearly all steps."""
     known = without_none(signals.rates)
     zero = sum(rate == 0 for rate in known)
     moves = zero == len(known) and any(any(layer.ratios[1:]) for layer in signals.layers)
@@ -188,24 +190,28 @@ def rate_zero(signals: RunSignals) -> Sign | None:
 
 
 def doubled(signals: RunSignals) -> Sign | None:
-    """Return whether the loss takes probabilities for scores: a softmax of a softmax hardly differs between classes."""
+    """Return a sign if the loss gets probabilities for logits: a softmax of a softmax hardly separates classes."""
     doubled = signals.record.meta.get("doubled") or ()
     optimizers = {one.get("optimizer") for one in signals.record.meta.get("params") or ()}
-    if len(doubled) != 2 or len(optimizers) > 1:  # of several, nobody knows whose loss it is
+    if len(doubled) != 2 or len(optimizers) > 1:  # with several optimizers the record does not say whose loss it is
         return None
     loss, inner = doubled
-    seen = signals.seen(f"In the first forward the loss applied {loss} to what {inner} had made.")
+    seen = signals.seen(f"In the first forward pass the loss applied {loss} to the output of {inner}.")
     curve = signals.curve
-    fell_too_far = curve.is_known and curve.fallen > _MOST_OF_DOUBLED
-    return Sign((seen,), {"inner": inner}, "possible" if fell_too_far else "likely" if curve.has_fallen else "certain")
+    if curve.is_known and curve.fallen > _MOST_OF_DOUBLED:
+        certainty = "possible"
+    else:
+        certainty = "likely" if curve.has_fallen else "certain"
+    return Sign((seen,), {"inner": inner}, certainty)
 
 
 _MOST_OF_DOUBLED = 0.55
-"""Of its start a cross entropy of probabilities loses this at most: of two classes from log 2 to log(1 + e) - 1."""
+"""The largest share of its start that a cross entropy of probabilities can lose: with two classes it falls from log 2
+to log(1 + e) - 1."""
 
 
 def zero_from_start(signals: RunSignals) -> Sign | None:
-    """Return whether gradients of weights are exactly 0 from the first step on, though they are connected."""
+    """Return a sign if gradients of weights are exactly 0 from the first step on, though they are in the graph."""
     lines, zeros = signals.lines, []
     if len(lines) < 3 or not signals.curve.is_known:
         return None
@@ -220,7 +226,7 @@ def zero_from_start(signals: RunSignals) -> Sign | None:
 
 
 def _saddle(signals: RunSignals) -> Sign | None:
-    """Return whether weights that begin at 0 had gradients of exactly 0 while the loss stood still for a while."""
+    """Return a sign if weights that begin at 0 had zero gradients at first, and the loss stood still for a while."""
     lines, measured, levels = signals.lines, signals.measured[:1], signals.curve.levels
     still = sum(level > levels[0] - max(signals.curve.error, STILL * abs(levels[0])) for level in levels)
     if not measured or still < 0.25 * len(levels):
@@ -236,26 +242,27 @@ def _saddle(signals: RunSignals) -> Sign | None:
 
 
 def warming_up(signals: RunSignals) -> Sign | None:
-    """Return whether the learning rate rises all through a run that does not learn."""
+    """Return a sign if the learning rate rises to the end of a run that does not learn."""
     if signals.learns or not signals.curve.is_known or not signals.is_warming_up:
         return None
     first, *_, last = without_none(signals.rates)
-    seen = signals.seen(f"The learning rate rises all through the run, from {first:.2g} to {last:.2g}.")
+    seen = signals.seen(f"The learning rate rises throughout the run, from {first:.2g} to {last:.2g}.")
     return Sign((seen,), {"count": f"{signals.count:,}", "rate": f"{last:.2g}", "tenth": max(1, signals.count // 10)})
 
 
 def stands_still(signals: RunSignals) -> Sign | None:
-    """Return whether the loss stays where it began, though gradients are there."""
+    """Return a sign if the loss stays where it began, though there are gradients."""
     curve = signals.curve
     if signals.learns or not curve.stands_still or signals.count < 100:
         return None
-    # a run that had little left to learn stays where it was; one whose first weight grows has found something to read
+    # Only possible: a run that had little left to learn also stays where it was, and a first weight that grows reads
+    # something in the data.
     stays = signals.travel is not None and signals.travel < MOVED and not signals.only_vectors_learn
     stays = stays or signals.first_growth > READS
-    blurred = 3 * curve.error > 0.5 * abs(curve.levels[0])  # a loss that halves would look flat as well
+    blurred = 3 * curve.error > 0.5 * abs(curve.levels[0])  # in such noise a loss that halves looks flat, too
     words = f"The loss was {number(curve.levels[0])} in the first steps and is {signals.ends_at} at the end"
     choices = max([2, *(size for place in signals.own[-1:] for size in signals.shape(place)[:1])])
     if abs(curve.final - math.log(choices)) < GUESS * curve.final:
-        words, stays = f"{words}, that of a guess among {choices}", False
-    seen = signals.seen(f"{words}, and gradients are there.")
+        words, stays = f"{words}, the loss of a guess among {choices}", False
+    seen = signals.seen(f"{words}, although there are gradients.")
     return Sign((seen,), {"count": f"{signals.count:,}"}, "possible" if stays or blurred else "likely")

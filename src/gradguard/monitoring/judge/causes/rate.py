@@ -1,4 +1,4 @@
-"""Signs of a learning rate that is too high, too low, or gone before the run was done."""
+"""Searches for a learning rate that is too high, too low, leaps, or decays to 0 before the run is done."""
 
 import math
 import statistics
@@ -11,51 +11,53 @@ from gradguard.monitoring.judge.signals import OF_EPS, Curve, RunSignals, middle
 from gradguard.monitoring.record.record_lines import without_none
 
 GROWN = 2.0
-"""Times its first norm: a weight that is mostly noise by now."""
+"""Growth of a weight's norm above which the weight is mostly noise."""
 
 THROWN, THROWN_FAR, THROWN_WITHIN, THROWN_GAIN = 4.0, 16.0, 60, 1.5
-"""Times its first norm, and so many that a loss which falls from there is no excuse, within so many steps, to a gain
-above any initialisation's: a weight that was thrown away."""
+"""A weight was thrown away if its norm grew `THROWN` times within `THROWN_WITHIN` steps, to a gain above `THROWN_GAIN`,
+which no initialisation has. From `THROWN_FAR` times on this holds even if the loss falls afterwards."""
 
 HARDLY = 0.3
-"""Of its start: a loss that has lost more has fallen, and weights that grew all the while had to grow."""
+"""Share of its start: a loss that lost more than this has fallen, and weights that grew meanwhile had to grow."""
 
 TINY_MOVE = 0.05
-"""By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
+"""Share of themselves that weights can have moved in all steps together. Below it, training has hardly begun."""
 
 NO_MOVE = 0.005
-"""The smallest share of themselves that weights move in a run that has begun, if the loss does not measure it."""
+"""Share of themselves that weights can have moved, for a run whose loss does not measure progress."""
 
 RULE_OF_THUMB, LEAST_RATE, MOST_RATE = 1e-3, 10.0, 1e4
-"""Of its weight: a usual step; and the smallest and largest factor to multiply a rate by that makes shorter ones."""
+"""The length of a usual step over the norm of its weight; and the smallest and the largest factor that is advised for a
+rate whose steps are shorter."""
 
 GONE = 0.02
-"""Of its largest value: a learning rate below that moves little any more."""
+"""Share of its largest value below which a learning rate hardly moves a weight."""
 
 LESS_RATE, LESS_NORM = 0.3, 0.1
-"""Of the learning rate, and of the first norms as a threshold. Their product bounds a step; small gradients move more
-by a higher rate and a lower threshold."""
+"""The advised share of the learning rate, and the share of the first norms to clip at. Their product bounds a step. A
+higher rate with a lower threshold would move small gradients further."""
 
 LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE = 0.1, 0.3
-"""With an optimizer that cancels a scale only the rate makes steps shorter."""
+"""Both shares for an optimizer that cancels the scale of gradients, where only the rate shortens steps."""
 
 CALM_STEPS, FAR_FROM_CALM = 20, 3.0
-"""A run whose norms were below so many times the first ones for so many steps has shown what an ordinary norm is."""
+"""A run whose norms stayed below `FAR_FROM_CALM` times the first ones for `CALM_STEPS` steps has shown what an ordinary
+norm is."""
 
 _FIRST_NORMS = 5
-_OVERSHOT, _FAR_OVERSHOT = 1.5, 5.0  # times its start: a loss that the first steps raised so far
-_WITH_NORMS = 2.0  # times the first ones: norms where a loss was raised less far than the second
-_ABOVE_CHANCE = 3.0  # times the usual step between two logarithms of losses: further than batches lie apart
+_OVERSHOT, _FAR_OVERSHOT = 1.5, 5.0  # times the loss at the start: what counts as raised, and as raised far
+_WITH_NORMS = 2.0  # times the first norms: a loss that was raised, but not far, counts only with such a norm
+_ABOVE_CHANCE = 3.0  # times the usual difference of two logarithms of losses: more than chance between batches
 
 
 @dataclass(frozen=True)
 class LowerRate:
-    """The first remedy of a run whose learning rate was too high.
+    """The first remedy for a run whose learning rate is too high.
 
     Attributes:
-        factor: The number to multiply the rate by.
-        threshold: The norm to clip at; None where no norm is known.
-        advice: Both in whole sentences.
+        factor: The factor to multiply the rate by.
+        threshold: The norm to clip at; None where no threshold can be derived.
+        advice: Factor and threshold in whole sentences.
     """
 
     factor: float
@@ -64,14 +66,15 @@ class LowerRate:
 
 
 def lower_rate(signals: RunSignals, place: int | None = None) -> LowerRate:
-    """Return what to try first in a run whose rate was too high.
+    """Return the first remedy for a run whose rate is too high.
 
-    The threshold is a share of the first norms, which the rate had not moved yet; of a run that broke out of many calm
-    steps it is their median. None is read from norms that were huge from the start, or that eps swallows.
+    The threshold is a share of the first norms, which the rate had not affected yet. For a run that broke down after
+    many calm steps, it is the median of those. There is no threshold where the first gradients were huge, or where eps
+    exceeds the clipped gradients.
 
     Args:
         signals: The signals of the run.
-        place: Where it broke; None for a run that was wrong from the start.
+        place: The index of the step on which the run broke down; None for a run that was sick from the start.
     """
     norms = signals.positive_norms(place or _FIRST_NORMS)
     cancels = signals.cancels_scale
@@ -91,7 +94,7 @@ def lower_rate(signals: RunSignals, place: int | None = None) -> LowerRate:
 
 
 def too_long(signals: RunSignals) -> Sign | None:
-    """Return whether steps are too long: the loss jumped, stays above its best, goes to and fro, or is stuck."""
+    """Return a sign if steps are too long: the weights were thrown away, or the loss jumped, rose or got stuck."""
     if signals.ends_lost or signals.rate == 0:
         return None
     thrown, curve = _thrown(signals), signals.curve
@@ -109,7 +112,7 @@ def too_long(signals: RunSignals) -> Sign | None:
 
 
 def _thrown(signals: RunSignals) -> Evidence | None:
-    """Whether the first steps of an optimizer that makes them as long as its rate lost what the weights began with."""
+    """Return evidence if the first steps of an Adam-like optimizer, as long as its rate, erased the initial weights."""
     first = signals.span[0]
     early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
     times = _times_thrown(signals, early[-1]) if early else 0.0
@@ -117,14 +120,14 @@ def _thrown(signals: RunSignals) -> Evidence | None:
     if not times or learns:
         return None
     step = signals.measured[early[-1]]["i"]
-    words = f"By step {step} the usual weight had {number(times)} times its first size: what it began with is lost."
+    words = f"By step {step} the usual weight had {number(times)} times its first size: its initial value is lost."
     return Evidence((first, step), words)
 
 
 def _times_thrown(signals: RunSignals, line: int) -> float:
-    """How many times its first size the usual weight has on a measured line; 0 where that may be no loss."""
+    """Return the growth of the usual weight's norm up to a measured line; 0 where the growth may do no harm."""
     layers = [layer for layer in signals.sized_layers if len(layer.weights) == len(signals.measured)]
-    had_to_grow = len(signals.layers) == 1 and signals.curve.fallen > 0.1  # a lone one begins with nothing to lose
+    had_to_grow = len(signals.layers) == 1 and signals.curve.fallen > 0.1  # a single weight has no features to lose
     if not layers or had_to_grow or not signals.cancels_scale:
         return 0.0
     times = statistics.median(layer.weights[line] / layer.weights[0] for layer in layers)
@@ -133,7 +136,7 @@ def _times_thrown(signals: RunSignals, line: int) -> float:
 
 
 def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
-    """Whether the first steps threw the loss far above its start, and it ended no better than it began."""
+    """Return evidence if the first steps raised the loss far above its start, and it did not recover."""
     early = [(loss, place) for place, loss in enumerate(signals.losses[:30]) if loss is not None and place]
     loss, place = max(early, default=(0.0, 0))
     usual_peak, start = max(signals.loss.known(30), default=0.0), curve.start
@@ -144,33 +147,33 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
         return None
     norm = max(signals.norm.known(place - 2, place + 2), default=math.nan)
     if loss < _FAR_OVERSHOT * start and norm < _WITH_NORMS * middle(signals.norm.known(0, 5)):
-        return None  # targets that were set anew, as by an older copy
+        return None  # the targets were renewed, as by a target network
     logs = [math.log(one) if one > 0 else None for one in signals.loss.values]
     around = without_none(logs[max(1, place - 2) : place + 3])
     if statistics.median(around) - math.log(curve.start) < _ABOVE_CHANCE * usual_step(logs, 1):
-        return None  # batches of very unequal losses, of which the first was small
+        return None  # the losses of batches differ widely, and the first one was small
     step = signals.named(place)
     words = f"The first steps raised the loss from {number(curve.start)} to {number(loss)}, at step {step}."
     return Evidence((signals.span[0], step), words)
 
 
 def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
-    """Whether weights have become others, and the loss has not fallen for it or stands still half-way."""
+    """Return evidence if weights grew far, but the loss did not fall or is stuck half-way."""
     grown = median(signals.growths()) or 1.0
     stuck = curve.fallen < HARDLY and signals.is_stuck and not curve.is_falling and _times_thrown(signals, -1) > 0
     if grown < GROWN or (curve.fallen > 0.1 and not stuck):
         return None
-    return signals.seen(f"Weights grew {number(grown)} times, and the loss has hardly fallen for it.")
+    return signals.seen(f"Weights grew to {number(grown)} times their size, but the loss has hardly fallen for it.")
 
 
 def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
-    """Whether the loss ends far above the best it was, or has risen from the start."""
+    """Return evidence if the loss ends far above its best level, or rose from the start."""
     rise = curve.final - curve.best
     enough = max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start))
     if rise <= enough or curve.fallen > 0.5:
         return None
     at = signals.named(curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels)))
-    words = f"The usual loss was {number(curve.best)} at its best, near step {at}, and ends at {signals.ends_at}."
+    words = f"The median loss was {number(curve.best)} at its best, near step {at}, and ends at {signals.ends_at}."
     return signals.seen(words, since=at)
 
 
@@ -178,9 +181,9 @@ _OF_RATIOS = (_jumped, _moved_for_nothing, _risen)
 
 
 def too_short(signals: RunSignals) -> Sign | None:
-    """Return whether all steps together can hardly have moved the weights, while the loss creeps down or says nothing.
+    """Return a sign if all steps together can hardly have moved the weights, and the loss creeps or is not known.
 
-    The factor takes the usual step to `RULE_OF_THUMB` of its weight.
+    The advised factor brings the usual step to `RULE_OF_THUMB` times the norm of its weight.
     """
     curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, signals.travel
     if not rate or signals.ends_lost or signals.is_warming_up or travel is None:
@@ -190,8 +193,8 @@ def too_short(signals: RunSignals) -> Sign | None:
     end = f"the loss went from {number(curve.start)} to {signals.ends_at}"
     if not curve.is_known:
         end = f"after {signals.count:,} steps the weights are where they began"
-    moved = f"all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most"
-    seen = f"A step changes the usual weight by {ratio:.1g} of itself, so that {moved}; 0.1 % is the rule of thumb."
+    moved = f"all {signals.count:,} steps together can have moved it by {100 * travel:.2g} % at most"
+    seen = f"A step changes the usual weight by {ratio:.1g} of itself, so {moved}; the rule of thumb is 0.1 % per step."
     factor = float(f"{min(MOST_RATE, max(LEAST_RATE, RULE_OF_THUMB / ratio if ratio else 0.0)):.0e}")
     words = {
         "rate": f"{rate:g}",
@@ -203,7 +206,7 @@ def too_short(signals: RunSignals) -> Sign | None:
 
 
 def gone(signals: RunSignals) -> Sign | None:
-    """Return whether the rate was taken away while there was still to learn."""
+    """Return a sign if the rate decayed to nearly 0 while the loss was still falling."""
     largest = signals.rate or 0.0
     place = 1 + max((place for place, rate in enumerate(signals.rates) if (rate or 0.0) >= GONE * largest), default=-1)
     if signals.ends_lost or not signals.curve.is_known or signals.count - place < 0.3 * signals.count:
@@ -216,20 +219,21 @@ def gone(signals: RunSignals) -> Sign | None:
     step = signals.named(place)
     seen = (
         f"The learning rate fell from {largest:g} to {signals.rates[place] or 0.0:.2g} by step {step}, and "
-        f"{signals.count - place:,} of {signals.count:,} steps came after."
+        f"{signals.count - place:,} of {signals.count:,} steps came after that."
     )
     words = {"step": step, "loss": signals.ends_at, "count": f"{signals.count:,}"}
     return Sign((signals.seen(seen, since=step),), words)
 
 
 def leapt(signals: RunSignals) -> Sign | None:
-    """Return whether the loss broke where the learning rate leapt up."""
+    """Return a sign if the loss broke down where the learning rate leapt up."""
     rates = [rate or 0.0 for rate in signals.rates]
     leaps = [place for place, (a, b) in enumerate(pairwise(rates), start=1) if a and b > 5 * a and place > 20]
     for place in leaps:
         before, chance = middle(signals.loss.known(place - 20, place)), signals.curve_until(place).error
         broke = middle(signals.loss.known(place + 1, place + 40)) > 1.3 * before
-        if broke and (signals.ends_lost or signals.curve.final > 1.1 * before + chance):  # else a warm restart
+        # a loss that recovers from the leap had a warm restart
+        if broke and (signals.ends_lost or signals.curve.final > 1.1 * before + chance):
             step = signals.named(place)
             words = f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}"
             return Sign((signals.seen(f"{words}, and the loss with it.", since=step),), {"step": step})

@@ -1,4 +1,4 @@
-"""Signs of inputs or targets in units of their own, far from a size of 1, which no learning rate fits."""
+"""Searches for inputs or targets that are not normalised: numbers far from 1, which no learning rate fits."""
 
 import math
 import statistics
@@ -11,29 +11,29 @@ from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Layer, RunSignals
 
 LARGE, SURE = 20.0, 100.0
-"""The size of inputs that are not normalised; and one that leaves no other reading of a run that fails. Targets need
-that one: less may be a sum over a batch."""
+"""Inputs of size `LARGE` are not normalised. In a run that fails, size `SURE` allows no other explanation. Targets must
+reach `SURE`: a smaller error may be a loss that is summed over a batch."""
 
 OWN = 0.2
-"""Of what the first outputs are off by: outputs of that size are large whatever the targets are. And of the inputs: a
-first loss above that comes of outputs that are as large as they are."""
+"""Share of the outputs' first error: if the outputs themselves are that large, the targets need not be. And share of
+the inputs' size: a first loss above it comes from outputs that are as large as the inputs."""
 
 FEWEST_UNITS = 8
-"""Of one alone the bias's gradient may be nearly 0 by chance."""
+"""Units that a layer needs: with fewer, its bias's gradient may be nearly 0 by chance."""
 
-_LINES = 5  # of the first ones
-_AT_LIMIT = 1e-3  # so near to 1 is what an activation at its limit gives on
-_ROUNDED = 1e-4  # times that of the vectors beside it: a gradient of 0 but for rounding, as before a normalisation
+_LINES = 5  # the first per-tensor lines, which show the size of inputs
+_AT_LIMIT = 1e-3  # distance from 1 of the output of a saturated activation
+_ROUNDED = 1e-4  # share of the neighbours' gradient: a smaller one is rounding, as of a bias before a normalisation
 
 
 def inputs(signals: RunSignals) -> Sign | None:
-    """Return whether the first layer reads numbers that are far from 1, in a run that fails.
+    """Return a sign if the first layer reads numbers far from 1, in a run that fails.
 
-    The gradient of a weight is that of its bias times what comes in, so that the two together say how large that is.
-    Where they put the first loss above `OWN` of their own size, its fall from there is no excuse: it comes down from
-    what they made of the outputs.
+    The gradient of a weight is the gradient of its bias times the input, so the two gradients give the size of the
+    input. If the first loss is above `OWN` times that size, a falling loss does not show that the run is well: the loss
+    falls from the level that the large inputs produced.
     """
-    # an embedding, which has no bias, reads no numbers
+    # layers without a bias are left out; embeddings are among them, and read no numbers
     pair = next((pair for pair in _with_bias(signals) if _learns(signals, pair[1])), None)
     if pair is None:
         return None
@@ -41,15 +41,18 @@ def inputs(signals: RunSignals) -> Sign | None:
     size = _size_read(layer, bias, _LINES)
     if size < LARGE or not (fails or (size >= SURE and signals.curve.start > OWN * size)):
         return None
-    words = f"A number that {layer.name} reads is some {number(size)}: so many times its bias's gradient is its own."
+    words = (
+        f"The inputs of {layer.name} have a size of about {number(size)}: its gradient is that many times the gradient "
+        "of its bias."
+    )
     return _sign(signals, "inputs", size, words, layer, sure=fails)
 
 
 def flattening(signals: RunSignals) -> Sign | None:
-    """Return whether a first layer of ordinary weights has no gradient, and the next one reads 1 or -1 throughout.
+    """Return a sign if a first layer of ordinary weights has no gradient, and the next one reads only 1 or -1.
 
-    So does a tanh at its limit: what the first layer reads drives it there whatever the sample is. A sign or a rounded
-    number, which let no gradient through either, differ from sample to sample.
+    A saturated tanh does this: the inputs of the first layer saturate it for every sample. A sign or a rounded number
+    passes no gradient on either, but differs from sample to sample.
     """
     pair = next(_with_bias(signals), None)
     if pair is None or not signals.matrices or not signals.measured:
@@ -66,9 +69,9 @@ def flattening(signals: RunSignals) -> Sign | None:
 
 
 def targets(signals: RunSignals) -> Sign | None:
-    """Return whether the first outputs are far from their targets by a squared error, in a run that fails.
+    """Return a sign if a squared error puts the first outputs far from their targets, in a run that fails.
 
-    Outputs that are large themselves are numbers that the last layer reads, times its weights.
+    If the outputs themselves are large (the inputs of the last layer times its weights), the targets need not be.
     """
     loss, bias = next(iter(signals.losses), None), next(iter(signals.biases[::-1]), None)
     outputs = 0 if bias is None else signals.elements([bias.place])
@@ -79,7 +82,7 @@ def targets(signals: RunSignals) -> Sign | None:
     last = (layer for layer, its in _with_bias(signals) if its is bias and layer.weights)
     if any(_size_read(layer, bias, 1) * (layer.gain() or 1.0) > OWN * size for layer in last):
         return None
-    words = f"The first loss, {number(loss)}, is that of outputs that are off by about {number(size)}."
+    words = f"The first loss, {number(loss)}, means that the outputs are off by about {number(size)}."
     return _sign(signals, "targets", size, words, bias) if 0.03 < slope < 1.02 else None
 
 
@@ -91,14 +94,14 @@ def _sign(signals: RunSignals, which: str, size: float, words: str, layer: Layer
 
 
 def _fails(signals: RunSignals) -> bool:
-    """Whether a run is lost, hardly learns, stands still half-way, or would be blamed for its rate or its weights."""
+    """Return whether a run lost its numbers, hardly learns, is stuck, or would be blamed on its rate or its weights."""
     curve = signals.curve
     fails = curve.fallen < 0.3 or signals.is_stuck or curve.final - curve.best > 3 * curve.error
     return signals.first_lost is not None or fails or any(look(signals) for look in (too_long, explodes_along_depth))
 
 
 def _with_bias(signals: RunSignals) -> Iterator[tuple[Layer, Layer]]:
-    """Weights, each with the vector of the same module that is added to what it makes, where it has one."""
+    """Yield each weight that has a bias in the same module, with that bias."""
     for layer in signals.layers:
         module, size = layer.name.rpartition(".")[0], signals.shape(layer.place)[:1]
         own = (one for one in signals.biases if one.name.startswith(f"{module}.bias".lstrip(".")))
@@ -106,14 +109,14 @@ def _with_bias(signals: RunSignals) -> Iterator[tuple[Layer, Layer]]:
 
 
 def _learns(signals: RunSignals, vector: Layer) -> bool:
-    """Whether a vector has enough units, and a gradient that is not 0 but for rounding beside its neighbours'."""
+    """Return whether a vector has enough units, and a gradient that is more than rounding beside its neighbours'."""
     place = signals.biases.index(vector)
     beside = max(one.gradients[0] for one in signals.biases[max(0, place - 1) : place + 2])
     return signals.elements([vector.place]) >= FEWEST_UNITS and vector.gradients[0] > _ROUNDED * beside
 
 
 def _size_read(layer: Layer, bias: Layer, lines: int) -> float:
-    """The usual size of a number that a layer reads; 0 where so many of the first lines do not say."""
+    """Return the usual size of a layer's inputs on the first lines; 0 where its bias never had a gradient there."""
     pairs = zip(layer.gradients[:lines], bias.gradients[:lines], strict=False)
     sizes = [weight / vector for weight, vector in pairs if vector]
     return statistics.median(sizes) if sizes else 0.0

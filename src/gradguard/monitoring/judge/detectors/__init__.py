@@ -1,4 +1,4 @@
-"""One kind of fault after the other, a theme a file: its thresholds, what looks for it, and the words that tell it."""
+"""Detectors of faults, one theme per file: the thresholds, the detection, and the words of the findings."""
 
 from gradguard.monitoring.judge.detectors import (
     clipping,
@@ -13,4 +13,4 @@ from gradguard.monitoring.judge.detectors import (
 
 _THEMES = (level, loss, outliers, layer_norms, update_sizes, loss_scale, clipping, loop_faults)
 KINDS = tuple(dict.fromkeys(kind.name for theme in _THEMES for kind in theme.KINDS))
-"""The names of all kinds."""
+"""The names of all kinds of findings."""

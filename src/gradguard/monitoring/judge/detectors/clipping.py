@@ -1,4 +1,4 @@
-"""Whether a clip binds on most steps, or twice."""
+"""Detects a clip that binds on most steps, and clips that act on the same gradients."""
 
 import statistics
 from itertools import compress
@@ -10,14 +10,14 @@ from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.step_rows import OptimizerSteps, bound_on, taken_steps
 
 ALWAYS_ON_SHARE = 0.5
-"""Above half of the steps a clip is part of the ordinary update: the regime "normalising"."""
+"""Share of the steps above which a clip is part of the ordinary update: the regime "normalising"."""
 
 ALWAYS_ON_STEPS = 50
-"""Fewer steps are a warm-up, in which a clip may well bind."""
+"""Clipped steps that are needed: fewer are a warm-up, in which a clip may well bind."""
 
 
 def clipping_of_whole(part: OptimizerSteps) -> list[Episode]:
-    """Return what can only be said of the clips of a run as a whole.
+    """Return the episodes about clips that only the whole run can show.
 
     Args:
         part: The steps of one optimizer.
@@ -32,8 +32,8 @@ def clipping_of_whole(part: OptimizerSteps) -> list[Episode]:
         words, *before, last_clip = shares_in_words(clips, len(twice)), *clips
         idle = named([clip.name for clip in clips if clip.bound == 0])
         words += f"; {idle} had no effect" if idle else ""
-        if any(clip.bound for clip in before) and all(twice.has("threshold")):  # one behind the other
-            words += f"; {last_clip.name} only saw what {named([clip.name for clip in before])} had left"
+        if any(clip.bound for clip in before) and all(twice.has("threshold")):  # the clips act one after another
+            words += f"; {last_clip.name} only got what {named([clip.name for clip in before])} had left"
         harmless = all(clip.bound == 0 for clip in clips)
         found.append(Episode.over(TWICE, part, twice, text=words, harmless=harmless))
     bound = list(compress(clipped.column("coefficient"), bound_on(clipped)))
@@ -49,13 +49,14 @@ ALWAYS_ON = Kind(
     "clipping_always_on",
     said(
         "warning",
-        f"{_ALWAYS_ON}: it acts as a learning rate {{coefficient:.2g}} times as large",
-        "lower the learning rate by that factor and raise the threshold above an ordinary norm, so that it guards",
+        f"{_ALWAYS_ON}: it acts like a learning rate {{coefficient:.2g}} times as large",
+        "multiply the learning rate by that factor, and raise the threshold above an ordinary norm, so that the clip "
+        "acts only on spikes",
         harmless=(  # an optimizer that cancels a constant factor
             "info",
             f"{_ALWAYS_ON}, and usually multiplied gradients by {{coefficient:.2g}}",
-            "with an Adam-like optimizer a constant scaling nearly cancels, so this mostly evens out one step against "
-            "the next; for a guard against spikes raise the threshold above an ordinary norm",
+            "an Adam-like optimizer nearly cancels a constant scaling, so the clip mostly makes steps equally long; as "
+            "a guard against spikes, raise the threshold above an ordinary norm",
         ),
     ),
     value="coefficient",
@@ -65,11 +66,11 @@ TWICE = Kind(
     said(
         "warning",
         "gradients were clipped more than once on {steps}: {found.text}",
-        "keep one of them: a second clip compares what the first has left, and its threshold has no meaning",
+        "keep one of them: a second clip compares clipped gradients with its threshold, which then has no meaning",
         harmless=(
             "info",
-            "two clips or more looked at the gradients of {steps}, and none of them ever bound",
-            "keep one of them, so that the threshold of the other need not be known",
+            "two or more clips compared the gradients of {steps}, and none of them ever bound",
+            "keep one of them, so that only one threshold matters",
         ),
     ),
 )

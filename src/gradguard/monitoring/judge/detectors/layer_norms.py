@@ -1,4 +1,4 @@
-"""Whether a layer gets no gradient, or hardly any."""
+"""Detects layers that get no gradient, or hardly any."""
 
 import math
 import statistics
@@ -12,31 +12,31 @@ from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
 from gradguard.monitoring.record.record_lines import names_of
 
 WEAK_LAYER_SHARE = 1e-6
-"""A weight whose gradient's elements are a millionth of the usual weight's: float32 resolves 1e-7 of a value."""
+"""Share of the usual weight's gradient, per element; a smaller one has vanished. float32 resolves 1e-7 of a value."""
 
 LAYER_LINES = 10
-"""Per-tensor lines in a row before a layer is judged: an expert or a rare word may miss a few batches."""
+"""Per-tensor lines in a row before a layer is reported: an expert or a rare word may miss a few batches."""
 
 REGULAR = 0.9
-"""A parameter that had a gradient on so many of the lines before is one that every batch should reach."""
+"""Share of the earlier lines with a gradient from which on every batch should reach a parameter."""
 
 _FEWEST_WEIGHTS = 3
 
 
 class Layers:
-    """Whether a layer gets no gradient, or hardly any.
+    """Detects layers that get no gradient, or hardly any.
 
     Args:
-        log: Where faults go.
+        log: The log that receives the faults.
         params: The ``params`` of the record's first line.
-        several: Whether the run has several optimizers, so that some of these parameters are not this one's.
+        several: Whether the run has several optimizers, so some of the parameters belong to others.
     """
 
     def __init__(self, log: Log, params: Sequence[dict[str, Any]], several: bool = False) -> None:
         self._log, self._several = log, several
         self.names = names_of(params)
         elements = [parameter.get("numel", 0) for parameter in params]
-        # Vectors stay out: a bias before a normalisation or of attention's keys has a gradient of 0 by mathematics.
+        # Vectors are left out: the gradient of a bias before a normalisation, or of attention's keys, is always 0.
         matrices = [i for i, count in enumerate(elements) if count and len(params[i].get("shape", ())) > 1]
         self._roots = {place: math.sqrt(elements[place]) for place in matrices}
         self._of_matrices = itemgetter(*matrices) if len(matrices) >= _FEWEST_WEIGHTS else None
@@ -49,17 +49,17 @@ class Layers:
 
         Args:
             i: The step.
-            norms: One finite norm for each; 0 for one without a gradient.
-            absent: The places of those without a gradient, where they are told apart from those with zeros.
+            norms: One finite norm per parameter; 0 for a parameter without a gradient.
+            absent: The indices of parameters without a gradient, where the record separates these from zeros.
         """
         if len(norms) != len(self.names) or not any(norms):
-            return  # where all of them are 0, the norm says so
+            return  # if all norms are 0, the global norm reports it
         self._alive = list(map(or_, self._alive, map(bool, norms)))
         self._detach(i, absent)
         zero = []
         if 0.0 in norms:
             zero = [place for place, norm in enumerate(norms) if not norm and place not in absent]
-        if self._several:  # one that never had a gradient on this one's steps is another's
+        if self._several:  # a parameter that never had a gradient on these steps belongs to another optimizer
             zero = [place for place in zero if self._alive[place]]
         self._lines += 1
         new = self._dead.follow(i, zero)
@@ -68,13 +68,13 @@ class Layers:
         self._vanishing(i, norms)
 
     def _detach(self, i: int, absent: Sequence[int]) -> None:
-        """Those that had a gradient nearly always, and now no more; an expert that some batches use is none."""
+        """Report parameters that nearly always had a gradient and now have none, without experts of some batches."""
         self._absences.update(absent)
         regular = []
         for place in absent:
             now = self._detached.count(place)
-            before = self._lines - now  # lines until this absence began, on so many of which it was absent:
-            missed = self._absences[place] - 1 - now
+            before = self._lines - now  # lines before this absence began
+            missed = self._absences[place] - 1 - now  # on how many of these the parameter was absent
             if self._alive[place] and before >= LAYER_LINES and missed <= (1 - REGULAR) * before:
                 regular.append(place)
         self._detached.begin(DETACHED, i, self._detached.follow(i, regular))
@@ -86,7 +86,7 @@ class Layers:
         known = list(map(truediv, filter(None, own), compress(self._roots.values(), own)))
         if len(known) < _FEWEST_WEIGHTS:
             return
-        if min(known) >= WEAK_LAYER_SHARE * max(known):  # as nearly always, whatever the median is
+        if min(known) >= WEAK_LAYER_SHARE * max(known):  # nearly always true, and saves computing the median
             self._weak.follow(i, [])
             return
         sizes, usual = dict(zip(compress(self._roots, own), known, strict=True)), statistics.median(known)
@@ -98,23 +98,27 @@ class Layers:
 _DEAD = "the gradient of {names} was exactly 0 on {found.count} recorded steps"
 DEAD = Kind(
     "dead_layer",
-    said("warning", _DEAD, "dead ReLUs or a saturated gate: lower the learning rate, or check the initialisation"),
+    said(
+        "warning",
+        _DEAD,
+        "look for dead ReLUs or a saturated gate, and lower the learning rate or check the initialisation",
+    ),
 )
 NEVER_ALIVE = Kind(
     "dead_layer",
     said(
         "info",
         f"{_DEAD}, from the first one on",
-        "nothing if frozen or unused on purpose; else check that it is part of the forward pass",
+        "do nothing if it is frozen or unused on purpose; otherwise check that it is part of the forward pass",
     ),
 )
 DETACHED = Kind(
     "detached_layer",
     said(
         "warning",
-        "{names} {has} had no gradient at all since step {found.first}, and always before",
-        "nothing if frozen on purpose; else look for detach(), torch.no_grad(), .data, requires_grad set to False, or "
-        "a branch of the forward pass that leaves it out",
+        "{names} {has} had no gradient at all since step {found.first}, though {it} nearly always had one before",
+        "do nothing if it is frozen on purpose; otherwise look for detach(), torch.no_grad(), .data, requires_grad set "
+        "to False, or a branch of the forward pass that leaves it out",
     ),
 )
 WEAK = Kind(
@@ -123,7 +127,8 @@ WEAK = Kind(
         "warning",
         "the gradient of {names} {is_} about {smallest:.1g} of the usual weight's, element by element, on "
         "{found.count} recorded steps",
-        "nothing flows back so far: check saturated activations and the initialisation, or add skip connections",
+        "hardly any gradient gets that far back: check for saturated activations, check the initialisation, or add "
+        "skip connections",
     ),
     value="smallest",
 )

@@ -1,4 +1,4 @@
-"""Whether the gradient norm explodes, vanishes, or is not a number."""
+"""Detects gradient norms that explode, vanish or are not finite."""
 
 import math
 import statistics
@@ -13,43 +13,43 @@ from gradguard.monitoring.judge.numbers import number
 from gradguard.words import counted
 
 EXPLODING_TIMES = 10.0
-"""A norm that stays above 10 times the usual: log-normal noise as wild as 1.5 gets there on 6 % of the steps."""
+"""Times the usual norm. Log-normal noise with a spread of 1.5 gets there on 6 % of the steps."""
 
 EXPLODING_STEPS = 10
-"""So many in a row: with that noise once in 10^12 steps, so that spikes are not taken for an explosion."""
+"""Steps in a row above that. The same noise does it once in 10^12 steps, so spikes do not count as an explosion."""
 
 EXPLODING_EARLY_TIMES = 100.0
-"""In the first 200 steps the norm may rise tenfold without harm: warm-ups and layers initialised at zero do that."""
+"""Times the usual norm in the first 200 steps, where warm-ups and layers initialised at zero may raise it tenfold."""
 
 EXPLODING_ONCE_TIMES = 1000.0
-"""A single norm so far above the usual that nothing clipped undoes a thousand steps; noise does not get there."""
+"""Times the usual norm for a single step. Without a clip it undoes a thousand steps; noise does not get there."""
 
 EXPLODING_CLIPPED_TIMES = 1e6
-"""A norm so far above the usual is a fault also where a clip bound on it: all that was right in it has become 0."""
+"""Times the usual norm for a single step on which a clip bound: the correct part of the gradient became 0."""
 
 EARLY_LOSS_TIMES = 3.0
-"""A loss three times what it began with, in the first 200 steps, together with norms ten times the first ones."""
+"""Times the first losses: a loss above this in the first 200 steps, with norms ten times the first, is an explosion."""
 
 EARLY_TIMES = 1e6
-"""Where no loss is known: warm-ups and layers initialised at zero do not raise the norm a million times."""
+"""Times the first norms, where no loss is known: warm-ups and layers initialised at zero do not reach a million."""
 
 ROSE_FAST = 1.2
-"""Over the best it was: where the loss has not risen by that with the norms, the run is well."""
+"""Loss over its best value. If the loss rose less than this with the norms, the run is well."""
 
 ROSE_SLOWLY = 1.5
-"""The factor where norms took more than 200 steps to rise."""
+"""Loss over its best value, for norms that took more than 200 steps to rise."""
 
 VANISHING_SHARE = 1e-4
-"""A norm below a ten-thousandth of the usual moves nothing; training that converges seldom falls that far."""
+"""Share of the usual norm. A smaller norm moves nothing; training that converges seldom falls that far."""
 
 VANISHING_STEPS = 20
-"""So many in a row: a single batch of zeros, such as one that is all padding, is not it."""
+"""Steps in a row below that: a single batch of zeros, such as one of padding only, does not count."""
 
 CONVERGED_LOSS = 0.1
-"""A loss below a tenth of what it was explains a small norm: that is convergence."""
+"""Share of the first loss: a lower loss explains a small norm by convergence."""
 
 BLOCK = 20
-"""Norms whose median is one sample of what is usual."""
+"""Norms in a block; the usual norm is computed from the medians of blocks."""
 
 BLOCKS_NEEDED = 3
 _EARLY_BLOCKS = 10
@@ -58,14 +58,14 @@ _FIRST = 5
 
 
 class NormLevel:
-    """Whether the norm stays far above or far below what is usual, or is not finite.
+    """Detects norms that stay far above or far below the usual norm, or are not finite.
 
-    What is usual is the median of the medians of each 20 finite norms, without the first 20: neither a spike nor the
-    start moves it, and a lasting change not before it has lasted for half of the run.
+    The usual norm is the median of the medians of each 20 finite norms, without the first 20. Neither spikes nor the
+    start of the run change it, and a lasting change does so only after half of the run.
 
     Args:
-        log: Where faults go.
-        loss: The loss so far.
+        log: The log that receives the faults.
+        loss: The detector of the loss, with the losses so far.
         names: The names of the parameters.
     """
 
@@ -73,8 +73,8 @@ class NormLevel:
         self._log, self._loss, self._names = log, loss, names
         self._block: list[float] = []
         self._blocks, self._levels, self._usual = 0, [], 0.0
-        self._high, self._low = math.inf, 0.0  # until something is known to be usual
-        self._run, self._since, self._peak = 0, 0, 0.0  # of norms above or below, signed
+        self._high, self._low = math.inf, 0.0  # no limits until the usual norm is known
+        self._run, self._since, self._peak = 0, 0, 0.0  # steps in a row above (> 0) or below (< 0) the limits
         self._norm, self._first_losses, self._first_norms = 0.0, [], []
         self._early_run, self._early_peak = 0, 0.0
         self._recent: deque[float] = deque(maxlen=_RECENT_BLOCKS)
@@ -87,9 +87,9 @@ class NormLevel:
         Args:
             i: The step.
             norm: Its norm.
-            loss: Its loss, if known and finite.
+            loss: Its loss; None if it is unknown or not finite.
             clipped: Whether a clip bound on it.
-            top: The place of the parameter with the largest gradient, and its share of the squared norm, if known.
+            top: The index of the parameter with the largest gradient and its share of the squared norm, if known.
         """
         self._norm = norm
         self._block.append(norm)
@@ -111,8 +111,8 @@ class NormLevel:
 
         Args:
             i: The step.
-            skipped: Whether the optimizer left it out.
-            amp: Whether a loss scaler is at work, whose search for its scale is no fault.
+            skipped: Whether the step was skipped.
+            amp: Whether a loss scaler is in use; the steps that it skips are its search for a scale, not a fault.
         """
         if skipped and amp:
             return
@@ -120,7 +120,7 @@ class NormLevel:
         if self._usual and self._norm > EXPLODING_TIMES * self._usual:
             times = number(self._norm / self._usual)
             text = f"; the norm before it was {number(self._norm)}, {times} times the usual"
-        self._log.tell("nonfinite", NONFINITE, i, i, text=text, harmless=skipped)
+        self._log.report("nonfinite", NONFINITE, i, i, text=text, harmless=skipped)
 
     def blame(self, i: int, names: Sequence[str]) -> None:
         """Name the parameters whose gradients were not finite on step ``i``.
@@ -135,14 +135,14 @@ class NormLevel:
                 return
 
     def _count(self, i: int, sign: int) -> int:
-        """For how many steps in a row the norm has been on that side."""
+        """Return for how many steps in a row the norm has been above (``sign`` 1) or below (-1) the limits."""
         if self._run * sign <= 0:
             self._run, self._since = 0, i
         self._run += sign
         return abs(self._run)
 
     def _early(self, i: int, norm: float, loss: float | None) -> None:
-        """An explosion before it is known what is usual: far above the first norms, and the loss with them."""
+        """Detect an explosion before the usual norm is known: the norm and the loss far above the first ones."""
         if len(self._first_norms) < _FIRST:
             if norm > 0:
                 self._first_norms.append(norm)
@@ -157,10 +157,10 @@ class NormLevel:
         self._early_run += 1
         self._early_peak = max(norm, self._early_peak) if self._early_run > 1 else norm
         if self._early_run < EXPLODING_STEPS or norm < self._early_peak / 2:
-            return  # a loss that rises in the beginning and then comes down is what a large learning rate does
+            return  # a large learning rate may raise the loss in the beginning, until it comes down
         numbers = {"usual": first, "times": EXPLODING_TIMES, "largest": self._early_peak}
         since = i - self._early_run + 1
-        self._log.tell("exploding", EXPLODING, since, i, norm, count=self._early_run, numbers=numbers)
+        self._log.report("exploding", EXPLODING, since, i, norm, count=self._early_run, numbers=numbers)
 
     def _exploding(self, i: int, norm: float, loss: float | None, clipped: bool, top: tuple[int, float] | None) -> None:
         count = self._count(i, +1)
@@ -173,20 +173,20 @@ class NormLevel:
         self._tops.update(source_of(top, self._names))
         if count < EXPLODING_STEPS:
             least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
-            if norm > max(least, EXPLODING_TIMES * max(self._recent)):  # a steep rise of all norms is no jump
+            if norm > max(least, EXPLODING_TIMES * max(self._recent)):  # a jump, not a steep rise of all norms
                 numbers = {"usual": self._usual, "largest": norm}
-                self._log.tell("jump", JUMP, i, i, norm, numbers=numbers, harmless=clipped, params=list(self._tops))
+                self._log.report("jump", JUMP, i, i, norm, numbers=numbers, harmless=clipped, params=list(self._tops))
             return
         if not self._is_explosion(norm):
             return
         numbers = {"usual": self._usual, "times": self._high / self._usual, "largest": self._peak}
         params = [name for name, often in self._tops.most_common(1) if 2 * often > count]
-        self._log.tell("exploding", EXPLODING, self._since, i, norm, count=count, numbers=numbers, params=params)
+        self._log.report("exploding", EXPLODING, self._since, i, norm, count=count, numbers=numbers, params=params)
 
     def _is_explosion(self, norm: float) -> bool:
-        """Norms may rise while a run goes well: slowly, or with the data, and then the loss does not rise with them."""
+        """Return whether norms that rose are an explosion: in a run that is well, the loss does not rise with them."""
         rose = statistics.median(self._run_losses) / best if (best := self._loss.best) and self._run_losses else None
-        if rose is not None and rose <= 1:  # better than ever
+        if rose is not None and rose <= 1:  # the loss is at its best
             return False
         if norm > EXPLODING_ONCE_TIMES * self._usual:
             return True
@@ -206,7 +206,7 @@ class NormLevel:
         ):
             return
         numbers = {"below": self._low, "smallest": norm}
-        self._log.tell("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
+        self._log.report("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
 
     def _close_block(self) -> None:
         level = statistics.median(self._block)
@@ -223,11 +223,14 @@ class NormLevel:
 
 def _vanishing(found: Episode) -> Words:
     smallest = found.numbers["smallest"]
-    what = (
-        "exactly 0" if smallest == 0 else f"below {number(found.numbers['below'])}, {VANISHING_SHARE:g} of the usual,"
+    level = "exactly 0"
+    if smallest != 0:
+        level = f"below {number(found.numbers['below'])}, {VANISHING_SHARE:g} of the usual norm,"
+    message = f"the gradient norm was {level} for {counted(found.count, 'step')} from step {found.first} on"
+    advice = (
+        "check that the loss depends on the parameters (no detach(), no saturated activation) and that the learning "
+        "rate is not 0"
     )
-    message = f"the gradient norm was {what} for {counted(found.count, 'step')} from step {found.first} on"
-    advice = "check that the loss depends on the parameters (no detach, no saturated activation, a learning rate not 0)"
     return ("error" if smallest == 0 else "warning"), message, advice
 
 
@@ -237,12 +240,12 @@ NONFINITE = Kind(
     said(
         "error",
         _NOT_FINITE,
-        "find the operation (`gradguard explain nan`), or leave such steps out with "
+        "find the operation (`gradguard explain nan`), or skip such steps with "
         'gg.Guard(optimizer, clipper, nonfinite="skip")',
         harmless=(
             "warning",
             f"{_NOT_FINITE}; all of these steps were skipped",
-            "the weights are safe; if it comes often, `gradguard explain nan` finds the operation",
+            "the weights are safe; if it happens often, `gradguard explain nan` finds the operation",
         ),
         where=" in {names}",
     ),

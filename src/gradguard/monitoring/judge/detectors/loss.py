@@ -1,4 +1,4 @@
-"""Whether the loss diverges, also where the norms stay calm."""
+"""Detects a loss that diverges, even if the norms stay calm."""
 
 import math
 import statistics
@@ -10,35 +10,35 @@ from gradguard.monitoring.record.record_lines import without_none
 from gradguard.monitoring.record.step_rows import OptimizerSteps, taken_steps
 
 DIVERGED_TIMES = 2.5
-"""A loss this many times the best it was has risen further than harder data, or a restart of the schedule, make it."""
+"""Loss over its best value: harder data or a restart of the schedule raise it less."""
 
 DIVERGED_PROGRESS = 0.5
-"""And half of what had been learned is lost: near 0, a loss that doubles has lost nothing."""
+"""Share of the progress (first loss minus best) that must be lost as well: a loss near 0 may double without harm."""
 
 DIVERGED_BLOCKS = 3
-"""Medians of 20 losses in a row: one batch or a few, however bad, are no divergence."""
+"""Medians of 20 losses in a row that must be high: a few bad batches are no divergence."""
 
 STILL_HIGH = 0.9
-"""Of the first of the last three the last must still have so much: a loss that comes down again is learning."""
+"""Last over first of these medians: below it, the loss comes down again, so the run is learning."""
 
 NOTHING_LEFT = 0.8
-"""Of what had been learned: where so much is lost, the run is damaged."""
+"""Share of the progress whose loss makes the finding an error: the run is damaged."""
 
 BLOCK = 20
-_BEST_OF = 5  # blocks whose median is a candidate for the best: of a single one, noise would make the best
+_BEST_OF = 5  # blocks whose median is a candidate for the best: the best single block would be noise
 
 
 class Loss:
-    """Whether the loss rises and stays there.
+    """Detects a loss that rises and stays high.
 
-    A loss that is ever zero or negative is not judged: of such a one ratios say nothing.
+    A loss that is ever zero or negative is not judged: its ratios have no meaning.
 
     Args:
-        log: Where faults go.
+        log: The log that receives the faults.
 
     Attributes:
         start: The median of the first 20 losses; 0 before they are known.
-        best: The least median of 100 losses in a row; before those are known, the start.
+        best: The lowest median of five block medians in a row (100 losses); before these are known, the start.
     """
 
     def __init__(self, log: Log) -> None:
@@ -86,14 +86,14 @@ class Loss:
         if self._count < DIVERGED_BLOCKS or level < STILL_HIGH * self._high[0]:
             return
         numbers = {"best": min(self.best, self.start), "start": self.start, "largest": level}
-        self._log.tell("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
+        self._log.report("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
 
 
 def came_back(found: Episode, part: OptimizerSteps) -> bool:
-    """Return whether a loss that had risen is back at the end of the run, or nearly so.
+    """Return whether a loss that had risen has come back by the end of the run.
 
     Args:
-        found: The episode of a loss that rose.
+        found: The episode of the loss that rose.
         part: The steps of its optimizer.
     """
     losses = without_none(taken_steps(part.record).column("loss"))
@@ -104,12 +104,12 @@ def came_back(found: Episode, part: OptimizerSteps) -> bool:
 
 def _diverging(found: Episode) -> Words:
     best, largest, start = (found.numbers[key] for key in ("best", "largest", "start"))
-    rose = f"the median loss of {BLOCK} steps rose from {number(best)}, the best it was, to {number(largest)}"
+    rose = f"the median loss of {BLOCK} steps rose from {number(best)}, its best, to {number(largest)}"
     if found.harmless:
         message = f"{rose} at step {found.first}, and came back by the end"
-        return "info", message, "nothing, where the data or a target changed there; else a lower learning rate"
+        return "info", message, "do nothing if the data or a target changed there; otherwise lower the learning rate"
     message = f"{rose} from step {found.first} on, and has not come back; it began at {number(start)}"
-    advice = "go back to a checkpoint from before, with a lower learning rate; it is no fault if the data became harder"
+    advice = "resume from a checkpoint before the rise, with a lower learning rate; harder data there are no fault"
     return ("error" if largest - best > NOTHING_LEFT * (start - best) else "warning"), message, advice
 
 

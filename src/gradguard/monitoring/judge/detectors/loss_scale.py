@@ -1,21 +1,21 @@
-"""Whether a GradScaler's loss scale collapses."""
+"""Detects a GradScaler whose loss scale collapses."""
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words
 
 AMP_LEAST_SCALE = 1.0
-"""Below it the gradients themselves overflow float16, so that scaling cannot be the cure."""
+"""Below this scale the gradients themselves overflow float16, so scaling is no remedy."""
 
 AMP_SKIPS = 12
-"""Skips without one step between: from the usual 65,536 down to 16. Finding the scale at the start takes a few."""
+"""Skips in a row: from the usual 65,536 down to 16. The search for a scale at the start takes only a few."""
 
 _NEVER = -1
 
 
 class ScaleFall:
-    """Whether a loss scaler falls without end.
+    """Detects a loss scale that keeps falling.
 
     Args:
-        log: Where faults go.
+        log: The log that receives the faults.
     """
 
     def __init__(self, log: Log) -> None:
@@ -28,26 +28,26 @@ class ScaleFall:
         Args:
             i: The step.
             scale: The loss scale.
-            skipped: Whether the optimizer left it out.
+            skipped: Whether the scaler skipped the step.
         """
         self._skipped_steps = self._skipped_steps + 1 if skipped else 0
         if scale < AMP_LEAST_SCALE:
-            self._log.tell("amp", COLLAPSE, i, i, scale, numbers={"smallest": scale})
+            self._log.report("amp", COLLAPSE, i, i, scale, numbers={"smallest": scale})
         else:
             self._many(i, self._skipped_steps)
 
     def skip(self, i: int) -> None:
-        """Follow a skip that left no step behind.
+        """Follow a skip that has no step line of its own.
 
         Args:
-            i: The number that the next step will have.
+            i: The number of the next step.
         """
         self._at, self._skips_there = i, self._skips_there + 1 if i == self._at else 1
         self._many(i, self._skips_there)
 
     def _many(self, i: int, count: int) -> None:
         if count >= AMP_SKIPS:
-            self._log.tell("amp", COLLAPSE, i, i, count=count)
+            self._log.report("amp", COLLAPSE, i, i, count=count)
 
 
 def _collapse(found: Episode) -> Words:
@@ -60,10 +60,7 @@ def _collapse(found: Episode) -> Words:
     return (
         "error",
         message,
-        (
-            "the gradients are not finite whatever the scale: find where NaN begins (`gradguard explain nan`), or use "
-            "bfloat16"
-        ),
+        ("the gradients are not finite at any scale: find where NaN begins (`gradguard explain nan`), or use bfloat16"),
     )
 
 

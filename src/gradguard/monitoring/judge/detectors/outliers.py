@@ -1,4 +1,4 @@
-"""Steps whose norm stands out from those around them: one now and then, or again and again."""
+"""Detects steps whose norm stands out from those around them: single spikes and recurring ones."""
 
 import math
 from collections import deque
@@ -8,33 +8,33 @@ from gradguard.monitoring.judge.findings import Kind, Log, said
 from gradguard.monitoring.judge.spikes import SpikeFinder
 
 SPIKE_TIMES = 5.0
-"""Of the median of its neighbourhood: less moves the weights no further than an ordinary step may."""
+"""Times the median of the neighbourhood: a smaller norm moves the weights no further than an ordinary step may."""
 
 RECURRING = 8
-"""Spikes within `RECURRING_STEPS`: more than chance leaves, even where one batch in a thousand is bad."""
+"""Spikes within `RECURRING_STEPS`: more than chance produces, even if one batch in a thousand is bad."""
 
 RECURRING_STEPS = 1000
-"""As many steps as an epoch often has; a long run may have a few spikes now and then."""
+"""The number of steps in a typical epoch. A long run may have an occasional spike."""
 
 ONE_SPIKE = 5
-"""Steps between two norms that belong to one spike: momentum carries it on."""
+"""Steps within which two high norms belong to one spike, which momentum carries on."""
 
 FROM_ONE_LAYER = 0.5
-"""Share of the squared norm from which on a layer is named as where it comes from."""
+"""Share of the squared norm from which on the largest parameter is named as the source."""
 
 SETTLING = 20
-"""The first norms, which often are large and fall fast, are no spikes."""
+"""The first norms of a run, which are often large and fall fast, are not reported as spikes."""
 
 Top = tuple[int, float] | None
 
 
 class Outliers:
-    """Whether single norms stand out from their neighbourhood, and how often.
+    """Detects norms that stand out from their neighbourhood.
 
-    A norm is judged when the 50 after it are known.
+    A norm is judged once the 50 norms after it are known.
 
     Args:
-        log: Where faults go.
+        log: The log that receives the faults.
         names: The names of the parameters.
     """
 
@@ -42,7 +42,7 @@ class Outliers:
         self._log, self._names = log, names
         self._finder = SpikeFinder[tuple[int, int, float, Top, bool]]()
         self._seen = 0
-        self._spikes: deque[tuple[int, float, bool]] = deque(maxlen=RECURRING)  # step, times, whether clipped
+        self._spikes: deque[tuple[int, float, bool]] = deque(maxlen=RECURRING)  # step, size, whether clipped
         self._last = -math.inf
 
     def follow(self, i: int, norm: float, top: Top, clipped: bool) -> None:
@@ -54,14 +54,14 @@ class Outliers:
             top: The place of the parameter with the largest gradient, and its share of the squared norm, if known.
             clipped: Whether a clip bound on it.
         """
-        self._tell(self._finder.follow(norm, (self._seen, i, norm, top, clipped)))
+        self._report(self._finder.follow(norm, (self._seen, i, norm, top, clipped)))
         self._seen += 1
 
     def finish(self) -> None:
-        """Tell what the last norms show, at the end of a run."""
-        self._tell(self._finder.finish())
+        """Report the spikes among the last norms, at the end of a run."""
+        self._report(self._finder.finish())
 
-    def _tell(self, spikes: Sequence[tuple[int, int, float, Top, bool]]) -> None:
+    def _report(self, spikes: Sequence[tuple[int, int, float, Top, bool]]) -> None:
         for position, i, norm, top, clipped in spikes:
             times = norm / self._finder.level
             if times < SPIKE_TIMES or position < SETTLING:
@@ -74,34 +74,34 @@ class Outliers:
             if len(near) >= RECURRING:
                 steps, sizes, bound = zip(*near, strict=True)
                 about = {"numbers": {"largest": max(sizes)}, "harmless": all(bound), "count": len(near)}
-                self._log.tell("recurring spikes", RECURRING_SPIKES, steps[0], i, times, **about)
-            elif not clipped:  # a clip has done what it is for
+                self._log.report("recurring spikes", RECURRING_SPIKES, steps[0], i, times, **about)
+            elif not clipped:  # a spike that was clipped is no fault
                 source = source_of(top, self._names)
-                self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=source)
+                self._log.report("spike", SPIKE, i, i, times, numbers={"largest": times}, params=source)
 
 
 def source_of(top: Top, names: Sequence[str]) -> list[str]:
-    """Return the parameter that most of a gradient comes from; nothing where there is none, or it is not known.
+    """Return the name of the parameter that makes most of the squared norm, as a list; empty if there is none.
 
     Args:
-        top: The place of the parameter with the largest gradient, and its share of the squared norm, if known.
+        top: The index of the parameter with the largest gradient and its share of the squared norm, if known.
         names: The names of the parameters.
     """
     return [] if top is None or top[1] < FROM_ONE_LAYER else [*names[top[0] : top[0] + 1]]
 
 
 _STOOD_OUT = (
-    "the gradient norm stood out {found.count} times from that of the steps around it, first on step {found.first}, by "
-    "up to {largest} times"
+    "the gradient norm stood out from the steps around it {found.count} times, first on step {found.first}, and was up "
+    "to {largest} times theirs"
 )
-_LOOK = "look at the batches of these steps: mislabelled, unnormalised or overlong samples do that"
+_LOOK = "check the batches of these steps for mislabelled, unnormalised or overlong samples"
 
 SPIKE = Kind(
     "spike",
     said(
         "info",
         "the gradient norm was {largest} times that of the steps around it on step {found.first}{where}",
-        "look at its batch; what to clip by, the report's decision says",
+        "check the batch of that step; the report's decision says whether to clip, and at which norm",
         where=", mostly in {found.params[0]}",
     ),
     value="largest",
