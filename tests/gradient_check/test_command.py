@@ -164,7 +164,7 @@ COMPLAINTS = {
     "nothing to call": ("checked.ops:number", "checked.ops:number is int: expected a function or a module."),
     "a class with arguments": ("checked.ops:Needs", "TypeError: Needs.__init__() missing"),
     "no shape": ("checked.ops:net --input x", "--input x: expected name=shape:dtype, as in x=2,3:float32"),
-    "a word for a shape": ("checked.ops:net --input x=two", "--input x=two: 'two' is no shape; expected sizes >= 0"),
+    "a word for a shape": ("checked.ops:net --input x=two", "--input x=two: 'two' is not a shape; expected sizes >= 0"),
     "a negative size": ("checked.ops:net --input x=2,-3", "'2,-3' is no shape"),
     "a comma too many": ("checked.ops:net --input x=2,,3", "'2,,3' is no shape"),
     "an unknown dtype": ("checked.ops:net --input x=2:float23", "unknown dtype 'float23'; expected one of ['float16'"),
