@@ -148,9 +148,9 @@ def test_names_in_the_no_grad_set(names):
         (lambda m: m, r"'0.wieght', which is not among the known ones, \['0.bias', '0.weight', '2.bias',"),
         (
             lambda m: list(m.parameters()),
-            r"'0.wieght', which is not among the known ones: there is none. Give parameter_list",
+            r"'0.wieght', which is not among the known ones: no parameter has a name. Give parameter_list",
         ),
-        (lambda m: None, r"'0.wieght', which is not among the known ones: there is none"),
+        (lambda m: None, r"'0.wieght', which is not among the known ones: no parameter has a name"),
     ],
 )
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(listed, message):
