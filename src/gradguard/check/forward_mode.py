@@ -48,8 +48,8 @@ def check_forward_mode(
     except NotImplementedError:
         return "not defined", []
     except Exception as error:
-        raised = f"{type(error).__name__}: {error}".splitlines()[0][:_FEW_LETTERS]
-        return "not checked", [GradientFinding("forward mode", f"not checked, it raises {raised}")]
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:_FEW_LETTERS]
+        return "not checked", [GradientFinding("forward mode", f"not checked, it raises {said}")]
     moves = torch.where(differences.usable & found.isfinite(), found, 0.0)
     off = float(differences.cotangent @ moves - differences.gradient @ direction) - known.error
     if abs(off) <= 2 * known.allowed:

@@ -50,8 +50,8 @@ class GradientFinding:
             bar = f" ± {self.bar:.1g}" if self.bar is not None and math.isfinite(self.bar) else ""
             step = f" (h {self.step:.1g})" if self.step is not None and math.isfinite(self.step) else ""
             parts.append(f"numerical {self.numerical:.{digits}g}{bar}{step}")
-        words = f"{self.kind}: {self.message}" if self.message else self.kind
-        return "  ".join([*parts, words + (f": {self.guess}" if self.guess else "")])
+        said = f"{self.kind}: {self.message}" if self.message else self.kind
+        return "  ".join([*parts, said + (f": {self.guess}" if self.guess else "")])
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class GradientReport:
         lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
         counted = f"{self.forwards} forwards, {self.backwards} backwards, {self.dtype}"
         if self.directions:
-            plural = "" if self.directions == 1 else "s"
-            counted = f"{self.directions} direction{plural}, {counted}, forward mode {self.forward_mode}"
+            several = "" if self.directions == 1 else "s"
+            counted = f"{self.directions} direction{several}, {counted}, forward mode {self.forward_mode}"
         if self.power < 1:
             counted += f"; a wrong element of typical size would show from {self.power:.0e} relative"
             tied = sum(note.kind in ("kink", "tie") for note in self.notes)

@@ -110,9 +110,9 @@ def digest(parameters: Iterable[LocalParameter]) -> int:
 
 def again(step: Callable[[], Any], scale: float = 1.0) -> int:
     """Run ``step()`` from the current state, and return the number of its backward passes."""
-    with torch.enable_grad(), backwards(scale) as counter:
+    with torch.enable_grad(), backwards(scale) as watched:
         step()
-    return counter.count
+    return watched.count
 
 
 class Replay:

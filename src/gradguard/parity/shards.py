@@ -184,7 +184,7 @@ def gathered_words(words: Iterable[str]) -> tuple[str, ...]:
 
 def gathered_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the settings of all ranks; the last rank wins."""
-    return {name: setting for of_rank in gathered(settings) for name, setting in of_rank.items()}
+    return {name: of for of_rank in gathered(settings) for name, of in of_rank.items()}
 
 
 def agree_on(local: LocalParameters) -> dict[str, Whole]:
