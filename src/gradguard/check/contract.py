@@ -192,7 +192,7 @@ class Contract:
         numbers = map(str, range(len(fresh)))
         self.findings += _changed("the backward overwrites grad_output of output", numbers, fresh, self.shaped)
         self._varies = not (self.findings or are_the_same(-self._backward([-v for v in self.shaped]), self.first))
-        words, sizes = "a backward overwrites what the one before has returned for", function.sizes
+        words, sizes = "a backward overwrites the gradient that the previous backward returned for", function.sizes
         return _changed(words, names, joined(returned).split(sizes), self.first.split(sizes))
 
     def _repeat(self) -> None:

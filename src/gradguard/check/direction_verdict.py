@@ -205,7 +205,9 @@ def _chosen_sizes(differences: Differences, here: float, sizes: Sequence[float])
     wanted |= {step * size for size in sizes for step in LOW_STEPS} if differences.is_low else set()
     chosen: list[float] = []
     for h in sorted((h for h in wanted if h > 4 * differences.input_eps * here), reverse=True):
-        chosen += [h] if not chosen or h < _APART * chosen[-1] else []  # nearly equal steps cannot be extrapolated
+        chosen += (
+            [h] if not chosen or h < _APART * chosen[-1] else []
+        )  # nearly equal steps would agree whatever their error
     return chosen[:: max(1, math.ceil(len(chosen) / _MOST_STEPS))]
 
 

@@ -31,8 +31,8 @@ Run = SavedGradients | str | os.PathLike[str]
 
 _AFTER_CLIP = ParityFinding(
     "clip",
-    "a run clips between the backward passes of one step, or changes gradients between a clip and the step: what is "
-    "compared may not be what the optimizer takes",
+    "a run clips between the backward passes of one step, or changes gradients between a clip and the step: the saved "
+    "gradients may differ from the gradients that the optimizer takes",
 )
 _OTHER_MASKS = ParityFinding(
     "random",

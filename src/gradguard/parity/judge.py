@@ -22,7 +22,8 @@ BLIND = 0.5
 """A comparison is inconclusive if an error of this share of the gradient, such as a halved gradient, would not show."""
 
 UNEVEN = 100.0
-"""If one run amplifies rounding this many times more than the other, the other's bar is used."""
+"""If one run amplifies rounding this many times more than the other, its own bar does not count: the gradients must
+agree within this multiple of the other run's bars."""
 
 SKETCH_ROUNDING = 1e-12
 """The relative error of a sketch by the order of additions, a lower limit for float64 gradients."""

@@ -207,7 +207,7 @@ class ScriptGradients(Listener):
         if self._step.is_over:  # the new step's forward did not call a module
             self._refused(self._end_step)
         step = self._step
-        # Record the weights before SAM moves them; FSDP1's flat parameters are unsharded at this point.
+        # Record the weights before SAM moves them; not those of FSDP1, which are unsharded at this point.
         self._look_at_weights([p for p in self._local if p.offset is None])
         if step.before_clip is not None:
             step.is_doubtful |= not step.is_taken
