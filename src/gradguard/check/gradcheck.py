@@ -450,7 +450,7 @@ class _Check:
         self.functions.append(second)
         try:
             if any(node.name() == "torch::autograd::Error" for node in nodes_of(self._learn(second))):
-                raise InvalidValueError("the backward, or a function that it calls, is marked once_differentiable.")
+                raise InvalidValueError("it is marked once_differentiable, or it calls a function that is.")
             cotangent = self._cotangent(second)
             needs = Contract(second, cotangent, self.generator, self.rtol)
             needs.probe_needs()
