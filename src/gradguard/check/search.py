@@ -57,7 +57,7 @@ class Search:
     singly: list[float] = field(default_factory=list)
     """The allowed relative error of each element that was examined alone and agreed."""
     kinks: list[int] = field(default_factory=list)
-    """Elements at a kink or a tie whose gradient was accepted as a subgradient."""
+    """The elements at a kink or a tie whose gradient was accepted as a subgradient."""
     has_every_element: bool = False
     """Whether every element was compared with its own derivative."""
     power: float = float("inf")
@@ -117,7 +117,7 @@ class Search:
             if self._is_clear(found):
                 self.agreed.append(found)
                 self.smooth = direction, found
-                is_telling = (self._power(found) or 0.0) <= _TOO_WEAK  # the power is None if the gradient is all 0
+                is_telling = (self._power(found) or 0.0) <= _TOO_WEAK  # the power is None if the gradient is 0
                 needed = 1 if not attempt and not differences.is_low and is_telling else needed
             elif jointly:
                 self._examine_jointly(direction, found)
