@@ -360,7 +360,11 @@ REFUSED = {
     "a rule class": ({"error_clip": gg.ErrorClipByValue}, TypeError, "error_clip is type: expected a rule or None"),
     "foreign": ({"parameter_list": [leaf()]}, ValueError, r"parameter_list has a tensor of shape \(2,\), which the"),
     "foreign, named": ({"parameter_list": {"w": leaf()}}, ValueError, "parameter_list has w, which the optimizer does"),
-    "names": ({"parameter_list": ["0.weight"]}, TypeError, "parameter_list has '0.weight': expected tensors, because a name"),
+    "names": (
+        {"parameter_list": ["0.weight"]},
+        TypeError,
+        "parameter_list has '0.weight': expected tensors, because a name",
+    ),
     "one tensor": ({"parameter_list": leaf()}, TypeError, "parameter_list is Tensor: expected a module or a list"),
     "one name": ({"no_grad_set": "0.weight"}, TypeError, "no_grad_set is one str: expected a list or a set"),
     "one blocked": ({"no_grad_set": leaf()}, TypeError, "no_grad_set is one Tensor: expected a list or a set"),

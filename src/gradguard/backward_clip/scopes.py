@@ -131,7 +131,8 @@ def loss_scale(scale: LossScale, device: torch.device) -> float | Tensor:
 
     Raises:
         InvalidTypeError: If ``scale`` is not a GradScaler, a number or a tensor.
-        InvalidValueError: If ``scale`` is not one finite number above 0; not checked on other devices or when compiled.
+        InvalidValueError: If ``scale`` is not one finite number above 0. The value is not checked on other devices, and
+            nothing in compiled code.
     """
     if isinstance(scale, Tensor):
         factor = scale

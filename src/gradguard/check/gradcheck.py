@@ -91,7 +91,7 @@ def gradcheck(
     straight-through estimators       fail: their gradient is not the derivative
     sparse gradients                  checked like dense ones; sparse inputs and outputs are refused
     ``fn`` refuses a memory layout    no fault for a layout of inputs, a failure for a layout of ``grad_output``
-    PyTorch's own nodes alone         not probed: forward mode, and other layouts of ``grad_output``
+    PyTorch's own nodes alone         not probed: forward mode, layouts of ``grad_output``, most layouts of inputs
     reentrant checkpoints             refused
     ================================  ==========================================================================
 

@@ -72,7 +72,8 @@ def _cut_out(dim: int, least: int) -> Callable[[Tensor], Tensor]:
 def _flagged(tensor: Tensor) -> Tensor:
     """Return a copy that stores the conjugate or the negative, with the tensor's conjugate or negative bit set.
 
-    A tensor of one element is returned unchanged: ``contiguous()`` would not clear its bit, whatever the stride.
+    Half-precision tensors, and tensors of one element, are returned unchanged:
+    ``contiguous()`` would not clear the bit of one element, whatever the stride.
     """
     if tensor.numel() < 2 or not (tensor.is_complex() or tensor.dtype in (torch.float32, torch.float64)):
         return tensor
