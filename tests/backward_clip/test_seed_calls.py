@@ -148,9 +148,9 @@ def test_names_in_the_no_grad_set(names):
         (lambda m: m, r"'0.wieght', which is not among the known ones, \['0.bias', '0.weight', '2.bias',"),
         (
             lambda m: list(m.parameters()),
-            r"'0.wieght', which is not among the known ones: there is none. Give parameter_list",
+            r"'0.wieght', which is not among the known ones: no parameter has a name. Give parameter_list",
         ),
-        (lambda m: None, r"'0.wieght', which is not among the known ones: there is none"),
+        (lambda m: None, r"'0.wieght', which is not among the known ones: no parameter has a name"),
     ],
 )
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(listed, message):
@@ -360,7 +360,11 @@ REFUSED = {
     "a rule class": ({"error_clip": gg.ErrorClipByValue}, TypeError, "error_clip is type: expected a rule or None"),
     "foreign": ({"parameter_list": [leaf()]}, ValueError, r"parameter_list has a tensor of shape \(2,\), which the"),
     "foreign, named": ({"parameter_list": {"w": leaf()}}, ValueError, "parameter_list has w, which the optimizer does"),
-    "names": ({"parameter_list": ["0.weight"]}, TypeError, "parameter_list has '0.weight': expected tensors; names"),
+    "names": (
+        {"parameter_list": ["0.weight"]},
+        TypeError,
+        "parameter_list has '0.weight': expected tensors, because a name",
+    ),
     "one tensor": ({"parameter_list": leaf()}, TypeError, "parameter_list is Tensor: expected a module or a list"),
     "one name": ({"no_grad_set": "0.weight"}, TypeError, "no_grad_set is one str: expected a list or a set"),
     "one blocked": ({"no_grad_set": leaf()}, TypeError, "no_grad_set is one Tensor: expected a list or a set"),

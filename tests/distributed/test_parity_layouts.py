@@ -171,7 +171,7 @@ def without_reduction(kind):
 def test_a_missing_all_reduce_is_told_with_its_kind(pool, kind):
     (finding,) = pool(2).run(without_reduction, kind)[0]
     assert finding[0] == "ranks"
-    assert f"a {kind} over 2 ranks is missing in the new run: that of its copies is right" in finding[1]
+    assert f"a {kind} over 2 ranks is missing in the new run: the {kind} of its copies is right" in finding[1]
 
 
 def norm_not_reduced():

@@ -240,7 +240,7 @@ BAD_CALLS = {
     "two dtypes": (
         {"op": nn.Linear(3, 3), "input_values": {"input": X}, "input_to_check": "input"},
         InvalidTypeError,
-        r"'weight': 'torch.float32'.*Give them one dtype",
+        r"'weight': 'torch.float32'.*Convert them to one dtype",
     ),
     "delta 0": ({"delta": 0.0}, InvalidValueError, r"delta=0.0: expected a finite number above 0, such as 0.005"),
     "delta NaN": ({"delta": float("nan")}, InvalidValueError, "delta=nan: expected"),

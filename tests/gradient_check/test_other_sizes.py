@@ -74,7 +74,9 @@ def test_integers_keep_their_values_and_numbers_their_range():
     assert gg.gradcheck(fn, torch.rand(3, 2, dtype=D) + 1, at, sizes={5: 3}).verdict == "PASS"
 
 
-@pytest.mark.parametrize(("sizes", "words"), [({9: 4}, r"sizes has 9, which is no length"), ({7: 0}, "a tile of 0")])
+@pytest.mark.parametrize(
+    ("sizes", "words"), [({9: 4}, r"sizes has the length 9, which no argument has"), ({7: 0}, "a tile of 0")]
+)
 def test_sizes_that_cannot_be(sizes, words):
     with pytest.raises(InvalidValueError, match=words):
         gg.gradcheck(torch.sin, X, sizes=sizes)

@@ -72,7 +72,7 @@ def test_a_tie_says_between_what_and_the_power_leaves_it_out():
     report = gg.gradcheck(lambda x: x[:5].median() + x[5:].square().sum(), x)
     assert report.verdict == "PASS"
     assert {one.kind for one in report.notes} <= {"kink", "tie"} != set()
-    assert f", but for {len(report.notes)} at kinks or ties" in str(report)
+    assert f", except for {len(report.notes)} at kinks or ties" in str(report)
 
 
 def test_forward_mode_is_reported():

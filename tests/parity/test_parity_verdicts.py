@@ -285,7 +285,7 @@ def test_ranks_that_differ_are_told_with_what_is_missing(scale, said):
     new = run({"norm": lambda g: scale * g}, seed=2, contrasts=apart, copies=4)
     finding = only(compare(run(), new))
     assert (finding.kind, finding.parameters) == ("ranks", ("norm",))
-    words = f"a {said} over 4 ranks is missing in the new run: that of its copies is right"
+    words = f"a {said} over 4 ranks is missing in the new run: the {said} of its copies is right"
     assert finding.message == (words if said else "ranks hold different copies in the new run")
 
 
@@ -350,7 +350,9 @@ def test_bars_of_a_finer_dtype_are_not_those_of_a_coarser_one(change, verdict, k
     kind = {"missing": "extra"}.get(kind, kind) if not new_is_coarse else kind
     assert {f.kind for f in report.findings} == {"unknown", kind}
     who = "the new run" if new_is_coarse else "the reference"
-    words = f"{who} computes in a coarser dtype than the bars are of: save {who} with --perturbed 4"
+    words = (
+        f"{who} computes in a coarser dtype than the one in which the bars were measured: save {who} with --perturbed 4"
+    )
     assert words in str(report)
     assert "would show" not in str(report)
 

@@ -430,7 +430,7 @@ def test_other_optimizers_state_is_a_note_and_one_step_does_not_show_it():
     momentum = lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)  # noqa: E731
     report = compare(saved(momentum), saved(plain))
     assert {f.stage for f in report.findings} == {"update of step 2"}
-    assert any("the reference alone has in its optimizer's state" in note for note in report.notes)
+    assert any("only the reference has it in its optimizer's state" in note for note in report.notes)
     assert compare(saved(momentum, steps=1), saved(plain, steps=1)).verdict == "INCONCLUSIVE"
 
 
@@ -462,7 +462,7 @@ REFUSED = {
     "no state": ({"others": [3]}, InvalidTypeError, "int has no state_dict and load_state_dict"),
     "parameters of another model": ({"foreign": True}, UnsupportedGradientError, "6 of the 6 parameters of AdamW"),
     "no step in it": ({"update": lambda: None}, InvalidValueError, "made no step of the optimizer"),
-    "something else changes": ({"drift": True}, UnsupportedGradientError, "not the same twice: what else"),
+    "something else changes": ({"drift": True}, UnsupportedGradientError, "not the same twice: which objects"),
 }
 
 

@@ -17,7 +17,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.listeners import changing_on_the_way
 
 Callback = Callable[[str, Gradients], Gradients | None]
-"""Called with the name of an operation and the gradients of its inputs; returns others, or None to keep them."""
+"""A function of an operation's name and the gradients of its inputs; it returns new gradients, or None to keep them."""
 
 Parameters = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 
@@ -30,36 +30,36 @@ def append_backward(
 ) -> list[tuple[Tensor, Tensor]]:
     """Run the backward of ``loss`` and call ``callback`` after the backward of each operation.
 
-    The callback gets the operation's name as PyTorch has it (``"MulBackward0"``) and the gradients that its backward
-    has just made, one for each input of the operation, ``None`` where there is none; it may return other gradients of
-    the same shapes and dtypes. The callback sees the contribution of one operation, before contributions to one value
-    are added up; gradients of parameters are among them. PaddlePaddle's design says so; `error_clip` clips the sum,
-    once, and leaves parameters alone.
+    The callback receives PyTorch's name of the operation (``"MulBackward0"``) and the gradients that its backward
+    returned: one for each input of the operation, or ``None`` for an input without a gradient. It may return other
+    gradients of the same shapes and dtypes. As in PaddlePaddle's design, the callback receives the contribution of one
+    operation, before contributions to one value are accumulated, and gradients of parameters are among them.
+    `error_clip` instead clips each accumulated gradient once, and does not clip parameters.
 
-    ``.grad`` of the parameters is added to, as ``loss.backward()`` does.
+    The gradients are added to ``.grad`` of the parameters, as in ``loss.backward()``.
 
     **Guarantees.**
 
     - The callback is called once for each operation, in the order of the backward.
     - No hook stays in the graph, also after an error.
     - Tensors of ``no_grad_set`` get no gradient, and no gradient passes through them.
-    - Gradients of another shape, dtype or device than those of the operation are refused.
+    - Gradients whose shape, dtype or device differ from the operation's are refused.
 
     Args:
         loss: A scalar with a graph behind it.
-        parameter_list: The parameters to find gradients for; all that the loss depends on if None. A module, tensors,
-            ``(name, tensor)`` pairs or a mapping; names given here may be used in ``no_grad_set``.
+        parameter_list: The parameters whose gradients are computed; None for all on which the loss depends. A module,
+            tensors, ``(name, tensor)`` pairs or a mapping; ``no_grad_set`` may refer to their names.
         no_grad_set: Parameters, tensors or names through which no gradient flows.
-        callback: Called after each operation; a rule is applied to each gradient instead.
+        callback: The function to call after each operation, or a rule to apply to each gradient.
 
     Returns:
-        The (parameter, gradient) pairs of all parameters that the loss reaches.
+        The (parameter, gradient) pairs of the parameters that the loss reaches.
 
     Raises:
-        InvalidValueError: If the loss has no graph, or a reentrant checkpoint in it, or a name is not known.
-        InvalidTypeError: If an argument is of another type, or the callback returns gradients that do not fit.
+        InvalidValueError: If the loss has no graph or a graph with a reentrant checkpoint, or a name is unknown.
+        InvalidTypeError: If an argument has the wrong type, or the callback returns gradients that do not fit.
         FreedGraphError: If an earlier backward has freed the graph.
-        RuntimeError: If PyTorch raises it in the backward.
+        RuntimeError: If the backward of PyTorch raises one.
 
     Example:
         >>> import gradguard as gg, torch
@@ -112,32 +112,33 @@ def minimize(
     no_grad_set: Iterable[Tensor | str] | None = None,
     error_clip: BaseErrorClip | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Do a whole step: forget old gradients, run the backward with ``error_clip``, step the optimizer.
+    """Perform a whole training step: zero the gradients, run the backward with ``error_clip``, step the optimizer.
 
-    The clip follows PaddlePaddle's design: every gradient that the backward of an operation makes is clipped, those of
-    parameters included, before contributions to one value are added up. `error_clip` clips sums, for chosen modules
-    and with a loss scale.
+    The clip follows PaddlePaddle's design. It clips every gradient that the backward of an operation returns, before
+    contributions to one value are accumulated, including gradients of parameters. `gradguard.error_clip` instead clips
+    accumulated gradients, and supports chosen modules and a loss scale.
 
     **Guarantees.**
 
-    - If the backward raises, every ``.grad`` is the tensor that it was before, and no step is made.
-    - Only parameters of the optimizer are updated, and only those of ``parameter_list``.
+    - If the backward raises, every ``.grad`` is the same tensor as before, and the optimizer does not step.
+    - Only parameters of the optimizer are updated, and only those in ``parameter_list``.
 
     Args:
         optimizer: Any optimizer whose ``step`` needs no closure.
         loss: A scalar with a graph behind it.
-        startup_program: None. PaddlePaddle has such a program; PyTorch has none, and anything else is refused.
-        parameter_list: The parameters to update, among the optimizer's; all of them if None.
-        no_grad_set: Parameters, tensors or names through which no gradient flows. Names are those of
-            ``parameter_list``, or those that the optimizer was given by ``model.named_parameters()``.
+        startup_program: None. The argument exists for compatibility with PaddlePaddle; other values are refused.
+        parameter_list: The parameters to update, a subset of the optimizer's; None for all of them.
+        no_grad_set: Parameters, tensors or names through which no gradient flows. Names come from ``parameter_list``,
+            or from an optimizer that was created with ``model.named_parameters()``.
         error_clip: The rule, or None.
 
     Returns:
         The (parameter, gradient) pairs that the step used.
 
     Raises:
-        InvalidValueError: If the loss has no graph, a name is not known, or the optimizer needs a closure.
-        InvalidTypeError: If an argument is of another type, or a start-up program is given.
+        InvalidValueError: If the loss has no graph, a name is unknown, a parameter does not belong to the optimizer, or
+            the optimizer needs a closure.
+        InvalidTypeError: If an argument has the wrong type, or a start-up program is given.
         FreedGraphError: If an earlier backward has freed the graph.
 
     Example:
@@ -161,7 +162,7 @@ def minimize(
     if startup_program is not None:
         raise InvalidTypeError(
             f"startup_program is {type(startup_program).__name__}: expected None, because PyTorch initializes "
-            f"parameters when they are made. For the parameters to update write parameter_list=..."
+            f"parameters when they are created. To choose the parameters to update, write parameter_list=..."
         )
     _checked_loss(loss)
     owned: list[tuple[str, Tensor]] = []
@@ -194,7 +195,7 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 def _after_operation(callback: Callback, name: str, made: Gradients, taken: Gradients) -> Gradients | None:
-    """Call the callback on the gradients ``made``; return its gradients if they fit, None to keep those made."""
+    """Call the callback on the gradients ``made``; return the callback's gradients, or None to keep ``made``."""
     changed: Any = callback(name, made)
     if changed is None:
         return None
@@ -225,13 +226,13 @@ def _as_callback(callback: Callback | BaseErrorClip) -> Callback:
 
 
 def _block(tensor: Tensor) -> RemovableHandle:
-    """Let no gradient through an intermediate value."""
+    """Block the gradient of an intermediate value, by a hook that returns None for it."""
     node, number = root_of(tensor)
     return node.register_prehook(lambda grads: tuple(None if i == number else g for i, g in enumerate(grads)))
 
 
 def _named(parameters: Any) -> list[tuple[str, Tensor]]:
-    """Return (name, parameter) pairs; a parameter without a name has an empty one."""
+    """Return (name, parameter) pairs of the tensors that require a gradient; a missing name is empty."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     if isinstance(parameters, Mapping):
@@ -245,12 +246,12 @@ def _named(parameters: Any) -> list[tuple[str, Tensor]]:
     ]
     for _, one in named:
         if not isinstance(one, Tensor):
-            raise InvalidTypeError(f"parameter_list has {one!r}: expected tensors; names alone do not tell which.")
+            raise InvalidTypeError(f"parameter_list has {one!r}: expected tensors, because a name alone is ambiguous.")
     return [(name, one) for name, one in named if one.requires_grad]
 
 
 def _resolved(no_grad_set: Iterable[Tensor | str] | None, named: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-    """Return the tensors of ``no_grad_set`` that would otherwise get a gradient."""
+    """Return the tensors of ``no_grad_set`` that require a gradient, with names resolved by ``named``."""
     if isinstance(no_grad_set, Tensor | str):
         raise InvalidTypeError(f"no_grad_set is one {type(no_grad_set).__name__}: expected a list or a set of them.")
     tensors = []
@@ -258,7 +259,7 @@ def _resolved(no_grad_set: Iterable[Tensor | str] | None, named: Sequence[tuple[
         if isinstance(one, str):
             known = {name: tensor for name, tensor in named if name}
             if one not in known:
-                among = f"the known ones, {sorted(known)}" if known else "the known ones: there is none"
+                among = f"the known ones, {sorted(known)}" if known else "the known ones: no parameter has a name"
                 raise InvalidValueError(
                     f"no_grad_set has the name {one!r}, which is not among {among}. Give parameter_list=model, or the "
                     f"tensor itself."

@@ -1,7 +1,7 @@
-"""The autograd graph behind some values: its nodes, its edges, and which of them stand for what.
+"""The autograd graph behind some values: its nodes, its edges, and the kinds of its operations.
 
-A *slot* is one output of one forward operation, written (node, number): the gradient of an intermediate value arrives
-at the value's slot, accumulated over all that used the value, before the node's backward operation runs.
+A *slot* is one output of one forward operation, written (node, number). The gradient of an intermediate value arrives
+at the value's slot, accumulated over all operations that use the value, before the node's backward operation runs.
 """
 
 import re
@@ -16,13 +16,13 @@ from gradguard.errors import FreedGraphError, InvalidValueError
 from gradguard.torch_private import input_metadata_of, is_freed
 
 Slot = tuple[int, int]
-"""The position of a node in `Graph.nodes`, and which of its outputs."""
+"""The position of a node in `Graph.nodes`, and the number of one of its outputs."""
 
 COMPILED = "CompiledFunctionBackward"
-"""The name of the one node that compiled code is."""
+"""The name of the single node that represents compiled code."""
 
 
-_OPERATION = re.compile(r"(\w+?)Backward\d+")  # the number tells PyTorch's own operations from custom functions
+_OPERATION = re.compile(r"(\w+?)Backward\d+")  # only PyTorch's own operations have a number, custom functions do not
 
 _REARRANGING = """
     Alias Clone Diagonal Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T Transpose Unbind UnsafeSplit
@@ -31,10 +31,10 @@ _REARRANGING = """
 _CASTING = "AsStrided Conj ConjPhysical Expand NegView ToCopy Unfold ViewAsComplex ViewAsReal"
 
 REARRANGES = frozenset(_REARRANGING.split())
-"""Operations of one input whose backward gives each element its own place, or none."""
+"""Operations of one input whose outputs are elements of the input, each at most once."""
 
 VIEWS_AND_CASTS = REARRANGES.union(_CASTING.split())
-"""Operations of one input whose chains from a parameter, such as ``weight.t()``, still hold that parameter."""
+"""Operations of one input: a chain of them from a parameter, such as ``weight.t()``, counts as the parameter."""
 
 
 def operation(node: Node) -> str:
@@ -44,12 +44,12 @@ def operation(node: Node) -> str:
 
 
 def is_leaf(node: Node) -> bool:
-    """Tell whether nothing lies behind ``node``: a parameter, an input, or either of them while a graph is traced."""
+    """Return whether ``node`` is a leaf of the graph: a parameter or an input, also while a graph is traced."""
     return not node.next_functions
 
 
 def holds_a_leaf(node: Node) -> bool:
-    """Return whether ``node`` ends a chain of views and casts that begins at a leaf, and so still holds a parameter."""
+    """Return whether ``node`` ends a chain of views and casts that begins at a leaf, and so counts as the leaf."""
     while operation(node) in VIEWS_AND_CASTS:
         edges = [child for child, _ in node.next_functions if child is not None]
         if len(edges) != 1:
@@ -61,26 +61,27 @@ def holds_a_leaf(node: Node) -> bool:
 
 
 def root_of(value: Tensor) -> tuple[Node, int]:
-    """Return the slot of ``value`` as (node, number)."""
+    """Return the node of ``value`` and the number of its output."""
     edge = get_gradient_edge(value)
     return edge.node, edge.output_nr
 
 
 @dataclass
 class Graph:
-    """The nodes behind some roots, each once, with the roots first."""
+    """The nodes behind some roots, each once, starting with the roots."""
 
     nodes: list[Node] = field(default_factory=list)
     roots: tuple[Slot, ...] = ()
     index: dict[Node, int] = field(default_factory=dict, repr=False)
     consumers: dict[Slot, list[tuple[int, int]]] = field(default_factory=dict)
-    """For each slot the (node, input number) pairs whose backward makes its gradient; empty for an unused root."""
+    """For each slot, the (node, input number) pairs whose backward contributes to its gradient; empty for a root that
+    no other root uses."""
 
     def backward_order(self) -> list[int]:
-        """Return the positions of the nodes in the order of the backward: each after all that add to its gradient."""
+        """Return the positions of the nodes in backward order: each node after all that contribute to its gradient."""
         missing = Counter(position for (position, _), users in self.consumers.items() for _ in users)
         order = [position for position in range(len(self.nodes)) if not missing[position]]
-        for position in order:  # grows while it is read
+        for position in order:  # the loop appends to the list
             for child, _ in self.nodes[position].next_functions:
                 if child is not None and child in self.index:
                     missing[self.index[child]] -= 1
@@ -89,18 +90,18 @@ class Graph:
         return order
 
     def dimensions(self, slot: Slot) -> int:
-        """Return the number of dimensions of a slot's value; -1 for nested ones, which have no single shape."""
+        """Return the number of dimensions of a slot's value; -1 for a nested tensor, which has no single shape."""
         value = input_metadata_of(self.nodes[slot[0]])[slot[1]]
         return -1 if value.is_nested_tensor or value.is_cpp_nested_tensor else len(value.shape)
 
 
 def walk(roots: Iterable[tuple[Node, int]], stop: Callable[[Node], bool] | None = None) -> Graph:
-    """Return the graph behind ``roots``, without the nodes for which ``stop`` is true and what lies behind them."""
+    """Return the graph behind ``roots``; the walk does not pass nodes for which ``stop`` is true."""
     index: dict[Node, int] = {}
     slots = tuple((index.setdefault(node, len(index)), number) for node, number in roots)
     nodes = [*index]
     graph = Graph(nodes, slots, index, {slot: [] for slot in slots})
-    for position, node in enumerate(nodes):  # grows while it is read
+    for position, node in enumerate(nodes):  # the loop appends to the list
         for edge, (child, number) in enumerate(node.next_functions):
             if child is None or (stop is not None and child not in index and stop(child)):
                 continue
@@ -112,10 +113,10 @@ def walk(roots: Iterable[tuple[Node, int]], stop: Callable[[Node], bool] | None 
 
 
 def refuse_reentrant(graph: Graph) -> None:
-    """Raise if ``graph`` holds a reentrant checkpoint, whose recomputation within the backward makes another graph.
+    """Refuse a reentrant checkpoint in ``graph``: it builds another graph when it recomputes within the backward.
 
     Raises:
-        InvalidValueError: If there is one; the message names it.
+        InvalidValueError: If the graph contains a reentrant checkpoint; the message names it.
     """
     for node in graph.nodes:
         if hasattr(node, "run_function"):
@@ -129,16 +130,16 @@ _PYTORCH_SAYS = "backward through the graph a second time"
 
 
 def raise_if_freed(error: RuntimeError, nodes: list[Node]) -> None:
-    """Raise `FreedGraphError` in place of PyTorch's error about a freed graph.
+    """Raise `FreedGraphError` if ``error`` is PyTorch's error about a freed graph; otherwise return.
 
     Raises:
-        FreedGraphError: If ``error`` is about a freed graph.
+        FreedGraphError: If ``error`` is about a freed graph. The message names a freed node of ``nodes``.
     """
     if _PYTORCH_SAYS not in str(error):
         return
     name = next((node.name() for node in nodes if is_freed(node)), None)
     where = f" at {name}" if name else ""
     raise FreedGraphError(
-        f"the graph was freed by an earlier backward{where}: expected a graph that has not been gone through; compute "
-        f"the loss again, or call the earlier backward with retain_graph=True."
+        f"the graph was freed by an earlier backward{where}: expected a graph without an earlier backward. Compute the "
+        f"loss again, or call the earlier backward with retain_graph=True."
     ) from error

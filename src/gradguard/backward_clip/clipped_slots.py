@@ -1,4 +1,4 @@
-"""Which values of a graph are clipped: every intermediate one, but not the root and its terms, nor parameters."""
+"""Select the values of a graph to clip: every intermediate one, except the root, the root's terms and parameters."""
 
 from collections import defaultdict
 from collections.abc import Set as AbstractSet
@@ -10,18 +10,18 @@ from gradguard.backward_clip.backward_graph import REARRANGES, Graph, Slot, hold
 
 _MULTIPLIES = frozenset(["Alias", "Clone", "Div", "Mean", "Mul", "Neg", "Sum", "ToCopy"])
 _ADDS = frozenset(["Add", "Rsub", "Stack", "Sub"])
-"""Operations that make of a 0-dim value itself times a constant, and those that put another to it."""
+"""Operations that multiply a 0-dim value by a constant (``_MULTIPLIES``), or add another value to it (``_ADDS``)."""
 _MAY_DROP_DIMENSIONS = REARRANGES - {"Alias", "Clone"}
 
 
 class NodeAction(NamedTuple):
-    """The clip at one node."""
+    """A node, and the slots of the node to clip."""
 
     node: Node
     numbers: tuple[int, ...]
-    """Its slots to clip."""
+    """The output numbers of the slots to clip."""
     sources: str
-    """The names of the nodes whose backward makes the gradients of its slots."""
+    """The names of the nodes whose backward computes the gradients of the node's outputs."""
 
 
 def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) -> list[NodeAction]:
@@ -29,8 +29,8 @@ def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) ->
 
     Args:
         graph: The graph.
-        roots_too: Whether roots that have dimensions are intermediate values, clipped like the others.
-        excluded: Slots that another scope owns.
+        roots_too: Whether roots with dimensions are clipped like intermediate values.
+        excluded: The slots that another scope owns.
     """
     slots: dict[int, list[int]] = defaultdict(list)
     for position, number in graph.consumers:
@@ -46,7 +46,7 @@ def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) ->
             if slot in excluded:
                 continue
             if not graph.consumers[slot]:
-                # A root and nothing else: that without dimensions has the loss's own 1, which is no error signal.
+                # The root is not an input of another root. The gradient of a 0-dim root is the loss's own 1.
                 is_clipped = roots_too and graph.dimensions(slot) != 0
             elif _is_term(graph, slot, terms):
                 terms.add(slot)
@@ -62,9 +62,9 @@ def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) ->
 
 
 def _is_term(graph: Graph, slot: Slot, terms: set[Slot]) -> bool:
-    """Tell whether a value is a 0-dim term of the sum that the root is, or a stack of such terms."""
-    # The gradient of a term is its weight in the loss, and clipping that would be another loss. A value that came to
-    # have no dimensions by `squeeze` or `view` is none: with a larger batch it would have some.
+    """Return whether a value is a 0-dim term of a root that is a sum, or a stack of such terms."""
+    # The gradient of a term is its weight in the loss, and clipping it would change the loss. A value that became 0-dim
+    # by `squeeze` or `view` is not a term, because with a larger batch it would have dimensions.
     (user, edge), *others = graph.consumers[slot]
     if others or (user, 0) not in terms:
         return False

@@ -1,8 +1,8 @@
 """`attach_error_clip`: the clip as part of the graph, in eager code and inside `torch.compile`.
 
-Compiling traces the real backward: whatever a hook on a node of the traced graph does becomes part of the compiled
-backward, at the place where eager code has it, and is fused there. So one function that autograd's tracer runs, but
-Dynamo does not look into, installs the same hooks as in eager code.
+Compiling traces the real backward. The operations of a hook on a node of the traced graph become part of the compiled
+backward, at the same position as in eager code, and are fused there. One function therefore installs the same hooks in
+both cases: autograd's tracer runs the function, and Dynamo does not trace into it.
 """
 
 from dataclasses import is_dataclass
@@ -31,20 +31,20 @@ from gradguard.torch_private import (
 Values = TypeVar("Values")
 
 _BROKEN = (
-    "attach_error_clip behind a graph break: what was compiled before it would not be clipped. Take the break out, "
-    "which torch.compile(..., fullgraph=True) names, or compile nothing that runs before the clip."
+    "attach_error_clip behind a graph break: values that were compiled before the break would not be clipped. Remove "
+    "the break, which torch.compile(..., fullgraph=True) names, or compile nothing that runs before the clip."
 )
 _ALL_COMPILED = (
     "attach_error_clip in eager code, on values that come straight out of compiled code, whose inside it cannot reach: "
-    "call it there, before they are returned."
+    "call attach_error_clip in the compiled function, before the values are returned."
 )
 _COUNTS = (
     "stats= in compiled code, which runs no Python for each gradient: leave it out there, and count in eager code, as "
     'within torch.compiler.set_stance("force_eager").'
 )
 _NOTHING_BEHIND = (
-    "attach_error_clip on inputs of the compiled code: nothing that it computes lies behind them. Attach to what comes "
-    "out of it, such as the loss, or to these values before they go in."
+    "attach_error_clip on inputs of the compiled code: the compiled code computes nothing behind them. Attach the clip "
+    "to its outputs, such as the loss, or to these values in the code that computes them."
 )
 
 
@@ -57,41 +57,45 @@ def attach_error_clip(
 ) -> Values:
     """Attach an error clip to the graph behind ``values`` and return them; inside `torch.compile` it is fused.
 
-    `error_clip` clips within a block; this call clips every backward through a graph, as long as the graph lives. In
-    eager code the graph is everything behind ``values``; in compiled code it is the part within the compiled region,
-    and the clip becomes part of the compiled backward, without a graph break, also under ``fullgraph=True`` and with
-    dynamic shapes. A new threshold (a new rule of the same kind, or ``rule.max = …``) does not recompile; another kind
-    of rule does.
+    `error_clip` clips within a block. `attach_error_clip` clips every backward through a graph, as long as the graph
+    exists. In eager code, the graph is everything behind ``values``. In compiled code, the graph is the part within the
+    compiled region, and the clip becomes part of the compiled backward. It causes no graph break, and works under
+    ``fullgraph=True`` and with dynamic shapes. A new threshold (a new rule of the same kind, or ``rule.max = …``) does
+    not recompile; another kind of rule does.
 
-    **Guarantees.** Those of `error_clip`, with these differences:
+    **Guarantees.** The guarantees of `error_clip` hold, with these differences:
 
-    - A value that is not 0-dim, such as logits, is an intermediate one, and its own gradient is clipped too. A 0-dim
-      value is taken for the loss, and its gradient is not clipped.
+    - A value with dimensions, such as logits, is an intermediate value, and its own gradient is clipped too. A 0-dim
+      value counts as the loss, and its gradient is not clipped.
     - Gradients of parameters are never clipped.
-    - Under ``backend="aot_eager"`` compiled code is equal to eager code bit for bit; under Inductor the two differ by
-      no more than they differ without a clip.
-    - A graph break that would leave a part unclipped is refused.
+    - Under ``backend="aot_eager"``, compiled code equals eager code bit for bit. Under Inductor, the two differ by no
+      more than they differ without a clip.
+    - A graph break that would leave a part unclipped raises an error.
 
-    **Edge cases.** With gradients disabled nothing is attached. Two clips on one value apply one after the other. The
-    compiler records some operations that do nothing, such as dropout in evaluation, as copies, and takes inputs of the
-    compiled region for leaves: a rule that would change its own results, such as halving, meets the copy once more than
-    in eager code, and views of an input go unclipped. Eager code takes a compiled region for one operation.
+    **Edge cases.**
+
+    - With gradients disabled, nothing is attached.
+    - Two clips on one value apply one after the other.
+    - The compiler records some operations without effect as copies, such as dropout in evaluation. A copy's gradient is
+      clipped once more than in eager code; this matters for a rule that changes its own results, such as halving.
+    - The compiler treats inputs of the compiled region as leaves, so views of an input are not clipped.
+    - In eager code, a compiled region counts as one operation.
 
     Args:
         values: A tensor, or tuples, lists and dicts of tensors: the loss, or a module's outputs.
         rule: The rule for each gradient; ``ErrorClipNonfinite("raise")`` cannot be compiled.
         scale: The loss scale, as for `error_clip`.
-        stats: Counts what happens in each backward, in eager code; see `ErrorClipStats`.
+        stats: The counter of clipped gradients in each backward, in eager code; see `ErrorClipStats`.
 
     Returns:
         ``values``, with the clip attached.
 
     Raises:
-        InvalidValueError: If no value has a graph behind it, though gradients are enabled; if a graph break leaves
-            what was compiled before it out of reach; in eager code, if all is compiled. If the values are inputs of the
-            compiled code, the compiler's own error has it.
-        InvalidTypeError: If ``rule`` is no rule, ``scale`` no loss scale, a dataclass is among the values, or ``stats``
-            is given in compiled code.
+        InvalidValueError: If gradients are enabled and no value has a graph behind it; if code was compiled before a
+            graph break, where the clip cannot reach it; or, in eager code, if the whole graph is compiled. If the
+            values are inputs of the compiled code, the compiler wraps the message in its own error.
+        InvalidTypeError: If ``rule`` is not a rule, ``scale`` is not a loss scale, a dataclass is among the values, or
+            ``stats`` is given in compiled code.
 
     Example:
         >>> import gradguard as gg, torch
@@ -127,7 +131,7 @@ def attach_error_clip(
             raise InvalidValueError(
                 "no value has a graph behind it: expected the result of differentiable operations, such as a loss."
             )
-        # A graph that was compiled in part, unless the user has put eager code around compiled code.
+        # Dynamo runs this eager code after a graph break, and a compiled part behind it would not be clipped.
         if is_within_compiled_code() and _holds_compiled([root_of(t) for t in tensors if t.grad_fn is not None]):
             raise InvalidValueError(_BROKEN)
     if stats is not None and torch.compiler.is_compiling():
@@ -162,7 +166,7 @@ def _attach(
     observer: BlockCounts | None,
     values: list[Tensor],
 ) -> list[Tensor]:
-    """Install the hooks: called in eager code, and by the tracers of the compiler, which may call it several times."""
+    """Install the hooks. The compiler's tracers may call this function several times; eager code calls it once."""
     clipping = Clipping(decode_rule(kind, thresholds))
     if scale is not None:
         clipping.set_scale(scale)
@@ -180,7 +184,7 @@ def _attach(
 
 
 class _BeginBackward:
-    """A hook that announces to the statistics where a backward through an attached clip begins and ends."""
+    """A hook that notifies the statistics when a backward through an attached clip begins and ends."""
 
     def __init__(self, observer: BlockCounts) -> None:
         self.observer, self.task = observer, -1
@@ -192,8 +196,7 @@ class _BeginBackward:
             call_after_backward(self.observer.end)
 
 
-# Called at the time of tracing: `_attach` is known just when it is needed, and importing gradguard does not import the
-# compiler.
+# Called during tracing: importing gradguard then does not import the compiler.
 @constant_when_traced
 def _make_known_to_the_compiler() -> bool:
     torch.compiler.allow_in_graph(_attach)

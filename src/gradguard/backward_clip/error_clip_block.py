@@ -1,4 +1,4 @@
-"""`error_clip`: the block within which gradients are clipped on their way."""
+"""`error_clip`: a block in which the gradients of intermediate values are clipped during the backward."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,36 +26,37 @@ def error_clip(
     r"""Clip the gradient of every intermediate value while a backward runs inside the block.
 
     .. math:: g_v \leftarrow \text{rule}\Bigl(\sum_{w \text{ uses } v} (\partial w / \partial v)^\top g_w\Bigr)
-              \quad\text{before the backward of the operation that made } v
+              \quad\text{before the backward of the operation that computed } v
 
-    It helps where gradients overflow or explode *on their way*, which clipping parameter gradients afterwards cannot
-    undo; it bounds no parameter gradient, so use it with `clip_grad_norm_`.
+    The clip helps against gradients that overflow or explode *during* the backward, which clipping parameter gradients
+    afterwards cannot undo. It does not bound parameter gradients: use it together with `clip_grad_norm_`.
 
-    **What is clipped** is the gradient of each intermediate value, accumulated over all operations that use the value,
-    once, before the backward of the operation that made it. Not clipped are the root (the loss's own 1, the loss scale,
-    or the ``gradient=`` that you pass), the scalar terms of a loss that is their sum with constant weights, and leaves,
-    unless ``leaves``. A chain of views and casts of a leaf, such as ``weight.t()``, a shard's split or autocast's copy,
-    counts as the leaf. A value is the output of one autograd node: a fused attention, an RNN of cuDNN, a custom
-    function and a compiled block have one each.
+    **Clipped values.** The clip applies to the gradient of each intermediate value, accumulated over all operations
+    that use the value, once, before the backward of the operation that computed the value. Three kinds of values are
+    not clipped: the root (the loss's own 1, the loss scale, or your ``gradient=``); the scalar terms of a loss that is
+    their sum with constant weights; and leaves, unless ``leaves``. A chain of views and casts of a leaf counts as the
+    leaf: ``weight.t()``, a shard's split, autocast's copy. A value is an output of one autograd node: a fused
+    attention, an RNN of cuDNN, a custom function and a compiled block are one node each.
 
-    **Order.** Your tensor hooks see gradients before the clip, and the gradient that they return is clipped;
-    ``retain_grad`` and ``backward(inputs=[h])`` give the gradient before the clip at h; full backward hooks of modules,
-    DDP, FSDP and the optimizer see clipped gradients.
+    **Order.** Your tensor hooks receive gradients before the clip, and the gradients that they return are clipped.
+    ``retain_grad`` and ``backward(inputs=[h])`` return the gradient of h before its clip. Full backward hooks of
+    modules, DDP, FSDP and the optimizer receive clipped gradients.
 
-    **Scopes.** ``target`` may be a module, for the values that its forward makes inside the block, its outputs included
-    (a 0-dim output is taken for the loss); or a list of tensors, for these values and no others. Each value has one
-    rule: that of the block for chosen tensors before that for a module before that for a whole graph, and among
-    blocks of one kind the innermost. A rule of ``None`` leaves a scope alone.
+    **Scopes.** ``target`` may be a module: the block clips the values that the module's forward computes inside the
+    block, including its outputs (a 0-dim output counts as the loss). ``target`` may be a list of tensors: the block
+    clips these values and no others. Each value has one rule. A block for chosen tensors takes precedence over a block
+    for a module, and a block for a module over a block for a whole graph; among blocks of one kind the innermost wins.
+    A rule of ``None`` excludes a scope from clipping.
 
     **Guarantees.**
 
     - Each intermediate value has one rule, and its accumulated gradient is clipped once in each backward.
-    - Gradients of parameters and inputs are clipped only under ``leaves=True``.
-    - The loss's own gradient, a loss scale and a ``gradient=`` of yours are never clipped.
+    - Gradients of parameters and inputs are clipped only under ``leaves=True``, or if ``target`` lists them.
+    - The loss's own gradient, a loss scale and your ``gradient=`` are never clipped.
     - With a loss scale, and in float16, an overflow stays visible as NaN.
-    - A backward that the block cannot clip in full raises an error: a reentrant checkpoint, a loss that comes straight
-      out of compiled code, a module that no backward passed through.
-    - Nothing stays attached after the block, also after an error.
+    - A backward that the block cannot clip completely raises an error: a reentrant checkpoint, a loss that comes
+      straight out of compiled code, or a module without a backward in the block.
+    - The block removes all of its hooks, also after an error.
 
     **Edge cases.**
 
@@ -64,34 +65,34 @@ def error_clip(
     ===============================  ===========================================================================
     ``retain_graph``, two backwards  both are clipped
     ``create_graph=True``            the clip is differentiated, as `torch.clamp` is
-    activation checkpointing         as without it; reentrant ones (``use_reentrant=True``) are refused
-    float16, or ``scale=``           what is not finite becomes NaN, so that a GradScaler backs off
-    sparse gradient of a value       refused, naming the operation
+    activation checkpointing         supported; reentrant checkpoints (``use_reentrant=True``) are refused
+    float16, or ``scale=``           non-finite elements become NaN, and a GradScaler lowers its scale
+    sparse gradient of a value       refused; the error names the operation
     compiled block in the graph      its outputs' gradients are clipped; for its inside see `attach_error_clip`
-    compiled autograd                as without it
-    ``torch.func.grad``              its backward runs behind the block: use `attach_error_clip` in the function
-    threads                          each has blocks of its own; the backward may run in any thread
+    compiled autograd                supported
+    ``torch.func.grad``              the block cannot reach its backward: use `attach_error_clip` in the function
+    threads                          each thread has its own blocks; the backward may run in any thread
     ===============================  ===========================================================================
 
     Args:
         target: The loss, for the whole graph behind it; a module; or a list of tensors and modules.
         rule: The rule for each gradient: `ErrorClipByValue`, another rule, or a subclass of `BaseErrorClip`.
-        leaves: Also clip the gradients of parameters and inputs, before they are accumulated (not for a list of
-            tensors, which may have parameters among them).
+        leaves: Whether to clip the gradients of parameters and inputs too, before they are accumulated. Not for a list
+            of tensors alone, which may contain parameters.
         scale: The loss scale, as a GradScaler, a number or a tensor: thresholds are in units of the unscaled loss.
-        stats: Counts what happens; see `ErrorClipStats`.
+        stats: The counter of clipped gradients; see `ErrorClipStats`.
 
     Yields:
         Nothing.
 
     Raises:
-        InvalidValueError: If the loss has no graph, or one that is compiled altogether or holds a reentrant checkpoint,
-            or nothing differentiable, or no backward, passed through a module in the block.
-        InvalidTypeError: If ``target``, ``rule`` or ``stats`` is of another type, or the rule returns something that
-            the backward cannot go on with.
+        InvalidValueError: If the loss has no graph, or the whole graph is compiled, or the graph has a reentrant
+            checkpoint; or if a module had no differentiable forward, or no backward, in the block.
+        InvalidTypeError: If ``target``, ``rule`` or ``stats`` has the wrong type, or the rule returns a gradient of
+            another shape, dtype or device.
         UnsupportedGradientError: If a gradient is sparse.
-        FreedGraphError: If the backward goes through a graph that an earlier one has freed.
-        RuntimeError: If PyTorch raises it in the block.
+        FreedGraphError: If an earlier backward has freed the graph.
+        RuntimeError: If the code in the block raises one.
 
     Example:
         >>> import gradguard as gg, torch
@@ -123,11 +124,11 @@ def error_clip(
 
 
 def checked_rule(rule: object) -> BaseErrorClip:
-    """Return ``rule``, or the rule that does nothing for None.
+    """Return ``rule`` after checking it; for None, return a rule that changes nothing.
 
     Raises:
-        InvalidTypeError: If it is not a rule.
-        InvalidValueError: If one of its thresholds has no value.
+        InvalidTypeError: If ``rule`` is not a rule.
+        InvalidValueError: If a threshold of the rule has no value.
     """
     if rule is None:
         return ErrorClipNonfinite("keep")
@@ -157,10 +158,10 @@ def _scope(target: object, clipping: Clipping, scale: LossScale | None) -> Scope
 
 
 def observer_of(stats: object, rule: BaseErrorClip) -> BlockCounts | None:
-    """Return a counter of the gradients of blocks with ``rule`` for ``stats``, None for None.
+    """Return a counter that adds the gradients of blocks with ``rule`` to ``stats``; None without ``stats``.
 
     Raises:
-        InvalidTypeError: If ``stats`` are of another type.
+        InvalidTypeError: If ``stats`` is not an `ErrorClipStats`.
     """
     if stats is None:
         return None

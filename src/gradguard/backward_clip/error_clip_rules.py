@@ -1,4 +1,4 @@
-"""The rules of the error clip: what a subclass writes, how thresholds reach compiled code, and the rules there are."""
+"""The rules of the error clip: the base class, the encoding of a rule for compiled code, and the library's rules."""
 
 import itertools
 import math
@@ -18,23 +18,24 @@ _ENCODING = ("_inputs", "_kind", "_references", "_encoded")
 
 
 class BaseErrorClip:
-    r"""A rule for gradients of intermediate values: subclass it and write ``clip(grad) -> grad``.
+    r"""The base class of rules for gradients of intermediate values: subclass it and write ``clip(grad) -> grad``.
 
-    ``clip`` gets the gradient of one intermediate value, accumulated over all that use the value, and returns what
-    the backward goes on with: a tensor of the same shape and dtype, made with tensor operations, not in place. The
-    same method serves eager and compiled code, so it may not look at values from Python (``if grad.max() > 1``), nor
-    count its calls: what it returns depends on ``grad`` and the rule's attributes alone.
+    ``clip`` receives the gradient of one intermediate value, accumulated over all operations that use the value. It
+    returns the gradient with which the backward continues: a tensor of the same shape and dtype, computed by tensor
+    operations and not in place. The same method runs in eager and in compiled code. It must therefore not read values
+    from Python (``if grad.max() > 1``) or count its calls: its result depends on ``grad`` and the rule's attributes
+    alone.
 
-    ``thresholds`` names the attributes that are in units of the gradient. They may be assigned later (a schedule),
-    are multiplied by the loss scale under ``scale=``, and enter compiled code as inputs, so that a new one does not
-    recompile; there ``clip`` finds 0-dim tensors in them. Attributes that are tensors enter likewise. Other attributes
-    are constants of the compiled code: assigning one recompiles, changing a list in place goes unnoticed.
+    ``thresholds`` names the attributes in units of the gradient. They may be assigned later (a schedule), and are
+    multiplied by the loss scale under ``scale=``. They enter compiled code as inputs, where ``clip`` reads 0-dim
+    tensors, so a new threshold does not recompile. Attributes that are tensors are inputs too. Other attributes are
+    constants of the compiled code: assigning one recompiles, and a change of a list in place has no effect.
 
     **Guarantees.**
 
-    - A result of another shape, dtype or device than ``grad`` is refused: the backward never goes on with it.
-    - With a loss scale, and in float16, elements that are not finite become NaN whatever ``clip`` returns for them.
-    - A rule that leaves ``thresholds`` undefined gets unscaled gradients.
+    - A result whose shape, dtype or device differs from ``grad`` is refused: the backward never continues with it.
+    - With a loss scale, and in float16, non-finite elements become NaN, whatever ``clip`` returns for them.
+    - A rule without ``thresholds`` receives unscaled gradients.
     - A threshold that is NaN is refused when it is assigned.
 
     Example:
@@ -55,13 +56,13 @@ class BaseErrorClip:
     thresholds: ClassVar[tuple[str, ...] | None] = None
     _class_serial: ClassVar[str] = "BaseErrorClip"
     _inputs: tuple[Tensor, ...] | None
-    """The thresholds as tensors, and attributes that are tensors: what compiled code reads."""
+    """The thresholds as tensors, and the attributes that are tensors: the inputs of compiled code."""
     _kind: Kind
-    """The rest of the rule: compiled code is made anew when it changes."""
+    """The rest of the rule, a constant of compiled code: a change recompiles."""
     _references: tuple[object, ...]
-    """Keeps alive what `_kind` names but cannot spell out."""
+    """References that keep alive the objects that `_kind` can only number."""
     _encoded: tuple[str, ...] = ()
-    """The attributes in both: the compiler of torch 2.11 can ask for one by its name, and cannot list them."""
+    """The names of the encoded attributes: the compiler of torch 2.11 can read an attribute, but cannot list them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -72,7 +73,7 @@ class BaseErrorClip:
             )
         if cls.__dict__.get("__slots__"):
             raise InvalidTypeError(
-                f"{cls.__name__} has __slots__: rules keep their attributes in __dict__, leave it out."
+                f"{cls.__name__} has __slots__: leave it out, because rules store their attributes in __dict__."
             )
         for name in names or ():
             value = getattr_static(cls, name, None)
@@ -87,9 +88,9 @@ class BaseErrorClip:
         _CLASSES[cls._class_serial] = cls
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Return a rule with the attributes of its class; ``__init__`` adds its own."""
+        """Create a rule and encode the attributes of its class; assignments in ``__init__`` are encoded later."""
         if getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
-            raise InvalidTypeError(f"{cls.__name__} is a frozen dataclass: rules may change, leave frozen=True out.")
+            raise InvalidTypeError(f"{cls.__name__} is a frozen dataclass: leave frozen=True out, rules may change.")
         rule = object.__new__(cls)
         rule._encode()
         return rule
@@ -116,22 +117,22 @@ class BaseErrorClip:
         return f"{type(self).__name__}({shown})"
 
     def clip(self, grad: Tensor) -> Tensor:
-        """Return the gradient that the backward continues with: a new tensor of the shape and dtype of ``grad``.
+        """Return the gradient with which the backward continues: a new tensor of the shape and dtype of ``grad``.
 
         Raises:
-            NotImplementedError: Always; a subclass says what to do.
+            NotImplementedError: Always; subclasses implement the method.
         """
         raise NotImplementedError(f"{type(self).__name__} has no clip(grad): write one that returns a tensor.")
 
     def bounds(self) -> tuple[float, float] | None:
-        """Return (low, high) if the rule is the elementwise clamp to them, else None.
+        """Return (low, high) if the rule is the elementwise clamp to these bounds, else None.
 
-        A subclass with a ``clip`` of its own has bounds only if it defines ``bounds`` too.
+        For a subclass that overrides ``clip``, inherited bounds are ignored.
         """
         return None
 
     def with_thresholds(self, values: tuple[Any, ...]) -> "BaseErrorClip":
-        """Return a copy that has ``values`` for its thresholds: scaled numbers, or tensors in compiled code."""
+        """Return a copy with ``values`` as its thresholds: scaled numbers, or tensors in compiled code."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, **dict(zip(self.thresholds or (), values, strict=True)))
         return other
@@ -149,14 +150,14 @@ class BaseErrorClip:
         return number
 
     def _encode(self, assigned: str = "") -> None:
-        """Bring `_inputs` and `_kind` up to date; an attribute may just have been ``assigned``."""
+        """Recompute `_inputs` and `_kind`; ``assigned`` is the name of a newly assigned attribute."""
         named = self.thresholds or ()
         if torch.compiler.is_compiling():
             names = self._encoded if assigned in self._encoded else (*self._encoded, assigned)
         else:
             names = tuple(self.__dict__)
         state = {k: self.__dict__.get(k) for k in names if k not in (*named, *_ENCODING) and k in self.__dict__}
-        texts, held = encode_attributes(state)
+        texts, references = encode_attributes(state)
         values = [getattr(self, name, None) for name in named]
         inputs = None
         if all(value is not None for value in values):
@@ -164,7 +165,7 @@ class BaseErrorClip:
             inputs = (*numbers, *(v for v in state.values() if isinstance(v, Tensor)))
         object.__setattr__(self, "_inputs", inputs)
         object.__setattr__(self, "_kind", (self._class_serial, texts))
-        object.__setattr__(self, "_references", held)
+        object.__setattr__(self, "_references", references)
         object.__setattr__(self, "_encoded", tuple(state))
 
 
@@ -184,14 +185,14 @@ class _OnUnscaled(BaseErrorClip):
 
 
 def encode_rule(rule: BaseErrorClip) -> tuple[Kind, tuple[Tensor, ...]]:
-    """Return ``rule`` as texts and tensors, which compiled code takes as arguments."""
+    """Return ``rule`` as strings and tensors, the forms in which compiled code accepts arguments."""
     inputs = rule._inputs
-    assert inputs is not None, "checked_rule comes first"
+    assert inputs is not None, "checked_rule has verified that each threshold has a value"
     return rule._kind, inputs
 
 
 def decode_rule(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
-    """Return the rule that `encode_rule` has encoded, with tensors for its thresholds."""
+    """Return the rule that `encode_rule` encoded; its thresholds are tensors."""
     serial, state = kind
     rule = object.__new__(_CLASSES[serial])
     rule.__dict__.update({name: decode_attribute(text) for name, text in state if not is_encoded_tensor(text)})
@@ -201,7 +202,7 @@ def decode_rule(kind: Kind, inputs: tuple[Tensor, ...]) -> BaseErrorClip:
 
 
 def clamp_bounds(rule: BaseErrorClip) -> tuple[float, float] | None:
-    """Return the bounds of a rule that is a clamp; None for a rule that inherits them and has another ``clip``."""
+    """Return the bounds of a rule that is a clamp; None for another rule, such as a subclass with its own ``clip``."""
     if "clip" in rule.__dict__:
         return None
     owner = next(cls for cls in type(rule).__mro__ if "bounds" in cls.__dict__ or "clip" in cls.__dict__)
@@ -209,29 +210,29 @@ def clamp_bounds(rule: BaseErrorClip) -> tuple[float, float] | None:
 
 
 def apply_rule(rule: BaseErrorClip, grad: Tensor, overflow_stays: bool = False) -> Tensor:
-    """Return the clipped ``grad``, checked; an overflow stays visible as NaN where a loss scale depends on it."""
+    """Clip ``grad`` and check the result; with ``overflow_stays``, or in float16, non-finite elements become NaN."""
     if grad.dim() == 0 and not is_trusted(rule):
         values = [getattr(rule, name) for name in rule.thresholds or ()]
         if any(isinstance(value, Tensor) for value in values):
-            # A number would not lend a 0-dim gradient its dtype, a threshold that is a tensor would.
+            # A 0-dim float64 threshold would promote a 0-dim gradient to float64; a Python number would not.
             real = grad.dtype.to_real()
             rule = rule.with_thresholds(tuple(v.to(real) if isinstance(v, Tensor) else v for v in values))
     clipped = checked(rule, grad, rule.clip(grad))
     if overflow_stays or grad.dtype is torch.float16:
-        return clipped + (grad - grad)  # NaN wherever ``grad`` is not finite, so that a GradScaler sees the overflow
+        return clipped + (grad - grad)  # NaN wherever ``grad`` is not finite: the GradScaler must detect the overflow
     return clipped
 
 
 def is_trusted(rule: BaseErrorClip) -> bool:
-    """Tell whether the rule is one of ours, whose results need no check."""
+    """Return whether the rule is one of the library's, whose results need no check."""
     return type(rule).__module__.startswith("gradguard.backward_clip.") and not isinstance(rule, _OnUnscaled)
 
 
 def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
-    """Return ``clipped`` if the backward can go on with it.
+    """Return ``clipped`` after checking that it can replace ``grad``.
 
     Raises:
-        InvalidTypeError: If it is not a tensor of the same shape, dtype and device.
+        InvalidTypeError: If ``clipped`` is not a tensor with the shape, dtype and device of ``grad``.
     """
     if is_trusted(rule):
         return clipped
@@ -242,14 +243,14 @@ def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
 
 
 def are_alike(old: Tensor | None, new: Any) -> bool:
-    """Tell whether the backward can go on with ``new`` in place of ``old``: None, or of one shape, dtype and device."""
+    """Return whether ``new`` can replace ``old``: both None, or tensors of one shape, dtype and device."""
     if not isinstance(old, Tensor) or not isinstance(new, Tensor):
         return old is new
     return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
 
 
 def described(gradient: Any) -> str:
-    """Return the description of a gradient, or of another object in its place, for an error."""
+    """Return a description of a gradient, or of an object returned in its place, for an error message."""
     if isinstance(gradient, Tensor):
         return f"a tensor of shape {tuple(gradient.shape)}, {gradient.dtype}, on {gradient.device}"
     return "None" if gradient is None else type(gradient).__name__
@@ -263,23 +264,26 @@ def _not_negative(self: BaseErrorClip, name: str, value: Any) -> float:
 
 
 class ErrorClipByValue(BaseErrorClip):
-    r"""Clamp each element to ``[min, max]``; the rule that the error clip began with.
+    r"""Clamp each element to ``[min, max]``, the rule of PaddlePaddle's error clip.
 
     .. math:: g_i \leftarrow \min(\max(g_i, \text{min}), \text{max})
 
-    **Edge cases.** NaN stays NaN. ±inf becomes the bound, except in float16 and under ``scale=``, where it becomes
-    NaN so that a GradScaler sees the overflow. Bounds are rounded to the gradient's dtype, and to its largest finite
-    value. A complex gradient is scaled to a modulus of at most ``max``; bounds refuse it unless ``min`` is -``max``.
-    Bounds that do not enclose 0 push every gradient to one side, and are obeyed.
+    **Edge cases.**
+
+    - NaN stays NaN.
+    - ±inf becomes the bound. In float16 and under ``scale=`` it becomes NaN, and a GradScaler detects the overflow.
+    - Bounds are rounded to the gradient's dtype, and limited to its largest finite value.
+    - A complex gradient is scaled to a modulus of at most ``max``. Bounds with ``min`` other than -``max`` refuse it.
+    - Bounds that do not enclose 0 are allowed, and move every gradient to one side.
 
     Args:
         max: The upper bound, in units of the gradient of the unscaled loss. A mean loss over B samples and T steps
             has activation gradients of about 1/(B·T); the 5.0 of the literature is for sum losses.
-            `ErrorClipStats` shows the largest.
-        min: The lower bound; -``max`` if None, and then also after ``rule.max = …``.
+            `ErrorClipStats` reports the largest gradient of a run.
+        min: The lower bound; -``max`` if None, also after a later ``rule.max = …``.
 
     Raises:
-        InvalidValueError: If ``max < min`` (so also for ``max < 0`` alone), or one is NaN.
+        InvalidValueError: If ``max < min`` (also for a negative ``max`` alone), or a bound is NaN.
         InvalidTypeError: If an argument is not a number.
 
     Example:
@@ -339,8 +343,8 @@ class ErrorClipByNorm(BaseErrorClip):
 
     .. math:: g \leftarrow g \cdot \min\bigl(1, \text{max\_norm} / \lVert g \rVert_2\bigr)
 
-    **Edge cases.** Norms are accumulated in at least float32, after division by the largest element, so that no square
-    overflows. A zero gradient and a gradient with NaN or inf stay as they are; ``max_norm=0`` makes finite ones 0.
+    **Edge cases.** Norms are computed in at least float32, after division by the largest element, so no square
+    overflows. A zero gradient and a gradient with NaN or inf are not changed. ``max_norm=0`` makes finite gradients 0.
 
     Args:
         max_norm: The bound, at least 0, in units of the gradient of the unscaled loss.
@@ -373,8 +377,9 @@ class ErrorClipBySampleNorm(BaseErrorClip):
     .. math:: g_b \leftarrow g_b \cdot \min\bigl(1, \text{max\_norm} / \lVert g_b \rVert_2\bigr)
               \quad\text{for each index } b \text{ of dimension } \text{dim}
 
-    No sample's outlier shrinks another's signal. A value without dimension ``dim`` (a scalar) is scaled as a whole; a
-    value whose dimension ``dim`` is no batch is scaled along it all the same: choose the scope accordingly.
+    An outlier in one sample does not shrink the gradients of other samples. A value without dimension ``dim`` (a
+    scalar) is scaled as a whole. The rule cannot check that dimension ``dim`` is the batch: choose the scope
+    accordingly.
 
     Args:
         max_norm: The bound, at least 0, in units of the gradient of the unscaled loss.
@@ -408,12 +413,12 @@ class ErrorClipBySampleNorm(BaseErrorClip):
 
 
 class ErrorClipZeroAbove(BaseErrorClip):
-    r"""Set each element beyond ``max``, and NaN, to 0: an outlier is dropped rather than shortened.
+    r"""Set each element above ``max`` in magnitude, and NaN, to 0: outliers are dropped instead of shortened.
 
     .. math:: g_i \leftarrow g_i \text{ if } \lvert g_i \rvert \le \text{max, else } 0
 
-    The recipe of lietorch, DROID-SLAM and DPVO, there with 0.01. In float16 and under ``scale=`` NaN and inf stay
-    visible as NaN, so that a GradScaler backs off: with one, always give ``scale=``.
+    lietorch, DROID-SLAM and DPVO use this rule, with 0.01. In float16 and under ``scale=``, NaN and inf become NaN, and
+    a GradScaler lowers its scale: with a GradScaler, always give ``scale=``.
 
     Args:
         max: The bound, at least 0, in units of the gradient of the unscaled loss.
@@ -442,13 +447,13 @@ class ErrorClipZeroAbove(BaseErrorClip):
 
 
 class ErrorClipNonfinite(BaseErrorClip):
-    """Do nothing to finite gradients, and ``policy`` to those with NaN or infinity.
+    """Apply ``policy`` to gradients with NaN or infinity; finite gradients are not changed.
 
     Args:
-        policy: ``"keep"`` them (to only count them: give ``stats=``), ``"zero"`` the elements that are not finite, or
-            ``"raise"`` an error that names the operation and, where ``stats=`` knows it, the module. Raising looks at
-            each gradient from Python: at once on the CPU, with a wait for the device at each operation on an
-            accelerator. It cannot be compiled. With a GradScaler give ``scale=``, or zeroing hides the overflow.
+        policy: ``"keep"`` keeps them, to count them with ``stats=``. ``"zero"`` sets the non-finite elements to 0; with
+            a GradScaler, give ``scale=``, or the zeros hide the overflow. ``"raise"`` raises an error that names the
+            operation, and the module if ``stats=`` has a model. It reads each gradient from Python, which costs a host
+            sync for each operation on an accelerator, and it cannot be compiled.
 
     Raises:
         InvalidValueError: If ``policy`` is none of the three.
@@ -476,7 +481,7 @@ class ErrorClipNonfinite(BaseErrorClip):
                     'ErrorClipNonfinite("raise") cannot be compiled: use it in eager code, or "zero".'
                 )
             wide = torch.promote_types(grad.dtype, torch.float32)
-            is_finite = math.isfinite(abs(grad.detach().sum(dtype=wide).item()))  # quick, and may only overflow
+            is_finite = math.isfinite(abs(grad.detach().sum(dtype=wide).item()))  # cheap, but the sum may overflow
             bad = 0 if is_finite else int((~grad.isfinite()).sum())
             if bad:
                 nan = int(grad.isnan().sum())
@@ -491,7 +496,7 @@ def _scale_to_norm(grad: Tensor, max_norm: float | Tensor, dims: tuple[int, ...]
     modulus = modulus.to(torch.promote_types(modulus.dtype, torch.float32))
     peak = modulus.amax(dims, keepdim=True) if dims else modulus
     peak = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
-    small = grad / peak  # of elements up to 1, so that no square overflows and the largest does not vanish
+    small = grad / peak  # elements of at most 1: no square overflows, and the square of the largest does not underflow
     relative = torch.linalg.vector_norm(small, dim=dims, keepdim=True) if dims else small.abs()
     bound = max_norm.to(peak) if isinstance(max_norm, Tensor) else max_norm
     binds = (relative * peak > bound) & relative.isfinite()

@@ -22,14 +22,14 @@ Roots = Sequence[tuple[Node, int]]
 
 @dataclass
 class Claim:
-    """The slots of one node that one scope clips; an inner scope takes some of them over until it ends."""
+    """The slots of one node that a scope clips; an inner scope may take some of them over until it ends."""
 
     numbers: tuple[int, ...]
 
 
 @dataclass
 class Clipping:
-    """Installs a rule in graphs, and keeps the handles of its hooks."""
+    """Installs a rule in graphs, and stores the handles of its hooks."""
 
     unscaled_rule: BaseErrorClip
     leaves: bool = False
@@ -37,17 +37,17 @@ class Clipping:
     rule: BaseErrorClip = field(init=False)
     scale: float | Tensor | None = None
     overflow_stays: bool = False
-    """Whether non-finite elements become NaN in every dtype, not in float16 alone: there is a loss scale to lower."""
+    """Whether non-finite elements become NaN in every dtype, not only in float16; True with a loss scale."""
     handles: list[RemovableHandle] = field(default_factory=list)
     reached: int = 0
-    """How many nodes with something to clip were found, whichever scope clips it."""
+    """The number of nodes to clip, plus the slots that other scopes own: 0 if there is nothing to clip."""
     _leaves_done: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.rule = self.unscaled_rule
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """Treat gradients as those of a loss that was multiplied by ``scale``."""
+        """Scale the rule for gradients of a loss that is multiplied by ``scale``."""
         self.scale, self.rule, self.overflow_stays = scale, self.unscaled_rule.scaled(scale), True
 
     def install(
@@ -59,7 +59,18 @@ class Clipping:
         exclude: Callable[[Graph], frozenset[Slot]] | None = None,
         claimed: Callable[[Node, Claim], None] | None = None,
     ) -> Graph:
-        """Put the rule into the graph behind ``roots``, and return that graph."""
+        """Hook the rule on the graph behind ``roots``.
+
+        Args:
+            roots: The values behind which the graph is clipped.
+            roots_too: Whether roots with dimensions are clipped too.
+            stop: A predicate for nodes that the walk does not pass.
+            exclude: A function that returns the slots that other scopes clip.
+            claimed: A function that is called with each hooked node and its claim.
+
+        Returns:
+            The graph.
+        """
         graph = walk(roots, stop)
         refuse_reentrant(graph)
         excluded = exclude(graph) if exclude is not None else frozenset()
@@ -78,14 +89,14 @@ class Clipping:
         return graph
 
     def hook_slots(self, node: Node, numbers: tuple[int, ...], sources: str = "") -> Claim:
-        """Put the rule on the gradients of some slots of one node, which the backward of ``sources`` makes."""
+        """Hook the rule on some slots of one node; ``sources`` names the operations that compute their gradients."""
         claim, name = Claim(numbers), node.name()
         row = self.observer.row(node, name, sources) if self.observer is not None else None
         self.handles.append(node.register_prehook(partial(self._clip_all, claim, row, name, sources)))
         return claim
 
     def hook_leaf(self, leaf: Tensor) -> None:
-        """Put the rule on the gradient of a parameter or input before it is accumulated, or captured."""
+        """Hook the rule on the gradient of a parameter or input, before the gradient is accumulated or captured."""
         if id(leaf) in self._leaves_done:
             return
         self._leaves_done.add(id(leaf))
@@ -102,11 +113,11 @@ class Clipping:
         self._leaves_done.clear()
 
     def forget_dead(self) -> None:
-        """Drop the hooks of freed nodes, so that the memory of a long block does not grow."""
+        """Drop the hooks of freed nodes, whose memory would add up in a long block."""
         self.handles = [handle for handle in self.handles if handle.hooks_dict_ref() is not None]
 
     def _clip_all(self, claim: Claim, row: NodeCounts | None, name: str, sources: str, grads: Gradients) -> Gradients:
-        """Return the gradients of one node, those of the claimed slots clipped."""
+        """Return the gradients of one node, with the claimed slots clipped."""
         try:
             result = list(grads)
             for number in claim.numbers:
@@ -121,7 +132,7 @@ class Clipping:
         return None if isinstance(self.scale, Tensor) else clamp_bounds(self.rule)
 
     def _apply(self, grad: Tensor) -> Tensor:
-        # On the CPU reading a large tensor costs less than writing another one into fresh memory.
+        # On the CPU, reading a large tensor costs less than writing a second one into newly allocated memory.
         is_large = type(grad) is Tensor and grad.is_cpu and grad.numel() >= _LARGE and not grad.is_complex()
         if is_large and (bounds := self._bounds()) is not None and grad.is_contiguous():
             smallest, largest = grad.detach().aminmax()
@@ -133,9 +144,9 @@ class Clipping:
 def explained(
     error: Exception, rule: BaseErrorClip, name: str, place: str, grads: Gradients, sources: str = ""
 ) -> Exception:
-    """Return ``error`` with the operation and the module at which it happened.
+    """Return ``error`` with the operation and the module at which it was raised.
 
-    ``sources`` are the operations whose backward made the gradient; only an error about its values names them.
+    ``sources`` are the operations whose backward computed the gradient; only an error about its values names them.
     """
     where = f"the gradient of the output of {name}" + (f" in {place}" if place else "")
     if any(grad is not None and grad.is_sparse for grad in grads):

@@ -1,4 +1,4 @@
-"""Which module recorded an operation: autograd numbers nodes as they are made, and a module's forward is a range."""
+"""Find the module that recorded an operation: autograd numbers nodes in order, and a module's forward is a range."""
 
 import threading
 from bisect import bisect_right
@@ -15,7 +15,7 @@ from gradguard.torch_private import next_sequence_number, sequence_number_of
 
 _LONGEST = 200_000
 _LEAVES = 2**63
-"""Numbers from here on are those of leaves."""
+"""Leaves have sequence numbers from here on."""
 
 
 class ModuleTimeline:
@@ -39,10 +39,7 @@ class ModuleTimeline:
             handle.remove()
 
     def module_of(self, node: Node) -> str:
-        """Return the innermost module that was running when ``node`` was made, or the name of a parameter.
-
-        Empty if neither is known.
-        """
+        """Return the name of the innermost module that recorded ``node``, or the name of a parameter; else ""."""
         number, thread = sequence_number_of(node), threading.get_ident()
         if number >= _LEAVES:
             return self._parameters.get(id(getattr(node, "variable", None)), "")

@@ -1,7 +1,7 @@
-"""The attributes of a rule as texts: compiled code is made anew when they change, and can be handed nothing else.
+"""Encode the attributes of a rule as strings, which compiled code accepts as constants and recompiles when they change.
 
-The compiler treats a number among a function's arguments as one that may vary, and traces into an object; texts are
-only compared.
+The compiler treats a number among a function's arguments as a dynamic input, and traces into an object. It only
+compares strings.
 """
 
 import ast
@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 Kind = tuple[str, tuple[tuple[str, str], ...]]
-"""All of a rule but its thresholds: its class, and its attributes."""
+"""A rule without its thresholds: the class, and the encoded attributes."""
 
 _TENSOR = "tensor"
 _OBJECT = "object "
@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class _Reference:
-    """An object that has no text, under a number that no other object will ever have."""
+    """An object without a string form, encoded by a number that is never used again."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.text = value, f"{_OBJECT}{next(_serials)}"
@@ -34,8 +34,8 @@ _by_identity: WeakValueDictionary[int, _Reference] = WeakValueDictionary()
 
 
 def encode_attributes(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[_Reference, ...]]:
-    """Return a text for each attribute, and the references that must live as long as the texts are in use."""
-    texts, held = [], []
+    """Return a string for each attribute, and the references to keep alive as long as the strings are in use."""
+    texts, references = [], []
     for name, value in state.items():
         if isinstance(value, Tensor):
             texts.append((name, _TENSOR))
@@ -45,18 +45,18 @@ def encode_attributes(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...
             reference = _by_identity.get(id(value))
             if reference is None:
                 reference = _by_identity[id(value)] = _Reference(value)
-            held.append(reference)
+            references.append(reference)
             texts.append((name, reference.text))
-    return tuple(texts), tuple(held)
+    return tuple(texts), tuple(references)
 
 
 def is_encoded_tensor(text: str) -> bool:
-    """Tell whether the attribute is a tensor, which compiled code gets as an input."""
+    """Return whether the attribute is a tensor, which compiled code receives as an input."""
     return text == _TENSOR
 
 
 def decode_attribute(text: str) -> Any:
-    """Return the attribute that ``text`` stands for."""
+    """Return the attribute that ``text`` encodes."""
     if text.startswith(_OBJECT):
         return _by_text[text].value
     return float(text) if text in {"inf", "-inf", "nan"} else ast.literal_eval(text)

@@ -1,6 +1,6 @@
-"""The scopes of blocks: of the blocks that are running, which one clips a value.
+"""The scopes of blocks, which decide which of the running blocks clips a value.
 
-A block clips everything behind a loss, chosen tensors, or the values that modules make within it.
+A block clips everything behind a loss, or chosen tensors, or the values that modules compute within the block.
 """
 
 import itertools
@@ -37,37 +37,37 @@ LossScale = GradScaler | Tensor | float
 _OWNERS = "gradguard.backward_clip"
 _serial = itertools.count()
 active: dict[int, "Scope"] = {}
-"""The blocks that run now, the outer ones first."""
+"""The running blocks, from the outermost."""
 
 
 class Scope:
-    """The two ends of a block."""
+    """The set of values that a block clips: installs hooks when the block begins, removes them at its end."""
 
     marks_nodes = False
-    """Whether nodes carry notes of what this scope owns."""
+    """Whether this scope records the slots that it owns on their nodes."""
 
     def __init__(self, clipping: Clipping, scale: LossScale | None) -> None:
         self.clipping, self.scale = clipping, scale
         self.serial, self.thread = next(_serial), threading.get_ident()
         self.taken: list[tuple[weakref.ref[Claim], int]] = []
-        """The claims of other scopes, and the slots of them that this scope has taken over until it ends."""
+        """The slots that this scope has taken over from the claims of other scopes until it ends."""
 
     def enter(self) -> None:
-        """Install the hooks that can be installed now, and update those of the other blocks of this thread."""
+        """Install the hooks that can be installed now, and update the hooks of this thread's other blocks."""
         self._refresh_others()
 
     def check(self) -> None:
-        """Raise if the block could clip nothing."""
+        """Raise if the block had nothing to clip."""
 
     def refresh(self) -> None:
         """Update the hooks after another scope has taken or returned slots."""
 
     def nodes(self) -> list[Node]:
-        """Return the nodes among which a freed one may be."""
+        """Return the nodes to search for a freed one, for an error message."""
         return []
 
     def exit(self) -> None:
-        """Remove all hooks, and return slots to the scopes that they were taken from."""
+        """Remove all hooks, and return the taken slots to their previous scopes."""
         self.clipping.remove()
         for ref, number in self.taken:
             if (claim := ref()) is not None:
@@ -78,7 +78,7 @@ class Scope:
         self._refresh_others()
 
     def forget_dead(self) -> None:
-        """Drop the hooks of freed graphs, so that the memory of a long block does not grow."""
+        """Drop the hooks of freed graphs, whose memory would add up in a long block."""
         self.clipping.forget_dead()
         self.taken = [(claim, number) for claim, number in self.taken if claim() is not None]
 
@@ -98,9 +98,9 @@ class Scope:
 
 
 def claim_slots(scope: "Scope", node: Node, claim: Claim) -> None:
-    """Record on ``node`` itself that ``scope`` owns these slots; the record lives as long as the node.
+    """Record in the metadata of ``node`` that ``scope`` owns these slots.
 
-    A running scope that owned one of the slots gives it up until ``scope`` ends.
+    A running scope that owned one of the slots does not clip it until ``scope`` ends.
     """
     owners = _metadata(node).setdefault(_OWNERS, {})
     for number in claim.numbers:
@@ -112,7 +112,7 @@ def claim_slots(scope: "Scope", node: Node, claim: Claim) -> None:
 
 
 def owned_slots(graph: Graph, since: int = -1) -> set[Slot]:
-    """Return the slots owned by running scopes of targets that began at ``since`` or later."""
+    """Return the slots owned by running target scopes whose serial number is at least ``since``."""
     if not any(scope.marks_nodes for scope in list(active.values())):
         return set()
     marked = [(i, _metadata(node)[_OWNERS]) for i, node in enumerate(graph.nodes) if _OWNERS in _metadata(node)]
@@ -125,11 +125,14 @@ def owned_slots(graph: Graph, since: int = -1) -> set[Slot]:
 
 
 def loss_scale(scale: LossScale, device: torch.device) -> float | Tensor:
-    """Return the factor by which losses are multiplied now: a number on the CPU, else a tensor, without a wait.
+    """Return the current loss scale: a number, or a tensor if the scale is on another device than the CPU.
+
+    The host does not wait for the device. In compiled code, the factor of a tensor or GradScaler is a tensor.
 
     Raises:
-        InvalidTypeError: If ``scale`` is no GradScaler, number or tensor.
-        InvalidValueError: If it is not one finite number above 0.
+        InvalidTypeError: If ``scale`` is not a GradScaler, a number or a tensor.
+        InvalidValueError: If ``scale`` is not one finite number above 0. The value is not checked on other devices, and
+            nothing in compiled code.
     """
     if isinstance(scale, Tensor):
         factor = scale
@@ -170,18 +173,18 @@ class LossScope(Scope):
         self.loss, self.graph = loss, Graph()
 
     def enter(self) -> None:
-        """Install the hooks, and remove those of outer blocks."""
+        """Install the hooks, and remove the hooks of outer blocks from the shared nodes."""
         self._begin(self.loss, self.loss.device)
         self._install()
         super().enter()
 
     def exit(self) -> None:
-        """Remove the hooks, and install those of outer blocks again."""
+        """Remove the hooks, and reinstall the hooks of outer blocks."""
         self.graph = Graph()
         super().exit()
 
     def refresh(self) -> None:
-        """Install the hooks anew, without the slots that other scopes own now."""
+        """Reinstall the hooks without the slots that other scopes own."""
         if self.graph.nodes:
             self._install()
 
@@ -190,12 +193,12 @@ class LossScope(Scope):
         self.graph = self.clipping.install([root_of(self.loss)], exclude=self._owned_by_others)
         if not self.clipping.reached and any(operation(node) == COMPILED for node in self.graph.nodes):
             raise InvalidValueError(
-                "the loss comes straight out of compiled code, whose inside no block can reach: call "
-                "gg.attach_error_clip(loss, rule) there, before the loss is returned, instead of a block."
+                "the loss comes straight out of compiled code, whose inside no block can reach: instead of the block, "
+                "call gg.attach_error_clip(loss, rule) in the compiled function, before it returns the loss."
             )
 
     def nodes(self) -> list[Node]:
-        """Return the nodes among which a freed one may be."""
+        """Return the nodes to search for a freed one, for an error message."""
         return self.graph.nodes
 
     def _owned_by_others(self, graph: Graph) -> frozenset[Slot]:
@@ -216,7 +219,7 @@ _COMPILED = (
 
 
 class TargetScope(Scope):
-    """The scope of chosen tensors, and of the values that modules make in the block."""
+    """The scope of chosen tensors, and of the values that chosen modules compute in the block."""
 
     marks_nodes = True
 
@@ -233,7 +236,7 @@ class TargetScope(Scope):
         self.backwards: set[nn.Module] = set()
 
     def enter(self) -> None:
-        """Hook the chosen tensors, and get ready for the modules' forwards."""
+        """Hook the chosen tensors, and register forward hooks on the chosen modules."""
         parts = (
             one for target in self.targets for one in ([target] if isinstance(target, Tensor) else target.parameters())
         )
@@ -249,29 +252,29 @@ class TargetScope(Scope):
         super().enter()
 
     def check(self) -> None:
-        """Raise if the block could clip nothing."""
+        """Raise if a chosen module had no differentiable forward, or no backward, in the block."""
         for number, target in enumerate(self.targets):
             which = type(target).__name__ if len(self.targets) == 1 else f"{type(target).__name__}, entry {number},"
             if isinstance(target, nn.Module) and target not in self.forwards:
                 raise InvalidValueError(
-                    f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
-                    f"gradients enabled and something in it or in its input that requires them, and let it return "
-                    f"tensors, nested lists, tuples or dicts of them, or objects with them as attributes."
+                    f"nothing differentiable passed through {which} in the block: run its forward inside the block, "
+                    f"with gradients enabled and a parameter or an input that requires a gradient, and let it return "
+                    f"tensors, nested lists, tuples or dicts of tensors, or objects with tensors as attributes."
                 )
             if isinstance(target, nn.Module) and target not in self.backwards:
                 raise InvalidValueError(f"no backward passed through {which} in the block: call backward() inside it.")
 
     def exit(self) -> None:
-        """Remove the hooks, and install those of whole graphs again."""
+        """Remove the hooks, and reinstall the hooks of blocks around whole graphs."""
         self.targets, self.kept = [], []
         super().exit()
 
     def _take(self, value: Tensor) -> None:
-        """Clip one chosen value, in place of the scope that had it."""
+        """Clip one chosen value, and take it over from the scope that clipped it."""
         node, number = root_of(value)
         if value.grad_fn is None:
             self.clipping.hook_leaf(value)
-            self.kept.append(node)  # a leaf's node is freed where nothing holds it
+            self.kept.append(node)  # without a reference the leaf's node, and the claim on it, would be freed
             claim_slots(self, node, Claim((number,)))
         else:
             claim_slots(self, node, self.clipping.hook_slots(node, (number,)))
@@ -319,12 +322,12 @@ def _check_target(number: int, target: Any) -> None:
 
 def _tensors_in(output: Any) -> list[Tensor]:
     """Return the tensors in a forward's output: in nested lists, tuples and dicts, and in attributes of objects."""
-    found, seen, waiting = [], set(), [output]
-    for value in waiting:  # grows while it is read
+    found, visited, waiting = [], set(), [output]
+    for value in waiting:  # the loop appends to the list
         if isinstance(value, Tensor):
             found.append(value)
-        elif not isinstance(value, _PLAIN) and id(value) not in seen:
-            seen.add(id(value))
+        elif not isinstance(value, _PLAIN) and id(value) not in visited:
+            visited.add(id(value))
             waiting += _contents_of(value)
     return found
 
@@ -332,7 +335,7 @@ def _tensors_in(output: Any) -> list[Tensor]:
 _PLAIN = (
     str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Module, torch.device, torch.dtype,
 )  # fmt: skip
-"""Types that hold no value made by a forward."""
+"""Types that contain no tensor computed by a forward."""
 
 
 def _contents_of(value: Any) -> list[Any]:
@@ -345,5 +348,5 @@ def _contents_of(value: Any) -> list[Any]:
     leaves = tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return leaves
-    state: Any = object.__getstate__(value)  # a dict of attributes, with another one of slots in a tuple, or None
+    state: Any = object.__getstate__(value)  # None, a dict of attributes, or a tuple of this dict and a dict of slots
     return [one for part in (state if isinstance(state, tuple) else (state,)) for one in (part or {}).values()]

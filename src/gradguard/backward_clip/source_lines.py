@@ -1,4 +1,4 @@
-"""The source lines of the operations whose backward makes a gradient, where anomaly detection has recorded them."""
+"""The source lines of the operations whose backward computes a gradient, if anomaly detection has recorded them."""
 
 import re
 from pathlib import Path
@@ -14,20 +14,20 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 def makers_with_lines(graph: Graph) -> dict[Node, str]:
-    """Find the source line of each operation of ``graph``, where the forward ran under anomaly detection.
+    """Find the source line of each operation of ``graph``, if the forward ran under anomaly detection.
 
     Returns:
-        For each node the operations whose backward makes its gradient, with their lines; empty where
-        no lines were remembered.
+        For each node, the operations whose backward computes its gradient, with their source lines. Empty if anomaly
+        detection recorded no lines.
     """
     if not any(recorded_stack(graph.nodes[position]) for position, _ in graph.roots):
         return {}
     makers: dict[Node, dict[str, None]] = {}
     for node in graph.nodes:
-        told = f"{node.name()}{_place(node)}"
+        named = f"{node.name()}{_place(node)}"
         for child, _ in node.next_functions:
             if child in graph.index:
-                makers.setdefault(child, {})[told] = None
+                makers.setdefault(child, {})[named] = None
     return {node: ", ".join(names) for node, names in makers.items()}
 
 

@@ -1,4 +1,4 @@
-"""Statistics of an error clip: how much was clipped, and how much was not finite, for each operation and module."""
+"""Statistics of an error clip: the number of clipped and of non-finite elements, by operation and module."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Count = int | Tensor
 
 @dataclass(frozen=True)
 class OpStatistics:
-    """The gradients of the outputs of one operation in one module, over all blocks that the statistics saw."""
+    """The counts of the gradients of one operation's outputs in one module, over all blocks."""
 
     op: str
     module: str
@@ -28,13 +28,13 @@ class OpStatistics:
     clipped: Tensor
     nonfinite: Tensor
     largest: Tensor
-    """The largest magnitude of an element before the clip, loss scale included: infinite if one was not finite, 0 where
-    all were of a subclass of Tensor, such as DTensor."""
+    """The largest magnitude of an element before the clip, including the loss scale. Infinite after a non-finite
+    element; gradients of a subclass of Tensor, such as DTensor, do not count."""
 
 
 @dataclass(frozen=True)
 class FirstNonfinite:
-    """The first gradient, in the order of the backward, that held NaN or infinity."""
+    """The first gradient, in the order of the backward, with NaN or infinity."""
 
     op: str
     module: str
@@ -55,15 +55,15 @@ class FirstNonfinite:
 class ErrorClipStats:
     """Counts the gradients that `error_clip` clips, by operation and module: pass it as ``stats=`` and print it.
 
-    An operation is named as PyTorch names its backward (``MulBackward0``); a line counts the gradients of that
-    operation's *output*, as they arrive, before the clip. Counts stay on the device until they are read, so that
-    nothing waits; on the CPU nothing is written where nothing exceeds a bound.
+    An operation has PyTorch's name of its backward (``MulBackward0``). A line counts the gradients of the operation's
+    *output*, before the clip. Counts stay on the device until they are read, without a host sync. On the CPU, a
+    gradient within the bounds of a clamp is not copied.
 
-    The last lines name the first gradient in backward order that was not finite, with the operation whose backward
-    made it: the culprit, where `torch.autograd.set_detect_anomaly` names the last one.
+    The last lines name the first non-finite gradient in backward order, with the operation whose backward computed it.
+    That operation is the culprit; `torch.autograd.set_detect_anomaly` names the last one instead.
 
-    A listener of `gradguard.listeners` gets, at the end of each block and of each backward through an attached clip,
-    the rule, its threshold, and how many of how many elements were clipped.
+    A listener of `gradguard.listeners` receives an event at the end of each block and of each backward through an
+    attached clip: the rule, its threshold, the number of elements, and the number of clipped elements.
 
     **Guarantees.**
 
@@ -72,8 +72,8 @@ class ErrorClipStats:
     - `first_nonfinite` is the first in the order of the backward, over all blocks.
 
     Args:
-        model: The module whose submodules should be named. Its forward must run after this; hooks on its submodules
-            note which operations they record (0.4 to 4 % of the forward). `detach` removes them.
+        model: The module whose submodules the table names. Create the statistics before its forward: hooks on the
+            submodules record which operations belong to them (0.4 to 4 % of the forward). `detach` removes the hooks.
 
     Example:
         >>> import gradguard as gg, torch
@@ -93,7 +93,7 @@ class ErrorClipStats:
         self.reset()
 
     def reset(self) -> None:
-        """Set all counts to 0; modules are still named."""
+        """Set all counts to 0; the hooks that name modules stay."""
         self._rows: dict[tuple[str, str], _OpCounts] = {}
         self._first: FirstNonfinite | None = None
         self._unread: list[tuple[int, list[tuple[_OpCounts, str, int]], Tensor, DeviceEvent | None]] = []
@@ -107,23 +107,23 @@ class ErrorClipStats:
             self._timeline.detach()
 
     def rows(self) -> list[OpStatistics]:
-        """Return a line for each operation and module, in the order of the backward; counts are device tensors."""
+        """Return the counts of each operation and module, in the order of the backward; counts are device tensors."""
         return [row.frozen() for row in self._rows.values() if row.gradients]
 
     @property
     def blocks(self) -> int:
-        """How many blocks there were, and backwards through an attached clip."""
+        """The number of blocks and of backwards through an attached clip."""
         return self._blocks
 
     @property
     def first_nonfinite(self) -> FirstNonfinite | None:
-        """The first gradient that was not finite, or None. Waits for the device."""
+        """The first non-finite gradient, or None. Reading it is a host sync."""
         self._read(wait=True)
         return self._first
 
     @property
     def loss_is_finite(self) -> Tensor | None:
-        """Whether all losses so far were finite, on their device; None before the first."""
+        """Whether all losses so far were finite, as a tensor on their device; None before the first loss."""
         return self._loss
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class ErrorClipStats:
         return "\n".join([*(line.rstrip() for line in table), *notes])
 
     def line(self, node: Node, name: str) -> "_OpCounts":
-        """Return the line of the table for one node: its operation in the module whose forward recorded it."""
+        """Return the counts of the node's operation in the module whose forward recorded the node."""
         key = (name, self._timeline.module_of(node) if self._timeline is not None else "")
         return self._rows.setdefault(key, _OpCounts(*key))
 
@@ -156,22 +156,22 @@ class ErrorClipStats:
             self._loss = finite if self._loss is None else self._loss.to(finite.device) & finite
 
     def end(self) -> None:
-        """End a block: collect counts that are still on a device, without a host sync."""
-        if self._pending and (home := self._pending[0][3].device).type != "meta":  # there is nothing to read
+        """End a block: start copying its device counts to the host, without a host sync."""
+        if self._pending and (home := self._pending[0][3].device).type != "meta":  # a meta tensor has no value
             counts, landed = copy_to_host(torch.stack([move(count, home) for *_, count in self._pending]))
             self._unread.append((self._blocks, [(row, made, n) for row, made, n, _ in self._pending], counts, landed))
         self._pending = []
         self._read(wait=False)
 
     def note(self, row: "_OpCounts", made_by: str, elements: int, nonfinite: Count) -> None:
-        """Remember the first gradient that was not finite."""
+        """Record a gradient's count of non-finite elements, to find the first non-finite gradient."""
         if isinstance(nonfinite, Tensor):
             self._pending.append((row, made_by, elements, nonfinite))
         elif nonfinite and self._first is None and not self._unread:
             self._first = FirstNonfinite(row.op, row.module, made_by, self._blocks, nonfinite, elements)
 
     def _read(self, wait: bool) -> None:
-        """Read the oldest blocks' counts that have arrived on the host; those of all blocks if it may ``wait``."""
+        """Read the counts of the oldest blocks that have arrived on the host, or of all blocks with ``wait``."""
         while self._unread:
             block, shown, counts, landed = self._unread[0]
             if landed is not None and not wait and not landed.query():
@@ -206,7 +206,7 @@ class _OpCounts:
 
 
 class BlockCounts:
-    """The counts of one block, or of one backward through an attached clip; listeners get their sums."""
+    """The counts of one block, or of one backward through an attached clip; listeners receive the sums."""
 
     def __init__(self, stats: ErrorClipStats, rule: BaseErrorClip) -> None:
         self.stats, self.rule = stats, rule
@@ -219,11 +219,11 @@ class BlockCounts:
 
     def begin(self, loss: Tensor | None) -> None:
         """Begin a block."""
-        self.elements, self.clipped = 0, []  # of a backward that raised an error before its end
+        self.elements, self.clipped = 0, []  # a backward that raised an error has left its counts
         self.stats.begin(loss)
 
     def end(self) -> None:
-        """End a block, and tell listeners its sums."""
+        """End a block, and send its sums to the listeners."""
         self.stats.end()
         elements, clipped = self.elements, self.clipped
         self.elements, self.clipped = 0, []
@@ -232,7 +232,7 @@ class BlockCounts:
             total: Count = sum(count for count in clipped if not isinstance(count, Tensor))
             if on_devices:
                 total = torch.stack([count.to(on_devices[0].device) for count in on_devices]).sum() + total
-            # The one number that the rule compares with, None if there is not one.
+            # The event has a threshold only if the rule compares with a single number.
             bounds = clamp_bounds(self.rule)
             values = {getattr(self.rule, name) for name in self.rule.thresholds or ()}
             if bounds is not None and bounds[0] == -bounds[1]:
@@ -243,28 +243,28 @@ class BlockCounts:
 
 @dataclass
 class NodeCounts:
-    """The counts of one node, a part of a row."""
+    """The counter of one node, which adds to the row of its operation and module."""
 
     block: BlockCounts
     row: _OpCounts
     made_by: str
 
     def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
-        """Return ``apply(grad)``, or ``grad`` where the clamp to ``bounds`` would not change it."""
+        """Count ``grad`` and return ``apply(grad)``; return ``grad`` if the clamp to ``bounds`` would not change it."""
         if not self.arrive(grad):
             return apply(grad)
         if type(grad) is not Tensor or not grad.is_cpu or grad.is_complex():
             return self._on_device(grad, apply)
-        seen = grad.detach() if grad.requires_grad else grad
-        low, high = (extreme.item() for extreme in seen.aminmax())
+        values = grad.detach() if grad.requires_grad else grad
+        low, high = (extreme.item() for extreme in values.aminmax())
         finite = -math.inf < low and high < math.inf
         self.row.largest = max(self.row.largest, -low, high) if finite else math.inf
         if finite and bounds is not None and bounds[0] <= low and high <= bounds[1]:
             return grad
         clipped = apply(grad)
         if finite:
-            return self._counted(clipped, 0 if clipped is grad else int((clipped.detach() != seen).sum()), 0)
-        changed, nonfinite = _count_changes(seen, clipped.detach())
+            return self._counted(clipped, 0 if clipped is grad else int((clipped.detach() != values).sum()), 0)
+        changed, nonfinite = _count_changes(values, clipped.detach())
         return self._counted(clipped, int(changed), int(nonfinite))
 
     def arrive(self, grad: Tensor) -> int:
@@ -283,7 +283,7 @@ class NodeCounts:
         return self._counted(clipped, *_count_changes(grad.detach(), clipped.detach()))
 
     def _counted(self, clipped: Tensor, changed: Count, nonfinite: Count) -> Tensor:
-        self.row.clipped = self.row.clipped + changed  # not in place: rows that were read keep theirs
+        self.row.clipped = self.row.clipped + changed  # not in place: earlier results of `rows` share the tensor
         self.row.nonfinite = self.row.nonfinite + nonfinite
         if is_heard():
             self.block.clipped.append(changed)
@@ -292,6 +292,6 @@ class NodeCounts:
 
 
 def _count_changes(grad: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many elements the rule changed, a kept NaN not among them, and how many were not finite."""
+    """Return the numbers of changed and of non-finite elements; a non-finite element that is now NaN is not changed."""
     bad = ~grad.isfinite()
     return ((clipped != grad) & ~(clipped.isnan() & bad)).sum(), bad.sum()

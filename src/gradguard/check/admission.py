@@ -1,4 +1,4 @@
-"""Which tensors can be checked: dense ones that hold numbers. Asked once for every input to check and every output."""
+"""Refuse tensors that cannot be checked: only dense tensors with values can. Applies to inputs and outputs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ WIDE = {
     torch.complex64: torch.complex128,
     torch.complex128: torch.complex128,
 }
-"""The dtypes that can be checked, each with that in which its differences are taken."""
+"""Each dtype that can be checked, and the dtype in which its differences are computed."""
 
 _KNOWN = ", ".join(str(dtype).removeprefix("torch.") for dtype in WIDE)
 _ORDINARY = [Tensor.__torch_dispatch__]  # pyright: ignore[reportAttributeAccessIssue]
@@ -24,17 +24,19 @@ _PLAIN = {"DTensor": "{}.full_tensor()", "MaskedTensor": "{}.to_tensor(0)"}
 
 
 def refuse_empty(values: Mapping[str, Any]) -> None:
-    """Refuse tensors that hold no numbers, whether they are checked or not.
+    """Refuse tensors without values, even if they are not to be checked.
 
     Args:
-        values: The arguments of the call by name, a module's own tensors among them.
+        values: The arguments of the call by name, including a module's own tensors.
 
     Raises:
         InvalidTypeError: If a tensor is on the meta device, or has no shape before the first call of its module.
     """
     for name, value in values.items():
         if nn.parameter.is_lazy(value):
-            raise InvalidTypeError(f"input {name!r} has no shape before the first call of its module: call that first.")
+            raise InvalidTypeError(
+                f"input {name!r} has no shape before the first call of its module: call the module once first."
+            )
         if isinstance(value, Tensor) and value.is_meta:
             refuse_unfit(f"input {name!r}", value, name)
 
@@ -45,40 +47,40 @@ def refuse_unfit(what: str, value: Tensor, name: str) -> None:
     Args:
         what: The tensor's description in the message.
         value: The tensor.
-        name: The expression that a person would type for the tensor.
+        name: A Python expression for the tensor.
 
     Raises:
-        InvalidTypeError: If it is nested, on the meta device, of another layout or of a dtype without arithmetic, or
+        InvalidTypeError: If the tensor is nested, on the meta device, not strided, or of a dtype without arithmetic, or
             if it wraps other tensors, as a DTensor does.
     """
     kind: Any = type(value)
     if value.is_nested:
-        said = f"is nested: expected a dense tensor, such as torch.nested.to_padded_tensor({name}, 0.0)"
+        fault = f"is nested: expected a dense tensor, such as torch.nested.to_padded_tensor({name}, 0.0)"
     elif kind.__torch_dispatch__ not in _ORDINARY:
         plain = _PLAIN.get(kind.__name__, "{}.clone() before it was wrapped").format(name)
-        said = f"is a {kind.__name__}: expected a plain tensor, such as {plain}"
+        fault = f"is a {kind.__name__}: expected a plain tensor, such as {plain}"
     elif value.is_meta:
-        said = "is on the meta device, which holds no numbers: expected some to check"
+        fault = "is on the meta device, which holds no numbers: expected a tensor with values, on another device"
     elif value.layout is not torch.strided:
-        said = f"is {value.layout}: expected a dense tensor, such as {name}.to_dense()"
+        fault = f"is {value.layout}: expected a dense tensor, such as {name}.to_dense()"
     elif value.dtype not in WIDE:
-        said = f"is {value.dtype}: expected one of {_KNOWN}"
+        fault = f"is {value.dtype}: expected one of {_KNOWN}"
     else:
         return
-    raise InvalidTypeError(f"{what} {said}.")
+    raise InvalidTypeError(f"{what} {fault}.")
 
 
 def refuse_unless(is_usable: Tensor, what: str, value: Tensor, instead: str) -> None:
-    """Refuse a tensor of which an element cannot be used.
+    """Refuse a tensor with an unusable element; the message names the first one.
 
     Args:
-        is_usable: Which elements can.
+        is_usable: The mask of usable elements.
         what: The tensor's description in the message.
         value: The tensor.
-        instead: The expectation, as the end of the message.
+        instead: The end of the message: the expected value, or what to do instead.
 
     Raises:
-        InvalidValueError: If there is such an element.
+        InvalidValueError: If an element is not usable.
     """
     if not bool(is_usable.all()):
         bad = tuple((~is_usable).nonzero()[0].tolist())

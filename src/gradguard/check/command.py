@@ -1,4 +1,4 @@
-"""Carry out `gradguard check`: find the callable, draw its inputs, run `gradcheck`."""
+"""Run `gradguard check`: import the callable, draw its inputs, call `gradcheck`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def check_command(
     """Check the gradient of the callable that ``target`` names, at a random point.
 
     Args:
-        target: ``package.module:name``; the name of a function, a module or a `torch.autograd.Function`. A class of
-            modules is instantiated without arguments.
+        target: ``package.module:name``, the name of a function, a module or a `torch.autograd.Function`. A subclass of
+            `torch.nn.Module` is instantiated without arguments.
         specifications: The inputs, each as ``name=shape:dtype``.
-        reference: A float64 version of the function, named as ``target`` is.
+        reference: A float64 version of the function, in the same notation as ``target``.
         seed: The seed of the inputs, the weights and the check.
         **options: Further options of `gradcheck`.
 
@@ -46,8 +46,8 @@ def check_command(
         The report.
 
     Raises:
-        CommandError: If something does not exist, cannot be read, or the function itself raises.
-        GradguardError: If `gradguard.gradcheck` cannot check it.
+        CommandError: If the target cannot be imported, a specification is malformed, or the function itself raises.
+        GradguardError: If `gradguard.gradcheck` cannot check the function.
     """
     with torch.random.fork_rng(devices=[]):
         fn = load_callable(target, seed)
@@ -64,37 +64,37 @@ def check_command(
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise CommandError(
-            f"{target} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno}). Do the shapes and "
-            f"dtypes of {list(specifications)} fit?"
+            f"{target} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno}). Does the function "
+            f"expect the shapes and dtypes of {list(specifications)}?"
         ) from error
 
 
 def load_callable(target: str, seed: int = 0) -> Callable[..., Any]:
-    """Import the callable that ``package.module:name`` names; the current folder comes first.
+    """Import the callable ``package.module:name``, looking first in the current folder.
 
-    The weights that a module draws come from ``seed``, so that two classes of one shape have the same ones.
+    A module draws its weights from ``seed``: two classes with the same shapes then have the same weights.
 
     Returns:
-        The function, an instance of the class of modules, or the ``apply`` of the `torch.autograd.Function`.
+        The function, an instance of the `torch.nn.Module` subclass, or the ``apply`` of the `torch.autograd.Function`.
 
     Raises:
-        CommandError: If there is no such module or name, or it cannot be called.
+        CommandError: If the import fails, the name does not exist, or the object is not callable.
     """
     module_name, _, path = target.partition(":")
     if not module_name or not path:
         raise CommandError(f"{target}: expected package.module:name, such as torch:sin.")
     if sys.path[:1] != [str(Path.cwd())]:
-        sys.path.insert(0, str(Path.cwd()))  # and it stays: a function may import when it is called
+        sys.path.insert(0, str(Path.cwd()))  # not removed afterwards: the function may import when it is called
     torch.manual_seed(seed)
     try:
         module = importlib.import_module(module_name)
         found = reduce(getattr, path.split("."), module)
         if isinstance(found, type) and issubclass(found, nn.Module):
-            torch.manual_seed(seed)  # importing may have drawn numbers, and a second time it does not
+            torch.manual_seed(seed)  # a first import may draw random numbers, and a repeated one does not
             found = found()
     except AttributeError as error:
         raise CommandError(f"{target}: {error}.") from error
-    except Exception as error:  # a module may do anything when it is imported
+    except Exception as error:  # importing runs arbitrary code
         root = module_name.partition(".")[0]
         nowhere = isinstance(error, ModuleNotFoundError) and error.name == root
         advice = f" Type this in the folder of {root}.py, or name that folder in PYTHONPATH." if nowhere else ""
@@ -107,10 +107,13 @@ def load_callable(target: str, seed: int = 0) -> Callable[..., Any]:
 
 
 def make_inputs(specifications: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """Return tensors by name: standard normal numbers, of integers and bools 0 and 1, the same ones for each seed.
+    """Draw the inputs: standard normal numbers, or 0 and 1 for integers and bools; equal seeds draw equal inputs.
+
+    Returns:
+        The tensors by name.
 
     Raises:
-        CommandError: If a specification is not ``name=shape:dtype``, or a name comes twice.
+        CommandError: If a specification is not ``name=shape:dtype``, or a name occurs twice.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs: dict[str, Tensor] = {}
@@ -126,7 +129,7 @@ def make_inputs(specifications: Sequence[str], seed: int) -> dict[str, Tensor]:
         except ValueError:
             shape = (-1,)
         if min(shape, default=0) < 0:
-            raise CommandError(f"--input {text}: {sizes!r} is no shape; expected sizes >= 0, {_EXAMPLE}.")
+            raise CommandError(f"--input {text}: {sizes!r} is not a shape; expected sizes >= 0, {_EXAMPLE}.")
         dtype = dtype or "float32"
         if dtype not in _KNOWN:
             raise CommandError(f"--input {text}: unknown dtype {dtype!r}; expected one of {_KNOWN}.")

@@ -1,12 +1,12 @@
 """The contract of a backward, whatever its formula: deterministic, linear, independent of layout, without side effects.
 
-Backward runs are compared with one another, not with numerical differences. The gradient is linear in ``grad_output``,
-and depends on the values of tensors alone, not on their memory layout or on which inputs need a gradient. So one
-gradient determines the gradient that every other run owes.
+Backward runs are compared with one another, not with numerical differences. The gradient is linear in ``grad_output``.
+It depends on the values of tensors alone, not on their memory layout or on which inputs need a gradient. One gradient
+therefore determines the gradient that every other run must return.
 
-If all nodes of the graph are PyTorch's own, two things are probed: decisions of the forward (by strides, by state, by
-which inputs need a gradient), and linearity, which a hook could break. How PyTorch's backwards read memory is left to
-PyTorch's tests.
+If all nodes of the graph are PyTorch's own, only two properties are probed. The first: the forward does not decide by
+strides, by state, or by which inputs need a gradient. The second: the backward is linear, which a hook could break.
+PyTorch's own tests cover the memory layouts that PyTorch's backwards read.
 """
 
 from __future__ import annotations
@@ -25,33 +25,35 @@ from gradguard.torch_private import each_operation
 
 _REPEATS = 6
 _TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch.float16: 8.0}
-"""Two backward runs that should agree may differ by so many machine epsilons."""
+"""Two backward runs that should agree may differ by this many machine epsilons."""
 
 _ONES = "a grad_output of stride 0, as sum() makes"
 _POWERS = {torch.float64: (-20, 10), torch.float32: (-20, 4), torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
-"""Powers of two by which cotangents are multiplied, exactly; small ones for float16, which may overflow inside."""
+"""Cotangents are multiplied by these powers of two, which is exact. Those for float16 are small, against overflow."""
 
 _ROUNDED_TIMES = 3
 _ROUNDING = 32
-"""A sum in another order may change a result by this multiple of the change that rounding the inputs makes."""
+"""A sum in another order may change a result by this multiple of the change caused by rounding the inputs."""
 
 _MOST_SUBSETS = 4
-"""With up to this many inputs, every subset of them is tried as the inputs that need a gradient. With more, half of the
-inputs need one at a time, chosen by the binary digits of their positions: any two inputs then differ at least once."""
+"""Up to this many inputs, the probe tries every subset as the inputs that need a gradient.
+
+With more inputs, half of them need a gradient in each run, chosen by one binary digit of their positions. For any two
+inputs, at least one run then needs the gradient of one and not of the other."""
 
 _MOST_LENGTHS = 4
 _NEARBY = {torch.float64: (1e-7, 1e-4), torch.float32: (1e-4, 1e-2)}
 """A point is regular if moving the inputs by the first share changes values and gradient by at most the second."""
 
 _OF_RUNS = ("layout", "linearity", "outputs", "state", "needs_input_grad")
-"""Kinds of findings that a backward with varying results also causes."""
+"""Kinds of findings that a non-deterministic backward also causes."""
 
 _LARGE = 1e250
-"""Above this a product with a cotangent may overflow."""
+"""Above this value, a product with a cotangent may overflow."""
 
 
 Findings = list[GradientFinding]
-"""The faults that one comparison finds: none where the two agree."""
+"""The faults found by one comparison; empty if the two sides agree."""
 
 
 class BackwardRun(NamedTuple):
@@ -62,7 +64,7 @@ class BackwardRun(NamedTuple):
 
 
 class RecordedForward(NamedTuple):
-    """The inputs and the outputs of a recorded forward."""
+    """The leaves and the outputs of a recorded forward."""
 
     leaves: list[Tensor]
     outputs: list[Tensor]
@@ -72,7 +74,7 @@ _NO_GRAPH = RecordedForward([], [])
 
 
 class OwedGradient(NamedTuple):
-    """A backward of the recorded graph, and the gradient that it owes."""
+    """A backward run of the recorded graph, and the gradient that it must return."""
 
     words: str
     cotangents: Sequence[Tensor | None]
@@ -80,6 +82,7 @@ class OwedGradient(NamedTuple):
     size: float = 1.0
     """The size of the cotangents, relative to the usual one."""
     may_refuse: bool = False
+    """Whether an exception of the backward is allowed."""
 
 
 class Contract:
@@ -88,13 +91,13 @@ class Contract:
     Args:
         function: The function to probe.
         cotangent: The cotangent of the backward runs, as one vector.
-        generator: The generator of the random moves of inputs.
-        rtol: The relative error that the function itself has.
+        generator: The generator for random moves of the inputs.
+        rtol: The relative error of the function itself.
 
     Attributes:
-        first: The gradient.
+        first: The gradient of the first backward run.
         findings: The faults found.
-        notes: Remarks that are no faults.
+        notes: Remarks that are not faults.
     """
 
     def __init__(self, function: Function, cotangent: Tensor, generator: torch.Generator, rtol: float = 0.0) -> None:
@@ -104,24 +107,24 @@ class Contract:
         limits = torch.finfo(self.dtype)
         self.relative = max(rtol, _TOLERANCE[self.dtype] * limits.eps)
         self.least = 8 * limits.smallest_normal * limits.eps
-        """A few steps of the smallest numbers, below which a dtype has no digits."""
+        """Eight steps of the smallest subnormal number, a difference that is always allowed."""
         self.findings: Findings = []
         self.notes: Findings = []
         self.shaped = function.shaped(cotangent)
         self._varies = False
-        """Whether two backward runs of one graph differed by a bit."""
+        """Whether two backward runs of one graph differed in any bit."""
         self._graph = _NO_GRAPH
-        """The forward whose backward is run."""
+        """The recorded forward whose backward the probes run."""
 
     def probe(self) -> None:
-        """Run all probes, the cheap ones first."""
+        """Run all probes, starting with the cheap ones."""
         self._probe()
         if self._varies or any(one.kind in _OF_RUNS for one in self.findings):
             self._repeat()
 
     @torch.no_grad()
     def probe_needs(self) -> None:
-        """Probe only which inputs need a gradient."""
+        """Probe only runs in which some inputs need a gradient and others do not."""
         self._record()
         self.first, self.usual_values = self._run()
         self.usual = largest(self.first)
@@ -160,13 +163,13 @@ class Contract:
         self._hidden_float32()
 
     def _record(self, leaves: list[Tensor] | None = None) -> None:
-        """Call the function anew, with these leaves or its inputs."""
-        self._graph = _NO_GRAPH  # so that no two graphs are in memory
+        """Record a new forward from these leaves, or from the function's own inputs if None."""
+        self._graph = _NO_GRAPH  # release the old graph first: two graphs may not fit into memory
         leaves = self.function.leaves() if leaves is None else leaves
         self._graph = RecordedForward(leaves, self.function.record(leaves))
 
     def _run(self) -> BackwardRun:
-        """Return outputs and gradient of the graph."""
+        """Return the gradient and the outputs of the recorded graph."""
         return BackwardRun(self._backward(), joined(self._graph.outputs))
 
     def _backward(self, cotangents: Sequence[Tensor | None] | None = None) -> Tensor:
@@ -174,14 +177,14 @@ class Contract:
         return self.function.backward(outputs, leaves, self.shaped if cotangents is None else cotangents, keep=True)
 
     def _take_gradient(self) -> Findings:
-        """Take the gradient, and that of -1 times the cotangent: no tensor that was passed in may change.
+        """Run the backward with the cotangent and with its negative, and report changed inputs and cotangents.
 
         Returns:
-            The faults of gradients that the first backward returned and the second one overwrites.
+            A finding for each gradient returned by the first backward and overwritten by the second.
         """
         function, fresh, (leaves, outputs) = self.function, [v.clone() for v in self.shaped], self._graph
         given, names = function.given, [one.name for one in function.inputs]
-        self.findings += _changed("the forward overwrites input", names, leaves, given)  # which are not the leaves
+        self.findings += _changed("the forward overwrites input", names, leaves, given)
         returned = function.gradients(outputs, leaves, fresh, keep=True)
         self.first = joined(returned)
         self.usual = largest(self.first)
@@ -189,11 +192,11 @@ class Contract:
         numbers = map(str, range(len(fresh)))
         self.findings += _changed("the backward overwrites grad_output of output", numbers, fresh, self.shaped)
         self._varies = not (self.findings or are_the_same(-self._backward([-v for v in self.shaped]), self.first))
-        words, sizes = "a backward overwrites what the one before has returned for", function.sizes
+        words, sizes = "a backward overwrites the gradient that the previous backward returned for", function.sizes
         return _changed(words, names, joined(returned).split(sizes), self.first.split(sizes))
 
     def _repeat(self) -> None:
-        """Report by how much backward runs of one graph differ; a large difference replaces the other findings."""
+        """Compare repeated backward runs of one graph; a large difference replaces all other findings."""
         self._record()
         first, *others = [self._backward() for _ in range(_REPEATS)]
         message = "the same backward, run again, gives something else"
@@ -203,7 +206,7 @@ class Contract:
             self.notes = [GradientFinding("non-determinism", "equal backward runs differ in the last bits")]
 
     def _other_calls(self) -> str:
-        """Call the function elsewhere, and with each length shorter by one; say which calls were possible."""
+        """Call the function with flipped inputs and with shorter ones; return a description of calls that worked."""
         given, shorter = self.function.inputs, []
         flipped = [one.value.flatten().flip(0).reshape(one.value.shape) for one in given]
         elsewhere = "another forward in between" if self._call(flipped) else ""
@@ -221,18 +224,22 @@ class Contract:
         return " and ".join(shorter) or elsewhere
 
     def _call(self, inputs: list[Tensor]) -> bool:
-        """Tell whether the function can be called with these inputs."""
+        """Return whether the function accepts these inputs."""
         leaves = [one.clone().requires_grad_() for one in inputs]
         try:
             outputs = self.function.record(leaves)
             if self.function.has_own_code:
                 self.function.gradients(outputs, leaves, [torch.ones_like(o) for o in outputs], keep=False)
-        except Exception:  # outside of the domain, or the sizes belong together
+        except Exception:  # the inputs are outside of the domain, or their sizes do not fit together
             return False
         return True
 
     def _after(self, calls: str, again: Tensor) -> Findings:
-        """Compare the outputs of the forward after ``calls``, and the gradient of that before, with the usual ones."""
+        """Return the faults caused by other ``calls``.
+
+        The forward recorded after the calls must have the usual outputs. ``again``, the gradient of the forward
+        recorded before the calls, must be the usual gradient.
+        """
         found = joined(self._graph.outputs)
         if wrong := self._values_differ("state", f"the same inputs after {calls}", found, self.usual_values):
             return wrong
@@ -240,12 +247,12 @@ class Contract:
         return wrong and (self._lasting(calls) or wrong)
 
     def _lasting(self, calls: str) -> Findings:
-        """Return the faults of the gradient of the forward after ``calls``, if any were possible."""
+        """Return the faults in the gradient of the forward recorded after ``calls``; none if no call was possible."""
         words = f"{calls} changes the next backward"
         return self._difference("state", words, self._backward(), self.first) if calls else []
 
     def _hold(self, kind: str, claims: Iterator[OwedGradient]) -> None:
-        """Run the backward for each of ``claims``, up to the first gradient that is not the one owed."""
+        """Run the backward for each claim, and stop at the first gradient that differs from the owed one."""
         for claim in claims:
             try:
                 found = self._backward(claim.cotangents)
@@ -258,7 +265,7 @@ class Contract:
                 return
 
     def _scaled(self) -> Iterator[OwedGradient]:
-        """Yield grad_outputs that are scaled, with the other sign, or zero."""
+        """Yield scaled, negated and zero grad_outputs."""
         factors = {f"2^{power}": 2.0**power for power in _POWERS[self.dtype]}
         for shown, times in ({"-1": -1.0} | factors if self._varies else factors).items():
             scaled = [v * times for v in self.shaped]
@@ -274,7 +281,7 @@ class Contract:
             yield OwedGradient(layout.words.format("grad_output"), placed, self.first, may_refuse=layout is FLAGGED)
 
     def _stride_0(self) -> Iterator[OwedGradient]:
-        """Yield grad_outputs of stride 0, in all dimensions or along one, as sums make them."""
+        """Yield grad_outputs of stride 0 in all dimensions or along one, such as the backward of a sum creates."""
         shaped = self.shaped
         others = {_ONES: [v.new_ones(()).expand(v.shape) for v in shaped]}
         for dim in range(max((v.dim() for v in shaped if v.dim() > 1), default=0)):
@@ -285,7 +292,7 @@ class Contract:
             yield OwedGradient(words, other, self._backward(in_full))
 
     def _single_outputs(self) -> Iterator[OwedGradient]:
-        """Yield cotangents for some outputs alone: gradients for single outputs add up to that for all of them."""
+        """Yield cotangents for some of the outputs: the gradients of single outputs add up to the gradient of all."""
         used = [i for i, o in enumerate(self._graph.outputs) if o.requires_grad]
         if len(used) < 2:
             return
@@ -303,7 +310,7 @@ class Contract:
             yield OwedGradient(f"zeros for output {i}", only(others, zeros=True), rest, size)
 
     def _other_inputs(self) -> None:
-        """Place the inputs elsewhere in memory, then let only some of them need a gradient."""
+        """Probe other memory layouts of the inputs, inputs without a gradient, and inputs that share memory."""
         function = self.function
         arguments = [one.value for one in function.inputs if one.is_argument]
         for layout in layouts_of(arguments, LAYOUTS) if function.has_own_code else orders_of(arguments):
@@ -315,7 +322,8 @@ class Contract:
             self._some_needed()
         if not self.findings and function.has_own_code and self.dtype in _NEARBY:  # half precision may round copies
             self._shared_memory()
-        if self.findings and self._draws_random_numbers():  # in the order of memory, which was another one
+        # Random numbers are drawn in the order of memory, so another layout changes the results rightly.
+        if self.findings and self._draws_random_numbers():
             self.findings = [one for one in self.findings if one.kind != "layout"]
 
     def _some_needed(self) -> None:
@@ -338,13 +346,14 @@ class Contract:
     def _hold_with(
         self, kind: str, words: str, leaves: list[Tensor], expected: Tensor, layout: InputLayout | None = None
     ) -> None:
-        """Run the function with these leaves, which owe the usual outputs and the gradient ``expected`` or a refusal.
+        """Run the function with these leaves, and compare its outputs and gradient with the usual ones.
 
-        Results of another ``layout`` may differ as sums in another order do.
+        ``expected`` is the gradient that the run must return. The function may also refuse the leaves. With another
+        ``layout``, results may differ by as much as sums in another order do.
         """
         try:
             self._record(leaves)
-        except Exception:  # it refuses them, or takes a derivative inside
+        except Exception:  # the function refuses the leaves, or takes a derivative inside
             return
         try:
             found = self._run()
@@ -358,7 +367,7 @@ class Contract:
     def _shared_memory(self) -> None:
         """Compare inputs that share memory with copies of them: one tensor for several inputs, inputs of stride 0.
 
-        Input i is slice ``sources[i]``, repeated to fill its shape.
+        Input i is slice ``sources[i]``, broadcast to the shape of the input.
         """
         values, alike = self.function.given, {}
         same = list(range(len(values)))
@@ -374,7 +383,7 @@ class Contract:
             try:
                 expected = self._of_slices(slices, sources, moved=0.0)
                 found = self._of_slices(slices, sources)
-            except Exception:  # it refuses them, or the point is outside of the domain
+            except Exception:  # the function refuses the inputs, or the point is outside of the domain
                 continue
             wrong = self._run_differs("layout", words, found, expected)
             changes = self._changes(slices, sources, expected, moved) if wrong else None
@@ -385,10 +394,10 @@ class Contract:
                     return
 
     def _of_slices(self, slices: list[Tensor], sources: list[int], moved: float | None = None) -> BackwardRun:
-        """Return outputs and gradient where inputs share memory.
+        """Return the gradient and the outputs for inputs that share memory.
 
-        With ``moved`` the inputs are copies, each moved at random by this share of its size, or of the mean size if
-        that is larger.
+        With ``moved``, the inputs are copies instead. Each element moves at random by this share of its size, or of
+        the mean size of its tensor if the mean is larger.
         """
         shapes = [one.shape for one in self.function.given]
         leaves = [one.clone().requires_grad_() for one in slices]
@@ -406,16 +415,16 @@ class Contract:
     def _changes(
         self, slices: list[Tensor], sources: list[int], usual: BackwardRun, moved: float
     ) -> list[Tensor] | None:
-        """Return how far moved inputs take gradient and values from ``usual``; None where the function fails there."""
+        """Return how far gradient and values depart from ``usual`` when the inputs move; None if the function fails."""
         try:
             runs = [self._of_slices(slices, sources, moved) for _ in range(_ROUNDED_TIMES)]
             both = [torch.stack(each) for each in zip(*runs, usual, strict=True)]
-        except Exception:  # the point is outside of the domain, or other inputs give other numbers of outputs
+        except Exception:  # the point is outside of the domain, or the number of outputs depends on the inputs
             return None
         return [(one[:-1] - one[-1]).abs().amax(0) for one in both]
 
     def _is_rounding(self, found: BackwardRun) -> bool:
-        """Tell whether a run differs by no more than rounding the inputs does, as sums in another order do."""
+        """Return whether a run differs by no more than the effect of rounding the inputs, as reordered sums do."""
         values, usual = self.function.given, BackwardRun(self.first, self.usual_values)
         changes = self._changes(values, list(range(len(values))), usual, torch.finfo(self.dtype).eps)
         if changes is None or found.values.shape != usual.values.shape:
@@ -436,8 +445,9 @@ class Contract:
         return any(found)
 
     def _hidden_float32(self) -> None:
-        """Report a float64 gradient whose elements are all float32 numbers: it was computed in float32."""
-        telling = int((self.first.bfloat16().double() != self.first).sum())  # elements of few bits prove nothing
+        """Report a float64 gradient that was computed in float32: each of its elements is a float32 number."""
+        # Numbers such as 0.5 are exact in bfloat16 and prove nothing.
+        telling = int((self.first.bfloat16().double() != self.first).sum())
         if self.dtype is torch.float64 and telling >= 4 and torch.equal(self.first.float().double(), self.first):
             message = "all gradients are float32 numbers although inputs and outputs are float64"
             self.findings.append(GradientFinding("precision", message))
@@ -456,18 +466,18 @@ class Contract:
         return [GradientFinding(kind, f"the forward gives {given} for {words}")] if given else []
 
     def _difference(self, kind: str, message: str, found: Tensor, expected: Tensor, size: float = 1) -> Findings:
-        """Compare two gradients that should agree, for cotangents of a ``size`` relative to the usual one."""
+        """Compare two gradients that should agree; ``size`` is the cotangents' size relative to the usual one."""
         most = max(abs(size) * self.usual, largest(found), largest(expected))
-        # Under a cotangent of ones the sums of a normalization cancel: in half precision the remainder is measured by
-        # the largest element of the usual gradient.
+        # With a cotangent of ones, the sums in a normalization's backward cancel. In half precision, the remainder is
+        # therefore compared with the largest element of the usual gradient.
         small = 1e-2 if self.dtype in _NEARBY else 1.0 if message == _ONES else 0.2
         place, words = self._worst(found, expected, small * most)
         return [GradientFinding(kind, f"{message}: {words}", *self.function.name_of(place))] if words else []
 
     def _worst(self, found: Tensor, expected: Tensor, size: float) -> tuple[int, str]:
-        """Return the place of the element that differs most, and a description of it, empty if all agree.
+        """Return the position of the element that differs most, and a description, which is empty if all agree.
 
-        Each element may be off relative to its own size and to ``size``.
+        The tolerance of an element is relative to the sum of its own size and ``size``.
         """
         if torch.equal(found, expected):
             return 0, ""
@@ -486,7 +496,7 @@ def _raised(kind: str, words: str, error: Exception) -> Findings:
 
 
 def _changed(words: str, names: Iterable[str], now: Sequence[Tensor], before: Sequence[Tensor]) -> Findings:
-    """Return a finding for each tensor that has changed: ``words`` and its name."""
+    """Return a finding for each changed tensor; its message is ``words`` and the tensor's name."""
     triples = zip(names, now, before, strict=True)
     return [
         GradientFinding("mutation", f"{words} {name}") for name, one, other in triples if not are_the_same(one, other)
@@ -494,7 +504,7 @@ def _changed(words: str, names: Iterable[str], now: Sequence[Tensor], before: Se
 
 
 def _shorter(value: Tensor, length: int, dim: int | None) -> Tensor:
-    """Return a part of ``value``, shorter by one along each dimension of that length, or along one of them."""
+    """Return ``value`` without the last entry of each dimension of this ``length``, or of dimension ``dim`` only."""
     for i, size in enumerate(value.shape):
         if size == length and dim in (None, i):
             value = value.narrow(i, 0, length - 1)

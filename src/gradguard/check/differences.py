@@ -1,8 +1,9 @@
-"""Numerical derivatives from forward calls alone, each with a bar that says how far off it may be.
+"""Numerical derivatives from forward calls alone, each with an error bar.
 
-Central differences at a ladder of steps, extrapolated (Richardson): the change from one step to the next shows the
-truncation error, the rounding of the outputs the rest. So no step has to be chosen. What is extrapolated is the
-*disagreement* with the gradient that is checked, where both see the step that was really taken after rounding.
+Central differences are computed at a ladder of steps and extrapolated (Richardson). The change between steps measures
+the truncation error; the rounding of the outputs adds the rest of the bar. The caller therefore chooses no step.
+The extrapolated quantity is the *disagreement* between the difference and the checked gradient. Both use the step that
+remains after the inputs were rounded to their dtypes.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from gradguard.check.function import Function
 
 STEPS = tuple(1e-3 / 2**k for k in (0, 1, 2, 3)) + tuple(1e-3 / 8 / 4**k for k in range(1, 9))
 LOW_STEPS = tuple(6e-2 / 2**k for k in range(10))
-"""Relative steps, from the largest: a few close ones that do for a smooth function, then down past kinks nearby.
+"""Relative steps, from the largest: a few close ones, enough for a smooth function, then smaller than nearby kinks.
 
-For float32, where rounding is what limits, they begin further out."""
+The steps for float32 start larger, because rounding limits its accuracy."""
 
 _AT_ONCE = 3
 _FEW = 10_000
-"""Up to this many inputs and outputs, several points are computed at a time."""
+"""Up to this many elements of inputs and outputs, several points are computed at a time."""
 
 _AMPLIFIED = 1.5
-"""Extrapolation from a step and its double multiplies the rounding at the smaller step by this."""
+"""Extrapolation from a step and its double multiplies the rounding error at the smaller step by this factor."""
 
 MULTIPLE = 4.0
 RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
-"""The tolerated error of a gradient beside the bar, relative to the norm of gradient · direction."""
+"""The tolerated error of a gradient in addition to the bar, relative to the norm of gradient · direction."""
 
 
 class Disagreement(NamedTuple):
@@ -41,23 +42,23 @@ class Disagreement(NamedTuple):
 
     error: float
     bar: float
-    """How far off ``error`` may be; infinite if nothing could be computed."""
+    """The bound on the error of ``error``; infinite if no difference could be computed."""
     scale: float
     """The 2-norm of gradient · direction, element by element."""
     size: float
-    """The larger of the 2-norm and the derivative at large steps."""
+    """The larger of ``scale`` and the largest disagreement at the first two steps."""
 
     relative: float
-    """The tolerated error beside the bar, relative to ``scale``."""
+    """The tolerated error in addition to the bar, relative to ``scale``."""
 
     @property
     def allowed(self) -> float:
-        """The disagreement that is no finding."""
+        """The largest disagreement that is not a finding."""
         return MULTIPLE * self.bar + self.relative * self.scale
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the disagreement is larger than its bar allows."""
+        """Whether the disagreement exceeds the allowed one."""
         return abs(self.error) > self.allowed
 
 
@@ -66,19 +67,19 @@ class Limit(NamedTuple):
 
     value: float
     bar: float
-    """How far off ``value`` may be."""
+    """The bound on the error of ``value``."""
     step: float
     """The smaller of the two steps."""
     rounding: float
-    """The part of ``bar`` that is due to rounding."""
+    """The part of ``bar`` caused by rounding."""
 
 
 NOTHING = Limit(math.nan, math.inf, math.nan, math.nan)
-"""The limit where there is none."""
+"""The placeholder for a limit that could not be estimated."""
 
 
 class Differences:
-    """The function at its point, a cotangent, and the gradient that is checked."""
+    """Numerical derivatives of a function at its point, compared with a gradient for one cotangent."""
 
     def __init__(self, function: Function, cotangent: Tensor, gradient: Tensor, rtol: float = 0.0) -> None:
         self.function, self.base, self.cotangent, self.gradient = function, function.base, cotangent, gradient
@@ -96,19 +97,19 @@ class Differences:
 
     @property
     def rounding(self) -> Tensor:
-        """How far off each output is by rounding to its dtype."""
+        """The rounding error of each output in its dtype."""
         return self.function.rounding_of(self.base)
 
     def measure_noise(self, direction: Tensor, concerned: Tensor) -> None:
-        """Estimate the rounding errors of the outputs from second differences at tiny steps, which show nothing else.
+        """Estimate the rounding errors of the outputs from second differences at tiny steps, which show only rounding.
 
-        Each side of the point by itself, so that a kink or a jump at the point is not taken for noise. Outputs that the
-        smallest step does not move may be quantised: those ``concerned`` are looked at with larger ones, where noise is
-        what both sides show.
+        The two sides of the point are measured separately, because a kink or a jump at the point is not noise. An
+        output that the smallest step does not move may be quantised. The ``concerned`` outputs among those are measured
+        again with larger steps, and only noise on both sides counts.
         """
         noise, still = self.rounding, concerned
         offset = torch.where(direction != 0, self.point.abs().mul_(direction.sign()).mul_(4e3 * self.input_eps), 0.0)
-        # A product of x + a and y - a hardly moves.
+        # Steps of equal size may cancel, as in the product of x + a and y - a.
         offset *= torch.linspace(0.5, 1, len(offset), dtype=torch.float64, device="cpu")
         for samples in (3, 8, 8, 8):
             spread, moved = self._second_differences(offset, samples)
@@ -120,9 +121,9 @@ class Differences:
         self.noise, self.has_noise = noise, True
 
     def _second_differences(self, offset: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-        """Return the largest second difference along multiples of ``offset`` on either side, and which outputs move.
+        """Return the largest second difference along multiples of ``offset``, and the mask of outputs that move.
 
-        Of three samples the larger side counts, of more the smaller one.
+        With three samples, the larger of the two sides counts; with more, the smaller one.
         """
         moved, spreads = torch.zeros_like(self.usable), []
         for sign in (1, -1):
@@ -139,14 +140,14 @@ class Differences:
         return either(*spreads).mul_(2 / math.sqrt(6)), moved
 
     def reaches_a_pole(self, direction: Tensor) -> bool:
-        """Tell whether an output that is not finite at the point is finite, or another infinity, one step further."""
+        """Return whether a non-finite output becomes finite, or an infinity of the other sign, a step away."""
         if self.is_finite:
             return False
         beside = [self.function.values(self.point + step * direction) for step in (1e-3, -1e-3)]
         return any(bool((~self.usable & (one != self.base) & ~one.isnan()).any()) for one in beside)
 
     def jumps(self, direction: Tensor) -> bool:
-        """Tell whether an output jumps: steps along ``direction`` change it by as much, however small they are."""
+        """Return whether an output jumps on both sides: smaller steps along ``direction`` change it by as much."""
         for side in (1e-9, -1e-9):
             sizes = [self.function.values(self.point + step * direction) - self.base for step in (side, side / 8)]
             large, small = (torch.where(self.usable, size, 0.0).abs() for size in sizes)
@@ -155,10 +156,10 @@ class Differences:
         return True
 
     def along(self, direction: Tensor, *, with_noise: bool = False) -> Disagreement:
-        """Return how much the numerical derivative along ``direction`` and the gradient disagree.
+        """Return the disagreement between the numerical derivative along ``direction`` and the gradient.
 
-        From as many steps as it takes. With ``with_noise``, noise is measured if it is not known, of outputs that the
-        largest steps move.
+        The steps shrink until smaller ones add nothing. With ``with_noise``, the noise of the outputs that the largest
+        steps move is measured, unless it has been measured before.
         """
         product = direction * self.gradient
         scale, enough = norm(product), 1e-11 * float(product.abs_().sum())
@@ -168,7 +169,7 @@ class Differences:
         for start in range(0, len(steps), together):
             tried = steps[start : start + together]
             gone, change = self.central(numbers(tried)[:, None] * direction)
-            gone = torch.where(direction != 0, gone, 0.0)  # of points that are infinite
+            gone = torch.where(direction != 0, gone, 0.0)  # an infinite input yields NaN, even if it does not move
             apart = (change @ self.cotangent - gone @ self.gradient).tolist()
             usable = [i for i, one in enumerate(apart) if math.isfinite(one)]
             found += [(tried[i], apart[i] / (2 * tried[i])) for i in usable]
@@ -179,21 +180,21 @@ class Differences:
             limits = extrapolated([(step, one, noise / step) for step, one in found], 2, _AMPLIFIED)
             best = min(limits, key=_bar, default=best)
             if _bar(best) <= enough or (len(limits) > 2 and _bar(best) <= 2 * limits[-1].rounding):
-                break  # smaller steps have nothing to add: accurate enough, or rounding takes over
+                break  # smaller steps add nothing: the bar is small enough, or rounding dominates it
         largest = max((abs(one) for _, one in found[:2]), default=0.0)
         return Disagreement(best.value, best.bar, scale, max(scale, largest), self.relative)
 
     def central(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how far the point and the outputs move from below the point to above it, by each of ``offsets``."""
+        """Return the changes of point and outputs from point - offset to point + offset, one row per offset."""
         above = self.function.rounded(self.point + offsets)
         values = self.function.values_at(above)
         below = self.function.rounded(self.point - offsets)
         return above.sub_(below), self.usable_part(values.sub_(self.function.values_at(below)))
 
     def rounding_of(self, moved: Tensor) -> float:
-        """Return how far off cotangent · outputs may be by rounding, from the outputs that move along a direction.
+        """Return the rounding error of cotangent · outputs, summed over the outputs ``moved`` by any step.
 
-        An output that one step does not move, and a larger one does, is off by rounding there as well.
+        An output that a small step does not move has a rounding error too, if a larger step moves it.
         """
         noise = self.cotangent.abs() * torch.where(moved, self.noise, 0.0)
         total = float(noise.sum())
@@ -201,26 +202,25 @@ class Differences:
 
     @property
     def negligible(self) -> float:
-        """The size below which cotangent · change, for relative changes of the inputs, is rounding alone."""
+        """The size below which cotangent · change, per relative change of the inputs, is rounding alone."""
         few = min(1e3, 1e-3 / self.coarsest)
         return 2 * few * float(self.cotangent.abs().dot(torch.where(self.usable, self.rounding, 0.0)))
 
     def usable_part(self, change: Tensor) -> Tensor:
-        """Return changes of the outputs, 0 for those that are not finite at the point."""
+        """Return the changes of the outputs, with 0 for outputs that are not finite at the point."""
         return change if self.is_finite else torch.where(self.usable, change, 0.0)
 
 
 def extrapolated(derivatives: Sequence[tuple[float, float, float]], order: int, amplified: float = 2.0) -> list[Limit]:
-    """Return a limit for each two neighbouring steps, by one Richardson extrapolation.
+    """Return one limit for each pair of neighbouring steps, by Richardson extrapolation.
 
-    ``derivatives`` are (step, derivative, rounding), largest steps first.
-
-    ``order`` is that of the truncation error: 2 for central differences, 1 for one-sided ones. Rounding counts
-    ``amplified`` times that of the smaller step.
+    ``derivatives`` are triples (step, derivative, rounding), the largest step first. ``order`` is the order of the
+    truncation error: 2 for central differences, 1 for one-sided ones. The rounding of a limit is ``amplified`` times
+    the rounding at the smaller step. The first limit needs a second pair for its bar: two steps yield no limit.
     """
     raw = []
     for (big, first, _), (small, second, rounding) in pairwise(derivatives):
-        ratio = math.prod([big / small] * order)  # infinite beside subnormal numbers, where ** raises
+        ratio = math.prod([big / small] * order)  # infinite for subnormal steps, where ** would raise
         raw.append((second + (second - first) / (ratio - 1), small, amplified * rounding))
     changes = [abs(one - other) for (one, *_), (other, *_) in pairwise(raw)]
     around = pairwise([*changes[:1], *changes, *changes[-1:]])
@@ -232,9 +232,10 @@ def _bar(limit: Limit) -> float:
 
 
 def directions(function: Function, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield random directions: signs, sized in turn by max(|x|, mean |x|) and by |x|, where that is not 0.
+    """Yield random directions of random signs, whose sizes alternate between two rules.
 
-    By half to one and a half times that, so that equal errors with equal signs do not cancel.
+    An element's size is max(|x|, mean |x|), or in every second direction |x| (mean |x| where x is 0). Each is
+    multiplied by a random factor from 0.5 to 1.5, because equal errors could cancel otherwise.
     """
     point = function.point
     while True:

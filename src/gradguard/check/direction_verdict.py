@@ -1,7 +1,7 @@
-"""One direction, looked at closely: is the gradient wrong there, or does the function have a kink, a jump, a pole?
+"""Classify one direction: the gradient is wrong, or the function has a kink, a jump or a pole.
 
-The derivatives from above and from below, at steps over ten decades, tell these apart. At a kink or a tie every value
-between the two one-sided derivatives, output by output, is a subgradient and accepted.
+The derivatives from above and from below, at steps over ten decades, tell these cases apart. At a kink or a tie, every
+value between the two one-sided derivatives of each output is a subgradient, and accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUNDED = 1e-9
 _SMALL = 1e-6
 _FEW_ROUNDINGS = 5.0
 LITTLE_OF_TYPICAL = 1e-3
-"""A bar below this share of a typical derivative is narrow enough."""
+"""A bar is narrow enough below this share of a typical derivative."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ElementVerdict:
 
 @dataclass(frozen=True)
 class _StepSize:
-    """Derivatives from above and below at one step, of cotangent · outputs; NaN where the function is not finite."""
+    """The one-sided derivatives of cotangent · outputs at one step; NaN where the function is not finite."""
 
     size: float
     above: float
@@ -54,21 +54,21 @@ class _StepSize:
     rounding: float
     """The measured rounding error of the derivatives at this step, summed over all outputs that any step moves."""
     floor: float = 0.0
-    """The rounding error that the dtype of the outputs implies, the smallest possible ``rounding``."""
+    """The rounding error implied by the dtype of the outputs, a lower bound of ``rounding``."""
 
     @property
     def central(self) -> Limit:
-        """The derivative from both sides, as it is at this step."""
+        """The central difference at this step, without extrapolation."""
         return Limit((self.above + self.below) / 2, self.rounding, self.size, self.rounding)
 
     def is_level(self, relative: float) -> bool:
-        """Tell whether the function rises equally on both sides, up to rounding, as a loss does at its minimum."""
+        """Return whether the function rises equally on both sides up to rounding, like a loss at its minimum."""
         slope = max(abs(self.above), abs(self.below))
         return abs(self.central.value) <= max(_FEW_ROUNDINGS * self.rounding, relative * slope)
 
 
 def examine(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> ElementVerdict:
-    """Return the verdict on ``direction``, from steps relative to each of ``sizes``."""
+    """Return the verdict on ``direction``, computed from steps relative to each of ``sizes``."""
     moved = direction != 0
     own = differences.gradient[moved]
     value = float((own * direction[moved]).sum()) if bool(own.isfinite().all()) else float(own.sum())
@@ -78,15 +78,15 @@ def examine(differences: Differences, direction: Tensor, sizes: Sequence[float])
 
 
 def _diagnosis(differences: Differences, analytical: float, steps: list[_StepSize], nothing: float) -> tuple[Any, ...]:
-    """Return kind, fault, derivative and subgradients, as `ElementVerdict` has them.
+    """Return the fields of `ElementVerdict` without ``analytical``; low and high only at a kink.
 
-    Below ``nothing`` all derivatives are rounding.
+    A derivative below ``nothing`` is rounding alone.
     """
     relative, typical = differences.relative, typical_size(differences)
     two_sided = [s for s in steps if math.isfinite(s.above) and math.isfinite(s.below)]
     if analytical == typical == 0 and two_sided and all(s.is_level(relative) for s in two_sided):
         return "ok", False, _most_accurate([s.central for s in two_sided])
-    # A bar far below the size that a derivative of this function usually has is no lack of power.
+    # A bar far below the typical derivative is narrow enough, even if this derivative is smaller.
     typical = max([typical, *(abs(s.central.value) for s in two_sided)])
     kind, series, order = _usable_side(steps, two_sided)
     limits = extrapolated(series, order)
@@ -105,7 +105,7 @@ def _diagnosis(differences: Differences, analytical: float, steps: list[_StepSiz
     decisive = chosen.bar < _DECISIVE * max(abs(chosen.value), abs(analytical))
     kink = _kink(two_sided) if kind == "ok" else []
     if kink and decisive and chosen.step < min(s.size for s in kink):
-        kink = []  # smaller steps have settled: what looked like a kink is curvature, or lies beside the point
+        kink = []  # smaller steps have settled: the apparent kink is curvature, or is beside the point
     between = _subgradients(kink) if kink else None
     if between is not None:
         slack = 5 * between.rounding + relative * max(abs(between.low), abs(between.high), abs(analytical))
@@ -118,14 +118,14 @@ def _diagnosis(differences: Differences, analytical: float, steps: list[_StepSiz
     if not math.isfinite(analytical):
         has_derivative = bool(kink) or chosen.bar < 1e-2 * max(abs(chosen.value), typical)
         return "nan" if has_derivative else "singular", has_derivative, chosen
-    # A function rounded on purpose: small steps change nothing at all where the slope would show.
+    # A function that rounds on purpose is constant under small steps that would show its slope.
     is_constant = any(s.above == 0 == s.below and abs(chosen.value) > 1e3 * s.floor for s in two_sided)
     if abs(analytical) <= nothing and is_constant:
         return "jump", False, chosen._replace(value=0.0)
     if between is not None:
         return "kink", True, between.central, between.low, between.high
     off = abs(chosen.value - analytical)
-    # A solver that stops early: the deviation is small, and that of smaller steps is no less.
+    # With a solver that stops early, the deviation is small, and does not shrink with the step.
     below = [one for one in limits if chosen.step / 30 < one.step < chosen.step]
     wavers = off < _SMALL * abs(chosen.value) and any(abs(o.value - chosen.value) > off + o.rounding for o in below)
     if decisive and off > 5 * chosen.bar and not wavers:
@@ -136,9 +136,10 @@ def _diagnosis(differences: Differences, analytical: float, steps: list[_StepSiz
 def _usable_side(
     steps: list[_StepSize], two_sided: list[_StepSize]
 ) -> tuple[str, list[tuple[float, float, float]], int]:
-    """Return the kind of the point, and (step, derivative, rounding) on the sides where the function is continuous.
+    """Return the kind of the point, triples (step, derivative, rounding), and the order of convergence.
 
-    With it the order in which these derivatives converge: 2 from both sides, 1 from one.
+    The triples come from the sides on which the function is continuous. The order is 2 for central differences and 1
+    for one side.
     """
     above, below = _series(steps, "above"), _series(steps, "below")
     jumps_above, jumps_below = _jumps(above), _jumps(below)
@@ -151,7 +152,7 @@ def _usable_side(
 
 
 def _series(steps: list[_StepSize], name: str) -> list[tuple[float, float, float]]:
-    """Return (step, derivative, rounding) for the steps whose derivative of this name is finite."""
+    """Return (step, derivative, rounding) for each step whose derivative ``name`` is finite."""
     return [(s.size, getattr(s, name), s.rounding) for s in steps if math.isfinite(getattr(s, name))]
 
 
@@ -170,7 +171,7 @@ def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) 
     for start in range(0, len(chosen), together):
         block = numbers(chosen[start : start + together])[:, None]
         above, below = function.rounded(point + block * direction), function.rounded(point - block * direction)
-        up, down = (  # how far each step, one in each row, really went along the direction
+        up, down = (  # the distance along the direction that remains after rounding, one step per row
             torch.where(own, taken, 0.0) @ direction[:, None] / (direction @ direction)
             for taken in (above - point, point - below)
         )
@@ -198,25 +199,27 @@ def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) 
 
 
 def _chosen_sizes(differences: Differences, here: float, sizes: Sequence[float]) -> list[float]:
-    """Return steps over ten decades below each of ``sizes``, the largest first, for a coordinate of size ``here``."""
+    """Return steps over ten decades below each of ``sizes``, the largest first; ``here`` is the coordinate's size."""
     wanted = {10.0**-k * size for size in sizes for k in range(2, 2 + _DECADES)}
     wanted |= {10.0**-k for k in range(13, 22)} if here == 0 else set()
     wanted |= {step * size for size in sizes for step in LOW_STEPS} if differences.is_low else set()
     chosen: list[float] = []
     for h in sorted((h for h in wanted if h > 4 * differences.input_eps * here), reverse=True):
-        chosen += [h] if not chosen or h < _APART * chosen[-1] else []  # of equal steps all limits are alike
+        chosen += (
+            [h] if not chosen or h < _APART * chosen[-1] else []
+        )  # nearly equal steps would agree whatever their error
     return chosen[:: max(1, math.ceil(len(chosen) / _MOST_STEPS))]
 
 
 class _Quantum:
-    """The smallest change of each output that small steps leave unchanged: the output is rounded to multiples of it."""
+    """The quantum of each output that is rounded to multiples of a quantum, so that small steps leave it unchanged."""
 
     def __init__(self, base: Tensor) -> None:
         self.least, self.most = torch.full_like(base, torch.inf), torch.zeros_like(base)
         self.stuck = torch.zeros_like(base, dtype=torch.bool)
 
     def see(self, changes: Tensor) -> None:
-        """Update by the changes that steps make, the largest step first, one in each row."""
+        """Update with the changes of the outputs, one row per step, the largest step first."""
         sizes = finite(changes).abs()
         before = torch.cat([self.most[None], sizes]).cummax(dim=0).values
         self.stuck |= ((sizes == 0) & (before[:-1] > 0)).any(dim=0)
@@ -224,12 +227,12 @@ class _Quantum:
         self.most = before[-1]
 
     def size(self) -> Tensor:
-        """Return the quantum of each output, 0 for those that are not rounded, or that jump."""
+        """Return the quantum of each output; 0 for an output that is not rounded, or that jumps."""
         return torch.where(self.stuck & (self.least < _ROUNDED * self.most), self.least, 0.0)
 
 
 def _candidates(limits: list[Limit]) -> list[Limit]:
-    """Return the most accurate limit, and that of smaller steps which have settled elsewhere, to be preferred."""
+    """Return the most accurate limit, then a preferred one if smaller steps have settled at another value."""
     best = _most_accurate(limits)
     smaller = [one for one in limits if one.step < best.step and abs(one.value - best.value) > 5 * (one.bar + best.bar)]
     settled = [one for one in smaller if one.bar < 1e-3 * max(abs(one.value), abs(best.value))]
@@ -241,7 +244,7 @@ def _most_accurate(limits: list[Limit]) -> Limit:
 
 
 def _kink(steps: list[_StepSize]) -> list[_StepSize]:
-    """Return the steps at which the one-sided derivatives differ, clearly and by the same amount over a decade."""
+    """Return the steps at which the one-sided derivatives clearly differ, by similar amounts over about a decade."""
     clear = [s for s in steps if max(abs(s.above - s.below), s.high - s.low) > _CLEAR * s.rounding]
     kinked = []
     for s in clear:
@@ -253,7 +256,7 @@ def _kink(steps: list[_StepSize]) -> list[_StepSize]:
 
 
 def _subgradients(kink: list[_StepSize]) -> _StepSize:
-    """Return the limits of the one-sided derivatives, as a step whose rounding is how far off they may be."""
+    """Return the limits of the one-sided derivatives as a `_StepSize` whose ``rounding`` is their error bar."""
     sides = []
     for side in ("low", "high"):
         series = [(s.size, getattr(s, side), s.rounding) for s in kink]
@@ -265,7 +268,7 @@ def _subgradients(kink: list[_StepSize]) -> _StepSize:
 
 
 def _jumps(series: list[tuple[float, float, float]]) -> bool:
-    """Tell whether the increment itself does not shrink with the step."""
+    """Return whether the function jumps: its increment does not shrink with the step."""
     last = series[-8:]
     if len(last) < 4 or last[0][0] < 90 * last[-1][0]:
         return False

@@ -1,8 +1,8 @@
-"""The whole numerical gradient, element by element, many elements in one forward where their outputs do not overlap.
+"""Compare every element with its own numerical derivative; elements that affect disjoint outputs share a forward.
 
-Which outputs a slice of an input reaches is found by changing the slice: slices whose outputs are disjoint share a
-colour, elements of one colour in every dimension share their forwards, and each output that moves is credited to the
-one element that reaches it.
+Changing a slice of an input shows which outputs the slice affects. Slices with disjoint outputs get the same colour.
+Elements whose slices have the same colour in every dimension share their forwards. Each output that changes is credited
+to the one element that affects it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Group:
 
     elements: Tensor
     owner: Tensor
-    """For each output which of ``elements`` reaches it, their number for none."""
+    """The index in ``elements`` of the element that affects each output; ``len(elements)`` for none."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class _Colour:
 
     slices: list[int]
     owner: Tensor
-    """For each output which slice reaches it, -1 for none."""
+    """The slice that affects each output; -1 for none."""
 
 
 def check_every_element(search: Search) -> None:
-    """Compare every element with its own numerical derivative; look closely at those that disagree."""
+    """Compare every element with its own numerical derivative, and examine those that disagree."""
     differences = search.differences
     if not differences.has_noise:
         direction = next(directions(differences.function, search.generator))
@@ -57,7 +57,7 @@ def check_every_element(search: Search) -> None:
         if len(search.findings) >= 5 or len(search.undecided) >= 5:
             return
         if examined >= _MOST_EXAMINED:
-            message = f"more than {_MOST_EXAMINED:,} elements need a close look, which is where the check stops"
+            message = f"more than {_MOST_EXAMINED:,} elements had to be examined one by one; the check stopped there"
             search.undecided.append(GradientFinding("undecided", message))
             return
         search.examine_element(position)
@@ -65,7 +65,7 @@ def check_every_element(search: Search) -> None:
 
 
 def _suspects(differences: Differences, group: Group) -> list[int]:
-    """Return the elements of a group that disagree, all of them if an output moved that belongs to none of them."""
+    """Return the elements of a group that disagree; all of them if an output changed that none of them affects."""
     point, elements = differences.point, group.elements
     offsets = zeros(len(_LADDER), len(point))
     offsets[:, elements] = numbers(_LADDER)[:, None] * point[elements].abs().clamp(min=float(mean_size(point)))
@@ -73,7 +73,7 @@ def _suspects(differences: Differences, group: Group) -> list[int]:
     noise = differences.cotangent.abs() * torch.where((changes != 0).any(dim=0), differences.noise, 0.0)
     rows = torch.cat([differences.cotangent * changes, noise[None]])
     credited = zeros(len(rows), len(elements) + 1).index_add_(1, group.owner, rows)
-    if bool((rows[:, group.owner == len(elements)] != 0).any()):  # the colours are wrong
+    if bool((rows[:, group.owner == len(elements)] != 0).any()):  # the probes missed an output: the colours are wrong
         return elements.tolist()
     taken, gradient = moved[:, elements], differences.gradient[elements]
     central = credited[:-1, :-1] / taken - gradient
@@ -85,7 +85,7 @@ def _suspects(differences: Differences, group: Group) -> list[int]:
 
 
 def _groups(differences: Differences) -> Iterator[Group]:
-    """Yield the elements of each input that have the same colour in all dimensions."""
+    """Yield groups of elements of one input that have the same colour in every dimension."""
     start = 0
     for one, size in zip(differences.function.inputs, differences.function.sizes, strict=True):
         shape = (*one.value.shape, 2) if one.value.is_complex() else tuple(one.value.shape)
@@ -102,7 +102,7 @@ def _groups(differences: Differences) -> Iterator[Group]:
 
 
 def _coloured(differences: Differences, places: Tensor, dim: int) -> list[_Colour]:
-    """Return colours for the slices along ``dim``: the outputs that a slice reaches are those that change with it."""
+    """Colour the slices along ``dim``: a slice affects the outputs that change when the slice changes."""
     colours: list[_Colour] = []
     for index in range(places.shape[dim]):
         positions = places.select(dim, index).reshape(-1)

@@ -1,4 +1,4 @@
-"""Flat float64 vectors on the CPU: the numbers of tensors side by side, complex ones as two real ones."""
+"""Flat float64 vectors on the CPU: the concatenated elements of tensors, each complex number as two real ones."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 _UNDERFLOWS = 1e-140
-"""At a 2-norm below this, squares of elements have lost digits."""
+"""Below this 2-norm, the squares of elements underflow and lose digits."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one input or output in a vector.
+    """The slice of a vector that one input or output occupies.
 
     Attributes:
         name: The name of the tensor in findings.
-        value: The tensor itself: of an output only its shape, dtype and device count.
-        position: The number of an input among all that the callable is called with, a module's own tensors last.
-        is_argument: Whether an input is no parameter or buffer of the module.
+        value: The tensor; of an output, only shape, dtype and device matter.
+        position: The index of an input among all values that the callable receives; a module's own tensors come last.
+        is_argument: Whether an input is an argument, not a parameter or buffer of the module.
         has_graph: Whether an output has a graph.
     """
 
@@ -38,17 +38,17 @@ class Slot:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its real numbers."""
+        """The dtype of the real numbers; float32 for a complex64 tensor."""
         return self.value.dtype.to_real()
 
 
 def joined(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the numbers of ``tensors`` as one new vector."""
+    """Concatenate the elements of ``tensors`` into one new vector."""
     return torch.cat([zeros(0), *map(_flat, tensors)])
 
 
 def parts_of(vector: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    """Return the tensors that ``vector`` stands for: rounded to the dtypes of ``slots``, contiguous."""
+    """Split ``vector`` into contiguous tensors with the shapes, devices and dtypes of ``slots``; values are rounded."""
     parts = []
     for part, one in zip(vector.split_with_sizes([one.size for one in slots]), slots, strict=True):
         like = one.value
@@ -59,7 +59,7 @@ def parts_of(vector: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
 
 
 def element_of(slots: Sequence[Slot], position: int) -> tuple[str, tuple[int, ...]]:
-    """Return the name and the index of one element of a vector."""
+    """Return the tensor's name and the index within the tensor of one element of a vector."""
     for one in slots:
         if position < one.size:
             return one.name, index_of(position * one.value.numel() // one.size, one.value.shape)
@@ -77,7 +77,7 @@ def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def zeros(*shape: int) -> Tensor:
-    """Return zeros."""
+    """Return a float64 tensor of zeros on the CPU."""
     return torch.zeros(shape, dtype=torch.float64, device="cpu")
 
 
@@ -87,12 +87,12 @@ def numbers(values: Sequence[float]) -> Tensor:
 
 
 def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return random numbers from -1 to 1."""
+    """Return uniform random numbers from -1 to 1."""
     return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
 
 
 def clear_of_zero(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return random numbers between 0.5 and 1.5 in size: equal errors with equal signs do not cancel."""
+    """Return numbers of random sign and of random size between 0.5 and 1.5, with which equal errors do not cancel."""
     found = drawn(shape, generator)
     return found.add_(found.sign(), alpha=0.5)
 
@@ -113,17 +113,17 @@ def finite(values: Tensor) -> Tensor:
 
 
 def largest(values: Tensor) -> float:
-    """Return the largest finite |x|, 0 if there is none."""
+    """Return the largest finite |x|; 0 without any."""
     return float(finite(values).abs().max()) if values.numel() else 0.0
 
 
 def are_finite(values: Tensor) -> bool:
-    """Tell whether all of ``values`` are finite."""
+    """Return whether all of ``values`` are finite."""
     return bool(values.isfinite().all())
 
 
 def are_the_same(first: Tensor, second: Tensor) -> bool:
-    """Tell whether two tensors are equal, element by element, NaN equal to itself."""
+    """Return whether two tensors are equal element by element; NaN equals NaN."""
     if torch.equal(first, second):
         return True
     one, other = (torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in (first, second))
@@ -131,7 +131,7 @@ def are_the_same(first: Tensor, second: Tensor) -> bool:
 
 
 def norm(vector: Tensor) -> float:
-    """Return the 2-norm, however large or small the elements are."""
+    """Return the 2-norm without overflow or underflow of the squares."""
     plain = float(torch.linalg.vector_norm(vector))
     if _UNDERFLOWS < plain < math.inf or not vector.numel():
         return plain
@@ -140,10 +140,10 @@ def norm(vector: Tensor) -> float:
 
 
 def mean_size(vector: Tensor) -> Tensor:
-    """Return the mean of the finite |x|, 1 if that is 0."""
+    """Return the mean of the finite |x|; 1 if the mean is 0 or no element is finite."""
     sizes = vector.abs()
     sizes = sizes if are_finite(sizes) else sizes[sizes.isfinite()]
-    mean = sizes.mean()  # NaN of nothing
+    mean = sizes.mean()  # NaN if empty
     return torch.where(mean > 0, mean, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Is the derivative in forward mode, the ``jvp``, that of the same function?"""
+"""Compare the derivative in forward mode (``jvp``) with the numerical derivative of the function."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _FEW_LETTERS = 160
 def check_forward_mode(
     differences: Differences, direction: Tensor, known: Disagreement
 ) -> tuple[ForwardMode, list[GradientFinding]]:
-    r"""Compare :math:`v \cdot (J u)`, in forward mode, with the numerical derivative along the same direction.
+    r"""Compare :math:`v \cdot (J u)` in forward mode with the numerical derivative along the same direction.
 
     Args:
         differences: The function, its point, the cotangent v and its gradient g.
-        direction: u, along which the function is smooth.
-        known: By how much the numerical derivative differs from g · u.
+        direction: The direction u, along which the function is smooth.
+        known: The difference between the numerical derivative and g · u.
 
     Returns:
-        Whether it agrees, and what is wrong, or why it was not checked.
+        The result for the ``jvp``, and a finding that describes the fault or the reason for not checking.
     """
     function = differences.function
     tangents = function.split(direction)
     primals = [one.detach() for one in function.leaves()]
     try:
         with warnings.catch_warnings(), forward_ad.dual_level():
-            warnings.simplefilter("ignore")  # PyTorch's own formulas are of a kind that PyTorch calls out of date
+            warnings.simplefilter("ignore")  # some of PyTorch's own formulas raise PyTorch's deprecation warnings
             duals = [forward_ad.make_dual(one, t) for one, t in zip(primals, tangents, strict=True)]
             outputs = [forward_ad.unpack_dual(one) for one in function.call(duals)]
             pairs = list(zip(outputs, function.outputs, strict=True))
-            if any(o.tangent is None and own.has_graph for o, own in pairs):  # lost on the way, without a word
+            if any(o.tangent is None and own.has_graph for o, own in pairs):  # the forward dropped the tangent silently
                 return "not defined", []
             parts = [torch.zeros_like(o.primal) if o.tangent is None else o.tangent for o in outputs]
             found = joined([part.resolve_neg() for part in parts])
@@ -55,13 +55,13 @@ def check_forward_mode(
     if abs(off) <= 2 * known.allowed:
         return "agrees", []
     if not bool(found.isfinite().all()):
-        return "not checked", [GradientFinding("forward mode", "not checked, it is not finite here")]
-    # The output whose derivative is furthest from the numerical one.
+        return "not checked", [GradientFinding("forward mode", "not checked, the jvp is not finite at this point")]
+    # Name the output element whose derivative is furthest from the numerical one.
     step = _LOW_STEP if differences.is_low else _STEP
     _, change = differences.central(step * direction[None])
     numerical = change[0] / (2 * step) * function.with_graph()
     position = int((moves * function.with_graph() - numerical).abs().nan_to_num(torch.inf).argmax())
-    message = "the derivative along a random direction in forward mode (jvp) is another one"
+    message = "the jvp (forward mode) along a random direction differs from the numerical derivative"
     place = element_of(function.outputs, position)
     return "wrong", [
         GradientFinding("forward mode", message, *place, float(moves[position]), float(numerical[position]))

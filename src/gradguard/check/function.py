@@ -1,8 +1,8 @@
-"""A callable at a point, as what the mathematics needs: a function from one vector to another, and its gradient.
+"""A callable as a function from one flat vector to another, with its gradient.
 
-Whatever the callable takes and returns, its floating and complex inputs and, for a module, its parameters become one
-vector (`gradguard.check.flat_vectors`), and its floating and complex outputs another. State that a call changes is
-put back before the next.
+The floating and complex inputs of the callable, and the parameters of a module, are concatenated into one vector
+(`gradguard.check.flat_vectors`). Its floating and complex outputs are concatenated into another. State that a call
+changes is restored before the next call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path
 
 
 class Function:
-    """A callable and a point; counts how often the callable is called forward and backward."""
+    """A callable and a point, with counters of the forward and backward runs."""
 
     def __init__(
         self,
@@ -62,55 +62,55 @@ class Function:
             refuse_unless(~value.isnan(), name, value, "expected numbers")
             self.inputs.append(Slot(names[i], _dense(value), i, i < len(given)))
         self.given = [one.value for one in self.inputs]
-        """The values of the inputs, of which two may have one name."""
+        """The values of the inputs, in a list because two inputs may have the same name."""
         self.sizes = [one.size for one in self.inputs]
         ends = accumulate(self.sizes)
         self.ranges = {one.name: slice(end - one.size, end) for one, end in zip(self.inputs, ends, strict=True)}
-        """The positions of each input in the vector, by name."""
+        """The slice of the vector that each input occupies, by name."""
         self._copied = [i for i, value in enumerate(self._values) if isinstance(value, Tensor) and i not in checked]
         self.is_wide = all(one.dtype is torch.float64 for one in self.inputs)
-        """Whether all inputs are float64, so that no step is rounded."""
+        """Whether all inputs are float64, in which no step needs rounding."""
         self.point = joined(self.given)
-        """The inputs as one vector, not to be changed."""
+        """The inputs as one vector; read-only."""
         self.outputs: list[Slot] = []
         self.has_own_code = True
-        """Whether the graph has a node that is not PyTorch's own."""
+        """Whether the graph has a node from user code, such as an `autograd.Function`; True before `learn_outputs`."""
         self.base = zeros(0)
         """The outputs at the point; empty before `learn_outputs`."""
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
+        """Split ``vector`` into the inputs, rounded to their dtypes and with their strides."""
         parts = parts_of(vector, self.inputs)
         return [_strided_as(part, value) for part, value in zip(parts, self.given, strict=True)]
 
     def rounded(self, vectors: Tensor) -> Tensor:
-        """Return ``vectors``, one in each row, as the dtypes of the inputs hold them."""
+        """Round ``vectors``, one per row, to the dtypes of the inputs."""
         return vectors if self.is_wide else torch.stack([joined(self.split(one)) for one in vectors])
 
     def name_of(self, position: int) -> tuple[str, tuple[int, ...]]:
-        """Return the input and the index in it of one element of the vector."""
+        """Return the input's name and the index within the input of one element of the vector."""
         return element_of(self.inputs, position)
 
     def values(self, vector: Tensor) -> Tensor:
-        """Return the outputs at ``vector`` as one new float64 vector; NaN where the callable cannot be called there."""
+        """Return the outputs at ``vector`` as one new float64 vector; all NaN if the callable fails there."""
         return self.values_at(vector[None])[0]
 
     def values_at(self, vectors: Tensor) -> Tensor:
-        """Return the outputs at each of ``vectors``, one in each row."""
+        """Return the outputs at each of ``vectors``, one per row; a row is NaN if the callable fails there."""
         shapes, rows = [one.value.shape for one in self.outputs], []
         with torch.no_grad():
             for vector in vectors.unbind():
                 try:
                     outputs = self.call(self.split(vector.clone()))
-                except Exception:  # outside of the domain
+                except Exception:  # the vector is outside of the domain
                     outputs = []
-                is_usual = [one.shape for one in outputs] == shapes  # not where a shape depends on the data
-                # A copy: the next call may overwrite the outputs.
+                is_usual = [one.shape for one in outputs] == shapes  # False if a shape depends on the data
+                # `joined` copies the outputs, which the next call may overwrite.
                 rows.append(joined(outputs) if is_usual else zeros(self.size) + torch.nan)
         return torch.stack(rows)
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Call the callable with these tensors for its inputs; return its floating and complex outputs."""
+        """Call the callable with these tensors as its inputs; return its floating and complex outputs."""
         self.forwards += 1
         self.state.lend()
         if self.clones_inputs:
@@ -127,19 +127,19 @@ class Function:
         return _outputs_of(torch.func.functional_call(self.module, own, args, kwargs))
 
     def leaves(self, vector: Tensor | None = None) -> list[Tensor]:
-        """Return the inputs as leaves that require a gradient."""
+        """Return the inputs at ``vector``, or at the point if None, as leaves that require a gradient."""
         tensors = self.given if vector is None else self.split(vector)
         return [_strided_as(tensor.clone(), tensor).requires_grad_() for tensor in tensors]
 
     def record(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Call the callable so that a graph is recorded; return its outputs."""
+        """Call the callable with autograd enabled; return its outputs with their graph."""
         with torch.enable_grad():
             try:
                 return self.call(leaves)
             except RuntimeError as error:
                 if self.clones_inputs or "leaf" not in str(error) or "in-place" not in str(error):
                     raise
-                self.clones_inputs = True  # it works in place on what it is given, which autograd allows for non-leaves
+                self.clones_inputs = True  # the callable works in place, which autograd forbids on leaves only
                 return self.call(leaves)
 
     def backward(
@@ -149,13 +149,13 @@ class Function:
         cotangents: Sequence[Tensor | None],
         keep: bool = False,
     ) -> Tensor:
-        """Return the gradient of Σ cotangent · output as one vector."""
+        """Return the gradient of Σ cotangent · output as one vector; ``keep`` retains the graph."""
         return joined(self.gradients(outputs, leaves, cotangents, keep))
 
     def gradients(
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None], keep: bool
     ) -> list[Tensor]:
-        """Return the gradients of Σ cotangent · output as the backward returns them, zeros where there is none."""
+        """Return the gradients of Σ cotangent · output in the layouts of the backward, with zeros for a missing one."""
         self.backwards += 1
         needed = [leaf for leaf in leaves if leaf.requires_grad]
         pairs = zip(outputs, cotangents, strict=True)
@@ -165,7 +165,7 @@ class Function:
         return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)]
 
     def gradient_function(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the gradients of Σ cotangent · output, which have a graph, for inputs and cotangents in this order."""
+        """Return the gradients of Σ cotangent · output with their graph; ``tensors`` are inputs, then cotangents."""
         count = len(self.inputs)
         with torch.enable_grad():
             leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in tensors[:count]]
@@ -185,7 +185,7 @@ class Function:
 
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Store the outputs at the point, with their names, shapes and dtypes."""
-        # PyTorch's own nodes have a type each.
+        # Each of PyTorch's own nodes has a type of its own; user code in C++ has nodes of the type CppFunction.
         self.has_own_code = any(
             isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction"
             for node in nodes_of(outputs)
@@ -201,24 +201,24 @@ class Function:
         """The number of real numbers in all outputs."""
 
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
-        """Return a vector as tensors like the outputs."""
+        """Split a vector into tensors with the shapes and dtypes of the outputs."""
         return parts_of(cotangent, self.outputs)
 
     def rounding_of(self, values: Tensor) -> Tensor:
-        """Return half a unit in the last place of each output element, as its dtype has it."""
+        """Return half a unit in the last place of each output element, in the output's dtype."""
         return values.abs() * self._of_outputs([torch.finfo(one.dtype).eps / 2 for one in self.outputs])
 
     def with_graph(self) -> Tensor:
-        """Return which output elements have a graph, as a vector."""
+        """Return the mask of output elements that have a graph."""
         return self._of_outputs([one.has_graph for one in self.outputs]).bool()
 
     def _of_outputs(self, each: Sequence[float]) -> Tensor:
-        """Return a vector of one value for all elements of each output."""
+        """Return a vector that repeats each output's value for all of its elements."""
         return torch.cat([zeros(one.size).add_(value) for one, value in zip(self.outputs, each, strict=True)])
 
 
 def own_tensors(fn: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the parameters of a module by name, and with them its buffers; nothing for another callable."""
+    """Return a module's parameters by name, and its parameters and buffers by name; two empty dicts otherwise."""
     if not isinstance(fn, nn.Module):
         return {}, {}
     parameters: dict[str, Tensor] = dict(fn.named_parameters())
@@ -228,22 +228,22 @@ def own_tensors(fn: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:
     """Yield each node of the graph of ``outputs`` once."""
     waiting: list[Any] = [o.grad_fn for o in outputs]
-    seen: set[Any] = {None}
+    visited: set[Any] = {None}
     while waiting:
         node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             yield node
             waiting += [other for other, _ in node.next_functions]
 
 
 def is_differentiable(value: Any) -> bool:
-    """Tell whether this is a tensor that can have a gradient."""
+    """Return whether ``value`` is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def is_autograd_function(one: Any) -> TypeGuard[type[torch.autograd.Function]]:
-    """Tell whether this is a class with a forward and a backward of its own."""
+    """Return whether ``one`` is a subclass of `torch.autograd.Function`."""
     return isinstance(one, type) and issubclass(one, torch.autograd.Function)
 
 
@@ -259,7 +259,7 @@ def _converted(value: Any, wide: bool) -> Any:
 
 
 def _dense(value: Tensor) -> Tensor:
-    """Return a copy whose elements have places of their own: expanded inputs and windows are laid out in full."""
+    """Return a copy in which no elements share memory: expanded inputs and overlapping windows become contiguous."""
     value = value.detach()
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     overlaps = 0 < span < value.numel()
@@ -284,7 +284,7 @@ def _outputs_of(result: Any) -> list[Tensor]:
 
 
 def signature_of(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return the parameters of a callable, None for the functions of torch that are written in C++."""
+    """Return the parameters in the signature of a callable; None for torch functions that are written in C++."""
     try:
         return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -292,7 +292,7 @@ def signature_of(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequence[tuple[Any, Any]]) -> list[str]:
-    """Return a name for each leaf of the arguments, as the callable's signature has them."""
+    """Return a name for each leaf of the arguments, taken from the callable's signature where it has one."""
     given = [p for p in signature_of(fn) or () if p.kind is not p.KEYWORD_ONLY]
     found: list[str] = []
     for one in given:
@@ -306,11 +306,11 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
 
 
 def _refuse_others(chosen: list[str], inputs: list[str], known: Mapping[str, Any]) -> None:
-    """Refuse names that are not names of inputs to check.
+    """Refuse names that are not among the inputs to check.
 
     Raises:
-        InvalidValueError: If there is no such input, or no name at all.
-        InvalidTypeError: If it holds no real or complex numbers.
+        InvalidValueError: If a name is not among the inputs, or ``chosen`` is empty.
+        InvalidTypeError: If an input has an integer or bool dtype.
     """
     if not chosen:
         raise InvalidValueError(f"inputs_to_check is empty: expected some of {inputs}, or None for all of them.")

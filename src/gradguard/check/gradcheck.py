@@ -1,4 +1,4 @@
-"""`gradcheck`: is the backward of this function its derivative?"""
+"""`gradcheck`: check that the backward of a function is the derivative of its forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradguard.tensors.matmul_precision import full_float32
 from gradguard.torch_private import tree_map
 
 _UNLIKE_THE_CALLERS = 7_919_190_301
-"""Added to the seed: a cotangent drawn like the caller's inputs would be the same numbers, a special case."""
+"""Added to the seed: otherwise a cotangent drawn with the caller's seed could equal the caller's inputs."""
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -44,80 +44,82 @@ def gradcheck(
     sizes: Mapping[int, int | Sequence[int]] | None = None,
     seed: int = 0,
 ) -> GradientReport:
-    r"""Check the backward of ``fn`` against differences of its forward; name each wrong element, with its error bar.
+    r"""Check the backward of ``fn`` against differences of its forward, and name each wrong element.
 
     .. math:: v \cdot \frac{f(x + hu) - f(x - hu)}{2h} \;\to\; (\nabla_x\, v \cdot f) \cdot u
 
-    for random directions u over all inputs together and a random cotangent v. The limit is taken over a ladder of steps
-    (Richardson), which also gives the error bar: there is no step and no tolerance to choose. Where a direction
-    disagrees, halving finds the element, and the derivatives from above and from below tell a wrong gradient from a
-    kink, a tie, a jump or a pole. Before that, backward runs are compared with one another: layout and linearity in
-    ``grad_output``, repetition, mutation, state, undefined gradients, float32 inside float64.
+    The check draws a random cotangent v and random directions u over all inputs together. It takes the limit over a
+    ladder of steps (Richardson extrapolation), which also yields an error bar: the caller chooses no step and no
+    tolerance. If a direction disagrees, the check halves it until it finds the element. The derivatives from above and
+    from below then tell a wrong gradient from a kink, a tie, a jump or a pole. Before that, the check compares backward
+    runs with one another: layout and linearity in ``grad_output``, repetition, mutation, state, undefined gradients,
+    float32 inside float64.
 
-    In bfloat16 and float16 each element is compared with the float64 gradient by a bar of its own: six times how far
-    it scatters when the results of all operations in float64, and the partial sums, are rounded at random (Monte Carlo
-    arithmetic). A kernel that rounds after each operation, and adds up in its dtype, passes.
+    In bfloat16 and float16, each element is compared with the float64 gradient under an error bar of its own. The bar
+    is six times the element's scatter when the float64 results of all operations, and their partial sums, are rounded
+    at random (Monte Carlo arithmetic). A kernel that rounds after each operation and accumulates in its own dtype
+    passes.
 
     **Guarantees.**
 
-    - ``"FAIL"`` says that something is wrong, and ``report.findings`` says where.
-    - ``"PASS"`` says that no direction disagreed, and that a wrong element of typical size would have shown from the
-      relative error ``report.power`` on; in the dtype of the inputs, if that is lower, from ``report.low_power`` on.
-    - ``"INCONCLUSIVE"`` says that the differences are too noisy to tell.
+    - ``"FAIL"``: the gradient is wrong, or the backward breaks its contract. ``report.findings`` says where.
+    - ``"PASS"``: no direction disagreed. A wrong element of typical size would have shown from a relative error of
+      ``report.power`` on, and in a lower dtype of the inputs from ``report.low_power`` on.
+    - ``"INCONCLUSIVE"``: noise hides the answer, or the check has nothing to compare with.
     - A kink or a tie excuses a gradient only where two derivatives prove it: each settles as the steps get smaller, and
       they differ by more than their error bars.
-    - A function that takes float64 is checked in float64 first, whatever the dtype of its inputs.
-    - TF32 is off during the check, and numbers of a GPU are compared on the CPU.
-    - Inputs and outputs that cannot be checked are refused, never passed.
+    - A function that accepts float64 is checked in float64 first, whatever the dtype of its inputs.
+    - TF32 is off during the check, and values on a GPU are compared on the CPU.
+    - Inputs and outputs that cannot be checked raise an error and never pass.
     - The caller's inputs, their ``.grad``, buffers and random number generators do not change.
-    - Equal seeds give equal reports.
+    - Equal seeds yield equal reports.
 
     **Edge cases.**
 
     ================================  ==========================================================================
     input                             result
     ================================  ==========================================================================
-    float32, bfloat16, float16        checked in float64 if ``fn`` takes it, then compared with that, as far as rounding
-                                      explains; float32 alone works with less power
+    float32, bfloat16, float16        checked in float64 if ``fn`` accepts it; the low dtype may then differ by rounding
+    float32 alone                     checked in float32, with less power
     bfloat16 or float16 alone         INCONCLUSIVE, unless ``reference`` is given
     ReLU at 0, ties of max or sort    any subgradient is right, and noted
     rounding, sign, gates             the continuous side counts; a jump is noted
-    pole, gradient of ±inf            noted; NaN where the function has a derivative fails
+    pole, gradient of ±inf            noted; a NaN gradient fails if the function has a derivative
     complex                           as two real numbers, PyTorch's convention
     dropout, BatchNorm in training    random numbers and buffers are the same in each call
     random in another way             INCONCLUSIVE
-    straight-through estimators       fail: their gradient is no derivative
+    straight-through estimators       fail: their gradient is not the derivative
     sparse gradients                  checked like dense ones; sparse inputs and outputs are refused
-    a layout that is refused          of inputs no fault; of ``grad_output`` a failure
-    PyTorch's own nodes alone         their forward mode and their reading of memory layouts are not probed
+    ``fn`` refuses a memory layout    no fault for a layout of inputs, a failure for a layout of ``grad_output``
+    PyTorch's own nodes alone         not probed: forward mode, layouts of ``grad_output``, most layouts of inputs
     reentrant checkpoints             refused
     ================================  ==========================================================================
 
     Args:
-        fn: Any callable, or a module, whose parameters then are inputs by their dotted names.
-        *inputs: What ``fn`` is called with; tensors may lie in tuples, lists and dicts. Floating and complex ones are
-            checked: those that require a gradient, or all if none does. One tuple alone, as
-            `torch.autograd.gradcheck` takes it, is taken for the arguments.
+        fn: Any callable, or a module. The parameters of a module are inputs too, under their dotted names.
+        *inputs: The arguments of ``fn``; tensors may be nested in tuples, lists and dicts. Of the floating and complex
+            tensors, those that require a gradient are checked, or all if none does. A single tuple is unpacked into
+            the arguments, as in `torch.autograd.gradcheck`.
         kwargs: Keyword arguments for ``fn``; tensors among them count as inputs.
         inputs_to_check: The names of the inputs to check; all if None.
-        reference: A float64 version of ``fn``, where ``fn`` itself does not take float64.
-        backends: Versions of ``fn`` on other devices or as other kernels, by name; each gradient is compared with
-            the float64 one and with the others'. Inputs are moved where a name is that of a device.
-        exhaustive: Also compare every element with its own derivative, until five are wrong; many share a forward where
-            outputs are disjoint.
+        reference: A float64 version of ``fn``, for an ``fn`` that does not accept float64.
+        backends: Versions of ``fn`` on other devices or as other kernels, by name. Each gradient is compared with the
+            float64 gradient and with the other versions. If the name is a device, the inputs move to that device.
+        exhaustive: Also compare every element with its own derivative, until five are wrong. Elements that affect
+            disjoint outputs share a forward.
         order: 2 to check the gradient of the gradient too: its values in float64, and which inputs need a gradient.
-        rtol: The relative error that the function itself has, such as a solver that stops at a tolerance: the gradient
-            may have the same error. A report that fails by little proposes one.
-        sizes: Other lengths to check too: ``{7: 16}`` tries 1, 15, 16 and 17 wherever an argument has a length of 7,
-            the edges of a tile of 16; ``{7: [1, 100]}`` tries these.
-        seed: The seed of the directions and the cotangent; equal seeds give equal reports.
+        rtol: The relative error of the function itself, such as of a solver that stops at a tolerance. The gradient may
+            have the same error. A report that fails by little proposes a value.
+        sizes: Other lengths to check. ``{7: 16}`` replaces each length of 7 in the arguments by 1, 15, 16 and 17, the
+            edges of a tile of 16. ``{7: [1, 100]}`` tries 1 and 100.
+        seed: The seed of the directions and the cotangent; equal seeds yield equal reports.
 
     Returns:
-        The report: print it, or ask for ``verdict``, ``findings``, ``notes`` and ``power``.
+        The report: print it, or read ``verdict``, ``findings``, ``notes`` and ``power``.
 
     Raises:
         InvalidTypeError: If ``fn`` is not callable or returns no floating tensor, or there is nothing to check.
-        InvalidValueError: If the outputs have no graph, there is NaN at the point, or a name is not known.
+        InvalidValueError: If the outputs have no graph or contain NaN, or a name is not among the inputs.
 
     Example:
         >>> import gradguard as gg, torch
@@ -176,7 +178,7 @@ def gradcheck(
 
 @dataclass
 class _Check:
-    """One call of `gradcheck`: its arguments, and the outcome so far."""
+    """One call of `gradcheck`: the arguments, and the outcome so far."""
 
     fn: Any
     args: tuple[Any, ...]
@@ -206,11 +208,8 @@ class _Check:
         exact = self._exact(low)
         self.dtype = str((exact or low).inputs[0].value.dtype).removeprefix("torch.")
         taken = self._contract(exact or low)
-        if exact is None:  # a half-precision kernel alone: differences of its outputs say nothing
-            message = (
-                f"a function of {self.dtype} alone cannot be told right from wrong: give reference=, the same in "
-                f"float64"
-            )
+        if exact is None:  # differences of half-precision outputs are too coarse
+            message = f"the check needs more precision than {self.dtype}: give reference=, the same function in float64"
             self.undecided.append(GradientFinding("precision", message))
             return
         if taken is None:
@@ -223,25 +222,25 @@ class _Check:
         if self.order > 1 and not self.findings:
             self._second_order(exact)
 
-    def include(self, other: _Check, said: str) -> None:
-        """Run the check of the same function with other sizes, and take over what it finds."""
+    def include(self, other: _Check, sizes: str) -> None:
+        """Run the check of the same function with other ``sizes``, and add its findings to this one."""
         try:
             other.run({})
         except Exception as error:
-            self.findings.append(GradientFinding("error", f"{said} it raises {type(error).__name__}: {error}"))
+            self.findings.append(GradientFinding("error", f"{sizes} it raises {type(error).__name__}: {error}"))
         finally:
             other.put_back()
         self.functions += other.functions
-        for mine, found in ((self.findings, other.findings), (self.undecided, other.undecided)):
-            mine += [replace(one, message=f"{said}: {one.message}".removesuffix(": ")) for one in found]
+        for own, found in ((self.findings, other.findings), (self.undecided, other.undecided)):
+            own += [replace(one, message=f"{sizes}: {one.message}".removesuffix(": ")) for one in found]
 
     def put_back(self) -> None:
-        """Restore the buffers of modules."""
+        """Restore the buffers of the modules that were called."""
         for function in self.functions:
             function.state.restore()
 
     def report(self, seconds: float) -> GradientReport:
-        """Return the outcome."""
+        """Return the report; ``seconds`` is the duration of the check."""
         verdict: Verdict = "FAIL" if self.findings else "INCONCLUSIVE" if self.undecided else "PASS"
         found = tuple(self.findings or self.undecided)
         return GradientReport(
@@ -271,7 +270,7 @@ class _Check:
         return function
 
     def _exact(self, low: Function) -> Function | None:
-        """Return the function in float64 if it works there, else the function itself; None for half precision alone."""
+        """Return the function in float64 if there is one, else ``low``; None if ``low`` has half-precision inputs."""
         is_low = any(one.value.dtype is not WIDE[one.value.dtype] for one in low.inputs)
         if self.reference is None and not is_low:
             self._learn(low)
@@ -291,7 +290,7 @@ class _Check:
         return None if any(one.dtype in _LOW for one in low.inputs) else low
 
     def _learn(self, function: Function) -> list[Tensor]:
-        """Call the function once, and refuse what cannot be checked; return the outputs with their graph."""
+        """Call the function once and return its outputs with their graph; refuse outputs that cannot be checked."""
         outputs = function.record(function.leaves())
         if not outputs:
             raise InvalidTypeError(
@@ -309,28 +308,30 @@ class _Check:
         return outputs
 
     def _is_the_same(self, exact: Function, low: Function, name: str = "it") -> bool:
-        """Return whether two functions agree at the point as far as the lower precision goes, or refuse.
+        """Return whether ``low`` has the values of ``exact`` at the point, within the lower precision.
+
+        False adds a note with the reason: other random numbers, or rounding at this point.
 
         Raises:
-            InvalidValueError: If they have other inputs or outputs, or other values.
+            InvalidValueError: If the shapes of inputs or outputs differ, or the values differ by more than rounding.
         """
-        mine, theirs = (
+        shapes, expected_shapes = (
             [[tuple(one.value.shape) for one in slots] for slots in (f.outputs, f.inputs)] for f in (low, exact)
         )
-        if mine != theirs:
+        if shapes != expected_shapes:
             raise InvalidValueError(
-                f"{name} is another function than the float64 one: it has outputs of shape {mine[0]} and inputs of "
-                f"{mine[1]}, expected {theirs[0]} and {theirs[1]}."
+                f"{name} is not the same function as the float64 one: it has outputs of shape {shapes[0]} and inputs "
+                f"of shape {shapes[1]}, expected {expected_shapes[0]} and {expected_shapes[1]}."
             )
         low.state.generators = exact.state.generators
         eps = max(torch.finfo(o.dtype).eps for o in low.outputs)
         found, expected = low.values(low.point), exact.values(low.point)
-        low.base = found  # from random numbers that are now the same
+        low.base = found  # computed with the random numbers of ``exact``
         off, size = largest(found - expected), largest(expected)
         if off <= 100 * eps**0.5 * size:
             return True
         if exact.state.generators is not None:
-            message = f"{name} draws other random numbers in float64, and was not compared"
+            message = f"{name} draws other random numbers than in float64, and was not compared"
             self.notes.append(GradientFinding("random", message))
             return False
         nearby = low.point + next(directions(exact, self.generator)) * eps
@@ -343,10 +344,10 @@ class _Check:
         )
 
     def _contract(self, function: Function, who: str = "") -> tuple[Tensor, Tensor] | None:
-        """Check everything but the values of the gradient.
+        """Check everything except the values of the gradient; ``who`` is a prefix of the findings.
 
         Returns:
-            A cotangent and its gradient, whose values can be looked at too; None if they cannot.
+            A cotangent and its gradient, if the backward is good enough to check their values; None otherwise.
 
         Raises:
             InvalidValueError: If the backward goes through a reentrant checkpoint.
@@ -375,7 +376,7 @@ class _Check:
         return (cotangent, contract.first) if is_one else None
 
     def _is_repeatable(self, function: Function) -> bool:
-        """Tell whether each call gives the same outputs at the point, after restoring random generators if needed."""
+        """Return whether two calls return the same outputs; if they differ, restore random generators and try again."""
         base, again = function.base, function.values(function.point)
         if torch.equal(base.nan_to_num(), again.nan_to_num()):
             return True
@@ -389,7 +390,7 @@ class _Check:
         return not is_random
 
     def _cotangent(self, function: Function) -> Tensor:
-        """Return a random cotangent with elements between 0.5 and 1.5 in size: each output counts."""
+        """Return a random cotangent whose elements have sizes between 0.5 and 1.5, so that each output counts."""
         drawn = clear_of_zero([function.size], self.generator)
         drawn.masked_fill_(~(function.base.isfinite() & function.with_graph()), 0.0)
         return joined(function.shaped(drawn))
@@ -426,12 +427,12 @@ class _Check:
         for name, fn in backends.items():
             try:
                 device = torch.device(name)
-            except RuntimeError:  # the name of a kernel
+            except RuntimeError:  # the name denotes a kernel, not a device
                 device = None
             try:
                 torch.empty(0, device=device or "cpu")
             except (RuntimeError, AssertionError, NotImplementedError):
-                self.notes.append(GradientFinding("backends", f"{name} is not here and was skipped"))
+                self.notes.append(GradientFinding("backends", f"the device {name} is not available and was skipped"))
                 continue
             functions[name] = self._function(fn, wide=False, device=device)
             self._learn(functions[name])
@@ -449,7 +450,7 @@ class _Check:
         self.functions.append(second)
         try:
             if any(node.name() == "torch::autograd::Error" for node in nodes_of(self._learn(second))):
-                raise InvalidValueError("it is marked once_differentiable, or what it calls is.")
+                raise InvalidValueError("it is marked once_differentiable, or it calls a function that is.")
             cotangent = self._cotangent(second)
             needs = Contract(second, cotangent, self.generator, self.rtol)
             needs.probe_needs()

@@ -16,12 +16,12 @@ _MOST_NOTES = 12
 
 @dataclass(frozen=True)
 class GradientFinding:
-    """One thing that is wrong, or worth knowing, about a gradient.
+    """One fault of a gradient, or one remark about it.
 
-    ``kind`` is ``"mismatch"``, ``"kink"``, ``"jump"``, ``"singular"``, ``"nan"`` or ``"undecided"`` for an element, or
-    the contract that is broken: ``"non-determinism"``, ``"layout"``, ``"linearity"``, ``"mutation"``, ``"state"``,
-    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"needs_input_grad"``, ``"random"``;
-    a note ``"stopped"`` says that a search ended with what it had.
+    ``kind`` is ``"mismatch"``, ``"kink"``, ``"jump"``, ``"singular"``, ``"nan"`` or ``"undecided"`` for an element.
+    Otherwise it names the broken contract: ``"non-determinism"``, ``"layout"``, ``"linearity"``, ``"mutation"``,
+    ``"state"``, ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"needs_input_grad"``, ``"random"``.
+    A note of kind ``"stopped"`` reports that a search stopped early, with the findings it had.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class GradientFinding:
 
     @property
     def place(self) -> str:
-        """The element, as one would type it: ``"weight[3, 17]"``."""
+        """The element as a Python expression: ``"weight[3, 17]"``."""
         return place_of(self.input, self.index or ())
 
     def __str__(self) -> str:
@@ -56,12 +56,12 @@ class GradientFinding:
 
 @dataclass(frozen=True)
 class Power:
-    """The smallest relative errors of a gradient that the comparison in a low dtype finds.
+    """The smallest relative errors of a gradient that the comparison in a low dtype detects.
 
     Attributes:
         dtype: The low dtype.
-        one: The error of one wrong element, the median over elements.
-        all: The error by which all elements of an input are too large or too small together.
+        one: The smallest detectable error of a single wrong element; the median over elements.
+        all: The smallest detectable error of all elements of an input together: all too large, or all too small.
     """
 
     dtype: str
@@ -74,7 +74,7 @@ class Power:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The outcome of `gradcheck`: print it, or ask for its ``verdict`` and ``findings``.
+    """The outcome of `gradcheck`: print it, or read its ``verdict`` and ``findings``.
 
     Example:
         >>> import gradguard as gg, torch
@@ -85,23 +85,23 @@ class GradientReport:
 
     verdict: Verdict
     findings: tuple[GradientFinding, ...] = ()
-    """Why the verdict is not PASS."""
+    """The reasons for a verdict other than PASS."""
     notes: tuple[GradientFinding, ...] = ()
-    """Notes, which are no fault: kinks, ties, jumps, poles, outputs without a graph."""
+    """Remarks that are not faults: kinks, ties, jumps, poles, outputs without a graph."""
     power: float = math.inf
-    """The smallest relative error of one element of typical size that the check would have found."""
+    """The smallest relative error of one element of typical size that the check would have detected."""
     low_power: Power | None = None
-    """The errors that the comparison of the low dtype with float64 would have found; None where there was none."""
+    """The errors that the comparison of the low dtype with float64 would have detected; None without a comparison."""
     dtype: str = "float64"
     forward_mode: str = "not checked"
-    """Whether the ``jvp`` was compared too: "agrees", "wrong", "not defined" or "not checked"."""
+    """The result for the ``jvp``: "agrees", "wrong", "not defined" or "not checked"."""
     directions: int = 0
     forwards: int = 0
     backwards: int = 0
     seconds: float = field(default=0.0, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values: numbers that are not finite are None, an index is a list."""
+        """Return the report as JSON values: a non-finite number becomes None, an index becomes a list."""
         return jsonable(asdict(self))
 
     def __bool__(self) -> bool:
@@ -116,7 +116,7 @@ class GradientReport:
         if self.power < 1:
             counted += f"; a wrong element of typical size would show from {self.power:.0e} relative"
             tied = sum(note.kind in ("kink", "tie") for note in self.notes)
-            counted += f", but for {tied} at kinks or ties" if tied else ""
+            counted += f", except for {tied} at kinks or ties" if tied else ""
         lines.append(f"{self.verdict:<13} {counted}")
         lines += [f"{'':<13} {self.low_power}"] if self.low_power is not None else []
         lines += [f"{'note':<13} {note}" for note in self.notes[:_MOST_NOTES]]
@@ -126,12 +126,12 @@ class GradientReport:
 
 
 def place_of(name: str, index: Sequence[int]) -> str:
-    """Return an element of a tensor as one would type it; a tensor without dimensions has only its name."""
+    """Return an element of a tensor as a Python expression: the name and the index, or the name alone for a scalar."""
     return f"{name}[{', '.join(map(str, index))}]" if index else name
 
 
 def digits_apart(first: float, second: float, least: int) -> int:
-    """Return how many significant digits show that two numbers differ, with one more."""
+    """Return the number of significant digits that show two numbers as different, plus one digit."""
     if first == second or not (math.isfinite(first) and math.isfinite(second)):
         return least
     size = max(abs(first), abs(second))

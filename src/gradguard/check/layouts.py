@@ -1,4 +1,4 @@
-"""Places in memory where the numbers of a tensor may lie. PyTorch has no negative strides."""
+"""Memory layouts in which a tensor may store its elements. PyTorch has no negative strides."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class InputLayout:
-    """One way to lay a tensor out.
+    """One memory layout of a tensor.
 
     Attributes:
         words: The description of the layout, with ``{}`` for the name of the tensor.
-        place: From a tensor to a copy with that layout, the same numbers in it; the tensor itself where it has none.
+        place: A function that returns an equal copy with this layout, or the tensor itself if the layout cannot apply.
     """
 
     words: str
@@ -23,17 +23,17 @@ class InputLayout:
 
 
 def layouts_of(tensors: Sequence[Tensor], layouts: Sequence[InputLayout]) -> list[InputLayout]:
-    """Return the ``layouts`` that would move at least one of ``tensors`` in memory."""
+    """Return the ``layouts`` that change the memory layout of at least one of ``tensors``."""
     return [one for one in layouts if any(_place_of(one.place(t)) != _place_of(t) for t in tensors)]
 
 
 def orders_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
-    """Return the orders of dimensions that would move at least one of ``tensors``; if none, the strided layout."""
+    """Return the dimension orders that change the layout of at least one tensor; without any, the strided layout."""
     return layouts_of(tensors, _ORDERS) or layouts_of(tensors, [STRIDED])
 
 
 def _place_of(tensor: Tensor) -> object:
-    """Return the layout of a tensor in memory; the stride along a dimension of one entry does not matter."""
+    """Return a comparable description of a tensor's layout, which ignores strides along dimensions of one entry."""
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return strides, tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
 
@@ -43,7 +43,7 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 def _room(tensor: Tensor) -> int:
-    # An address that a kernel of a GPU cannot read ends all work there: attention of torch 2.11 does on an odd one.
+    # A misaligned address makes some GPU kernels fail and ends the CUDA context: attention of torch 2.11 does so.
     return 1 if tensor.is_cpu else 64
 
 
@@ -52,12 +52,12 @@ def _buffer_for(tensor: Tensor, *shape: int) -> Tensor:
 
 
 def _within(tensor: Tensor) -> Tensor:
-    before = _room(tensor)  # it stays dense: what is not is copied by many a kernel
+    before = _room(tensor)  # the copy stays dense, because many kernels first copy a tensor that is not
     return _buffer_for(tensor, before + tensor.numel())[before:].copy_(tensor.reshape(-1)).view(tensor.shape)
 
 
 def _cut_out(dim: int, least: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that cuts copies of tensors with ``least`` dimensions or more out of a longer buffer."""
+    """Return a function that stores tensors of ``least`` or more dimensions as a slice of a longer buffer."""
 
     def place(tensor: Tensor) -> Tensor:
         if tensor.dim() < least:
@@ -70,9 +70,10 @@ def _cut_out(dim: int, least: int) -> Callable[[Tensor], Tensor]:
 
 
 def _flagged(tensor: Tensor) -> Tensor:
-    """Return a copy whose memory holds the conjugate, or the negative, which a bit on the tensor says.
+    """Return a copy that stores the conjugate or the negative, with the tensor's conjugate or negative bit set.
 
-    Not of one element: whatever its stride, ``contiguous()`` leaves it the bit.
+    Half-precision tensors, and tensors of one element, are returned unchanged:
+    ``contiguous()`` would not clear the bit of one element, whatever the stride.
     """
     if tensor.numel() < 2 or not (tensor.is_complex() or tensor.dtype in (torch.float32, torch.float64)):
         return tensor
@@ -82,7 +83,7 @@ def _flagged(tensor: Tensor) -> Tensor:
 
 
 def _ordered(counts: range, order: Callable[[list[int]], list[int]]) -> Callable[[Tensor], Tensor]:
-    """Return a function that stores the dimensions of a tensor in another order, the outermost first."""
+    """Return a function that stores the dimensions of a tensor in another order, listed from the outermost."""
 
     def place(tensor: Tensor) -> Tensor:
         if tensor.dim() not in counts:
@@ -94,7 +95,7 @@ def _ordered(counts: range, order: Callable[[list[int]], list[int]]) -> Callable
 
 
 _MOST = 64
-"""Dimensions of a tensor."""
+"""More dimensions than a tensor can have."""
 
 STRIDED = InputLayout("{} at every second element of a larger buffer", _strided)
 FLAGGED = InputLayout("{} with the negative or the conjugate bit", _flagged)

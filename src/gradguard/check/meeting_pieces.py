@@ -1,12 +1,12 @@
-"""Ties of several values, where the derivative at the point itself is that of none of the pieces which meet there.
+"""Ties: points where smooth pieces of a function meet, and its derivative equals that of none of the pieces.
 
-The median of five equal values changes with none of them alone, and its gradient of 1/5 each is right all the same: it
-lies between the derivatives, 0 and 1, at points nearby.
+The median of five equal values does not change with any of them alone. Its gradient of 1/5 each is still right, because
+1/5 lies between the derivatives 0 and 1 of nearby points.
 
-That is evidence only where pieces do meet. Along rays from the point the derivative at smaller and smaller distances
-tends to a limit, that of one piece; where the limits of two rays differ, each known better than that, there are two
-pieces. A smooth function has one limit along all rays, and what its derivatives at points nearby differ by proves
-nothing.
+A value between nearby derivatives is evidence only if pieces do meet at the point. Along a ray from the point, the
+derivative at shrinking distances tends to a limit: the derivative of one piece. If the limits of two rays differ by
+more than their uncertainty, two pieces meet. A smooth function has one limit along all rays; differences between its
+derivatives at nearby points prove nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from gradguard.check.flat_vectors import finite, mean_size, normal
 _RAYS = 64
 _DISTANCES, _STEP = (1e-5, 1e-6, 1e-7), 1e-2
 _LOW_DISTANCES, _LOW_STEP = (3e-2, 1e-2, 3e-3), 1e-1
-"""Distances from the point relative to its size, and steps relative to these."""
+"""Distances from the point relative to its size, and steps relative to these distances."""
 _CLEAR = 20.0
 _SETTLED = 0.1
-"""A limit is known if it changes by less than so much of what it differs by from that of other rays."""
+"""A limit is known if its uncertainty is at most this share of the spread between the limits of all rays."""
 _MOST = 0.8
 
 
 class Pieces(NamedTuple):
-    """The interval of the derivatives of the pieces that meet at the point, output by output."""
+    """The interval that contains the derivatives of the pieces; the lows and the highs are sums over outputs."""
 
     low: float
     high: float
@@ -41,7 +41,7 @@ def pieces_around(differences: Differences, direction: Tensor, generator: torch.
     """Return the interval of the derivatives, along ``direction``, of the pieces that meet at the point.
 
     Returns:
-        The interval; None if nothing proves that pieces meet, or if the gradient lies outside.
+        The interval; None if nothing proves that pieces meet, or if the gradient is outside of the interval.
     """
     v, analytical = differences.cotangent, float(differences.gradient @ direction)
     limits, bars = _limits(differences, direction, generator)
@@ -64,7 +64,7 @@ def pieces_around(differences: Differences, direction: Tensor, generator: torch.
 
 
 def _limits(differences: Differences, direction: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the limits of the derivatives of the outputs, one ray a row, and how far off each limit may be."""
+    """Return the limits of the outputs' derivatives, one row per ray, and the error bar of each limit."""
     point, function = differences.point, differences.function
     distances, relative = (_LOW_DISTANCES, _LOW_STEP) if differences.is_low else (_DISTANCES, _STEP)
     size = torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)
@@ -90,9 +90,10 @@ def _limits(differences: Differences, direction: Tensor, generator: torch.Genera
 
 
 def _apart(differences: Differences, generator: torch.Generator) -> Tensor:
-    """Return moves that take tied outputs apart the way the gradient itself has them.
+    """Return moves of the inputs, taken from gradients, that separate tied outputs.
 
-    Where eigenvalues are equal, any basis is right, and one drawn at random is never the one that the gradient took.
+    For equal eigenvalues any basis of eigenvectors is right. A random move never selects the basis that the backward
+    used; a move along a gradient does.
     """
     function = differences.function
     rising = torch.linspace(0.5, 1.5, function.size, dtype=torch.float64, device="cpu") * function.with_graph()

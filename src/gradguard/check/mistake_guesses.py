@@ -1,4 +1,4 @@
-"""Guesses at the mistake that the wrong elements have in common."""
+"""Guess the mistake that the wrong elements have in common."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_SLICES = 64
 
 
 def with_guesses(search: Search, what: str) -> list[GradientFinding]:
-    """Return the findings of ``search``, each with a guess where one fits."""
+    """Return the findings of ``search`` with a guess added where one fits; ``what`` is a prefix of each guess."""
     named = [one.input for one in search.findings]
     wrong = dict.fromkeys(one.input for one in search.findings if one.kind == "mismatch" and one.input)
     places = {name: _where(search, name, named.count(name) == 1) for name in wrong}
@@ -42,7 +42,7 @@ def _ratio(one: GradientFinding) -> str:
 
 
 def _where(search: Search, name: str, is_alone: bool) -> str:
-    """Return which elements, rows, columns or signs of an input are wrong, if not all are."""
+    """Return a description of the wrong elements, rows, columns or signs of an input; empty if all are wrong."""
     differences = search.differences
     own = differences.function.ranges[name]
     value = next(one.value for one in differences.function.inputs if one.name == name)

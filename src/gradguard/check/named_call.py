@@ -1,4 +1,4 @@
-"""An operator at a point whose inputs and outputs go by name, as the seed's interface has them."""
+"""An operator with named inputs and outputs, as in the interface of PaddlePaddle's gradient check."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _MISSING: Any = object()
 
 
 class NamedCall:
-    """A callable with a value for each of its inputs, of which one output is asked for.
+    """A callable, a value for each of its inputs, and the name of one of its outputs.
 
     Attributes:
-        names: The inputs that have a gradient to check: the caller's, and the parameters of a module.
-        values: A copy of each input by name, the scope's and a module's own tensors among them.
+        names: The inputs whose gradients may be checked: those of the caller, and the parameters of a module.
+        values: The value of each input by name, including the scope's inputs and a module's own tensors. Tensors of
+            the caller are copied.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class NamedCall:
         self.op, self.output_name = op, output_name
         inputs, further = _tensor_values("input_values", values), _tensor_values("local_scope", scope or {})
         if common := [name for name in inputs if name in further]:
-            raise InvalidValueError(f"{common} are in input_values and in local_scope: give each in one of them.")
+            raise InvalidValueError(f"{common} are in input_values and in local_scope: list each in one of them only.")
         parameters, own = own_tensors(op)
         refuse_empty(own)
         self.names = list(dict.fromkeys([*inputs, *parameters]))
@@ -54,10 +55,10 @@ class NamedCall:
         self._owned = own.keys() - {one.name for one in _parameters(op) or ()}
 
     def name_of(self, name: str, argument: str) -> str:
-        """Return the name of an input, if there is such an input.
+        """Return ``name`` if it is among the inputs; ``argument`` names the caller's argument in the message.
 
         Raises:
-            InvalidValueError: If there is no such input.
+            InvalidValueError: If ``name`` is not among the inputs.
         """
         if name not in self.names:
             raise InvalidValueError(f"{argument} has {name!r}, which is not among the inputs: {self.names}.")
@@ -65,18 +66,18 @@ class NamedCall:
 
     @contextmanager
     def function(self, names: list[str], *, wide: bool = False, device: str | None = None) -> Iterator[Function]:
-        """Give the output as a function of some inputs; leave buffers and random numbers as they were.
+        """Yield the output as a function of some inputs; restore buffers and random number generators at the end.
 
         Args:
-            names: The inputs, as `name_of` has them.
-            wide: Whether all tensors are float64.
-            device: The device for all tensors, their own by default.
+            names: The inputs.
+            wide: Whether all tensors are converted to float64.
+            device: The device for all tensors; None leaves them where they are.
 
         Yields:
             The function.
 
         Raises:
-            InvalidTypeError: If an input holds no real or complex numbers, or is no dense tensor.
+            InvalidTypeError: If an input is not a dense tensor of floating or complex numbers.
             InvalidValueError: If an element of an input is NaN or infinite.
         """
         values = {**self.values, **{name: self._tensor(name) for name in names}}
@@ -103,8 +104,8 @@ class NamedCall:
         if not is_differentiable(value):
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise InvalidTypeError(
-                f"input {name!r} is {kind}, which has no gradient: expected floating or complex numbers; convert it "
-                f"first, as {name}.astype('float64') does, or leave it out."
+                f"input {name!r} is {kind}, which has no gradient: expected floating or complex numbers. Convert it "
+                f"first, such as by {name}.astype('float64'), or leave it out."
             )
         return value
 
@@ -112,10 +113,10 @@ class NamedCall:
         """Return the output for these values.
 
         Raises:
-            InvalidTypeError: If the output is no floating or complex tensor, or floating inputs of different dtypes
-                do not go together.
-            InvalidValueError: If an input or the output has another name.
-            RuntimeError: If the callable raises it.
+            InvalidTypeError: If the output is not a floating or complex tensor, or the callable refuses a mixture of
+                dtypes.
+            InvalidValueError: If the callable has no such input or output.
+            RuntimeError: If the callable raises one for another reason.
         """
         own = {name: values[name] for name in self._owned}
         given = {name: one for name, one in values.items() if name not in own}
@@ -129,9 +130,10 @@ class NamedCall:
             dtypes = {name: str(one.dtype) for name, one in values.items() if is_differentiable(one)}
             if "type" not in str(error) or len(set(dtypes.values())) < 2:
                 raise
-            raise InvalidTypeError(  # where NumPy's float64 met a module's float32
-                f"{name_of(self.op)} cannot be called with {dtypes}: {error}. Give them one dtype, as model.double() "
-                f"or array.astype('float32') does."
+            # The usual cause: NumPy arrays are float64, the weights of the module float32.
+            raise InvalidTypeError(
+                f"{name_of(self.op)} cannot be called with {dtypes}: {error}. Convert them to one dtype, by "
+                f"model.double() or array.astype('float32')."
             ) from error
         return select_output(result, self.output_name, name_of(self.op))
 
@@ -139,24 +141,24 @@ class NamedCall:
 def bind_by_name(
     fn: Callable[..., Any], values: Mapping[str, Any], others: Sequence[str] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call of ``fn``: by name, or in the order of ``values`` where it has no names.
+    """Return the arguments for a call of ``fn``: by name, or in the order of ``values`` if ``fn`` has no names.
 
     Args:
         fn: A function, a module or the ``apply`` of a `torch.autograd.Function`.
         values: The arguments by name.
-        others: Further names that the caller could have meant.
+        others: Further names that an error message lists.
 
     Returns:
         The positional arguments and the keyword arguments.
 
     Raises:
-        InvalidValueError: If a name is not in the signature, or a required argument is absent.
+        InvalidValueError: If a name is not in the signature, or a required argument is missing.
     """
     parameters = _parameters(fn)
     if parameters is None:
         return tuple(values.values()), {}
     named = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in parameters]
-    # Positional-only names that the caller does not use are no part of the interface, as in f(a, b, /).
+    # A caller may ignore positional-only names, such as in f(a, b, /), because they are not part of the interface.
     is_numbered = all(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
     if parameters and is_numbered and values.keys().isdisjoint(p.name for p in parameters):
         return tuple(values.values()), {}
@@ -173,11 +175,11 @@ def bind_by_name(
 
 
 def select_output(result: Any, output_name: str | int, op_name: str) -> Tensor:
-    """Return the output that is called ``output_name``: a key, an attribute or a position.
+    """Return the output ``output_name`` of a result: a key, an attribute or a position. One tensor fits any name.
 
     Raises:
-        InvalidTypeError: If it is no floating or complex tensor.
-        InvalidValueError: If there is no output of this name.
+        InvalidTypeError: If the output is not a floating or complex tensor.
+        InvalidValueError: If no output has this name.
     """
     outputs = {output_name: result} if isinstance(result, Tensor) else _outputs(result, output_name)
     if not any(isinstance(value, Tensor) for value in outputs.values()):
@@ -199,7 +201,7 @@ def select_output(result: Any, output_name: str | int, op_name: str) -> Tensor:
 
 
 def _outputs(result: Any, asked: str | int) -> dict[Any, Any]:
-    """Return the values of a result by key, by position in digits or by attribute, that which is ``asked`` for too."""
+    """Return the values of a result by key, by position (in digits) or by attribute, including a property ``asked``."""
     if isinstance(result, Mapping):
         return dict(result)
     found = {str(i): value for i, value in enumerate(result)} if isinstance(result, tuple | list) else {}
@@ -208,7 +210,7 @@ def _outputs(result: Any, asked: str | int) -> dict[Any, Any]:
 
 
 def _tensor_values(argument: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with copies of all tensors, NumPy arrays as tensors."""
+    """Return the values with tensors copied and NumPy arrays converted to tensors."""
     if not isinstance(values, Mapping):
         raise InvalidTypeError(
             f"{argument} is {type(values).__name__}: expected a dict from the name of each input to its array, as in "
@@ -222,7 +224,7 @@ def _tensor(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, bool | int | float | complex) or not hasattr(value, "__array_interface__"):
-        return value  # a number stays one: operators take dimensions and factors that way
+        return value  # a number stays a number: operators take dimensions and factors as plain numbers
     try:
         return torch.from_numpy(value.reshape(value.shape or 1).copy("K")).reshape(value.shape)
     except (TypeError, ValueError) as error:
@@ -230,9 +232,9 @@ def _tensor(name: str, value: Any) -> Any:
 
 
 def _parameters(fn: Any) -> list[inspect.Parameter] | None:
-    """Return the parameters of a callable, None for the functions of torch that are written in C++."""
+    """Return the parameters of a callable or of a module's forward; None for torch functions written in C++."""
     owner = getattr(fn, "__self__", None)
-    if is_autograd_function(owner):  # its ``apply`` takes what ``forward`` takes, by position only
+    if is_autograd_function(owner):  # ``apply`` accepts the arguments of ``forward``, by position only
         given = (signature_of(owner.forward) or [])[owner.setup_context is torch.autograd.Function.setup_context :]
         return [p.replace(kind=p.POSITIONAL_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in given]
     return signature_of(fn.forward if isinstance(fn, nn.Module) else fn)

@@ -1,4 +1,4 @@
-"""Trying a function with other lengths: kernels work in tiles, and go wrong at their edges."""
+"""Call a function with other lengths: kernels work in tiles, and are often wrong at the edge of a tile."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def with_other_sizes(
     arguments: Arguments, sizes: Mapping[int, int | Sequence[int]], generator: torch.Generator
 ) -> Iterator[tuple[str, Arguments]]:
-    """Yield the arguments with each other length, and what to call that: one length is changed at a time.
+    """Yield the arguments with another length, changing one length at a time.
 
-    Their numbers are those given, again and again, each a little nearer to 0, so that they stay in the domain and no
-    two of them are equal.
+    The elements repeat the given ones. Each is moved a little towards 0, which keeps it in the domain and makes no two
+    equal.
 
     Args:
-        arguments: Positional ones and those by keyword.
-        sizes: For a length, the size of a tile, which stands for 1, one less, itself, one more; or the lengths.
-        generator: The generator of the numbers.
+        arguments: The positional and the keyword arguments.
+        sizes: For each length, the lengths to try, or the size n of a tile, which stands for 1, n - 1, n and n + 1.
+        generator: The generator of the moves.
 
     Yields:
-        Words, and the arguments.
+        A description of the change, and the arguments.
 
     Raises:
-        InvalidValueError: If no argument has such a length.
+        InvalidValueError: If no argument has such a length, or a tile is smaller than 1.
     """
     shapes = [tuple(one.shape) for one in tree_leaves(arguments) if isinstance(one, Tensor)]
     for length, wanted in sizes.items():
         if not any(length in shape for shape in shapes):
-            raise InvalidValueError(
-                f"sizes has {length!r}, which is no length in the shapes of the arguments: {shapes}."
-            )
+            raise InvalidValueError(f"sizes has the length {length!r}, which no argument has: the shapes are {shapes}.")
         if isinstance(wanted, int):
             if wanted < 1:
                 raise InvalidValueError(f"sizes has a tile of {wanted}: expected at least 1.")

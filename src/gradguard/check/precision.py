@@ -1,12 +1,16 @@
-"""Gradients in float32, bfloat16 or float16, or from several backends, against one in float64.
+"""Compare gradients in float32, bfloat16 or float16, or from several backends, with the float64 gradient.
 
-In bfloat16 and float16 each element is judged by how far rounding scatters it (`rounding`), and the whole by how far
-rounding moves its size, which an error in all elements shows much earlier. In float32, and where a kernel cannot be
-looked into, two gradients may differ by some units of what rounding of the inputs alone does to the exact one: how much
-the float64 gradient moves when inputs and cotangent move by one unit in the last place. What that does not explain in
-float32 is judged by the scatter, too: where a function saturates, its results are rounded away, its inputs are not.
-Last, a kernel whose values are coarser than float32, such as cuDNN's recurrent layers with their fast tanh, can have no
-finer gradient than these values, and is judged by them: up to a coarseness that TF32 exceeds.
+In bfloat16 and float16, the bar of an element is its scatter under random rounding (`rounding`). A second bar, for the
+size of an input's whole gradient, detects a common error of all elements much earlier.
+
+In float32, and for a kernel whose operations are hidden, the bar is measured by rounding the inputs alone. It is a
+multiple of the change of the float64 gradient when inputs and cotangent move by one unit in the last place. A float32
+gradient outside of this bar is compared under the scatter too: where a function saturates, rounding its results
+matters, and rounding its inputs does not.
+
+Last, the values of a kernel may be coarser than float32, as in cuDNN's recurrent layers with their fast tanh. Its
+gradient cannot be finer than its values, so the bar widens with the error of the values. Values as coarse as TF32 do
+not widen the bar.
 """
 
 from __future__ import annotations
@@ -25,15 +29,15 @@ _PERTURBATIONS = 8
 _UNITS = 20.0
 _DEVIATIONS = 6.0
 _OF_VALUES = 4.0
-"""A gradient may be off by so many times the share of the largest that values are off by."""
+"""The allowed relative error of a gradient over the relative error of the values, both relative to the largest."""
 _COARSE = 2.0**-14
-"""Values that are further off than this, relative to the largest, are an error of the kernel: TF32 ones are."""
+"""A larger error of the values, relative to the largest, is an error of the kernel. The error of TF32 is larger."""
 _HALF = 1e-4
-"""Machine epsilons above this are those of bfloat16 and float16."""
+"""The machine epsilons of bfloat16 and float16 are above this."""
 
 
 class Conditioning:
-    """The float64 gradient at a point that a low dtype can hold, and how far rounding moves it."""
+    """The float64 gradient at a point representable in a low dtype, and the changes that rounding causes."""
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class Conditioning:
             self.units, self.what = _DEVIATIONS, "standard deviations of rounding"
             self.in_all = []
             for part, own in zip(*map(self._parts, (off, self._finite)), strict=True):
-                # How far rounding moves the size of the gradient of one input; the rows are its errors.
+                # The relative change of the size of one input's gradient by rounding; each row holds one run's errors.
                 moved = float((part @ own / (own @ own)).square().mean().sqrt()) if own.any() else 1.0
                 self.in_all.append(self.eps / 2 + _DEVIATIONS * moved)
         else:
@@ -70,25 +74,25 @@ class Conditioning:
         self.unit += rtol / self.units * (self._finite.abs() + _mean(self._finite.abs()))
         self.in_all = [rtol + one for one in self.in_all]
         self.allowed = self.units * self.unit
-        self.is_coarse = False  # whether the bars have been widened by what values are off
+        self.is_coarse = False  # whether the bars were widened because the values are coarse
 
     @property
     def power(self) -> Power:
-        """The relative errors from which on a wrong gradient would have been seen."""
+        """The smallest relative errors of a wrong gradient that would have been detected."""
         size = self._finite.abs()
         relative = (self.allowed / size)[size > 0]
         return Power(self.dtype, float(relative.median()) if relative.numel() else 1.0, max(self.in_all, default=1.0))
 
     def compare(self, found: Tensor, other: Tensor, who: str, kind: str, times: float = 1.0) -> list[GradientFinding]:
-        """Return a finding where two gradients are further apart than rounding explains."""
+        """Return a finding if two gradients differ by more than ``times`` the effect of rounding."""
         both = found.isfinite() & other.isfinite() & self.gradient.isfinite()
         wrong = both & ((found - other).abs() > times * self.allowed)
         wrong |= ~found.isfinite() & self.gradient.isfinite() & (self.gradient.abs() < 1 / self.eps)
         if not bool(wrong.any()):
-            # All elements of an input together may be a little too large or too small.
+            # The elements of an input may all be a little too large, or too small, by the same factor.
             parts = zip(*(self._parts(torch.where(both, one, 0.0)) for one in (found, other)), strict=True)
-            for one, bar, (mine, theirs) in zip(self.exact.inputs, self.in_all, parts, strict=True):
-                ratio = float(mine @ theirs / (theirs @ theirs)) if theirs.any() else 1.0
+            for one, bar, (part, expected) in zip(self.exact.inputs, self.in_all, parts, strict=True):
+                ratio = float(part @ expected / (expected @ expected)) if expected.any() else 1.0
                 if abs(ratio - 1) > times * bar:
                     message = f"{who}, {ratio:.4g} times as large in all, where rounding explains 1 ± {times * bar:.2g}"
                     return [GradientFinding(kind, message, one.name)]
@@ -102,7 +106,7 @@ class Conditioning:
         return [GradientFinding(kind, message, name, index, *values)]
 
     def judge(self, found: Tensor, who: str, kind: str) -> list[GradientFinding]:
-        """Compare a gradient with the float64 one; where they differ, allow for values that are coarser than the dtype.
+        """Compare a gradient with the float64 one; if they differ, allow for values that are coarser than the dtype.
 
         Args:
             found: The gradient.
@@ -110,7 +114,7 @@ class Conditioning:
             kind: The kind of the finding.
 
         Returns:
-            The finding, or none if the gradient is right.
+            The finding; empty if the gradient is right.
         """
         wrong = self.compare(found, self.gradient, who, kind)
         if not wrong:
@@ -120,7 +124,7 @@ class Conditioning:
         coarse = largest(values - expected) / size if size else 0.0
         if self.eps > _HALF or not 4 * self.eps < coarse <= _COARSE:
             return wrong
-        # By a share: a gradient element may be off by some times the same share of the largest of its input.
+        # Allow each element an error of 4 times the values' relative error, relative to the input's largest gradient.
         self.is_coarse, share = True, _OF_VALUES * coarse
         wider = [torch.full_like(part, share * largest(part)) for part in self._parts(self._finite)]
         self.allowed = self.allowed + torch.cat(wider)
@@ -128,9 +132,9 @@ class Conditioning:
         return self.compare(found, self.gradient, who, kind)
 
     def remarks(self, name: str) -> list[GradientFinding]:
-        """Return the note, if it applies, that gradients were judged by values that are coarser than their dtype."""
+        """Return a note if the values were coarser than their dtype and the bars were widened; empty otherwise."""
         who = f"{name}: " if name else ""
-        message = f"{who}values in {self.dtype} are coarser than {self.dtype}: gradients were judged by them"
+        message = f"{who}values in {self.dtype} are coarser than {self.dtype}: gradients were allowed the same error"
         return [GradientFinding("precision", message)] if self.is_coarse else []
 
     def _spread_of_inputs(self, generator: torch.Generator) -> Tensor:
@@ -143,14 +147,14 @@ class Conditioning:
         return spread + _mean(spread) + self.eps * (size + _mean(size))
 
     def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
-        """Return the part of each input."""
+        """Split a vector, or each row of a matrix, into one part per input."""
         return vectors.split(self.exact.sizes, dim=-1)
 
 
 def compare_backends(
     exact: Function, backends: dict[str, Function], generator: torch.Generator, rtol: float = 0.0
 ) -> tuple[list[GradientFinding], list[GradientFinding]]:
-    """Compare the gradient of each backend with the float64 one, and with each other's; return findings and notes."""
+    """Compare each backend's gradient with the float64 one and with the other backends; return findings and notes."""
     findings, gradients = [], {}
     units = {name: Conditioning(exact, low, generator.clone_state(), rtol) for name, low in backends.items()}
     for name, low in backends.items():

@@ -1,11 +1,11 @@
-"""Rounding of each element of a gradient in a low dtype, by Monte Carlo arithmetic (Parker 1997).
+"""The rounding error of each element of a gradient in a low dtype, measured by Monte Carlo arithmetic (Parker 1997).
 
-The float64 function runs again and again, forward and backward, and the result of each operation is changed at random
-by what rounding it to the low dtype would change: by up to half a unit in the last place, and a sum by what adding up
-its terms one by one in that dtype would lose. How far the gradient scatters is the bar for a kernel of that dtype, for
-each element by itself: errors that cancel, and small differences of large numbers, are in it.
+The float64 function runs many times, forward and backward. Each operation's result is perturbed at random by the error
+of rounding it to the low dtype: up to half a unit in the last place. A sum is also perturbed by the error of
+accumulating its terms one by one in that dtype. The scatter of each element of the gradient is its bar for a kernel of
+that dtype. It includes the effects of cancelling errors and of small differences of large numbers.
 
-Fused operations are taken apart where PyTorch knows of what they consist, because a kernel may round in between.
+A fused operation is decomposed if PyTorch has a decomposition, because a kernel may round its intermediate results.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _CHOOSING = """
     where zeros zeros_like
 """
 _EXACT = frozenset(_CHOOSING.split())
-"""Operations that choose among numbers, and round none."""
+"""Operations that select or move numbers, or negate them, and never round."""
 _SEQUENTIAL = 0.2
-"""Standard deviation of a sum of n terms that is added up one by one, over √n · eps · size of its partial sums."""
+"""The standard deviation of a sum of n terms accumulated one by one, divided by √n · eps · size of the partial sums."""
 
 
 def _of_scatters(args: Sequence[Any], result: Tensor) -> float:
@@ -70,22 +70,22 @@ _TERMS: dict[str, Callable[[Sequence[Any], Tensor], float]] = {
     ),
     **dict.fromkeys(_SCATTERED.split(), _of_scatters),
 }
-"""The number of terms that each element of the result is a sum of, by operation."""
+"""For each operation, the number of terms summed into each element of the result."""
 
 
 class Scatter:
-    """The gradients that rounding in a low dtype gives.
+    """The scatter of a gradient under random rounding to a low dtype.
 
     Args:
         function: The function in float64.
-        vector: Where.
+        vector: The point.
         cotangent: The gradient of the outputs.
-        dtype: The low dtype that results are rounded to.
-        generator: The generator of the rounding.
+        dtype: The low dtype to which results are rounded.
+        generator: The generator of the random rounding.
 
     Attributes:
-        gradients: One in each row.
-        is_seen: Whether the function computes with PyTorch's operations. What a kernel does inside cannot be seen.
+        gradients: The gradients, one run per row; a single row if ``is_seen`` is False.
+        is_seen: Whether the rounding changed the gradient. False if a custom kernel hides its operations.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Scatter:
     def _lost_in_sums(
         self, name: str, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]
     ) -> Sequence[Tensor | float]:
-        """Return the standard deviation of results that were added up in the low dtype.
+        """Return the standard deviation of each result if its terms were accumulated in the low dtype; 0 if no sum.
 
-        The squares of the terms add up to the square of how large the partial sums become, where all have one sign.
+        The size of the partial sums is estimated by the size of the result plus the 2-norm of the terms.
         """
         count = _TERMS.get(name)
         nothing = [0.0] * len(results)

@@ -1,4 +1,4 @@
-"""Look for a wrong element: random directions first, halving where one disagrees, a close look at what is left."""
+"""Search for wrong elements: try random directions, halve those that disagree, and examine the elements that remain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradguard.check.gradient_report import GradientFinding
 from gradguard.check.meeting_pieces import Pieces, pieces_around
 
 _DIRECTIONS = 2
-"""This many random directions have to agree; in float64, where bars are narrow, one clear direction is enough."""
+"""The number of random directions that must agree. In float64, whose bars are narrow, one clear direction suffices."""
 _ROUNDS = 12
 _MOST_FINDINGS = 5
 _SETS_PER_LEVEL = 8
@@ -27,7 +27,7 @@ _TOO_WEAK = 0.1
 _FEW_ENOUGH = 5000
 _MOST_BROKEN = 200
 _LITTLE = 1e-4
-"""A relative error of several elements below this may come from a solver that stops at a tolerance."""
+"""A smaller relative error in several elements may come from a solver that stops at a tolerance."""
 _SEVERAL = 3
 _WORDS = {
     ("mismatch", True): "",
@@ -35,17 +35,17 @@ _WORDS = {
     ("nan", True): "not finite where the function has a finite derivative",
     ("undecided", False): "the numerical derivative does not settle",
     ("kink", False): "a subgradient, between the one-sided derivatives {low:.6g} and {high:.6g}",
-    ("jump", False): "the function jumps here",
-    ("singular", False): "the derivative is not finite here, or the function is defined on one side only",
+    ("jump", False): "the function jumps at this point",
+    ("singular", False): "the derivative is not finite at this point, or the function is defined on one side only",
 }
-"""The message for an element, by the kind of its verdict and by whether its gradient is wrong."""
+"""The message for an element, by the kind of the verdict and by whether the gradient is wrong."""
 
 _NAN_AT_A_JUMP = "NaN, and the function jumps when such elements move together: choose another point"
 
 
 @dataclass
 class Search:
-    """A search for wrong elements, with its findings and the elements that are still open."""
+    """A search for wrong elements: its findings, and the elements that it has not settled yet."""
 
     differences: Differences
     generator: torch.Generator
@@ -55,17 +55,17 @@ class Search:
     agreed: list[Disagreement] = field(default_factory=list)
     unclear: list[GradientFinding] = field(default_factory=list)
     singly: list[float] = field(default_factory=list)
-    """The relative error that was allowed to each element that was examined alone and agreed."""
+    """The allowed relative error of each element that was examined alone and agreed."""
     kinks: list[int] = field(default_factory=list)
-    """Elements at a kink or a tie, where a subgradient was accepted."""
+    """The elements at a kink or a tie whose gradient was accepted as a subgradient."""
     has_every_element: bool = False
-    """Whether each element was compared by itself."""
+    """Whether every element was compared with its own derivative."""
     power: float = float("inf")
     smooth: tuple[Tensor, Disagreement] | None = None
-    """A direction along which gradient and differences agree."""
+    """A direction along which gradient and differences agree, and their remaining disagreement."""
 
     def run(self, exhaustive: bool) -> None:
-        """Search until all directions agree, or enough is found; then compare every element if that is asked for."""
+        """Search until all directions agree or there are enough findings; if ``exhaustive``, compare every element."""
         differences = self.differences
         self.open = differences.point.isfinite()
         self.continuous = self.open.clone()
@@ -96,15 +96,15 @@ class Search:
             self.notes.insert(0, GradientFinding("stopped", message))
 
     def _examine_up_to_five(self, elements: list[int]) -> None:
-        """Examine elements one by one, until there are as many findings as a report needs."""
+        """Examine elements one by one, and stop at five findings."""
         for position in elements:
             if len(self.findings) < _MOST_FINDINGS:
                 self.examine_element(position)
 
     def _first_suspect(self, jointly: bool) -> Tensor | None:
-        """Return the first direction that disagrees or says nothing, None if enough of them agree.
+        """Return a direction that disagrees, or else one whose bar is too wide to decide; None if enough agree.
 
-        With ``jointly`` such a direction is examined as it is: no single element explains it, or too many do.
+        With ``jointly``, such a direction is examined as a whole, because no single element explains it or too many do.
         """
         self.agreed = []
         if not bool(self.open.any()):
@@ -117,7 +117,7 @@ class Search:
             if self._is_clear(found):
                 self.agreed.append(found)
                 self.smooth = direction, found
-                is_telling = (self._power(found) or 0.0) <= _TOO_WEAK  # or no element has a size
+                is_telling = (self._power(found) or 0.0) <= _TOO_WEAK  # the power is None if the gradient is 0
                 needed = 1 if not attempt and not differences.is_low and is_telling else needed
             elif jointly:
                 self._examine_jointly(direction, found)
@@ -130,7 +130,7 @@ class Search:
         return powerless
 
     def _suspect_of_one_input(self, direction: Tensor, agreed: Disagreement, jointly: bool) -> Tensor | None:
-        """Look one by one at inputs whose gradient is so small that an error in it would not show in ``agreed``."""
+        """Check each input whose gradient is so small that an error would not show in ``agreed``, by itself."""
         differences = self.differences
         for name, own in differences.function.ranges.items():
             moved = direction[own]
@@ -145,30 +145,32 @@ class Search:
                     return part
                 self._examine_jointly(part, found)
             elif scale > 0 and (found.size <= self.negligible or found.allowed > _TOO_WEAK * scale):
-                note = GradientFinding("precision", "not judged: its gradient is rounding beside the others", name)
+                note = GradientFinding(
+                    "precision", "not judged: its gradient is within the rounding of the others", name
+                )
                 self.notes += [] if note in self.notes else [note]
         return None
 
     def _along(self, direction: Tensor) -> Disagreement:
-        """Return the disagreement along a direction, with measured noise where it would not be clear without."""
+        """Return the disagreement along a direction; measure the noise of the outputs if it is unclear without."""
         found = self.differences.along(direction)
         if self.differences.has_noise or self._is_clear(found):
             return found
         return self.differences.along(direction, with_noise=True)
 
     def _is_clear(self, found: Disagreement) -> bool:
-        """Tell whether a direction agrees within a bar narrow enough to mean something."""
+        """Return whether a direction agrees within a bar narrow enough to be evidence."""
         is_nothing = found.scale <= self.negligible and found.bar <= 1e3 * self.negligible
         return not found.is_wrong and (is_nothing or not found.bar > _POWERLESS * found.size)
 
     def _power(self, found: Disagreement) -> float | None:
-        """Return the relative error from which one element of typical size would show; None if all are 0."""
+        """Return the relative error above which a wrong element of typical size shows; None if the gradient is 0."""
         if found.scale <= self.negligible:
             return None
         return found.allowed / found.scale * max(1, int(self.open.sum())) ** 0.5
 
     def _halve(self, direction: Tensor, is_suspect: Callable[[Tensor], bool]) -> list[int]:
-        """Return single elements of ``direction`` that are suspect, found by halving."""
+        """Find the single suspect elements of ``direction`` by halving."""
         level = [direction.nonzero().reshape(-1)]
         singles: list[Tensor] = []
         if len(level[0]) == 1:
@@ -184,7 +186,7 @@ class Search:
         return list(map(int, singles))[: 2 * _SETS_PER_LEVEL]
 
     def _disagrees(self, direction: Tensor) -> Callable[[Tensor], bool]:
-        """Return a test of parts of ``direction``: the gradient disagrees there, or the bar is too wide to tell."""
+        """Return a predicate for parts of ``direction``: the gradient disagrees, or the bar is too wide to decide."""
         floor = _POWERLESS * norm(self.differences.gradient * direction) / len(direction) ** 0.5
 
         def disagrees(part: Tensor) -> bool:
@@ -195,9 +197,13 @@ class Search:
         return disagrees
 
     def _set_jumps_aside(self, direction: Tensor) -> bool:
-        """Return whether elements were left out whose value is isolated: the function jumps whichever way they move.
+        """Exclude elements at which the function jumps in both directions.
 
-        Central differences of such an element alone see nothing; those of other elements see another function.
+        Central differences of such an element alone do not show the jump, and central differences of other elements
+        measure a different function.
+
+        Returns:
+            Whether there are such elements.
         """
         jumping = self._halve(direction, self.differences.jumps) if self.differences.jumps(direction) else []
         for position in jumping:
@@ -206,14 +212,14 @@ class Search:
         return bool(jumping)
 
     def _examine_broken_gradients(self) -> None:
-        """Look at elements whose gradient is not finite; the others are then checked without them."""
+        """Examine the elements with a non-finite gradient, and exclude them from the rest of the search."""
         gradient = self.differences.gradient
         if are_finite(gradient):
             return
         broken = [i for kind in (gradient.isnan(), gradient.isinf()) for i in kind.nonzero().reshape(-1).tolist()]
         self._examine_up_to_five(broken[:_MOST_BROKEN])
         if len(broken) > _MOST_BROKEN and not self.findings:
-            message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
+            message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were examined"
             self.undecided.append(GradientFinding("singular", message))
         self.open[broken] = self.continuous[broken] = False
         self.differences.gradient = finite(gradient)
@@ -225,7 +231,7 @@ class Search:
         return self.differences.jumps(direction * self.differences.gradient.isnan())
 
     def examine_element(self, position: int) -> None:
-        """Examine one element, once, and note the verdict."""
+        """Examine one element and record the verdict; an element that is settled already is skipped."""
         differences = self.differences
         if not bool(self.open[position]):
             return
@@ -245,11 +251,13 @@ class Search:
         pieces = self._pieces(direction) if shown.is_wrong and shown.kind != "nan" else None
         if pieces is not None:
             self.kinks.append(position)
-            message = f"between the derivatives of pieces that meet here, {pieces.low:.6g} and {pieces.high:.6g}"
+            message = (
+                f"between the derivatives of pieces that meet at this point, {pieces.low:.6g} and {pieces.high:.6g}"
+            )
             self.notes.append(GradientFinding("tie", message, *place, analytical=shown.analytical))
             return
         if shown.kind == "ok" and differences.is_low:
-            # The bar may be so wide that it hides a disagreement at larger steps.
+            # A wide bar may hide a disagreement that shows at larger steps.
             found = differences.along(direction * mean)
             bar = 10 * shown.numerical.bar * mean
             is_little = bar <= LITTLE_OF_TYPICAL * typical_size(differences) * mean
@@ -258,12 +266,12 @@ class Search:
         self._note(shown, position)
 
     def _examine_jointly(self, direction: Tensor, found: Disagreement) -> None:
-        """Examine a whole direction as if it were an element, where too many elements are at kinks or ties."""
+        """Examine a whole direction like a single element, if too many elements are at kinks or ties."""
         shown = examine(self.differences, direction, [1.0])
         pieces = self._pieces(direction) if shown.is_wrong else None
         if pieces is not None or (not shown.is_wrong and shown.kind in ("ok", "kink")):
             low, high = pieces or (shown.low, shown.high)
-            width = 0.0 if low != low else high - low  # anything in between passes, and less than that is not seen
+            width = 0.0 if low != low else high - low  # any gradient in the interval passes, so the bar spans it
             self.agreed.append(found._replace(bar=max(found.bar, width)))
         elif shown.is_wrong and found.is_wrong:
             self.findings.append(_finding(shown, "", None, "along a random direction, from many elements together"))
@@ -271,9 +279,9 @@ class Search:
             self.unclear.append(_finding(shown, "", None, "nothing settles along a random direction"))
 
     def _examine_kinks_together(self) -> None:
-        """Move all elements, or the tied ones, by one amount: each may be right by itself while their sum is too large.
+        """Move all elements, then the tied ones, by equal amounts: each may be right alone while the sum is too large.
 
-        Tied values stay tied, so that every right choice among them gives the same.
+        Tied values stay tied under such a move, so every valid subgradient has the same derivative along it.
         """
         if len(self.kinks) < 2:
             return
@@ -283,7 +291,9 @@ class Search:
             direction = mean_size(self.differences.point) * moved
             shown = examine(self.differences, direction, [1.0])
             if shown.is_wrong and self._pieces(direction) is None:
-                message = f"{len(self.kinks)} elements at kinks or ties, right one by one, are not when moved together"
+                message = (
+                    f"{len(self.kinks)} elements at kinks or ties are right one by one, and wrong when moved together"
+                )
                 self.findings.append(_finding(shown, "", None, message))
                 return
 
@@ -302,7 +312,7 @@ class Search:
         elif shown.kind != "ok":
             self.continuous[position] = False
         if not math.isnan(shown.numerical.value):
-            size = abs(shown.analytical) if shown.kind == "ok" else 0.0  # something to compare with
+            size = abs(shown.analytical) if shown.kind == "ok" else 0.0
             is_known = size > self.negligible
             self.singly.append(max(shown.numerical.bar / size, self.differences.rtol) if is_known else 0.0)
 
@@ -310,7 +320,7 @@ class Search:
         return self.differences.function.name_of(position)
 
     def _propose_a_tolerance(self) -> None:
-        """Propose the ``rtol`` that accepts small errors: they are wrong unless the function itself is as inexact."""
+        """Propose an ``rtol`` that accepts small errors, which may come from a function that is itself as inexact."""
         if len(self.findings) < _SEVERAL or any(one.kind != "mismatch" or one.index is None for one in self.findings):
             return
         drawn = directions(self.differences.function, self.generator)
@@ -327,7 +337,7 @@ class Search:
         self.findings[0] = replace(self.findings[0], message=message)
 
     def _rate(self) -> None:
-        """Compute the relative error from which one wrong element of typical size would have shown."""
+        """Compute the relative error above which one wrong element of typical size would have shown."""
         if not self.agreed:
             self.undecided += self.unclear[:1]
         seen = [power for one in self.agreed if (power := self._power(one)) is not None]
@@ -337,7 +347,7 @@ class Search:
                 GradientFinding("undecided", "jumps and poles everywhere: there is nothing to compare with")
             )
         if not (self.agreed or self.undecided or self.has_every_element) and bool(self.open.any()):
-            self.undecided.append(GradientFinding("undecided", "no direction was accurate enough to say anything"))
+            self.undecided.append(GradientFinding("undecided", "no direction was accurate enough for a comparison"))
         self.power = min(seen, default=5 * max(self.singly, default=0.0) or float("inf"))
         if self.power > _TOO_WEAK and (seen or any(self.singly)) and not self.findings:
             message = f"a wrong element would show only from {self.power:.1g} relative"
@@ -345,7 +355,7 @@ class Search:
 
 
 def _of_input(direction: Tensor, own: slice) -> Tensor:
-    """Return the part of a direction that moves one input, which lies at ``own``."""
+    """Return the part of a direction that moves only the input at the slice ``own``."""
     part = torch.zeros_like(direction)
     part[own] = direction[own]
     return part

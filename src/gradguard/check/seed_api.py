@@ -1,4 +1,4 @@
-"""`get_numerical_gradient` and `check_grad`, as PaddlePaddle's gradient check design names them."""
+"""`get_numerical_gradient` and `check_grad`, the interface of PaddlePaddle's gradient check design."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _DELTA = 0.005
 _FLOOR = 1e-3
-"""Errors of elements whose numerical gradient is smaller than this are absolute, those of others relative."""
+"""The error of an element is absolute if its numerical gradient is smaller than this, and relative otherwise."""
 
 
 def get_numerical_gradient(
@@ -41,10 +41,10 @@ def get_numerical_gradient(
     .. math:: g_i = \frac{y(x + h_i^+ e_i) - y(x - h_i^- e_i)}{h_i^+ + h_i^-}, \qquad
               y = \sum_j \mathrm{output}_j
 
-    The sum is taken in float64. :math:`h_i^\pm` are ``delta`` after rounding: in float32 the step that is really taken
-    differs from ``delta``, so the difference is divided by that one. The error is of order ``delta``\ :sup:`2` where
-    the function is smooth, and large where a kink lies within ``delta``; `gradguard.gradcheck` chooses its own steps,
-    carries an error bar and recognises kinks.
+    The sum is computed in float64. :math:`h_i^\pm` are the steps after rounding: in float32 they differ from ``delta``,
+    and the difference is divided by the rounded steps. The error is of order ``delta``\ :sup:`2` where the function is
+    smooth, and large if a kink is within ``delta``. `gradguard.gradcheck` chooses its own steps, computes an error bar
+    and recognises kinks.
 
     **Guarantees.**
 
@@ -53,22 +53,22 @@ def get_numerical_gradient(
       running statistics of BatchNorm do not drift.
     - TF32 is off.
 
-    **Edge cases.** Where a step leaves the domain of ``op`` the element is NaN. An empty input gives an empty array. Of
-    complex numbers the gradient is PyTorch's, :math:`\partial y / \partial \mathrm{Re}\, x_i + \mathrm{i}\,
-    \partial y / \partial \mathrm{Im}\, x_i`, with y the real part of the sum. Tied weights move together,
+    **Edge cases.** If a step leaves the domain of ``op``, the element is NaN. An empty input yields an empty array. For
+    complex inputs the gradient follows PyTorch's convention, :math:`\partial y / \partial \mathrm{Re}\, x_i +
+    \mathrm{i}\, \partial y / \partial \mathrm{Im}\, x_i`, with y the real part of the sum. Tied weights move together,
     under their first name.
 
     Args:
-        op: A function or a module. The values are given by name; by position, in the order of ``input_values``, where a
-            function has no names, as `torch.mul`, or takes none.
-        input_values: The inputs by name: NumPy arrays or tensors of any shape; numbers and anything else are handed on
-            as they are. Parameters and buffers of a module may be among them by their dotted names, as
-            ``"fc.weight"``; those that are not keep the values that they have.
-        output_name: The key of an output, its attribute, or its position (``1`` or ``"1"``). A single tensor has any
-            name.
-        input_to_check: The input of the gradient, a key of ``input_values`` or a parameter of the module.
-        delta: How far each element is moved to both sides, in units of the input.
-        local_scope: More inputs by name that ``op`` needs and that are not checked.
+        op: A function or a module. It receives the values by name, or in the order of ``input_values`` if it accepts
+            positional arguments only, such as `torch.mul`.
+        input_values: The inputs by name: NumPy arrays or tensors of any shape. Numbers and other objects are passed on
+            unchanged. Dotted names such as ``"fc.weight"`` replace parameters and buffers of a module; the others keep
+            their values.
+        output_name: The key of an output, its attribute, or its position (``1`` or ``"1"``). A single tensor matches
+            any name.
+        input_to_check: The input of the gradient: a key of ``input_values`` or a parameter of the module.
+        delta: The distance that each element moves to either side, in units of the input.
+        local_scope: Further inputs of ``op`` by name, which are not checked.
 
     Returns:
         The gradient with the shape of the input: float64, or complex128 for complex inputs.
@@ -76,7 +76,7 @@ def get_numerical_gradient(
     Raises:
         InvalidValueError: If a name is unknown, ``delta`` is not above 0 or too small to change an element, or the
             input or the output is NaN or infinite.
-        InvalidTypeError: If the input to check holds integers, or the output is no floating or complex tensor.
+        InvalidTypeError: If the input to check holds integers, or the output is not a floating or complex tensor.
 
     Example:
         >>> import gradguard as gg, numpy as np, torch
@@ -108,17 +108,18 @@ def check_grad(
     only_cpu: bool = False,
     max_relative_error: float = _DELTA,
 ) -> None:
-    r"""Raise unless autograd's gradient of the sum of one output is the numerical one, on the CPU and on the GPU.
+    r"""Raise unless autograd's gradient of the sum of one output equals the numerical one, on the CPU and on the GPU.
 
     .. math:: \max_i \frac{|n_i - a_i|}{s_i} \le \text{max\_relative\_error}, \qquad
               s_i = |n_i| \text{ where } |n_i| \ge 10^{-3}, \text{ else } 1
 
-    n is `get_numerical_gradient` with ``delta=0.005``, a the gradient by autograd. The formula that the design prints
-    subtracts a from |n|, which rejects every right negative gradient and accepts a gradient of the wrong sign; this is
-    the one that it meant. Where there is a GPU, its gradient is compared with n and with the CPU's.
+    n is `get_numerical_gradient` with ``delta=0.005``, and a is autograd's gradient. The formula printed in the design
+    subtracts a from |n|: it rejects every right negative gradient and accepts a gradient of the wrong sign. The formula
+    above is the intended one. With a GPU, the GPU's gradient is compared with n and with the CPU's gradient.
 
-    Floating inputs below float64 are widened for n if the operator then works. The check is as strict as ``delta`` and
-    ``max_relative_error`` allow: `gradguard.gradcheck` has an error bar instead, sees smaller errors and knows kinks.
+    Floating inputs below float64 are converted to float64 for n, if the operator then works. The check is as strict as
+    ``delta`` and ``max_relative_error`` allow. `gradguard.gradcheck` uses an error bar instead, detects smaller errors
+    and recognises kinks.
 
     **Guarantees.**
 
@@ -127,24 +128,25 @@ def check_grad(
     - The error names the worst element, with both values.
     - TF32 is off.
 
-    **Edge cases.** An input on which the output does not depend has the gradient 0. A warning says
-    that more than half of an input's elements lie below 1e-3, where only errors above ``max_relative_error`` itself
-    show: the sum of a softmax is constant, for instance. On two devices dropout draws two masks: use ``only_cpu=True``.
+    **Edge cases.** An input that does not affect the output has the gradient 0. A warning is raised if more than half
+    of the elements of an input's gradient are below 1e-3, unless they are exactly 0. Only errors above
+    ``max_relative_error`` itself show there; the sum of a softmax, for instance, is constant. Dropout draws a different
+    mask on each device: use ``only_cpu=True``.
 
     Args:
-        forward_op: As ``op`` of `get_numerical_gradient`.
-        input_vars: As ``input_values`` of `get_numerical_gradient`.
+        forward_op: A function or a module, as ``op`` of `get_numerical_gradient`.
+        input_vars: The inputs by name, as ``input_values`` of `get_numerical_gradient`.
         inputs_to_check: The inputs whose gradients are checked: keys of ``input_vars`` or parameters of the module.
-        output_name: As for `get_numerical_gradient`.
-        no_grad_set: Inputs that are constants for autograd.
-        only_cpu: Leave out the GPU.
+        output_name: The output, as for `get_numerical_gradient`.
+        no_grad_set: The inputs that are constants for autograd.
+        only_cpu: Whether to skip the GPU.
         max_relative_error: The tolerance, without a unit.
 
     Raises:
-        GradientCheckError: If an error is above the tolerance; it names the worst element and both values.
+        GradientCheckError: If an error is above the tolerance; the message names the worst element and both values.
         InvalidValueError: If a name is unknown, in both ``inputs_to_check`` and ``no_grad_set``, or none is given; if
             the output has no graph; or if a value at the point is NaN or infinite.
-        InvalidTypeError: If an input to check holds integers, or the output is no floating or complex tensor.
+        InvalidTypeError: If an input to check holds integers, or the output is not a floating or complex tensor.
 
     Example:
         >>> import gradguard as gg, numpy as np, torch
@@ -161,7 +163,7 @@ def check_grad(
         Traceback (most recent call last):
             ...
         gradguard.errors.GradientCheckError: x[1] on the CPU: analytical 2, numerical -6: relative error 1.33, above
-        max_relative_error=0.005; 1 of 2 elements are. ...
+        max_relative_error=0.005; 1 of 2 elements are above it. ...
 
     Reference:
         PaddlePaddle, Auto Gradient Check Design, 2017.
@@ -175,11 +177,11 @@ def check_grad(
     if not names:
         raise InvalidValueError(f"inputs_to_check is empty: expected some of {call.names}.")
     if both := [name for name in names if name in constants]:
-        raise InvalidValueError(f"{both} are in inputs_to_check and in no_grad_set: leave them out of one.")
+        raise InvalidValueError(f"{both} are in inputs_to_check and in no_grad_set: list them in one of them only.")
     with full_float32():
         try:
             numerical = {name: _numerical(call, name, _DELTA, wide=True, device="cpu") for name in names}
-        except Exception:  # whatever a kernel for float32 only may raise: it is then checked as it is
+        except Exception:  # a kernel for float32 only may raise anything here; it is then checked in its own dtype
             numerical = {name: _numerical(call, name, _DELTA, device="cpu") for name in names}
         gradients = {"CPU": _analytical(call, names, constants)}
         if torch.cuda.is_available() and not only_cpu:
@@ -192,8 +194,8 @@ def check_grad(
         is_zero = (right["numerical"] == 0) & (right["CPU"] == 0)
         if int(is_small.sum()) * 2 > is_small.numel() and not bool(is_zero[is_small].all()):
             warnings.warn(
-                f"more than half of the gradient of {name} lies below {_FLOOR:g}, where check_grad sees only errors "
-                f"above {tolerance:g} itself: use gradguard.gradcheck.",
+                f"more than half of the gradient of {name} lies below {_FLOOR:g}, where check_grad detects only "
+                f"absolute errors above {tolerance:g}: use gradguard.gradcheck.",
                 stacklevel=2,
             )
 
@@ -223,7 +225,7 @@ def _numerical(call: NamedCall, name: str, delta: float, *, wide: bool = False, 
 
 
 def _analytical(call: NamedCall, names: list[str], constants: list[str], device: str = "cpu") -> dict[str, Tensor]:
-    """Return autograd's gradients of the sum of the output, zeros where it does not depend on an input."""
+    """Return autograd's gradients of the sum of the output; zeros for an input that does not affect the output."""
     others = [name for name in call.names if name not in constants and _is_plain(call.values[name])]
     with call.function(list(dict.fromkeys([*names, *others])), device=device) as function:
         leaves = function.leaves()
@@ -238,7 +240,7 @@ def _analytical(call: NamedCall, names: list[str], constants: list[str], device:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether this is a dense tensor of finite numbers."""
+    """Return whether ``value`` is a dense tensor of finite numbers."""
     is_dense = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
     return is_dense and value.dtype in WIDE and bool(value.isfinite().all())
 
@@ -247,7 +249,7 @@ def _on_gpu(call: NamedCall, names: list[str], constants: list[str]) -> dict[str
     try:
         return _analytical(call, names, constants, "cuda")
     except RuntimeError as error:
-        error.add_note("This came from check_grad on the GPU: only_cpu=True leaves it out.")
+        error.add_note("The error was raised by check_grad on the GPU: only_cpu=True skips the GPU.")
         raise
 
 
@@ -272,7 +274,7 @@ def _compare(name: str, expected: tuple[str, Tensor], found: tuple[str, Tensor],
     raise GradientCheckError(
         f"{place_of(name, index_of(worst, value.shape))} on the {device}: analytical {_shown(value, worst)}, {what} "
         f"{_shown(right, worst)}: {kind} error {float(error[worst]):.3g}, above max_relative_error={tolerance:g}; "
-        f"{int((error > tolerance).sum())} of {error.numel()} elements are."
+        f"{int((error > tolerance).sum())} of {error.numel()} elements are above it."
     )
 
 
@@ -281,12 +283,12 @@ def _shown(tensor: Tensor, position: int) -> str:
 
 
 def _sum(function: Function) -> Tensor:
-    """Return the cotangent of the sum of the output, of complex numbers its real part."""
+    """Return the cotangent of the sum of the output, or of the real part of the sum for a complex output."""
     return joined([torch.ones_like(one.value) for one in function.outputs])
 
 
 def _shaped(gradient: Tensor, value: Tensor) -> Tensor:
-    """Return a flat gradient in the shape of the input, as complex numbers if the input is complex."""
+    """Reshape a flat gradient to the input's shape, as complex numbers if the input is complex."""
     if value.is_complex():
         return torch.view_as_complex(gradient.reshape(*value.shape, 2))
     return gradient.view(value.shape)

@@ -1,4 +1,4 @@
-"""Run a step again as it was, or with weights that differ by rounding; then all is as before, to the last bit."""
+"""Rerun a step unchanged, or with weights that differ by rounding, and restore the state bit for bit."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,18 +25,18 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip_weights(parameters: LocalParameters, epsilon: float, run: int, *, back: bool = False) -> None:
-    r"""Change each weight by up to 2 ``epsilon`` of itself, up or down by its place in the whole and by ``run``.
+    r"""Change each weight by up to 2 ``epsilon`` of itself; its position in the parameter and ``run`` set the change.
 
-    It is its own inverse, to the last bit and without a copy: of the number's bit pattern, two bits worth
-    ``epsilon`` and twice that are flipped, in blocks of four that lie around the powers of 2. Zeros stay zero.
+    The change is its own inverse, bit for bit and without a copy. It flips two bits of the number, worth ``epsilon``
+    and 2 ``epsilon``, in blocks of four numbers around the powers of 2. Zeros stay zero.
 
     Args:
-        parameters: Parts whose weights change, in place.
-        epsilon: The relative size.
-        run: Which of several changes.
-        back: Undo the change of the same ``epsilon`` and ``run``.
+        parameters: The shards whose weights change, in place.
+        epsilon: The relative size of the change.
+        run: The number of the change, which selects its pattern.
+        back: Whether to undo the change of the same ``epsilon`` and ``run``.
     """
-    for parameter in reversed(parameters) if back else parameters:  # two may share memory
+    for parameter in reversed(parameters) if back else parameters:  # two parameters may share memory
         part, weights = parameter.weights()
         shift = _shift(weights.dtype, epsilon)
         if shift is not None:
@@ -46,12 +46,12 @@ def flip_weights(parameters: LocalParameters, epsilon: float, run: int, *, back:
 
 
 def add_signs(parameters: LocalParameters, sizes: Mapping[str, float], which: int) -> None:
-    """Add to each element of each gradient the size of its parameter, up or down by its place in the whole.
+    """Add ``sizes[name]`` to or subtract it from each gradient element; the element's position decides the sign.
 
     Args:
-        parameters: Whose gradients, in place.
-        sizes: By name; negative ones turn the signs round.
-        which: Which of several patterns of signs.
+        parameters: The shards whose gradients change, in place.
+        sizes: The size for each parameter, by name; a negative size reverses all signs.
+        which: The number of the pattern of signs.
     """
     for parameter in parameters:
         if (found := parameter.gradient()) is not None:
@@ -70,7 +70,7 @@ def scale_gradients(parameters: LocalParameters, times: float) -> None:
 
 
 def _shift(dtype: torch.dtype, epsilon: float) -> int | None:
-    """The lowest bit to flip, counted from the last; None where a dtype is left alone."""
+    """Return the lowest bit to flip, counted from the last; None for a dtype whose weights are not changed."""
     if not dtype.is_floating_point or dtype.itemsize not in _INTEGERS:
         return None
     unit, shift = torch.finfo(dtype).eps, 0
@@ -84,14 +84,14 @@ def _flipped(values: Tensor, shift: int, which: Tensor) -> Tensor:
     bits, low, high = values.reshape(-1).view(kind), torch.iinfo(kind).min, torch.iinfo(kind).max
     size, half = bits & high, 2 << shift
     infinity = int(torch.tensor(torch.inf, dtype=values.dtype, device="cpu").view(kind))
-    # Both bounds are borders of blocks, so that nothing leaves or enters: no zero becomes NaN, no number infinity.
+    # Both bounds are borders of blocks, so a flip crosses neither: no zero becomes NaN, and no number infinity.
     inside = (size >= half) & (size < infinity - half)
     new = ((size + half) ^ (which.to(kind) << shift)) - half
     return (torch.where(inside, new, size) | (bits & low)).view(values.dtype).view(values.shape)
 
 
 def _slices(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Views of some 65,536 elements in order, each with where it begins."""
+    """Yield views of about 65,536 elements in order, each with the position of its first element."""
     values = values.view(-1) if values.is_contiguous() else values
     rows = CHUNK if values.dim() == 1 else max(1, CHUNK // max(1, values[:1].numel()))
     at = 0
@@ -101,7 +101,7 @@ def _slices(values: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def digest(parameters: Iterable[LocalParameter]) -> int:
-    """Return a number that changes if any weight does, in its last bit."""
+    """Return a checksum of the weights, which changes with the last bit of any weight."""
     return checksum(parameter.weights()[1] for parameter in parameters)
 
 
@@ -109,19 +109,19 @@ def digest(parameters: Iterable[LocalParameter]) -> int:
 
 
 def again(step: Callable[[], Any], scale: float = 1.0) -> int:
-    """Run ``step()`` from the state that is there, and return how many backward passes it has."""
+    """Run ``step()`` from the current state, and return the number of its backward passes."""
     with torch.enable_grad(), backwards(scale) as watched:
         step()
     return watched.count
 
 
 class Replay:
-    """The state that a step reads besides its weights, so that it runs again as it did.
+    """The state that a step reads besides its weights: buffers, random generators and gradients.
 
     Args:
         model: The model.
-        parameters: This process' parts of its parameters.
-        put_back: Puts weights back after a run that updates them.
+        parameters: This process's shards of the model's parameters.
+        put_back: A function that restores the weights after a run that updates them; None if no run does.
 
     Attributes:
         generators: The states of the random generators before each run.
@@ -136,7 +136,7 @@ class Replay:
         self._frozen = Frozen([model], self.generators)
 
     def restore(self) -> None:
-        """Let buffers and generators be as they were, and gradients None; Megatron's ``main_grad``, a buffer, zero."""
+        """Restore buffers and generators, set gradients to None, and zero Megatron's ``main_grad`` buffers."""
         with torch.no_grad():
             for tensor in self._tensors:
                 tensor.grad = None
@@ -146,7 +146,7 @@ class Replay:
 
     @contextmanager
     def perturbed(self, epsilon: float, run: int) -> Iterator[None]:
-        """Let the weights differ by rounding inside the block."""
+        """Change the weights by rounding inside the block, and undo the change at its end."""
         flip_weights(self._parameters, epsilon, run)
         try:
             yield
@@ -162,41 +162,42 @@ class Replay:
 
 @contextmanager
 def precision_of(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Yield the set of floating dtypes that layers of ``model`` compute in inside the block, as it fills.
+    """Yield a set that collects the floating dtypes of the outputs of ``model``'s layers inside the block.
 
-    Layers inside compiled code cannot tell: there it is what the outermost module returns, and autocast.
+    Layers inside compiled code have no hooks. For a model with compiled code, the set contains the dtypes that the
+    outermost module returns, and autocast's dtype.
     """
-    seen: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
     compiled = any(is_compiled(module) for module in model.modules())
-    watched = [model] if compiled else list(model.modules())
-    hooks = [module.register_forward_hook(lambda _m, _i, output: _note(output, seen)) for module in watched]
+    hooked = [model] if compiled else list(model.modules())
+    hooks = [module.register_forward_hook(lambda _m, _i, output: _collect(output, dtypes)) for module in hooked]
     try:
-        yield seen
+        yield dtypes
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _note(output: Any, seen: set[torch.dtype]) -> None:
+def _collect(output: Any, dtypes: set[torch.dtype]) -> None:
     if torch.compiler.is_compiling():
         return
     for value in output if isinstance(output, tuple | list) else (output,):
         if isinstance(value, Tensor) and value.is_floating_point():
-            seen.add(value.dtype)
+            dtypes.add(value.dtype)
             if torch.is_autocast_enabled(value.device.type):
-                seen.add(torch.get_autocast_dtype(value.device.type))
+                dtypes.add(torch.get_autocast_dtype(value.device.type))
 
 
 def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device, kinds: Iterable[Kind]) -> float:
-    """Return the distance from 1 to the next number in the coarsest of ``dtypes``, and of TF32 where it is on.
+    """Return the machine epsilon of the coarsest of ``dtypes``, or of TF32 if it is on and coarser.
 
     Args:
-        dtypes: Dtypes of the computation.
-        device: Where.
-        kinds: Kinds of operations there; for convolutions and recurrent layers TF32 is on by default.
+        dtypes: The dtypes of the computation.
+        device: The device of the computation.
+        kinds: The kinds of operations on the device; TF32 is on by default for convolutions and recurrent layers.
 
     Raises:
-        InvalidValueError: If none is a floating dtype.
+        InvalidValueError: If no dtype is floating.
     """
     known = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     if not known:

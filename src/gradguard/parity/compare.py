@@ -1,4 +1,4 @@
-"""Compare two saved runs: a verdict for each parameter, and what many of them share told once."""
+"""Compare two saved runs: judge each parameter, and merge the outcomes that have one cause into one finding."""
 
 import math
 import os
@@ -31,55 +31,61 @@ Run = SavedGradients | str | os.PathLike[str]
 
 _AFTER_CLIP = ParityFinding(
     "clip",
-    "a run clips between the backward passes of one step, or changes gradients between a clip and the step: what is "
-    "compared may not be what the optimizer takes",
+    "a run clips between the backward passes of one step, or changes gradients between a clip and the step: the saved "
+    "gradients may differ from the gradients that the optimizer takes",
 )
 _OTHER_MASKS = ParityFinding(
     "random",
     "a run draws random numbers, and other dropout masks would look like this; compare with p=0 or model.eval(), or "
     "with masks that are the same in both",
 )
-_MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout masks would look like, too
+_MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # outcomes that other dropout masks may cause
 _KINDS = get_args(Kind)
 _STATES = (STATE, COPIES)
-"""The beginnings of stages whose tensors both runs need not have."""
+"""The prefixes of stages in which a tensor may be missing in one run."""
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 _UNDECIDED = {"unknown", "noisy"}
-_FOLLOWING = ("different", "ranks")  # how gradients look that come from wrong ones
+_FOLLOWING = ("different", "ranks")  # outcomes of gradients computed from wrong ones
 
 
 def compare(reference: Run, new: Run) -> ParityReport:
     r"""Compare two saved runs, stage by stage and parameter by parameter.
 
     Two gradients are equal if they are at most three bars apart. A bar is the largest change of a gradient in the runs
-    that differ by rounding, in either set-up, and at least :math:`\sqrt{n / 2}` half units in the last place, for
-    n = 512 terms and the number of micro-batches.
+    that differ by rounding, in either set-up. It is at least :math:`\sqrt{n / 2}` half units in the last place, where n
+    is 512 plus the number of micro-batches.
 
     **Guarantees.**
 
-    * PASS: something is known of more than half of the parameters, and all of these are equal. The others are named in
-      a note: zero in both runs, in neither run, or with a bar of a sixth of the gradient or more.
-    * FAIL: the findings are those of the first stage that differs. A note counts the differences of later stages.
-    * Other weights are never a PASS: INCONCLUSIVE where gradients alone were saved and both runs have them, else FAIL.
-    * Optimizers whose settings differ, and runs in which a clip changed some of the gradients, are never a PASS.
-    * A difference where random numbers were drawn is INCONCLUSIVE if other dropout masks could cause it.
+    * PASS: the comparison is conclusive for more than half of the parameters, and all of these are equal. A note names
+      the others: parameters that are zero in both runs, that have no gradient in either run, or whose bar is a sixth of
+      the gradient or more.
+    * FAIL: the findings come from the first stage that differs. A note counts the differences of later stages.
+    * Runs with different weights never pass: INCONCLUSIVE if gradients alone were saved and no gradient is missing,
+      else FAIL.
+    * Runs whose optimizer settings differ, or in which a clip changed some of the gradients, never pass.
+    * A difference is INCONCLUSIVE if a run drew random numbers and other dropout masks could cause the difference.
 
     Args:
-        reference: Result or file of `gradguard.save_gradients` in the set-up that is trusted.
-        new: Result or file in the other set-up.
+        reference: The result or file of `gradguard.save_gradients` in the trusted set-up.
+        new: The result or file in the other set-up.
 
     Returns:
-        The report: FAIL if a gradient differs, INCONCLUSIVE if rounding or the set-ups leave that open, else PASS.
+        The report: FAIL if a gradient differs, INCONCLUSIVE if rounding or the set-ups leave the question open, else
+        PASS.
 
     Raises:
         RecordError: If a file cannot be read, or the two cannot be compared.
     """
     a, b = (run if isinstance(run, SavedGradients) else read(run) for run in (reference, new))
     if a.hash_version != b.hash_version:
-        raise RecordError("the two runs were saved by versions of gradguard with other signs: save both with one.")
+        raise RecordError(
+            "the two runs were saved by versions of gradguard that sketch with different signs: save both with one "
+            "version."
+        )
     facts = facts_of(a, b)
     first, *later = [Stage("", _outcomes(a, b, facts)), *_later_stages(a, b, facts)]
-    stages = sorted([first, *later], key=lambda stage: stage.name != START)  # what a run begins with comes first
+    stages = sorted([first, *later], key=lambda stage: stage.name != START)  # the state before step 1 comes first
     begins = _other_weights(a, b)
     faults, doubts = (begins, []) if later and begins else (_first_apart(stages, facts), [*begins])
     if (a.random or b.random) and any(o.kind in _MASKS_COUNT for o in first.outcomes):
@@ -94,7 +100,7 @@ def compare(reference: Run, new: Run) -> ParityReport:
 
 
 def _outcomes(a: SavedGradients, b: SavedGradients, facts: Facts) -> tuple[Outcome, ...]:
-    """Judge each parameter; one with too few numbers to tell a factor has it if exactly one found elsewhere fits."""
+    """Judge each parameter; one with too few numbers gets a factor if exactly one factor of other parameters fits."""
     of_a, of_b = a.measured(), b.measured()
     found = [judge(name, of_a.get(name), of_b.get(name), facts) for name in {**of_a, **of_b}]
     factors = [group[0] for group in _told_together([o for o in found if o.kind == "factor"])]
@@ -102,13 +108,13 @@ def _outcomes(a: SavedGradients, b: SavedGradients, facts: Facts) -> tuple[Outco
 
 
 def _later_stages(a: SavedGradients, b: SavedGradients, facts: Facts) -> list[Stage]:
-    """Compare the stages that both runs have saved; of the optimizers' states the entries that both optimizers have."""
+    """Compare the stages saved in both runs; of optimizer states, compare the entries that both optimizers have."""
     shared = _kept_by(a) & _kept_by(b)
     found = []
     for name, one in a.later.items():
         if (other := b.later.get(name)) is not None:
             outcomes = _outcomes(one, other, facts)
-            if name.startswith(_STATES):  # where both have nothing but zeros, there is nothing to compare
+            if name.startswith(_STATES):  # a tensor that is all zeros in both runs is left out
                 tensors = [*one.measured().items(), *other.measured().items()]
                 filled = {tensor for tensor, run in tensors if any(run.gradient)}
                 outcomes = tuple(o for o in outcomes if _key_of(o.name) in shared and o.name in filled)
@@ -121,12 +127,12 @@ def _kept_by(run: SavedGradients) -> set[str]:
 
 
 def _key_of(name: str) -> str:
-    """Return which number of an optimizer's state ``name`` is: "exp_avg" of "exp_avg of 0.weight"."""
+    """Return the key in the optimizer's state: "exp_avg" for "exp_avg of 0.weight"; or the whole name of a buffer."""
     return name if name.startswith(BUFFER) else name.partition(" of ")[0]
 
 
 def _first_apart(stages: Sequence[Stage], facts: Facts) -> list[ParityFinding]:
-    """Return the findings of the first stage where something is known to be wrong, and what is undecided before it."""
+    """Return the findings of the first stage with a certain fault, and the undecided findings of the stages before."""
     found: list[ParityFinding] = []
     for stage in stages:
         found += [replace(one, stage=stage.name) for one in _findings(stage.outcomes, facts)]
@@ -136,31 +142,30 @@ def _first_apart(stages: Sequence[Stage], facts: Facts) -> list[ParityFinding]:
 
 
 def _unknown_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage]) -> list[ParityFinding]:
-    """Return why a stage counts as not compared: one run lacks it, or nothing is known of half of it."""
+    """Return a finding for each reason why stages were not compared: missing in one run, or half of it inconclusive."""
     found = []
     for stage in stages:
         outcomes, blind = stage.outcomes, [o for o in stage.outcomes if o.kind == "blind"]
         if 2 * len(blind) >= len(outcomes):
-            said = _about_blind(blind, len(outcomes)) if outcomes else "no run has a gradient, so nothing was compared"
-            found.append(ParityFinding("blind", said, tuple(o.name for o in blind), stage=stage.name))
+            words = _about_blind(blind, len(outcomes)) if outcomes else "no run has a gradient, so nothing was compared"
+            found.append(ParityFinding("blind", words, tuple(o.name for o in blind), stage=stage.name))
             break
     lacking = [n for n in {**a.later, **b.later} if (n in a.later) != (n in b.later) and not n.startswith(_STATES)]
     if lacking:
-        said = f"one run alone has saved {listed(lacking, 2)}: save both with optimizer=, and as many steps"
-        found.append(ParityFinding("blind", said))
+        words = f"one run alone has saved {listed(lacking, 2)}: save both with optimizer=, and with the same steps="
+        found.append(ParityFinding("blind", words))
     both, alone = a.later.keys() & b.later.keys(), _kept_by(a) ^ _kept_by(b)
     if both and f"{UPDATE} 2" not in both and any(not one.startswith(BUFFER) for one in alone):
-        found.append(ParityFinding("blind", "optimizers keep other things, which one step does not show: save several"))
+        words = "the optimizers' states have different entries, and one step does not show their effect: save several"
+        found.append(ParityFinding("blind", words))
     return found
 
 
 def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage], faults: Findings) -> list[str]:
-    """Return notes: settings of optimizers that differ, what follows from a fault, what the whole step has shown."""
+    """Return notes on optimizer settings that differ, on differences after a fault, and on the whole step."""
     notes = [] if len(stages) == 1 else _other_settings(a, b)
     if left_out := [*dict.fromkeys((*a.left_out, *b.left_out))]:
-        notes.append(
-            f"not compared: {names(left_out)}; what is neither a weight, a buffer nor an optimizer's is not seen"
-        )
+        notes.append(f"not compared: {names(left_out)}; only weights, buffers and optimizer states are saved")
     if faults and (apart := [stage for stage in stages if any(o.is_wrong for o in stage.outcomes)][1:]):
         counts = [
             f"{sum(o.is_wrong for o in s.outcomes):,} of {len(s.outcomes):,} in {s.name or 'the gradients'}"
@@ -181,10 +186,10 @@ def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage],
 
 
 def _other_settings(a: SavedGradients, b: SavedGradients) -> list[str]:
-    """Return a note for each setting of the optimizers that differs, such as the weight decay of some parameters."""
+    """Return a note for each optimizer setting that differs, such as the weight decay of some parameters."""
     notes = [
-        f"{_setting(key)} is {x:g} in the reference and {y:g} in the new run, of {names(sorted(of))}"
-        for (key, x, y), of in sorted(_settings_apart(a, b).items())
+        f"{_setting(key)} is {x:g} in the reference and {y:g} in the new run, of {names(sorted(parameters))}"
+        for (key, x, y), parameters in sorted(_settings_apart(a, b).items())
     ]
     scales = [run.facts.get("loss scale", 1.0) for run in (a, b)]
     if 1 not in scales and scales[0] != scales[1]:
@@ -193,7 +198,7 @@ def _other_settings(a: SavedGradients, b: SavedGradients) -> list[str]:
         if alone := sorted(here.settings.keys() - there.settings.keys()):
             notes.append(f"the optimizer takes a gradient of these in {who} alone: {names(alone)}")
         if alone := sorted(_kept_by(here) - _kept_by(there)):
-            notes.append(f"{who} alone has in its optimizer's state or buffers, which is not compared: {names(alone)}")
+            notes.append(f"not compared, because only {who} has it in its optimizer's state or buffers: {names(alone)}")
     return notes
 
 
@@ -202,12 +207,12 @@ def _setting(key: str) -> str:
 
 
 def _settings_apart(a: SavedGradients, b: SavedGradients) -> dict[tuple[str, float, float], list[str]]:
-    """Return the parameters of each setting that differs, with both values; which kernel steps is none."""
+    """Return the parameters of each setting that differs, by setting and both values; kernel choices are ignored."""
     others: dict[tuple[str, float, float], list[str]] = {}
     for name in a.settings.keys() & b.settings.keys():
         x, y = a.settings[name], b.settings[name]
         known = {*_KERNELS}
-        for key in x:  # that of the first step before those after each
+        for key in x:  # the setting of the first step comes before the later ones, which are then skipped
             if key in y and at_first(key) not in known and not is_same_setting(x[key], y[key]):
                 known.add(at_first(key))
                 others.setdefault((key, x[key], y[key]), []).append(name)
@@ -215,18 +220,18 @@ def _settings_apart(a: SavedGradients, b: SavedGradients) -> dict[tuple[str, flo
 
 
 def _unshown_settings(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
-    """Return a doubt where settings differ: no number of steps shows each of them."""
+    """Return a doubt if settings differ: an equal step does not prove that a setting has no effect later."""
     apart = _settings_apart(a, b)
     if not apart:
         return []
     first, *more = sorted({key for key, _, _ in apart})
-    said = f"{listed([_setting(first), *more], 4)} differ, which the saved steps may not show"
-    of = sorted({name for some in apart.values() for name in some})
-    return [ParityFinding("settings", f"{said}: save more steps, or set both alike", tuple(of))]
+    words = f"{listed([_setting(first), *more], 4)} differ, which the saved steps may not show"
+    parameters = sorted({name for some in apart.values() for name in some})
+    return [ParityFinding("settings", f"{words}: save more steps, or set both alike", tuple(parameters))]
 
 
 def facts_of(a: SavedGradients, b: SavedGradients) -> Facts:
-    """Return the numbers that a factor may be: those of either run, and the ratio where they differ."""
+    """Return the numbers that may explain a factor: the facts of either run, and the ratio of facts that differ."""
     facts = {}
     for name in dict.fromkeys((*a.facts, *b.facts)):
         values = [run.facts[name] for run in (a, b) if name in run.facts]
@@ -249,7 +254,7 @@ def _verdict(faults: Findings, doubts: Findings) -> Verdict:
 
 
 def _findings(outcomes: Outcomes, facts: Facts) -> list[ParityFinding]:
-    """Return a finding for each fault; behind them what a missing sum over ranks may have changed."""
+    """Return a finding for each fault, followed by the differences that a missing sum over ranks may have caused."""
     wrong = [outcome for outcome in outcomes if outcome.is_wrong]
     is_missing = any(o.reduction for o in wrong)
     followers = [o for o in wrong if is_missing and o.kind in _FOLLOWING and not o.reduction]
@@ -262,7 +267,7 @@ def _findings(outcomes: Outcomes, facts: Facts) -> list[ParityFinding]:
 
 
 def _finding(group: Outcomes, total: int, facts: Facts) -> ParityFinding:
-    """Return one finding for outcomes that are told together: of a factor, as the parameter that knows it best does."""
+    """Merge a group of outcomes into one finding; a factor is taken from the parameter with the narrowest bar."""
     kind, names = group[0].kind, tuple(o.name for o in group)
     far = max((o.distance for o in group if o.distance is not None), default=None)
     first = min(group, key=lambda o: o.factor_bar)
@@ -270,16 +275,16 @@ def _finding(group: Outcomes, total: int, facts: Facts) -> ParityFinding:
     if kind == "factor":
         name = name_of_factor(factor, width, facts)
         how_many = f"{len(group):,} of {total:,} parameters" if len(group) > 1 else "one parameter"
-        said = f"{how_many} {_times(factor, width, name)}"
-        return ParityFinding(kind, said, names, far, factor, width, name)
+        words = f"{how_many} {_times(factor, width, name)}"
+        return ParityFinding(kind, words, names, far, factor, width, name)
     if not all(_agree(o, first) for o in group):
         return ParityFinding(kind, first.message or "different, and no factor", names, far)
-    said = f"different; {_times(factor, width, name)} if it is a factor, which so few numbers may have by chance"
-    return ParityFinding(kind, said, names, far)
+    words = f"different; {_times(factor, width, name)} if it is a factor, which so few numbers may have by chance"
+    return ParityFinding(kind, words, names, far)
 
 
 def _told_together(outcomes: Outcomes) -> list[list[Outcome]]:
-    """Return outcomes by finding; of factors the sharpest comes first, and all that agree with it, by their bars."""
+    """Group the outcomes that make one finding; each factor group begins with its narrowest bar."""
     groups: list[list[Outcome]] = []
     for one in sorted(outcomes, key=lambda o: o.factor_bar if o.kind == "factor" else 0.0):
         group = next((group for group in groups if _is_alike(one, group[0])), None)
@@ -291,7 +296,7 @@ def _told_together(outcomes: Outcomes) -> list[list[Outcome]]:
 
 
 def _is_alike(one: Outcome, other: Outcome) -> bool:
-    """Tell whether two outcomes are one finding: of mixtures, whose weights are equal to the hundredth."""
+    """Return whether two outcomes make one finding: factors that agree, mixtures with weights equal to a hundredth."""
     if one.kind != other.kind or one.kind == "rows":
         return False
     if one.kind == "factor":
@@ -310,7 +315,7 @@ def _times(factor: float, width: float, name: str) -> str:
 
 
 def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
-    """Weights that differ by more than rounding, of storing them or of earlier steps: then gradients need not agree."""
+    """Return a finding if weights differ by more than the rounding of storing them or of earlier steps."""
     of_b = _weights_of(b)
     wrong = []
     for name, (p, xs) in _weights_of(a).items():
@@ -321,20 +326,20 @@ def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
             wrong.append(name)
     if not wrong:
         return []
-    said = "the two runs have other weights, so their gradients need not agree; load one checkpoint into both"
+    words = "the two runs have different weights, so their gradients need not agree; load one checkpoint into both"
     if any(len(run.sketches["weights"]) > 1 for run in (a, b)):
-        said += ", begin with the same step of training in both (--at), or find with --steps which step has made them"
-    return [ParityFinding("weights", said, tuple(wrong))]
+        words += ", begin with the same step of training in both (--at), or find the step that made them with --steps"
+    return [ParityFinding("weights", words, tuple(wrong))]
 
 
 def _weights_of(run: SavedGradients) -> dict[str, tuple[SavedParameter, tuple[Vector, ...]]]:
-    """Return each weight's description and its sketch in each run, by name, of frozen ones too."""
+    """Return each weight's description and its sketch in each run, by name, including frozen weights."""
     weights = run.of_each("weights")
     return weights | run.stages[FROZEN].of_each("gradient") if FROZEN in run.stages else weights
 
 
 def _about_blind(blind: Outcomes, total: int) -> str:
-    """Return the words for parameters of which nothing is known, with the reasons and a remedy."""
+    """Return a message about parameters with an inconclusive comparison, with the reasons and a remedy."""
     zeros = sum(math.isinf(o.bar) for o in blind)
     reasons = [f"{zeros:,} are zero in both runs: save after some steps of training"] if zeros else []
     if noise := len(blind) - zeros:

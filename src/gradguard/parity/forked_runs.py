@@ -1,4 +1,4 @@
-"""`gradguard run --save-gradients`: one start of a script, whose process forks once for each run of its first steps."""
+"""`gradguard run --save-gradients`: start a script once, and fork its process for each run of its first steps."""
 
 import multiprocessing.synchronize
 import os
@@ -24,36 +24,37 @@ from gradguard.parity.scales import ScriptRun
 from gradguard.parity.vectors import Vector, distance, norm
 from gradguard.replacements import Replacement
 
-_SAME = 1e-9  # sketches of the same weights differ by what the order of additions does
+_SAME = 1e-9  # sketches of equal weights differ by the order of additions
 
 _NO_FORK_AFTER = (
     ("torch.distributed", "init_process_group"),  # connections
     ("multiprocessing.synchronize", "SemLock.__init__"),  # a queue to a worker
     ("multiprocessing.process", "BaseProcess.__init__"),
-    ("threading", "Thread.__init__"),  # Python 3.13.0 to 3.13.3 start none in a fork that was made before it
+    ("threading", "Thread.__init__"),  # Python 3.13.0 to 3.13.3 cannot start a thread created before a fork
     ("torch", "set_num_threads"),  # OpenMP's threads
 )
 
 
 class ForkedRuns:
-    """The runs of one script that rounding alone tells apart, each of which is a fork of the process that began it.
+    """The runs of one script that differ by rounding alone; each run is a fork of the original process.
 
-    The fork is made as late as the process can be doubled: at the first forward pass of a model that is trained, or
-    before the script connects processes, starts threads or workers. Where there is an accelerator, whose driver no fork
-    survives, and where the system's libraries forbid it, `fork_late` is False: then before the script's first line.
+    The process forks as late as possible: at the first forward pass of a trained model, or before the script connects
+    processes or starts threads or workers. `fork_late` is False with an accelerator, whose driver does not survive a
+    fork, and on other systems than Linux: the process then forks before the script's first line.
 
-    Where optimizers change weights, a last fork runs the script as it is: the files that it leaves are those that stay.
-    A fork ends without cleaning up, since what it would remove was made for all of them; the first process cleans up.
+    If optimizers change weights, a last fork runs the script unchanged, and its files overwrite the files of the
+    others. A fork ends without cleaning up, because it shares temporary files with the other forks; the original
+    process cleans up.
 
     Args:
-        perturbed: How many runs with changed weights.
-        as_it_is: The first run, which says what is saved.
+        perturbed: The number of runs with changed weights.
+        as_it_is: The description of the first run: the steps to save.
         folder: A folder that all processes of a launch share.
-        keep: Takes the gradients, with what rounding does, when all runs have ended.
+        keep: A function that receives the merged run after all runs have ended.
 
     Attributes:
-        refusal: Why nothing was saved, in words.
-        is_over: Whether this is the process that began, and all runs have ended.
+        refusal: The reason for saving nothing; empty otherwise.
+        is_over: Whether this is the original process, and all runs have ended.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class ForkedRuns:
     ) -> None:
         self._perturbed, self._as_it_is, self._folder, self._keep = perturbed, as_it_is, folder, keep
         self._numbers, self._threads, self._stack = count(), torch.get_num_threads(), ExitStack()
-        self._file: Path | None = None  # of this process, if it is a fork
+        self._file: Path | None = None  # the file that this process writes if it is a fork
         self._how = as_it_is
         self.refusal, self.is_over, self._code = "", False, 0
-        kind = torch.accelerator.current_accelerator()  # without a call of its driver
+        kind = torch.accelerator.current_accelerator()  # does not initialize the driver
         has_accelerator = kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)
         self.fork_late = sys.platform == "linux" and not has_accelerator
-        torch.set_num_threads(1)  # OpenMP's threads are not there in a fork that waits for them
+        torch.set_num_threads(1)  # a fork would wait for OpenMP's threads, which a fork does not copy
         for module, name in _NO_FORK_AFTER:
             self._stack.callback(Replacement(module, name, self._before, everywhere=name.islower()).use())
         self._stack.callback(Replacement("torch.utils.data.dataloader", "DataLoader.__iter__", self._loading).use())
@@ -80,20 +81,23 @@ class ForkedRuns:
         return self._before(original, loader) if loader.num_workers else original(loader)
 
     def which(self) -> ScriptRun:
-        """Return how this process differs from the others, once it is a fork.
+        """Fork once for each run, and return the description of the run in each fork.
+
+        Returns:
+            How this process differs from the other runs.
 
         Raises:
-            SystemExit: In the process that began, when all runs have ended.
+            SystemExit: In the original process, after all runs have ended.
         """
         if self._file is not None:
             return self._how
-        if self.is_over:  # the script has caught what should have ended it
+        if self.is_over:  # the script has caught the SystemExit
             _end(self._code)
         self._stack.close()
         try:
             saved = with_rounding(self._run, self._as_it_is, self._perturbed, check_same)
             if self._perturbed and not self._as_it_is.is_first_step_alone:
-                self._run(self._as_it_is)  # its checkpoints stay, not those of changed weights
+                self._run(self._as_it_is)  # overwrites the checkpoints of runs with changed weights
             self._keep(saved)
         except _IsForked:
             torch.set_num_threads(self._threads)
@@ -103,22 +107,22 @@ class ForkedRuns:
         raise self._stopped(0)
 
     def _stopped(self, code: int, refusal: str = "") -> SystemExit:
-        """Return the error that ends the script in the process that began, which cleans up."""
+        """Return the exception that ends the script in the original process, and record the outcome."""
         self.is_over, self._code, self.refusal = True, code, refusal
         return SystemExit(code)
 
     @property
     def ended_early(self) -> str:
-        """The words for a script that ends before the steps that are saved."""
+        """The message for a script that ends before the steps to save."""
         return (
             f"the script ended before its optimizer step {self._as_it_is.last} was over, so there is nothing to save."
         )
 
     def end(self, saved: SavedGradients | None, refusal: str = "") -> NoReturn:
-        """End this fork: with what it has saved, or with why it has not."""
-        if self.is_over:  # the script has caught what should have ended it
+        """Write the saved gradients, or print the reason for saving nothing, and end this fork."""
+        if self.is_over:  # the script has caught the SystemExit
             _end(self._code)
-        if self._file is None:  # the script cannot be followed to its first forward pass
+        if self._file is None:  # this process has not forked yet: no run can begin
             raise self._stopped(2, refusal)
         if saved is not None:
             write(self._file, saved)
@@ -127,27 +131,27 @@ class ForkedRuns:
         _end(2 if refusal else 0)
 
     def leave(self, code: int) -> None:
-        """End this process if it is a fork, whose script has ended."""
+        """End this process if it is a fork; called when the script has ended."""
         if self._file is not None:
             _end(code)
         self._stack.close()
         torch.set_num_threads(self._threads)
 
     def _run(self, how: ScriptRun) -> SavedGradients:
-        """Fork, and return what the fork has saved."""
-        import fcntl  # which Windows has not
+        """Fork, wait for the fork, and return the run that it has saved."""
+        import fcntl  # not available on Windows
 
         number = next(self._numbers)
         file = self._folder / f"{os.environ.get('RANK', '0')}-{number}"
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        with open(self._folder / f"{number}.lock", "wb") as lock, tempfile.TemporaryFile() as said:
+        with open(self._folder / f"{number}.lock", "wb") as lock, tempfile.TemporaryFile() as stderr:
             fcntl.flock(lock, fcntl.LOCK_SH)
             offsets = _offsets()
-            with warnings.catch_warnings(action="ignore"):  # of threads: OpenBLAS' are ready for a fork
+            with warnings.catch_warnings(action="ignore"):  # Python warns of threads; OpenBLAS handles forks itself
                 child = os.fork()
             if not child:
-                self._begin(file, how, number, said.fileno())
+                self._begin(file, how, number, stderr.fileno())
                 raise _IsForked
             try:
                 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -158,32 +162,32 @@ class ForkedRuns:
             for descriptor, offset in offsets.items():
                 os.lseek(descriptor, offset, os.SEEK_SET)
             if code or not file.exists():
-                said.seek(0)
-                sys.stderr.write(said.read().decode(errors="replace"))
+                stderr.seek(0)
+                sys.stderr.write(stderr.read().decode(errors="replace"))
                 raise self._stopped(code if code > 0 else 128 - code if code else 2, "" if code else self.ended_early)
-            fcntl.flock(lock, fcntl.LOCK_EX)  # when those of all processes have ended
+            fcntl.flock(lock, fcntl.LOCK_EX)  # wait until this run has ended in all processes of the launch
         return read(file)
 
-    def _begin(self, file: Path, how: ScriptRun, number: int, said: int) -> None:
-        """Be a run of the script: the first one prints, and each meets the other processes at a place of its own."""
+    def _begin(self, file: Path, how: ScriptRun, number: int, stderr: int) -> None:
+        """Set up this fork: only run 0 prints, and the ranks of a run rendezvous under the run's own number."""
         self._file, self._how = file, how
         meet_under(f"run {number}")
-        os.environ["TMPDIR"], tempfile.tempdir = str(self._folder), None  # what it leaves goes with the folder
+        os.environ["TMPDIR"], tempfile.tempdir = str(self._folder), None  # temporary files are removed with the folder
         if number:
             nowhere = os.open(os.devnull, os.O_RDWR)
-            for descriptor, instead in enumerate((nowhere, nowhere, said)):
+            for descriptor, instead in enumerate((nowhere, nowhere, stderr)):
                 os.dup2(instead, descriptor)
 
 
 class _IsForked(BaseException):
-    """Leads a fork back to where the script goes on."""
+    """Unwinds the stack of a fork to the point at which the script continues."""
 
 
 def _offsets() -> dict[int, int]:
-    """Return where each open file of the script stands, which forks share; streams stay where they are."""
+    """Return the offset of each open file of the script, which forks share; standard streams are left out."""
     streams, found = [], {}
     for descriptor in sorted(map(int, os.listdir("/dev/fd"))):
-        with suppress(OSError):  # the one that has listed them is closed by now
+        with suppress(OSError):  # the descriptor of the listing itself is closed
             about = os.fstat(descriptor)
             if descriptor < 3:
                 streams.append(about)
@@ -193,9 +197,9 @@ def _offsets() -> dict[int, int]:
 
 
 def _end(code: int) -> NoReturn:
-    # Workers are not there before a fork. Left alone they would end later, and miss the folder that they clean up.
+    # End the fork's workers first: a worker that ends later would fail to clean up in the removed folder.
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader raises where a worker of its is killed
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler raises when a worker is killed
     for worker in multiprocessing.active_children():
         worker.kill()
         worker.join()
@@ -205,19 +209,19 @@ def _end(code: int) -> NoReturn:
 
 
 def check_same(runs: Sequence[SavedGradients]) -> None:
-    """Refuse runs that are not of one script that begins with the same weights each time, and does the same twice.
+    """Refuse runs of a script that begins with different weights, or whose unchanged run differs when repeated.
 
     Raises:
-        RecordError: If they are not.
+        RecordError: If weights or repeated runs differ by more than rounding.
     """
     first = runs[0]
     for other in runs[1:]:
         pairs = zip(first.parameters, first.sketches["weights"][0], other.sketches["weights"][0], strict=True)
         if moved := [p.name for p, a, b in pairs if not _same(a, b)]:
             raise RecordError(
-                f"the script has other weights at its first step from run to run (in {moved[0]}, say): seed it, as in "
-                "gradguard run --seed 0 --save-gradients ..., or let it load a checkpoint, and set no weights after "
-                "the first forward pass."
+                f"the script has other weights at its first step from run to run (in {moved[0]}, for instance): seed "
+                "it, as in gradguard run --seed 0 --save-gradients ..., or let it load a checkpoint, and set no "
+                "weights after the first forward pass."
             )
     for name, share in not_same_twice(runs):
         if name.startswith((ALL, GRADIENT, UPDATE)):

@@ -1,7 +1,7 @@
-"""Judging a parameter's gradients in two runs: equal, off by a factor, or wrong in another way.
+"""Judge a parameter's gradients in two runs: equal, off by a factor, or wrong in another way.
 
-Plain numbers: each gradient is a sketch, a few signed sums whose root mean square is the gradient's norm. All that the
-verdicts need is linear in the gradient, so it is the same of sketches.
+The module works on plain numbers. Each gradient is a sketch: a few signed sums whose root mean square estimates the
+gradient's norm. Sketches are linear in the gradient, so factors, differences and mixtures can be computed from them.
 """
 
 import math
@@ -13,42 +13,43 @@ from gradguard.parity.vectors import Vector, along, distance, dot, minus, norm
 from gradguard.words import listed
 
 Facts = Mapping[str, float]
-"""Numbers that a factor may be, by name."""
+"""Numbers that may explain a factor, by name."""
 
 BARS = 3.0
-"""Two gradients are equal if they are no further apart than so many bars; those of healthy runs are up to 0.8."""
+"""Two gradients are equal up to this many bars apart; the gradients of healthy runs are up to 0.8 bars apart."""
 
 BLIND = 0.5
-"""If not even an error of this part of a gradient would show, as where it is halved, nothing is known of it."""
+"""A comparison is inconclusive if an error of this share of the gradient, such as a halved gradient, would not show."""
 
 UNEVEN = 100.0
-"""A run whose rounding is amplified so many times more than the other's is not compared by its own bar."""
+"""If one run amplifies rounding this many times more than the other, its own bar does not count: the gradients must
+agree within this multiple of the other run's bars."""
 
 SKETCH_ROUNDING = 1e-12
-"""Relative error of a sketch by the order of additions: the limit for float64 gradients."""
+"""The relative error of a sketch by the order of additions, a lower limit for float64 gradients."""
 
 MOST_PARTS = 16
-"""So many weights can be told from 32 sums, with as many left to see that they explain all."""
+"""The largest number of weights of a mixture: 32 sums then leave 16 to test that the mixture explains the gradient."""
 
-_NOISE = 0.3  # of a gradient whose bar is this part of its norm no factor is told
-_WIDEST_NAMED = 0.1  # a factor known less well than to a tenth has no name
-_MANY = 16  # so many numbers are not a multiple of others by chance
-_BY_CHANCE = 1e-3  # a factor that random numbers have more often than that needs others beside it
-_WIDEST_ALONE = 1e-3  # a single number is a multiple of any other: it has a name only if it is known so well
-_NOT_MEASURED = "not equal, and nobody has measured what rounding does"
+_NOISE = 0.3  # with a bar of this share of the norm, no factor is reported
+_WIDEST_NAMED = 0.1  # a factor with a wider relative bar gets no name
+_MANY = 16  # this many numbers are not a multiple of others by chance
+_BY_CHANCE = 1e-3  # a factor that is more probable by chance needs other parameters with the same factor
+_WIDEST_ALONE = 1e-3  # one number is a multiple of any other: its factor gets a name only within this relative bar
+_NOT_MEASURED = "not equal, and no run has measured the effect of rounding"
 _ONE_SIDED = (
-    "not equal, and so many micro-batches may all be rounded to one side, as the same one over and over is: compare "
+    "not equal, but so many micro-batches may all round to one side, as repetitions of one micro-batch do: compare "
     "with fewer"
 )
-_DEPENDENT = 1e-4  # a part of which no more is its own is a mixture of the others
+_DEPENDENT = 1e-4  # a part is a mixture of the others if a smaller share of it is independent
 _ONE_NUMBER = 1e-9  # candidates closer than this are one number with two names
-_MOST_RANGES = 8  # of rows in a message
+_MOST_RANGES = 8  # the number of row ranges in a message
 
 Kind = Literal[
     "missing", "extra", "shape", "ranks", "rows", "mixture", "factor", "dead", "nonfinite", "different", "noisy",
     "unknown", "blind", "equal",
 ]  # fmt: skip
-"""Verdicts on a parameter, what explains others first."""
+"""The verdicts on a parameter; a verdict that may explain others comes before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,18 @@ class MeasuredGradient:
     """One parameter's gradient in one run.
 
     Attributes:
-        shape: The whole parameter's.
-        rounding: Error of storing the gradient and adding it up, relative.
-        gradient: Its sketch.
-        repeated: Sketches of the same gradient from runs that differ from it by rounding; empty where nobody tried.
-        has_gradient: Whether any process has one.
+        shape: The shape of the whole parameter.
+        rounding: The relative error of storing and accumulating the gradient.
+        gradient: The sketch of the gradient.
+        repeated: The sketches of the gradient in runs that differ by rounding; empty without such runs.
+        has_gradient: Whether any rank has a gradient.
         contrasts: Weighted sums over the copies of different ranks, with weights that add up to 0.
-        copies: How many ranks hold the same part.
-        parts: Sketches of other gradients of which this one may be a mixture, by name.
-        rows: Sketches like ``gradient`` and ``repeated`` of each row, where ``rows=`` has asked for them.
-        epsilon: The spacing of the coarsest dtype that is computed in, relative, by which the weights were changed for
-            ``repeated``; 0 where nobody knows.
-        one_sided: Largest error of adding it up, relative: where each addition rounds to the same side.
+        copies: The number of ranks that hold the same shard.
+        parts: The sketches of other gradients of which this one may be a mixture, by name.
+        rows: The sketches of each row, first of ``gradient``, then of ``repeated``; empty without ``rows=``.
+        epsilon: The machine epsilon of the coarsest dtype of the computation, the relative change of the weights for
+            ``repeated``; 0 if unknown.
+        one_sided: The largest relative error of accumulating the gradient, if each addition rounds to the same side.
     """
 
     shape: tuple[int, ...]
@@ -89,43 +90,43 @@ class MeasuredGradient:
 
     @property
     def floor(self) -> float:
-        """The least error that storing and adding up cause."""
+        """The least error of storing and accumulating the gradient."""
         return max(self.rounding, SKETCH_ROUNDING) * self.size
 
     @property
     def few(self) -> float:
-        """The factor from the change that a few runs show to the largest: a single number may change little by luck."""
+        """The factor from the largest change in a few runs to the largest possible: one number may change little."""
         return 1 + 4 / max(1, math.prod(self.shape))
 
     @property
     def amplified(self) -> float:
-        """The gradient's relative change over that of the weights; 0 if it is not known."""
+        """The relative change of the gradient divided by the relative change of the weights; 0 if unknown."""
         bar = bar_of(self)
         return bar / self.size / self.epsilon if bar and self.size and self.epsilon else 0.0
 
 
 Runs = Mapping[str, MeasuredGradient]
-"""The two runs, by the words for them."""
+"""The two runs, by their descriptions "the reference" and "the new run"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one parameter's gradient compares.
+    """The outcome of the comparison of one parameter's gradients.
 
     Attributes:
         name: The parameter.
-        kind: Verdict; ``"blind"`` where the two are no further apart than rounding, and a wrong one would not be.
-        distance: How far apart the two are, in bars; None where that is no number.
-        bar: Error by rounding, as a part of the gradient's norm: infinite where it is zero in both runs, NaN where it
-            was not measured.
-        factor: Factor on the reference's gradient, NaN if there is none; of a ``"different"`` one, if it is
-            multiplied: few numbers may be a multiple of others by chance.
-        factor_bar: How well that is known.
-        factor_name: Name of a number of that size, such as ``"world size"``.
+        kind: The verdict; ``"blind"`` if the gradients agree within rounding and a wrong gradient would agree too.
+        distance: The distance of the two gradients in bars; None without a comparison of numbers.
+        bar: The error by rounding, relative to the gradient's norm; infinite if the gradient is zero in both runs, NaN
+            if it was not measured.
+        factor: The factor on the reference's gradient; NaN for none. A ``"different"`` gradient may have a factor
+            too, by chance, if it has few elements.
+        factor_bar: The error bar of the factor.
+        factor_name: The name of a number of that size, such as ``"world size"``.
         rows: The wrong rows.
-        weights: The share of each part, with how well it is known.
-        reduction: ``"sum"`` or ``"mean"`` of the copies of ranks, if that is right where they are not.
-        message: The rest, in words.
+        weights: The share of each part and its error bar.
+        reduction: ``"sum"`` or ``"mean"`` if this reduction of the ranks' copies would be right and is missing.
+        message: A description of further details.
     """
 
     name: str
@@ -142,12 +143,12 @@ class Outcome:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the two are known to differ."""
+        """Whether the outcome is a finding: neither equal nor blind."""
         return self.kind not in ("equal", "blind")
 
     @property
     def shows(self) -> float:
-        """The size from which on an error would have shown, as a part of the gradient; NaN if not measured."""
+        """The smallest error that would have shown, relative to the gradient; NaN if not measured."""
         return BARS * self.bar
 
 
@@ -155,12 +156,12 @@ Outcomes = Sequence[Outcome]
 
 
 def bar_of(run: MeasuredGradient) -> float:
-    r"""Return what rounding does to the gradient; 0 where nobody has measured it.
+    r"""Return the error of the gradient by rounding; 0 if it was not measured.
 
     .. math:: b = \max\bigl((1 + 4/n) \max_k \lVert g_k - g \rVert,\; u \lVert g \rVert\bigr)
 
-    where the :math:`g_k` are of runs that differ by rounding, :math:`u` is what storing and adding up do at least, and
-    :math:`n` the number of elements: a single one may change little in all of a few runs, by luck.
+    The :math:`g_k` are the gradients of runs that differ by rounding, :math:`u` is the least error of storing and
+    accumulating, and :math:`n` is the number of elements. A single element may by luck change little in a few runs.
     """
     if not run.repeated:
         return 0.0
@@ -168,13 +169,13 @@ def bar_of(run: MeasuredGradient) -> float:
 
 
 def judge(name: str, reference: MeasuredGradient | None, new: MeasuredGradient | None, facts: Facts) -> Outcome:
-    """Compare one parameter's gradient in two runs; the first verdict that applies is the one.
+    """Compare one parameter's gradient in two runs, and return the first verdict that applies.
 
     Args:
         name: The parameter.
-        reference: Parameter in the first run; None if that has none of this name.
-        new: Parameter in the second run.
-        facts: Numbers that a factor may be, by name: the world size, the number of micro-batches ...
+        reference: The parameter in the first run; None if the run has no parameter of this name.
+        new: The parameter in the second run; None likewise.
+        facts: Numbers that may explain a factor, by name: the world size, the number of micro-batches ...
 
     Returns:
         The outcome.
@@ -186,18 +187,19 @@ def judge(name: str, reference: MeasuredGradient | None, new: MeasuredGradient |
     if new is None or not new.has_gradient:
         return Outcome(name, "missing", message=_no_gradient(new, "the new run"))
     if reference.shape != new.shape:
-        return Outcome(name, "shape", message=f"{list(reference.shape)} in the reference, {list(new.shape)} now")
+        shapes = f"{list(reference.shape)} in the reference, {list(new.shape)} in the new run"
+        return Outcome(name, "shape", message=shapes)
     runs = {"the reference": reference, "the new run": new}
     if bad := [who for who, run in runs.items() if not all(map(math.isfinite, run.gradient))]:
         return Outcome(name, "nonfinite", message=f"NaN or infinity in {' and in '.join(bad)}")
     bars = [*map(bar_of, runs.values())]
     if not all(map(math.isfinite, bars)):
-        return Outcome(name, "unknown", message="runs that differ by rounding alone are not finite")
+        return Outcome(name, "unknown", message="the gradient is not finite in runs that differ by rounding alone")
     return _by_numbers(name, runs, max([*bars, reference.floor, new.floor]), facts)
 
 
 def _no_gradient(run: MeasuredGradient | None, who: str) -> str:
-    return f"{who} has none of this name" if run is None else f"no gradient (None) in {who}"
+    return f"{who} has no tensor of this name" if run is None else f"no gradient (None) in {who}"
 
 
 def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
@@ -213,10 +215,10 @@ def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
     if dead and not apart and not why and bars > BARS:
         return pair.is_("dead", f"all zeros in {dead[0]}")
     if apart:
-        said = f"ranks hold different copies in {' and in '.join(apart)}"
+        words = f"ranks hold different copies in {' and in '.join(apart)}"
         if why:
-            return pair.is_("unknown", f"{said}; {why}")
-        return (pair.missing_reduction(*apart) if len(apart) == 1 else None) or pair.is_("ranks", said)
+            return pair.is_("unknown", f"{words}; {why}")
+        return (pair.missing_reduction(*apart) if len(apart) == 1 else None) or pair.is_("ranks", words)
     if bars <= BARS:
         return _noisy(pair, runs, difference) or pair.blind() or shown
     if difference <= BARS * bar + reference.one_sided * reference.size + new.one_sided * new.size:
@@ -230,16 +232,19 @@ def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
 
 
 def _not_measured(runs: Runs) -> str:
-    """Why no bar is that of both runs, in words; empty if one is: it is of a finer dtype, or there is none."""
+    """Return why no bar applies to both runs: none was measured, or only one in a finer dtype. Empty if one applies."""
     measured = [run.epsilon for run in runs.values() if run.repeated]
     for who, run in runs.items():
         if not run.repeated and any(epsilon < run.epsilon for epsilon in measured):
-            return f"{who} computes in a coarser dtype than the bars are of: save {who} with --perturbed 4"
+            return (
+                f"{who} computes in a coarser dtype than the one in which the bars were measured: save {who} with "
+                f"--perturbed 4"
+            )
     return "" if measured else _NOT_MEASURED
 
 
 def _noisy(pair: "_Pair", runs: Runs, difference: float) -> Outcome | None:
-    """Gradients that are equal only because one run is not even equal to itself, and the other is."""
+    """Find gradients that are equal only within the bar of one run, which is far noisier than the other run."""
     moves = {who: run.amplified for who, run in runs.items()}
     quiet, loud = sorted(moves, key=lambda who: moves[who])
     if math.isnan(pair.shown.bar) or not 0 < UNEVEN * moves[quiet] < moves[loud]:
@@ -247,19 +252,19 @@ def _noisy(pair: "_Pair", runs: Runs, difference: float) -> Outcome | None:
     epsilon = max(run.epsilon for run in runs.values())
     if difference <= BARS * UNEVEN * moves[quiet] * epsilon * runs[quiet].size:
         return None
-    said = f"rounding or chance moves it {moves[loud] / moves[quiet]:.0g} times as far in {loud} as in {quiet}"
-    return pair.is_("noisy", f"{said}, and the two differ: is {loud} the same twice?")
+    words = f"rounding or chance moves it {moves[loud] / moves[quiet]:.0g} times as far in {loud} as in {quiet}"
+    return pair.is_("noisy", f"{words}, and the two differ: is {loud} deterministic?")
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One parameter's finite gradients in two runs; each method returns None where its verdict does not apply.
+    """One parameter's finite gradients in two runs; each method returns None if its verdict does not apply.
 
     Attributes:
         reference: The first run.
-        new: The second.
-        bar: Error of the gradients by rounding.
-        facts: Numbers that a factor may be, by name.
+        new: The second run.
+        bar: The error of the gradients by rounding.
+        facts: Numbers that may explain a factor, by name.
         shown: The outcome if the gradients are equal.
     """
 
@@ -275,21 +280,22 @@ class _Pair:
     def blind(self) -> Outcome | None:
         if not self.shown.shows >= BLIND:
             return None
-        said = "zero in both runs" if math.isinf(self.shown.bar) else f"rounding makes {self.shown.bar:.1%} of it"
-        return self.is_("blind", said)
+        words = "zero in both runs" if math.isinf(self.shown.bar) else f"rounding makes {self.shown.bar:.1%} of it"
+        return self.is_("blind", words)
 
     def missing_reduction(self, who: str) -> Outcome | None:
-        """Find that the other run's gradient is the sum or the mean of the copies of ``who``."""
+        """Test whether the other run's gradient is the sum or the mean of the ranks' copies in ``who``."""
         of_ranks, one = (self.new, self.reference) if who == "the new run" else (self.reference, self.new)
         for reduction, times in (("sum", of_ranks.copies), ("mean", 1)):
             reduced = [times * x for x in of_ranks.gradient]
             if distance(reduced, one.gradient) <= BARS * self.bar * times:
-                said = f"a {reduction} over {of_ranks.copies} ranks is missing in {who}: that of its copies is right"
-                return self.is_("ranks", said, reduction=reduction)
+                missing = f"a {reduction} over {of_ranks.copies} ranks is missing in {who}"
+                words = f"{missing}: the {reduction} of its copies is right"
+                return self.is_("ranks", words, reduction=reduction)
         return None
 
     def factor(self) -> Outcome | None:
-        """Find a factor, with its bar; ``"different"`` where so few numbers may have one by chance."""
+        """Find a factor and its bar; the verdict is ``"different"`` if so few numbers may have a factor by chance."""
         reference, new = self.reference, self.new
         own, others = bar_of(reference), bar_of(new)
         if not any(reference.gradient) or own >= _NOISE * reference.size or others >= _NOISE * new.size:
@@ -309,7 +315,7 @@ class _Pair:
         return named if width <= _WIDEST_ALONE * abs(factor) else replace(named, factor_name="")
 
     def plain_factor(self) -> Outcome | None:
-        """Find a factor that is no rounding: off by half or more, of 16 numbers or more, a tenth left at most."""
+        """Find a factor too large for rounding: off by half or more, in 16 numbers or more, with a small remainder."""
         few = math.prod(self.reference.shape) < _MANY
         if few or not any(self.reference.gradient) or not any(self.new.gradient):
             return None
@@ -320,7 +326,7 @@ class _Pair:
         return self._named("factor", factor, width)
 
     def _multiple(self) -> tuple[float, float]:
-        """Return the factor of the reference that is nearest to the new gradient, and the norm of the remainder."""
+        """Return the factor on the reference that fits the new gradient best, and the norm of the remainder."""
         factor = along(self.new.gradient, self.reference.gradient)
         return factor, distance(self.new.gradient, [factor * x for x in self.reference.gradient])
 
@@ -332,7 +338,7 @@ class _Pair:
         if not self.reference.rows or not self.new.rows or len(self.reference.rows[0]) < 2:
             return None
         (r, *of_reference), (c, *of_new) = self.reference.rows, self.new.rows
-        share = self.bar / math.sqrt(len(r))  # a row of few elements may have been lucky in all runs
+        share = self.bar / math.sqrt(len(r))  # a row of few elements may by luck change little in all runs
         wrong = []
         for i, (x, y) in enumerate(zip(r, c, strict=True)):
             apart = [distance(run[i], base) for runs, base in ((of_reference, x), (of_new, y)) for run in runs]
@@ -343,7 +349,7 @@ class _Pair:
         return self.is_("rows", f"rows {in_ranges(wrong)} of {len(r)}", rows=tuple(wrong))
 
     def mixture(self) -> Outcome | None:
-        """Find a mixture of the parts, or else of these and the reference, as where a stale gradient was added."""
+        """Find a mixture of the parts, or else of the parts and the reference, such as an added stale gradient."""
         parts = {**self.new.parts, **self.reference.parts}
         if not parts:
             return None
@@ -365,23 +371,26 @@ class _Pair:
         known = dict(zip(parts, zip(weights, widths, strict=True), strict=True))
         there = [f"{weight:.4g} × {name}" for name, (weight, width) in known.items() if abs(weight) > width]
         words = " + ".join(there)
-        said = f"only {words} is left" if len(there) == 1 < len(known) else f"it is {words}"
-        return self.is_("mixture", said, weights=known)
+        message = f"only {words} is left" if len(there) == 1 < len(known) else f"it is {words}"
+        return self.is_("mixture", message, weights=known)
 
 
 def _spread_along(run: MeasuredGradient) -> float:
-    """Return the largest relative change of the gradient along itself that rounding may cause."""
+    """Return the largest relative change of the gradient in its own direction by rounding."""
     g = run.gradient
     return run.few * max((abs(along(minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0
 
 
 def name_of_factor(factor: float, width: float, facts: Facts) -> str:
-    """Return what is as large as ``factor``: facts, their roots and inverses, and 2; empty unless one number fits.
+    """Name a number as large as ``factor``: a fact, its root or inverse, 2, a half or -1.
 
     Args:
-        factor: The number, known to ``width`` either way.
-        width: How well it is known.
-        facts: Numbers that it may be, by name.
+        factor: The factor.
+        width: Its error bar, to either side.
+        facts: Numbers that may explain the factor, by name.
+
+    Returns:
+        The name; empty if no number fits, or if several different numbers do.
 
     Example:
         >>> name_of_factor(4.0, 1e-6, {"world size": 4.0}), name_of_factor(4.0, 0.3, {"world size": 4.0, "tokens": 4.1})
@@ -402,7 +411,7 @@ def name_of_factor(factor: float, width: float, facts: Facts) -> str:
 
 
 def in_ranges(numbers: Sequence[int]) -> str:
-    """Return rising numbers in words, neighbours as a range.
+    """Return rising numbers as text, with neighbours as a range.
 
     Example:
         >>> in_ranges([1, 2, 3, 7, 9, 10])
@@ -414,10 +423,10 @@ def in_ranges(numbers: Sequence[int]) -> str:
 
 
 def least_squares(parts: Sequence[Vector], of: Vector) -> tuple[list[float], list[float]] | None:
-    """Return the weights with which ``parts`` add up to ``of`` most nearly, and what an error of 1 does to each.
+    """Fit ``of`` by a weighted sum of ``parts``.
 
     Returns:
-        None where the parts are not independent.
+        The weights, and the error of each weight per unit of error in ``of``; None if the parts are not independent.
     """
     own = [_left_over(part, [*parts[:i], *parts[i + 1 :]]) for i, part in enumerate(parts)]
     if any(not norm(left) > _DEPENDENT * norm(part) for left, part in zip(own, parts, strict=True)):
@@ -426,7 +435,7 @@ def least_squares(parts: Sequence[Vector], of: Vector) -> tuple[list[float], lis
 
 
 def _left_over(vector: Vector, others: Sequence[Vector]) -> Vector:
-    """Return the part of ``vector`` that no mixture of the others has (Gram and Schmidt)."""
+    """Return the component of ``vector`` that is orthogonal to all the others (Gram and Schmidt)."""
     basis: list[Vector] = []
     for one in (*others, vector):
         for known in basis:

@@ -1,4 +1,4 @@
-"""Objects beside a model and its optimizers that keep tensors, such as an average of the weights."""
+"""Find objects outside of a model and its optimizers that store tensors, such as an average of the weights."""
 
 import gc
 from collections import OrderedDict
@@ -17,12 +17,12 @@ from gradguard.parity.shards import LocalParameters
 
 @dataclass(frozen=True)
 class KeptTensors:
-    """An object that keeps tensors.
+    """An object that stores tensors.
 
     Attributes:
-        words: The object, for a note that it is not compared.
-        kind: The beginning of its tensors' names.
-        state: Returns its state, in which tensors have the names of parameters.
+        words: The description of the object, for a note that it is not compared.
+        kind: The prefix of its tensors' names.
+        state: A function that returns its state, in which tensors have the names of parameters.
     """
 
     words: str
@@ -31,17 +31,20 @@ class KeptTensors:
 
 
 def kept_by(one: Any, words: str) -> KeptTensors:
-    """Return what the ``state_dict`` of an object keeps; the words have a place for its class."""
+    """Return the tensors in an object's ``state_dict``; ``words`` has a placeholder for the object's class."""
     kind = type(one).__name__
     return KeptTensors(words.format(kind), kind, one.state_dict)
 
 
 def averages_in(local: LocalParameters, known: Sequence[Any] = ()) -> list[KeptTensors]:
-    """Return the averages of all of these weights that objects of plain classes keep: a dict by name, or a list.
+    """Find averages of all of these weights in attributes of Python objects: a dict by name, or a list in order.
 
     Args:
         local: The weights.
-        known: Objects that are known already.
+        known: Objects to skip.
+
+    Returns:
+        The averages, sorted by class and attribute.
     """
     names, shapes = [p.name for p in local], [p.parameter.shape for p in local]
     own, others = {_memory(p.parameter) for p in local}, set(map(id, known))
@@ -66,12 +69,12 @@ def averages_in(local: LocalParameters, known: Sequence[Any] = ()) -> list[KeptT
         ]
 
     if found():
-        gc.collect()  # an average of an earlier run may be garbage that is still there
+        gc.collect()  # an average of an earlier run may be garbage that is not collected yet
     return sorted(found(), key=lambda one: one.kind)
 
 
 def _plain_objects() -> list[Any]:
-    """Return the objects with attributes that are neither modules nor optimizers, nor PyTorch's or gradguard's."""
+    """Return all objects with a ``__dict__``, except modules, optimizers, types, and objects of torch or gradguard."""
     every, others = all_objects(), (nn.Module, Optimizer, type, ModuleType)
     kinds = {
         one

@@ -16,11 +16,11 @@ _MOST_NAMES = 6
 
 @dataclass(frozen=True)
 class ParityFinding:
-    """One thing that is wrong with the gradients of one or several parameters.
+    """One fault of the gradients of one or several parameters, or one doubt about the comparison.
 
     ``kind`` is ``"missing"``, ``"extra"``, ``"shape"``, ``"nonfinite"``, ``"dead"``, ``"ranks"``, ``"factor"``,
-    ``"rows"``, ``"mixture"``, ``"different"``, ``"noisy"`` or ``"unknown"``; or, of the runs themselves,
-    ``"weights"``, ``"random"``, ``"blind"``, ``"settings"`` or ``"clip"``.
+    ``"rows"``, ``"mixture"``, ``"different"``, ``"noisy"`` or ``"unknown"``. A finding about the runs themselves has
+    the kind ``"weights"``, ``"random"``, ``"blind"``, ``"settings"`` or ``"clip"``.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class ParityFinding:
     factor_bar: float | None = None
     factor_name: str = ""
     stage: str = ""
-    """The stage of the step; empty for the gradients of the first."""
+    """The stage of the step; empty for the gradients of the first step."""
 
     def __str__(self) -> str:
         front = f"{self.stage}: " if self.stage else ""
@@ -46,49 +46,49 @@ def _power(outcomes: Sequence[Outcome]) -> float:
 
 @dataclass(frozen=True)
 class Stage:
-    """One point of a training step, such as the optimizer's state after it, with the outcome of each tensor."""
+    """One stage of a training step, such as the optimizer's state after the step, with the outcome of each tensor."""
 
     name: str
     outcomes: tuple[Outcome, ...]
 
     @property
     def power(self) -> float:
-        """An error of this relative size would have shown in half of the tensors of which something is known."""
+        """The relative size of an error that would have shown in half of the conclusively compared tensors."""
         return _power(self.outcomes)
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The outcome of a comparison of two runs: print it, or ask for its ``verdict`` and ``findings``.
+    """The outcome of a comparison of two runs: print it, or read its ``verdict`` and ``findings``.
 
     **Guarantees.**
 
-    * A report is true of PASS alone: INCONCLUSIVE is false, as FAIL is. What is not known is never a PASS.
-    * Every reason for another verdict is a finding; ``power`` says how large an error would have shown.
+    * ``bool(report)`` is True for PASS alone, and False for FAIL and INCONCLUSIVE.
+    * Every reason for another verdict than PASS is a finding. ``power`` is the size of an error that would have shown.
     """
 
     verdict: Verdict
     findings: tuple[ParityFinding, ...] = ()
-    """Why the verdict is not PASS."""
+    """The reasons for a verdict other than PASS."""
     notes: tuple[str, ...] = ()
-    """Notes: worth knowing, and no fault."""
+    """Remarks that are not faults."""
     parameters: tuple[Outcome, ...] = ()
-    """Return the facts of each parameter."""
+    """The outcome of each parameter's gradient."""
     stages: tuple[Stage, ...] = ()
-    """The stages of the step beside its gradients, in order, where both runs have kept them."""
+    """The other stages of the steps, in order, if both runs have saved them."""
 
     @property
     def largest(self) -> float:
-        """How far apart the gradients of equal parameters are at most, in bars."""
+        """The largest distance between the gradients of equal parameters, in bars."""
         return max((o.distance or 0.0 for o in self.parameters if o.kind == "equal"), default=0.0)
 
     @property
     def power(self) -> float:
-        """An error of this relative size would have shown in half of the parameters of which something is known."""
+        """The relative size of an error that would have shown in half of the conclusively compared parameters."""
         return _power(self.parameters)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON has it: what is not finite is None."""
+        """Return the report as JSON values: a non-finite number becomes None."""
         parameters = [{**asdict(o), "shows": o.shows} for o in self.parameters]
         return jsonable({**asdict(self), "parameters": parameters, "largest": self.largest, "power": self.power})
 
@@ -97,13 +97,13 @@ class ParityReport:
 
     def __str__(self) -> str:
         equal, blind = (sum(o.kind == kind for o in self.parameters) for kind in ("equal", "blind"))
-        told = f"{equal:,} of {len(self.parameters):,} parameters are equal, at most {self.largest:.2g} bars apart"
-        told += f", and nothing is known of {blind:,}" if blind else ""
+        summary = f"{equal:,} of {len(self.parameters):,} parameters are equal, at most {self.largest:.2g} bars apart"
+        summary += f", and nothing is known of {blind:,}" if blind else ""
         if self.power < 1:
-            told += f"; an error of {self.power:.1g} of a gradient would show in the median one"
-        return verdict_text(self.verdict, self.findings, told, self.notes)
+            summary += f"; an error of {self.power:.1g} of a gradient would show in the median one"
+        return verdict_text(self.verdict, self.findings, summary, self.notes)
 
 
 def names(parameters: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names, and the number of further ones."""
     return listed(parameters, _MOST_NAMES)

@@ -1,9 +1,10 @@
-"""Runs of a step that differ by rounding alone, made one saved run.
+"""Run a step several times with differences in rounding alone, and merge the runs into one saved run.
 
-The step runs as it is, then with twice the gradient at its loss, and then with weights that are changed by rounding and
-with gradients at the loss of other scales. Where twice the one gradient does not make twice the other, the scale stays
-1. Where optimizers change weights, it runs twice more, with gradients that are moved up and down: an update may jump
-where a gradient is nearly zero. What is linear in the gradient is in the mean of these two as it is in the first run.
+The step first runs unchanged, and then with twice the gradient at its loss. Further runs change the weights by rounding
+and use other factors on the gradient at the loss. The factor stays 1 if doubling it does not double the gradients.
+
+If optimizers change weights, two more runs shift the gradients up and down, because an update may jump where a gradient
+is nearly zero. Their mean has the same value as the first run in each quantity that is linear in the gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,25 +27,25 @@ from gradguard.parity.scales import (
 Run = Callable[[ScriptRun], SavedGradients]
 
 ALL = "its gradients"
-"""The name of a run's own gradients beside those of its stages."""
+"""The name of a run's own gradients, in messages that also name stages."""
 
 
 def with_rounding(
     run: Run, as_it_is: ScriptRun, perturbed: int, check: Callable[[Sequence[SavedGradients]], None]
 ) -> SavedGradients:
-    """Run a step as often as it takes, and return what was saved with what rounding does.
+    """Run a step several times, and merge the runs into one that includes the effect of rounding.
 
     Args:
-        run: Runs the step in one of these ways.
-        as_it_is: The first run, which says what is saved.
-        perturbed: How many runs with changed weights; with 0 there is the first run alone.
-        check: Refuses runs that rounding alone cannot explain; called with all of them.
+        run: A function that runs the step as its argument describes.
+        as_it_is: The description of the first run: the steps to save.
+        perturbed: The number of runs with changed weights; 0 for the first run alone.
+        check: A function that receives all runs, and raises if rounding alone cannot explain their differences.
 
     Returns:
-        The first, with the numbers of all.
+        The first run, with the sketches of all runs.
 
     Raises:
-        RecordError: If runs are of other parameters.
+        RecordError: If runs have different parameters.
     """
     first = run(as_it_is)
     if not perturbed:
@@ -68,18 +69,18 @@ def with_rounding(
 
 
 def _is_linear(runs: Sequence[SavedGradients]) -> bool:
-    """Whether the last of these runs, the one with twice the gradient at the loss, has all that the first one has."""
+    """Return whether the last run, with twice the gradient at the loss, equals the first after division by 2."""
     first, *again, doubled = ([v for _, one in tables(run) for v in one.sketches["gradient"][0]] for run in runs)
     return len(first) == len(doubled) and is_linear(first, doubled, *again)
 
 
 def tables(run: SavedGradients) -> list[tuple[str, SavedGradients]]:
-    """Return the gradients, and the stages after them, each with its name."""
+    """Return the gradients and the later stages of a run, each with its name."""
     return [(ALL, run), *((name, one) for name, one in run.stages.items() if name != START)]
 
 
 def not_same_twice(runs: Sequence[SavedGradients]) -> Iterator[tuple[str, float]]:
-    """Yield each stage that differs between the first two runs, which nothing tells apart, and by what part of it."""
+    """Yield each stage that differs between the first two runs by more than rounding, and its relative difference."""
     for (name, one), (_, other) in zip(*map(tables, runs[:2]), strict=True):
         a, b = (run.sketches["gradient"][0] for run in (one, other))
         if not same_twice(a, b, one.epsilon):
@@ -87,7 +88,7 @@ def not_same_twice(runs: Sequence[SavedGradients]) -> Iterator[tuple[str, float]
 
 
 def _sizes(runs: Sequence[SavedGradients]) -> dict[str, dict[str, float]]:
-    """Return by how much to move gradients, for each step by its name."""
+    """Return the sizes by which to shift gradients, by step."""
     return {
         name: turned_sizes(one.parameters, [run.stages[name].sketches["gradient"][0] for run in runs])
         for name, one in runs[0].stages.items()
@@ -98,15 +99,15 @@ def _sizes(runs: Sequence[SavedGradients]) -> dict[str, dict[str, float]]:
 def merged(
     runs: Sequence[SavedGradients], scaled: bool = False, turned: Sequence[SavedGradients] = ()
 ) -> SavedGradients:
-    """Return one saved run of several of one script: the first, with the gradients and stages of all.
+    """Return the first of several runs of one script, with the gradients and stages of all.
 
     Args:
-        runs: The first as the script is, the second with the same weights.
-        scaled: Whether the later ones have gradients at the loss of other scales.
-        turned: Two whose gradients were moved up and down, of which the mean counts.
+        runs: The unchanged run, a second run with the same weights, and the runs with changed weights.
+        scaled: Whether the later runs have other factors on the gradient at the loss.
+        turned: The two runs whose gradients were shifted up and down; their mean is added as one run.
 
     Raises:
-        RecordError: If they are of other parameters.
+        RecordError: If the runs have different parameters.
     """
     every = [*runs, *turned]
     _check_alike(every)
@@ -121,10 +122,10 @@ def merged(
 
 
 def _joined(runs: Sequence[SavedGradients], scaled: bool) -> SavedGradients:
-    """Return the first run with the tables of all, and so each of its stages but the gradients before the last ones."""
+    """Return the first run with the sketches of all runs, also in its stages; drop the gradients of steps up to 1."""
     first = runs[0]
     sketches = {**first.sketches, "gradient": [run.sketches["gradient"][0] for run in runs]}
-    if len(first.sketches.get("weights", ())) > 1:  # those of its own first step, which updates have made
+    if len(first.sketches.get("weights", ())) > 1:  # with --at, the last entry has the weights at the saved step
         sketches["weights"] = [run.sketches["weights"][-1] for run in runs]
     parameters = tuple(replace(p, one_sided=0.0) for p in first.parameters) if scaled else first.parameters
     kept = [n for n in first.stages if not n.startswith(GRADIENT) or int(n.removeprefix(GRADIENT)) > 1]
@@ -133,7 +134,7 @@ def _joined(runs: Sequence[SavedGradients], scaled: bool) -> SavedGradients:
 
 
 def _mean(runs: Sequence[SavedGradients]) -> SavedGradients:
-    """Return the first run with the mean of the tables of all."""
+    """Return the first run with the mean of the sketches of all runs."""
     first = runs[0]
     sketches = {
         kind: [mean_of([run.sketches[kind][i] for run in runs]) for i in range(len(tables))]
@@ -145,13 +146,13 @@ def _mean(runs: Sequence[SavedGradients]) -> SavedGradients:
 
 
 def _check_alike(runs: Sequence[SavedGradients]) -> None:
-    """Refuse runs of other parameters, or of an optimizer that keeps other things."""
+    """Refuse runs whose parameters, or entries of an optimizer's state, differ in name or shape."""
     described = [
         [(name, [(p.name, p.shape) for p in one.parameters]) for name, one in (("", run), *run.stages.items())]
         for run in runs
     ]
     if any(other != described[0] for other in described[1:]):
         raise RecordError(
-            "the script trains other parameters from run to run, or its optimizer keeps other things, so that nothing "
-            "can be compared."
+            "the script trains other parameters from run to run, or its optimizer's state has other entries, so the "
+            "runs cannot be compared."
         )

@@ -1,4 +1,4 @@
-"""`gradguard.save_gradients`: the gradients of a step as sketches, each with the change that rounding alone makes."""
+"""`gradguard.save_gradients`: save the gradients of a step as sketches, each with its change by rounding alone."""
 
 import math
 import os
@@ -49,71 +49,75 @@ def save_gradients(
     steps: int = 3,
     others: Sequence[Any] = (),
 ) -> SavedGradients:
-    r"""Run a step several times and save sketches of its gradients, which `gradguard parity` compares with other ones.
+    r"""Run a step several times and save sketches of its gradients, for a comparison by `gradguard parity`.
 
-    For the gradient :math:`g` of each parameter it saves 32 sums :math:`s_j = \sum_i \sigma_j(i)\, g_i`, whose signs
-    :math:`\sigma_j(i) = \pm 1` are hashed from the place :math:`i` in the whole parameter: shards add up, a factor
-    stays a factor, and :math:`\lVert g \rVert^2 \approx \sum_j s_j^2 / 32`. How far rounding moves :math:`g` is
-    measured: the step runs once more as it was, and ``perturbed`` times with weights that are changed by some
-    :math:`\epsilon` of themselves, the spacing of the coarsest dtype that layers compute in. In these runs the gradient
-    at the loss is multiplied by a number between 1 and 2, which is taken off again: so each sum rounds anew.
+    The sketch of a parameter's gradient :math:`g` is 32 sums :math:`s_j = \sum_i \sigma_j(i)\, g_i`. The signs
+    :math:`\sigma_j(i) = \pm 1` are hashed from the position :math:`i` in the whole parameter. The sketches of shards
+    therefore add up, a factor on the gradient is a factor on the sketch, and
+    :math:`\lVert g \rVert^2 \approx \sum_j s_j^2 / 32`.
 
-    With ``optimizer=`` it saves ``steps`` whole steps, each tensor with its own bar: the optimizer's state and the
-    buffers before the first step, and of each step the gradients that the optimizer takes, state and buffers after it,
-    and the change of the weights. A loss scale of a GradScaler is taken off the gradients: ``update`` must unscale, not
-    ``step``. Two further runs shift gradients up and down by 16 times the change that rounding makes, because an update
-    may jump where a gradient is nearly zero.
+    Further runs measure the effect of rounding on :math:`g`. One run is a repetition. ``perturbed`` runs change the
+    weights by some :math:`\epsilon` of themselves, the machine epsilon of the coarsest dtype of the layers' outputs. In
+    these runs the gradient at the loss is also multiplied by a number between 1 and 2, and the result is divided by it:
+    each sum then rounds differently.
+
+    With ``optimizer=``, `save_gradients` saves ``steps`` whole steps, each tensor with its own bar. It saves the
+    optimizer's state and the buffers before the first step. For each step it saves the gradients that the optimizer
+    takes, the state and the buffers after the step, and the change of the weights. The loss scale of a GradScaler is
+    divided out of the gradients: unscale in ``update``, not in ``step``. Two further runs shift gradients up and down
+    by 16 times the effect of rounding, because an update may jump where a gradient is nearly zero.
 
     **Guarantees.**
 
-    * Weights, optimizers, their schedulers of PyTorch, GradScalers, ``others``, buffers and random generators are as
-      before, to the last bit, also when ``step`` raises; gradients are None, and Megatron's ``main_grad`` is zero.
+    * The call restores weights, optimizers, their PyTorch schedulers, GradScalers, ``others``, buffers and random
+      generators bit for bit, also if ``step`` raises. Gradients are None, and Megatron's ``main_grad`` is zero.
     * Each run begins from the same state, so dropout draws the same masks.
-    * All processes return the same numbers, and all refuse alike. Nothing is gathered but the sketches.
-    * No bar of an update is below what storing the weights rounds: in bfloat16 that is most of an update.
-    * Temporaries have 65,536 elements; buffers are copied, and with ``optimizer=`` weights and states, to the CPU.
-    * The file holds numbers and text only: reading it runs no code. A reader sees the old file or the new one.
+    * All ranks return the same sketches, and all raise the same errors. Only the sketches are exchanged.
+    * The bar of an update is at least the rounding of storing the weights: in bfloat16, most of an update.
+    * Temporaries have 65,536 elements. Buffers are copied to the CPU, and with ``optimizer=`` weights and states too.
+    * The file contains numbers and text only: reading it runs no code. A reader finds the old file or the new one.
 
     | case | result |
     |---|---|
-    | DDP, FSDP1, FSDP2, HSDP, DTensors in any layout | the whole gradient; ranks that hold other copies are found |
-    | parts of Megatron-core's tensor parallelism | the whole gradient, by the attributes and groups of Megatron |
-    | experts or stages with names of their own | an error, unless ``shard_of`` says what they are |
-    | dropout | the same masks in all runs; other masks in another set-up, of which `gradguard parity` warns |
-    | ``step`` changes weights | an error: it must end after backward |
-    | gradients in Megatron's ``main_grad`` | read where ``grad`` is None |
+    | DDP, FSDP1, FSDP2, HSDP, DTensors in any layout | the whole gradient; different copies on ranks are reported |
+    | shards of Megatron-core's tensor parallelism | the whole gradient, by the attributes and groups of Megatron |
+    | experts or stages with names of their own | an error, unless ``shard_of`` describes them |
+    | dropout | the same masks in all runs; `gradguard parity` warns of other masks in another set-up |
+    | ``step`` changes weights | an error: ``step`` must end after backward |
+    | gradients in Megatron's ``main_grad`` | read if ``grad`` is None |
     | complex or sparse gradients | an error |
-    | a clip in ``step``, or ``torch.autograd.grad`` alone | not scaled, found by one more run: long sums may differ |
+    | a clip in ``step``, or ``torch.autograd.grad`` alone | found by one more run, not scaled: long sums may differ |
 
     Args:
-        file: Where to write, as safetensors; rank 0 does. None to write nothing.
-        model: The model. Every process that holds a part of it must call.
-        step: Runs forward and backward on one batch, which is the same each time.
-        perturbed: How many runs with changed weights; 8 for a model that routes.
-        parts: Other steps of whose gradients a wrong one may be a mixture: each micro-batch alone, the step before.
-        rows: Patterns of names, such as ``"embed*"``: of these, the report names wrong rows.
-        facts: Positive numbers that a factor may be, such as ``{"tokens": 4096, "micro-batches": 8}``. The world size
-            and the sizes of device meshes are known.
-        dtype: The coarsest dtype that is computed or communicated in; by default the coarsest that layers return.
-        shard_of: Returns for a name in this process' model the name and the shape of the whole parameter, and where
-            this part begins; None for a parameter that is whole.
-        optimizer: The optimizer, or several, whose updates are kept; none for gradients alone.
-        update: Everything behind backward in the training loop: clip, optimizer step, ``zero_grad``. By default
-            the optimizers' ``step`` and ``zero_grad``.
-        steps: How many updates, each after another call of ``step``.
-        others: Objects that ``update`` changes, with ``state_dict`` and ``load_state_dict``: an average of weights, a
-            scheduler that is not PyTorch's. It is put back; its tensors of the name and the shape of a parameter are
-            compared. An object that is not named here stays changed: a note names it if it keeps an average of all
-            weights, and the call is refused if updates then differ.
+        file: The path of the safetensors file, written by rank 0. None to write nothing.
+        model: The model. Every process that holds a shard of the model must call.
+        step: A function that runs forward and backward on the same batch each time.
+        perturbed: The number of runs with changed weights; use 8 for a model with routing.
+        parts: Other steps whose gradients may be mixed in a wrong one: each micro-batch alone, the step before.
+        rows: Patterns of parameter names, such as ``"embed*"``, for which the report names wrong rows.
+        facts: Positive numbers that may explain a factor, such as ``{"tokens": 4096, "micro-batches": 8}``. The world
+            size and the sizes of device meshes are added.
+        dtype: The coarsest dtype of computation and communication; by default the coarsest dtype of a layer's output.
+        shard_of: A function of a name in this process's model. It returns the name and the shape of the whole parameter
+            and the index where this shard begins; None for a parameter that is whole.
+        optimizer: The optimizer or optimizers whose updates are saved; none for gradients alone.
+        update: The code after backward in the training loop: clip, optimizer step, ``zero_grad``. By default, the
+            optimizers' ``step`` and ``zero_grad``.
+        steps: The number of updates, each after another call of ``step``.
+        others: Objects with ``state_dict`` and ``load_state_dict`` that ``update`` changes: an average of weights, or a
+            scheduler that is not PyTorch's. They are restored, and their tensors with the name and the shape of a
+            parameter are compared. Objects that are missing here stay changed. A note names a missing object if it
+            keeps an average of all weights, and the call is refused if it makes updates differ.
 
     Returns:
-        The saved sketches, equal on all processes.
+        The saved sketches, equal on all ranks.
 
     Raises:
         InvalidValueError: If an argument is out of range, or ``step`` leaves no gradient.
-        InvalidTypeError: If ``model`` is not a module or ``step`` cannot be called.
-        UnsupportedGradientError: If the parts of a parameter do not make a whole, copies of one have different weights,
-            ``step`` changes weights, a gradient is complex or sparse, or an update is not the same twice.
+        InvalidTypeError: If ``model`` is not a module, ``step`` is not callable, or another argument has the wrong
+            type.
+        UnsupportedGradientError: If the shards of a parameter do not add up to a whole, copies of a parameter differ,
+            ``step`` changes weights, a gradient is complex or sparse, or a repeated update differs.
 
     Example:
         >>> import torch, gradguard as gg
@@ -139,7 +143,7 @@ def save_gradients(
     local = local_parameters(model, shard_of)
     training = None
     if optimizers:
-        buffers_of = None if shard_of else model  # whose parts nothing tells
+        buffers_of = None if shard_of else model  # shard_of does not describe buffers
         training = TrainingSteps(local, optimizers, update, steps, others, buffers_of)
     runs = _SavedRuns(model, local, step, rows, dtype, training)
     frozen = _frozen(frozen_parameters(model, shard_of))
@@ -169,10 +173,11 @@ def _check(
         raise InvalidTypeError(f"model is {type(model).__name__}: expected a torch.nn.Module.")
     if wrong := [one for one in steps_of if not callable(one)]:
         raise InvalidTypeError(
-            f"a step is {type(wrong[0]).__name__}: expected a function without arguments, of forward and backward."
+            f"a step is {type(wrong[0]).__name__}: expected a function without arguments that runs forward and "
+            f"backward."
         )
     if perturbed < 1:
-        raise InvalidValueError(f"perturbed={perturbed}: expected at least 1 run, or nobody knows what rounding does.")
+        raise InvalidValueError(f"perturbed={perturbed}: expected at least 1 run, to measure the effect of rounding.")
     for name, value in facts.items():
         if not 0 < value < math.inf:
             raise InvalidValueError(f"facts: {name} is {value}: expected a positive number.")
@@ -187,7 +192,7 @@ def _check(
 
 
 def _frozen(local: LocalParameters) -> dict[str, SavedGradients]:
-    """Return the weights that are not trained as a stage of its own; none on any process, no stage."""
+    """Return the frozen weights as the stage `FROZEN`; no stage if no rank has frozen weights."""
     whole = WholeParameters(local, may_be_none=True)
     weights = whole.weights(local_weights(local))
     if not weights:
@@ -197,7 +202,7 @@ def _frozen(local: LocalParameters) -> dict[str, SavedGradients]:
 
 
 class _SavedRuns:
-    """The runs of one call of `save_gradients`: who holds what, and one all-reduce after each run."""
+    """The runs of one call of `save_gradients`, with one all-reduce of the gradients' sketches after each run."""
 
     def __init__(
         self,
@@ -222,18 +227,18 @@ class _SavedRuns:
         self._first: SavedGradients | None = None
 
     def run(self, how: ScriptRun) -> SavedGradients:
-        """Run the step, and the updates after it, in one of several ways; what is known of all comes from the first."""
+        """Run the step and its updates as ``how`` describes; the descriptions of parameters come from the first run."""
         with self.replay.perturbed(how.epsilon, how.change) if how.change else nullcontext():
-            with precision_of(self._model) if self._first is None else nullcontext(set()) as seen:
+            with precision_of(self._model) if self._first is None else nullcontext(set()) as dtypes:
                 calls = self._run_step(self._step, how.scale)
             gradients = self._whole.reduced(self._gradients(), 1 / how.scale)
             scales = self._training.loss_scales if self._training else {}
             rows = {n: [self._whole.rows(n, 1 / (how.scale * scales.get(n, 1.0)))] for n in self._rows}
-            first = self._first = self._first or self._described(calls, seen)
+            first = self._first = self._first or self._described(calls, dtypes)
             saved = replace(first, sketches={**first.sketches, "gradient": [gradients]}, rows=rows)
             if self._training is None:
                 return saved
-            try:  # from the gradients to the end of the last update
+            try:
                 stages = self._training.follow(partial(again, self._step, how.scale), how, calls, first.epsilon)
                 return replace(saved, stages=stages, settings=self._training.settings)
             finally:
@@ -244,30 +249,31 @@ class _SavedRuns:
         self._run_step(part, 1.0)
         return self._whole.reduced(self._gradients())
 
-    def _described(self, calls: int, seen: set[torch.dtype]) -> SavedGradients:
-        """Return what is known besides the numbers of a run, after the first."""
+    def _described(self, calls: int, dtypes: set[torch.dtype]) -> SavedGradients:
+        """Return the saved run without gradient sketches, after the first run."""
         random = any(gathered(have_drawn(self.replay.generators)))
         if any(gathered(digest(self._local) != self._before)):
             raise UnsupportedGradientError(
-                "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
-                "optimizer.step() out. The weights are those after it."
+                "step() changes the weights, and save_gradients cannot undo the change: let step() run forward and "
+                "backward only, without optimizer.step(). The weights are now those after step()."
             )
         contrasts = self._whole.contrasts(self._gradients())
         parameters = self._whole.about([about(p) for p in self._local], calls)
         if not any(p.has_gradient for p in parameters):
             raise InvalidValueError(
-                "step() left no gradient: expected forward and backward of this very model, and no zero_grad() after."
+                "step() left no gradient: expected forward and backward of this same model, without zero_grad() after "
+                "them."
             )
         sketches = {"weights": [self._weights], "contrasts": contrasts}
-        epsilon = self._whole.epsilon({self._dtype} if self._dtype else seen)
+        epsilon = self._whole.epsilon({self._dtype} if self._dtype else dtypes)
         return self._whole.saved(parameters, sketches, {}, random=random, epsilon=epsilon)
 
     def _run_step(self, step: Step, scale: float) -> int:
-        """Run a step with the gradient at the loss scaled, and return how many backward passes it has."""
+        """Run a step with the gradient at the loss scaled, and return the number of its backward passes."""
         with self._training.first_step() if self._training else nullcontext():
             self.replay.restore()
             return max(1, again(step, scale))
 
     def _gradients(self) -> dict[str, Tensor]:
-        """The sketches of this process' gradients; with an update that takes a loss scale off, without it."""
+        """Return the sketches of this process's gradients; with an ``optimizer``, without the loss scale."""
         return self._training.unscaled_gradients() if self._training else local_gradients(self._local)

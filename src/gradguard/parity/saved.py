@@ -1,4 +1,4 @@
-"""The file that `save_gradients` writes: sketches as safetensors, read back as plain numbers."""
+"""The file format of `save_gradients`: sketches as safetensors, read back as plain numbers without torch."""
 
 import json
 import os
@@ -32,19 +32,19 @@ from gradguard.parity.vectors import Vector
 FORMAT = 2
 STATE, UPDATE, COPIES = "state", "update of step", "copies of the weights"
 START = f"{STATE} before step 1"
-"""The stage of the state that a run begins with: of optimizers, and buffers."""
+"""The stage of the initial state: optimizer states and buffers before the first step."""
 GRADIENT = "gradient of step"
 BUFFER = "buffer "
-"""The beginning of the name of a buffer, among the tensors of a state."""
+"""The prefix of a buffer's name among the tensors of a state."""
 TRAINED = "requires_grad"
-"""Noted as a setting of each parameter."""
+"""A flag of each parameter that is saved with the optimizer's settings."""
 _AFTER = " after step "
 FROZEN = "frozen weights"
-"""Not a stage of the step: the weights that are not trained."""
+"""An entry of `SavedGradients.stages` that is not a stage of the step: the weights that are not trained."""
 
 _KEY = "gradguard_parity"
 _ROWS, _STAGES = "rows/", "stages/"
-_MOST_EMPTY = 1 << 16  # lists without a number in them
+_MOST_EMPTY = 1 << 16  # a limit on empty lists, of which a small file could otherwise demand any number
 
 Runs = Sequence[Sequence[Vector]]
 
@@ -54,13 +54,14 @@ class SavedParameter:
     """One parameter of a saved run.
 
     Attributes:
-        name: Its name in the model without wrappers.
+        name: The name in the model without wrappers.
         shape: The shape of the whole parameter.
-        rounding: Error of storing its gradient and adding it up, relative.
-        has_gradient: Whether any process has a gradient.
-        copies: How many ranks hold the same part.
+        rounding: The relative error of storing and accumulating the gradient.
+        has_gradient: Whether any rank has a gradient.
+        copies: The number of ranks that hold the same shard.
         weight_rounding: Half a unit in the last place of the parameter's own dtype, relative.
-        one_sided: Largest error of adding it up over micro-batches, relative; 0 where nobody has asked.
+        one_sided: The largest relative error of accumulating the gradient over micro-batches; 0 if it is measured by
+            scaled runs instead.
     """
 
     name: str
@@ -74,17 +75,18 @@ class SavedParameter:
 
 @dataclass(frozen=True)
 class SavedGradients:
-    """Sketches of a model's gradients in one run: what `gradguard.save_gradients` returns and writes.
+    """The sketches of a model's gradients in one run; the return value of `gradguard.save_gradients`.
 
-    ``facts`` are numbers that a factor may be; ``random`` tells whether the run drew random numbers, ``clipped``
-    whether some gradients may not be those that the optimizer takes, because of a clip.
+    ``facts`` are numbers that may explain a factor. ``random`` is True if the run drew random numbers. ``clipped`` is
+    True if the optimizer may use other gradients than the saved ones because of a clip.
     """
 
     parameters: tuple[SavedParameter, ...]
     sketches: Mapping[str, Sequence[Sequence[Vector]]] = field(repr=False)
-    """By kind ``"gradient"``, ``"weights"``, ``"contrasts"`` or ``"parts"``: runs × parameters × 32 numbers."""
+    """The sketches of each kind, ``"gradient"``, ``"weights"``, ``"contrasts"`` or ``"parts"``, of shape
+    runs × parameters × 32."""
     rows: Mapping[str, Sequence[Sequence[Vector]]] = field(default_factory=dict, repr=False)
-    """By parameter: runs × rows × 8 numbers."""
+    """The sketches of the rows of some parameters, of shape runs × rows × 8."""
     parts: tuple[str, ...] = ()
     facts: Mapping[str, float] = field(default_factory=dict)
     random: bool = False
@@ -92,11 +94,11 @@ class SavedGradients:
     hash_version: int = 1
     clipped: bool = False
     settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By parameter: the numbers among its optimizer's settings at the first step, and after each one."""
+    """The numbers among the optimizer's settings at the first step and after each step, by parameter."""
     stages: Mapping[str, "SavedGradients"] = field(default_factory=dict, repr=False)
-    """The rest of the step, in order: by stage, its tensors (those of the optimizer's state, say) as a saved run."""
+    """The other stages of the steps, in order: a stage's tensors, such as the optimizer's state, as a saved run."""
     left_out: tuple[str, ...] = ()
-    """The parts of the state that are not compared, in words."""
+    """Descriptions of the parts of the state that are not compared."""
 
     @property
     def later(self) -> Mapping[str, "SavedGradients"]:
@@ -104,12 +106,12 @@ class SavedGradients:
         return {name: one for name, one in self.stages.items() if name != FROZEN}
 
     def of_each(self, kind: str) -> dict[str, tuple[SavedParameter, tuple[Vector, ...]]]:
-        """Return each parameter with its sketches of one kind, a sketch for each run, by name."""
+        """Return each parameter with its sketches of one kind, one sketch per run, by name."""
         runs = self.sketches.get(kind, ())
         return {p.name: (p, tuple(run[i] for run in runs)) for i, p in enumerate(self.parameters)}
 
     def measured(self) -> dict[str, MeasuredGradient]:
-        """Return what is known of each parameter, as the comparison takes it, by name."""
+        """Return the measurements of each parameter, by name, as input of the comparison."""
         parts, contrasts = self.of_each("parts"), self.of_each("contrasts")
         return {
             name: MeasuredGradient(
@@ -126,12 +128,12 @@ def after_step(key: str, t: int) -> str:
 
 
 def at_first(name: str) -> str:
-    """Return the name of the setting of which ``name`` may be the one after a step."""
+    """Return the name of a setting without the suffix that `after_step` adds."""
     return name.partition(_AFTER)[0]
 
 
 def write(path: str | os.PathLike[str], saved: SavedGradients) -> None:
-    """Write ``saved``, in one piece: a reader sees the old file or the new one."""
+    """Write ``saved`` atomically: a reader finds the old file or the new one."""
     runs = {**saved.sketches, **{f"{_ROWS}{name}": one for name, one in saved.rows.items()}}
     for stage, one in saved.stages.items():
         runs |= {f"{_STAGES}{stage}/{kind}": sketches for kind, sketches in one.sketches.items()}
@@ -146,15 +148,18 @@ def write(path: str | os.PathLike[str], saved: SavedGradients) -> None:
 
 
 def _about(saved: SavedGradients) -> dict[str, Any]:
-    """Return the fields that are no sketches."""
+    """Return the fields of ``saved`` that are not sketches or stages."""
     return {"parameters": [asdict(p) for p in saved.parameters], **{name: getattr(saved, name) for name in _ABOUT}}
 
 
 def read(path: str | os.PathLike[str]) -> SavedGradients:
-    """Return what `write` has written, each field of which is what it must be.
+    """Read a file written by `write`, and check each field.
+
+    Returns:
+        The saved run.
 
     Raises:
-        RecordError: If there is no such file, or it is another one.
+        RecordError: If the file cannot be read, is not such a file, or has another format version.
     """
     try:
         with BlockFile(path) as file:
@@ -164,19 +169,21 @@ def read(path: str | os.PathLike[str]) -> SavedGradients:
                 return _saved(about, {name: _lists(file, name) for name in file.blocks})
     except OSError as error:
         why = error.strerror or error
-        raise RecordError(f"cannot read {path}: {why}. gradguard.save_gradients writes one.") from error
+        raise RecordError(f"cannot read {path}: {why}. gradguard.save_gradients writes such a file.") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise RecordError(
             f"{path} is not what gradguard.save_gradients writes, or it is cut off ({type(error).__name__}): expected "
             "sketches of gradients as safetensors."
         ) from error
-    raise RecordError(f"{path} is of format {version!a:.20}, and this gradguard reads {FORMAT}: write it again.")
+    raise RecordError(
+        f"{path} has format {version!a:.20}, and this version of gradguard reads format {FORMAT}: save it again."
+    )
 
 
 def _saved(
     about: dict[str, Any], blocks: dict[str, Runs], needed: AbstractSet[str] = frozenset({"gradient", "weights"})
 ) -> SavedGradients:
-    """Return the object that a file describes; raise ValueError if the description is impossible."""
+    """Return the object described by a file; raise ValueError if the description is inconsistent."""
     stages: dict[str, SavedGradients] = {}
     for stage, of_stage in mapping_of(dict)(about.pop("stages", {})).items():
         front = f"{_STAGES}{stage}/"
@@ -185,18 +192,18 @@ def _saved(
     parameters = tuple(SavedParameter(**one) for one in list_of(object_of(_PARAMETER))(about.pop("parameters")))
     rows = {name.removeprefix(_ROWS): runs for name, runs in blocks.items() if name.startswith(_ROWS)}
     sketches = {name: runs for name, runs in blocks.items() if not name.startswith(_ROWS)}
-    told = object_of(_ABOUT)(about)
+    fields = object_of(_ABOUT)(about)
     known = {p.name for p in parameters}
-    fit = needed <= sketches.keys() and _fit(sketches, len(parameters), told["parts"])
+    fit = needed <= sketches.keys() and _fit(sketches, len(parameters), fields["parts"])
     if len(known) < len(parameters) or not rows.keys() <= known or not fit:
         raise ValueError("sketches of other parameters")
-    if any(len(of) != len(sketches["gradient"]) for of in rows.values()):
+    if any(len(runs) != len(sketches["gradient"]) for runs in rows.values()):
         raise ValueError("rows")
-    return SavedGradients(parameters, sketches, rows, stages=stages, **told)
+    return SavedGradients(parameters, sketches, rows, stages=stages, **fields)
 
 
 def _fit(sketches: dict[str, Runs], parameters: int, parts: Sequence[str]) -> bool:
-    """Tell whether there are as many runs, parameters and sums as there must be, and the weights are finite."""
+    """Return whether the numbers of runs, parameters and sums are consistent, and the weights are finite."""
     tables = [runs[0] for runs in sketches.values() if runs]  # all runs of a block have one shape
     return (
         sketches.keys() <= {"gradient", "weights", "contrasts", "parts"}
@@ -235,7 +242,7 @@ def _lists(file: BlockFile, name: str) -> list[list["array[float]"]]:
 
 
 def _little(numbers: "array[float]") -> "array[float]":
-    """Turn the bytes round on a machine that has them the other way, as safetensors has not."""
+    """Swap the bytes in place on a big-endian machine: safetensors is little-endian."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers

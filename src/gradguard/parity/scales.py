@@ -1,9 +1,9 @@
-r"""By what the gradient at the loss is multiplied in the runs that show what rounding does.
+r"""The factors on the gradient at the loss in the runs that measure rounding.
 
-A backward pass is linear in it, so that :math:`g(c) / c` is :math:`g(1)` but for rounding; and each addition of each
-kernel rounds anew, for how a term lies between two neighbouring numbers depends on :math:`c`. Changed weights and
-another order of the samples do not show this: a long running sum whose terms are alike rounds to the same side each
-time, by :math:`10^{-5}` of itself after some 10,000 terms of float32.
+A backward pass is linear in the factor :math:`c`, so :math:`g(c) / c` equals :math:`g(1)` up to rounding. Each addition
+of each kernel rounds differently, because the distance of a term to its two neighbouring numbers depends on :math:`c`.
+Changed weights and another order of the samples do not have this effect: a long running sum of similar terms rounds to
+the same side each time, by :math:`10^{-5}` of itself after some 10,000 terms of float32.
 """
 
 import math
@@ -20,12 +20,12 @@ class ScriptRun:
     """One of several runs of a script.
 
     Attributes:
-        at: The optimizer step whose gradients are saved, from 1.
-        steps: How many whole steps are saved from there on; 0 for gradients alone.
-        change: Which change of the weights at the first forward pass; 0 for none.
-        epsilon: By what part of themselves weights are changed.
-        scale: Factor on the gradient at each loss from then on; it is taken off before an optimizer's step.
-        sizes: By step, and by parameter, what is added to each element of a gradient or subtracted, by its place.
+        at: The optimizer step whose gradients are saved, counted from 1.
+        steps: The number of whole steps saved from there on; 0 for gradients alone.
+        change: The number of the change of the weights at the first forward pass; 0 for none.
+        epsilon: The relative size of the change of the weights.
+        scale: The factor on the gradient at each loss from the first forward pass on; undone before an optimizer step.
+        sizes: The size added to or subtracted from each gradient element, by step and by parameter.
     """
 
     at: int = 1
@@ -37,30 +37,30 @@ class ScriptRun:
 
     @property
     def last(self) -> int:
-        """The last optimizer step that is looked at, from 1."""
+        """The last optimizer step that is saved, counted from 1."""
         return self.at - 1 + max(self.steps, 1)
 
     @property
     def is_first_step_alone(self) -> bool:
-        """Whether no optimizer has changed a weight by the time the run ends."""
+        """Whether the run ends before an optimizer has changed a weight."""
         return self.last == 1 and not self.steps
 
 
 DOUBLED = 2.0
-"""A power of two changes no bit of a mantissa: where a step is linear, twice its gradient comes back exactly."""
+"""A power of two changes no bit of a mantissa: the gradient of a linear step is doubled exactly."""
 
-_EXACT = 1e-12  # what the order of additions does to a sketch, relative
-_BY_CHANCE = 20.0  # of a step that is not the same twice, a second difference is no so many times the first
-_MOST_CHANCE, _FARTHEST = 1000, 0.1  # kernels that add in any order change a gradient or an update by some epsilon
+_EXACT = 1e-12  # the relative error of a sketch by the order of additions
+_BY_CHANCE = 20.0  # a step that is not deterministic may differ this many times as far in a second comparison
+_MOST_CHANCE, _FARTHEST = 1000, 0.1  # non-deterministic kernels change a gradient or an update by some epsilons
 
 _SAME_SETTING = 2.0**-23
 
 _LOUD, _LOUDEST = 16.0, 1e-2
-"""A turned gradient element is off by so many times what rounding does, but by no more of the gradient than that."""
+"""A shift of a gradient is 16 times its rounding, but not more than a hundredth of the gradient unless rounding is."""
 
 
 def scale_of(run: int) -> float:
-    """Return the scale of a run with changed weights: between 1 and 2, exact in every dtype of 8 bits and more.
+    """Return the factor of a run with changed weights: between 1 and 2, exact with 8 bits of mantissa or more.
 
     Example:
         >>> [scale_of(run) for run in range(1, 5)]
@@ -70,16 +70,15 @@ def scale_of(run: int) -> float:
 
 
 def is_linear(first: Sequence[Vector], doubled: Sequence[Vector], again: Sequence[Vector] | None = None) -> bool:
-    """Tell whether twice the gradient at the loss makes twice the gradient of each parameter.
+    """Return whether doubling the gradient at the loss doubles the gradient of each parameter.
 
     Args:
         first: The sketch of each parameter's gradient.
-        doubled: Half of what comes of twice the gradient at the loss.
-        again: The sketches of one more run like the first, where ``doubled`` is not exactly that: a step that is not
-            the same twice differs as far.
+        doubled: Half of each sketch from a run with twice the gradient at the loss.
+        again: The sketches of a repetition of the first run: a non-deterministic step may differ as far as these.
 
     Returns:
-        Whether it does, in each of them.
+        Whether all parameters are linear.
     """
     alike = first if again is None else again
     return all(
@@ -89,25 +88,25 @@ def is_linear(first: Sequence[Vector], doubled: Sequence[Vector], again: Sequenc
 
 
 def same_twice(first: Sequence[Vector], again: Sequence[Vector], epsilon: float) -> bool:
-    """Tell whether two runs that nothing tells apart agree: half of their tensors by some ``epsilon`` of themselves."""
+    """Return whether two identical runs agree: the median relative difference is below 1000 ``epsilon`` and 0.1."""
     return apart(first, again) <= min(_MOST_CHANCE * epsilon, _FARTHEST)
 
 
 def apart(first: Sequence[Vector], again: Sequence[Vector]) -> float:
-    """Return by what part of themselves tensors differ: the median of those that are not zero."""
+    """Return the median relative difference of the tensors that are not zero."""
     shares = [distance(a, b) / norm(a) for a, b in zip(first, again, strict=True) if norm(a)]
     return statistics.median(shares) if shares else 0.0
 
 
 def turned_sizes(parameters: Sequence[SavedParameter], runs: Sequence[Sequence[Vector]]) -> dict[str, float]:
-    """Return by how much to move each element of each gradient, up or down, so that it differs by more than rounding.
+    """Return the size by which to shift each gradient element up or down, larger than the effect of rounding.
 
     Args:
-        parameters: Description of each.
+        parameters: The descriptions of the parameters.
         runs: The sketches of their gradients in runs that differ by rounding.
 
     Returns:
-        The sizes, by name.
+        The size for the elements of each parameter, by name.
     """
     first, *others = runs
     sizes = {}
@@ -119,12 +118,12 @@ def turned_sizes(parameters: Sequence[SavedParameter], runs: Sequence[Sequence[V
 
 
 def is_same_setting(a: float, b: float) -> bool:
-    """Tell whether two numbers are one setting, which a tensor of float32 may hold."""
+    """Return whether two numbers are equal within float32, in which a setting may be stored."""
     return math.isclose(a, b, rel_tol=_SAME_SETTING)
 
 
 def alike_settings(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return the settings of the first run that all runs have: others are estimates that an optimizer makes.
+    """Return the settings that are equal in all runs; the others are estimates computed by an optimizer.
 
     Example:
         >>> alike_settings([{"weight": {"lr": 0.1, "d": 1.0}}, {"weight": {"lr": 0.1, "d": 1.001}}])

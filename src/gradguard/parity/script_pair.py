@@ -1,4 +1,4 @@
-"""One step of a script, or several, seen from outside: the part that one of its processes writes down."""
+"""Record one or several steps of an unmodified script: the part of one of its processes."""
 
 import warnings
 from collections import Counter
@@ -38,18 +38,19 @@ from gradguard.torch_private import never_compiled
 
 @dataclass
 class _Step:
-    """One step of the script, as far as it has come.
+    """The current step of the script.
 
     Attributes:
         before_clip: The sketches of all gradients before the first clip since the last backward pass.
-        after_clip: Those after the last clip.
-        is_taken: Whether an optimizer has taken those before the clip.
-        is_doubtful: Whether a clip was followed by another backward pass instead, or by a change of what it left.
-        backwards: How many backward passes there were before the first optimizer's step.
+        after_clip: The sketches of all gradients after the last clip.
+        is_taken: Whether an optimizer has stepped with the gradients whose sketches are ``before_clip``.
+        is_doubtful: Whether gradients changed between a clip and the optimizer step, or another backward pass came
+            between.
+        backwards: The number of backward passes before the first optimizer step.
         stepped: The optimizers that have begun a step.
-        gradients: The sketches that are saved, by name.
+        gradients: The sketches to save, by name.
         about: The descriptions of the parameters whose optimizer has begun a step, by name.
-        turned: The names of those whose gradients were moved up and down.
+        turned: The names of the parameters whose gradients were shifted up and down.
         is_over: Whether each optimizer has made its step.
     """
 
@@ -66,15 +67,15 @@ class _Step:
 
 
 class ScriptGradients(Listener):
-    """Saves the gradients that a script's optimizers take in one step, before a clip, or whole steps; ends the script.
+    """Saves the gradients of one step of a script before any clip, or whole steps, and then ends the script.
 
-    A step ends when each trained parameter's optimizer has made one. What follows it in the script belongs to it until
-    the next forward pass in which gradients are recorded, or the script's end.
+    A step ends when the optimizer of each trained parameter has stepped. The code after it belongs to the step until
+    the next forward pass with gradients enabled, or the script's end.
 
     Args:
-        runs: The runs of the script, of which this process is one.
-        modules: Returns the root modules that exist.
-        optimizers: Returns the optimizers that exist.
+        runs: The runs of the script; this process is one of them.
+        modules: A function that returns the existing root modules.
+        optimizers: A function that returns the existing optimizers.
     """
 
     def __init__(
@@ -88,12 +89,12 @@ class ScriptGradients(Listener):
         self._local: list[LocalParameter] = []
         self._notes = StepNotes([], [], [])
         self._known: list[Optimizer] = []
-        self._stepping: list[Optimizer] = []  # whose hooks are there
+        self._stepping: list[Optimizer] = []  # the optimizers with hooks
         self._states: dict[str, Any] = {}
         self._dtypes: list[set[torch.dtype]] = []
         self._stack, self._forward, self._depth = ExitStack(), ExitStack(), 0
-        self._raised = True  # gradients are multiplied by the scale
-        self._number, self._step = 1, _Step()  # 1 is the one that is saved
+        self._raised = True  # whether gradients are multiplied by the run's scale
+        self._number, self._step = 1, _Step()  # step 1 is the first saved step; earlier steps have numbers below 1
         self._first = _Step()
         self._weights: Sketched = {}
         self._weights_then: Sketched = {}
@@ -101,24 +102,25 @@ class ScriptGradients(Listener):
         self._facts: dict[str, float] = {}
 
     def on_begin(self) -> None:
-        """Wait for the first forward pass, which is within an optimizer's step where that has a closure."""
+        """Wait for the first forward pass, which may be in the closure of an optimizer's step."""
         self._stack.callback(register_optimizer_step_pre_hook(self._enters).remove)
         self._await_forward()
 
     def on_end(self) -> None:
-        """Leave modules, optimizers and warnings as they were."""
+        """Remove the hooks from modules and optimizers, and restore the warning filters."""
         self._forward.close()
         self._stack.close()
 
     def finish(self) -> None:
-        """Save what is known where the script has ended well: its last step may not be one of each optimizer."""
+        """Save the last step when the script ends, even if some optimizers have not stepped in it."""
         if self._step.stepped and self._number >= 1:
             self._refused(self._end_step)
 
     # Forward passes: the first, and the first one after each step.
 
     def _await_forward(self) -> None:
-        self._forward.enter_context(warnings.catch_warnings())  # of hooks that fire twice: the second finds all done
+        # PyTorch warns that the hooks may run twice in compiled modules; the second run has no effect here.
+        self._forward.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         self._forward.callback(register_module_forward_pre_hook(self._before_forward).remove)
         self._forward.callback(register_module_forward_hook(self._after_forward, always_call=True).remove)
@@ -139,10 +141,10 @@ class ScriptGradients(Listener):
     def _begin(self) -> None:
         trained = self._trained()
         if not trained:
-            return  # a forward pass before there is an optimizer
+            return  # no optimizer exists yet
         self._run = self._runs.which()
         self._number = 2 - self._run.at
-        # Of some parameters an optimizer steps the master weights that they name.
+        # An optimizer may step a parameter's master weights, ``main_param``, instead of the parameter.
         roots = [
             m
             for m in self._modules()
@@ -156,6 +158,7 @@ class ScriptGradients(Listener):
         self._stack.enter_context(backwards(self._run.scale))
         models = [(front, root) for front, root, _ in named]
         roots = [root for _, root in models]
+        # A second model with the same shapes may be an average of the weights, or a target network.
         shapes, words = [*map(_shapes_of, roots)], "the weights of a second model, {} (an average, a target?)"
         copies = [kept_by(one, words) for one in self._modules() if one not in roots and _shapes_of(one) in shapes]
         copies += averages_in(self._local)
@@ -175,13 +178,13 @@ class ScriptGradients(Listener):
                 self._noted[START] = self._notes.start()
 
     def _note_weights(self) -> None:
-        """Note the weights that this step changes, before its first pass: SAM moves them before it steps."""
+        """Record the weights before the step's first backward pass, after which SAM moves them."""
         if self._run.steps and self._number >= 1:
             self._notes.before_update()
 
     @torch.no_grad()
     def _end_step(self) -> None:
-        """A step and what follows it are done."""
+        """Record the end of a step and of the code after it; save the file after the last step."""
         self._forward.close()
         step, calls = self._step, max(self._step.backwards, 1)
         own, taken = [p for p in self._local if p.name in step.about], step.gradients
@@ -199,23 +202,24 @@ class ScriptGradients(Listener):
     # The gradients of a step.
 
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
-        """Count micro-batches; what was looked at before a clip is no longer all."""
+        """Count the micro-batch; gradients recorded before a clip are incomplete after another backward pass."""
         del losses, weights
-        if self._step.is_over:  # a forward pass of no module
+        if self._step.is_over:  # the new step's forward did not call a module
             self._refused(self._end_step)
         step = self._step
-        self._look_at_weights([p for p in self._local if p.offset is None])  # before SAM moves them; FSDP1's are whole
+        # Record the weights before SAM moves them; not those of FSDP1, which are unsharded at this point.
+        self._look_at_weights([p for p in self._local if p.offset is None])
         if step.before_clip is not None:
             step.is_doubtful |= not step.is_taken
             step.before_clip = None
         if not step.stepped:
             step.backwards += 1
         if not self._raised:
-            scale_gradients(self._local, self._run.scale)  # what a forgotten zero_grad has left
+            scale_gradients(self._local, self._run.scale)  # a forgotten zero_grad leaves gradients without the scale
             self._raised = True
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
-        """Look at the gradients before the first clip of a step."""
+        """Record the gradients before the first clip of a step."""
         del call
         if not self._local:
             return
@@ -226,30 +230,30 @@ class ScriptGradients(Listener):
             self._turn(self._in({id(p) for p in parameters}))
 
     def on_clipped(self, event: ClipEvent) -> None:
-        """Look at the gradients after a clip, unless it acts within the step: nothing else may change them before."""
+        """Record the gradients after a clip outside of an optimizer step, to detect a change before the step."""
         if event.optimizer is None and event.elements is None and self._step.before_clip is not None:
             self._step.after_clip = local_gradients(self._local)
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
-        """Keep the loss scale: a factor may be that."""
+        """Record the loss scale, which may explain a factor."""
         if (times := scale_between(loss, scaled)) is not None:
             self._facts["loss scale"] = times
 
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
-        """A step was left out, or made: what follows is another one."""
+        """Begin a new step if a GradScaler has skipped this one."""
         del before, after
         if not self._step.stepped:
             self._step = _Step()
 
     def _looked_at(self, local: LocalParameters) -> Sketched:
-        """Return the sketches of gradients, whose scale is taken off for good."""
+        """Return the sketches of the gradients without the run's scale, and remove the scale from the gradients."""
         times = 1 / self._run.scale if self._raised else 1.0
         found = {name: times * sketch for name, sketch in local_gradients(local).items()}
         self._lower()
         return found
 
     def _turn(self, own: LocalParameters, factor: float = 1.0) -> None:
-        """Move gradients up and down, if this run is to, once in a step."""
+        """Shift gradients up and down, once in a step, if this run has sizes for the step."""
         if sizes := self._run.sizes.get(f"{GRADIENT} {self._number}"):
             own = [p for p in own if p.name not in self._step.turned]
             sizes = {name: size / factor for name, size in sizes.items()}
@@ -262,7 +266,7 @@ class ScriptGradients(Listener):
             self._raised = False
 
     def _with_masters(self, own: LocalParameters) -> list[LocalParameter]:
-        """Return these parameters, and their master weights whose gradients are copies by now."""
+        """Return these parameters, and those of their master weights whose gradients are separate tensors."""
         names, found = {p.name for p in own}, [*own]
         for p, master in zip(self._local, self._notes.stepped, strict=True):
             if master is not p and p.name in names:
@@ -272,31 +276,33 @@ class ScriptGradients(Listener):
         return found
 
     def _compare(self, local: LocalParameters) -> None:
-        """Note whether something has changed gradients since the last clip: in what was saved it would be hidden."""
-        then = self._step.after_clip
+        """Detect a change of gradients since the last clip, which the gradients saved before the clip do not show."""
+        clipped = self._step.after_clip
         if self._run.steps or self._number < 1:
-            return  # what the optimizer takes is compared itself
-        if any(name not in then or not torch.equal(then[name], now) for name, now in local_gradients(local).items()):
-            self._step.is_doubtful = True
+            return  # whole steps compare the gradients that the optimizer takes
+        for name, now in local_gradients(local).items():
+            if name not in clipped or not torch.equal(clipped[name], now):
+                self._step.is_doubtful = True
+                return
 
     # The optimizers.
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
-        """Take the gradients of an optimizer's step."""
+        """Record the gradients with which an optimizer steps."""
         if evaluation == 0:
             self._refused(lambda: self._take(optimizer))
         else:
             self._lower()
 
     def on_stepped(self, optimizer: Optimizer) -> None:
-        """Wait for the next forward pass, if each optimizer has made its step."""
+        """Wait for the next forward pass if each optimizer has stepped."""
         if optimizer in self._step.stepped and self._is_whole():
             self._step.is_over = True
             self._await_forward()
 
     @torch.no_grad()
     def _take(self, optimizer: Optimizer) -> None:
-        if self._step.is_over:  # the second step with one gradient
+        if self._step.is_over:  # a second step without a new forward pass
             self._end_step()
         step = self._step
         if optimizer in step.stepped:
@@ -304,14 +310,14 @@ class ScriptGradients(Listener):
                 self._end_step()
             raise UnsupportedGradientError(
                 f"{type(optimizer).__name__} is about to make a second step before each trained parameter has had one, "
-                "so that steps cannot be counted from outside. Leave --at and --steps away, which gives the gradients "
-                "of the first step, or call gradguard.save_gradients(file, model, step, optimizer=...) in the script."
+                "so that steps cannot be counted from outside. Leave --at and --steps out to save the gradients of the "
+                "first step, or call gradguard.save_gradients(file, model, step, optimizer=...) in the script."
             )
         given = trained_by(optimizer, (*self._local, *self._notes.stepped))
         own = [p for p in self._in(given) if p.name not in step.about]
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None and float(overflow):
-            return  # a fused optimizer leaves the step out by itself
+            return  # a fused optimizer skips the step itself after an overflow
         if optimizer not in self._known:
             self._known.append(optimizer)
         found, factor = step.before_clip, 1.0
@@ -326,18 +332,18 @@ class ScriptGradients(Listener):
         step.stepped.append(optimizer)
         step.is_taken = True
         if self._number == 1 and not self._run.steps and self._is_whole():
-            self._end_step()  # before weights change
+            self._end_step()  # saves and ends the script before the weights change
 
     def _look_at_weights(self, own: LocalParameters) -> None:
-        """Take the weights that the first step begins with, without this run's change."""
-        # Through `data`: autograd would take a change between forward and backward for one that is still there.
+        """Record the weights at the beginning of the first step, without this run's change."""
+        # Use `data`: autograd would count the temporary change between forward and backward as a modification.
         if new := [replace(p, parameter=p.parameter.data) for p in own if p.name not in self._weights]:
             self._flip(new, back=True)
             self._weights |= local_weights(new)
             self._flip(new)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        """Hear what a step of ``optimizer`` begins with, after the clippers that act within it."""
+        """Register a hook for the gradients of ``optimizer``'s steps, after the clippers that act within the step."""
         if optimizer not in self._stepping and runs_hooks(optimizer):
             self._stepping.append(optimizer)
             self._stack.callback(EveryStep(self._optimizer_takes, lambda _: None, optimizer=optimizer).remove)
@@ -355,7 +361,7 @@ class ScriptGradients(Listener):
         return all(p.name in self._step.about for p in self._in(self._trained()) if p.parameter.requires_grad)
 
     def _in(self, ids: set[int]) -> list[LocalParameter]:
-        """Return the parameters of which an optimizer steps these tensors, or master weights of them."""
+        """Return the parameters that are among these tensors, or whose master weights are."""
         masters = zip(self._local, self._notes.stepped, strict=True)
         return [p for p, master in masters if id(p.parameter) in ids or id(master.parameter) in ids]
 
@@ -365,14 +371,14 @@ class ScriptGradients(Listener):
                 flip_weights(own, self._run.epsilon, self._run.change, back=back)
 
     def _trained(self) -> set[int]:
-        if self._number == 2 - self._run.at:  # later ones are known when they step: to find all takes a while
+        if self._number == 2 - self._run.at:  # the search is slow; later optimizers become known when they step
             self._known = [*self._optimizers()]
         return {id(p) for one in self._known for p in parameters_of(one)}
 
     # The file.
 
     def _save(self, first: _Step) -> NoReturn:
-        """One all-reduce for each kind of number: every process comes here after the same step."""
+        """Sum the sketches over ranks and end the run; every rank calls this collective after the same step."""
         local = [p for p in self._local if p.name in first.about]
         whole = WholeParameters(local)
         parameters = whole.about([*first.about.values()], first.backwards)
@@ -403,7 +409,7 @@ class ScriptGradients(Listener):
         self._runs.end(saved)
 
     def _refused(self, act: Callable[[], None]) -> None:
-        """Run ``act``; what it refuses ends the script."""
+        """Run ``act``; an error of gradguard ends the script with its message."""
         try:
             act()
         except GradguardError as error:
@@ -416,7 +422,7 @@ def _shapes_of(root: nn.Module) -> Counter[torch.Size]:
 
 
 def _named(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module, list[LocalParameter]]]:
-    """Return what stands in front of names (a class, if there are several roots), each root, and its parameters."""
+    """Return each root with a prefix for names (its class, if there are several roots) and its parameters."""
     found: list[tuple[str, nn.Module, list[LocalParameter]]] = []
     held: set[int] = set()
     for root in sorted(roots, key=lambda root: -sum(1 for _ in root.parameters())):
@@ -427,8 +433,8 @@ def _named(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module, list[LocalP
     [(kind, count), *_] = Counter(type(root).__name__ for _, root, _ in found).most_common(1) or [("", 0)]
     if count > 1:
         raise UnsupportedGradientError(
-            f"the script trains {count} models of the class {kind}, which cannot be told apart from "
-            "outside: call gradguard.save_gradients(file, model, step) for each."
+            f"the script trains {count} models of the class {kind}, which cannot be distinguished from outside: call "
+            "gradguard.save_gradients(file, model, step) in the script for each model."
         )
     if len(found) == 1:
         return [("", *found[0][1:])]

@@ -1,4 +1,4 @@
-"""Which parts of which whole parameters this process holds, and whether those of all processes make the wholes."""
+"""This process's shards of whole parameters, and the check that the shards of all ranks make up the wholes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,21 +21,21 @@ from gradguard.parity.saved import BUFFER
 from gradguard.torch_private import flattened_by_fsdp1
 
 Placed = tuple[str, Sequence[int], Sequence[int]]
-"""The name and the shape of a whole parameter, and where in it this process' part begins."""
+"""The name and the shape of a whole parameter, and the index at which this process's shard begins."""
 
 ShardOf = Callable[[str], Placed | None]
 
 
 @dataclass(frozen=True, eq=False)
 class LocalParameter:
-    """This process' part of one parameter.
+    """This process's shard of one parameter.
 
     Attributes:
-        name: The whole parameter's, in the model without wrappers.
-        parameter: The tensor of the model; FSDP1's flat one may stand for several.
-        shard: The part of the whole.
-        offset: Where in FSDP1's flat parameter it lies; None for a parameter of its own.
-        is_given: The user's ``shard_of`` says which part it is.
+        name: The name of the whole parameter in the model without wrappers.
+        parameter: The tensor of the model; a flat parameter of FSDP1 contains several parameters.
+        shard: The shard's position in the whole.
+        offset: The position in FSDP1's flat parameter; None for a separate parameter.
+        is_given: Whether the user's ``shard_of`` describes the shard.
     """
 
     name: str
@@ -45,18 +45,18 @@ class LocalParameter:
     is_given: bool = False
 
     def weights(self) -> tuple[LocalShard, Tensor]:
-        """Return the part, and its weights, whose memory is the model's. A collective where it is a Partial DTensor."""
+        """Return the shard and a view of its weights. A collective for a Partial DTensor, whose sum is a copy."""
         return self._of(added_up(self.parameter.detach(), TASK))
 
     def gradient(self) -> tuple[LocalShard, Tensor] | None:
-        """Return the part, and its gradient; None if there is none. A collective where it is a Partial DTensor."""
+        """Return the shard and its gradient; None without a gradient. A collective for a Partial DTensor."""
         gradient = gradient_of(self.parameter)
         if gradient is None or (self.offset is not None and not self.shard.own[0]):
             return None
         if gradient.layout is not torch.strided or gradient.is_complex() or gradient.is_quantized:
             raise UnsupportedGradientError(
-                f"the gradient of {self.name} is {gradient.dtype} with layout {gradient.layout}: expected real and "
-                "dense. Use sparse=False in the embedding, or real parameters."
+                f"the gradient of {self.name} is {gradient.dtype} with layout {gradient.layout}: expected a real and "
+                "dense gradient. Use sparse=False in the embedding, or real parameters."
             )
         return self._of(added_up(gradient.detach(), TASK))
 
@@ -67,9 +67,9 @@ class LocalParameter:
         local = local_part(tensor)
         if not shard.is_known or shard.own != tuple(local.shape):
             raise UnsupportedGradientError(
-                f"this process holds {list(local.shape)} of {self.name} {list(shard.shape)}, which is laid out as "
-                f"{placement_of(tensor).layout}, where {list(shard.own)} was expected: its rows cannot be told. Say "
-                "what it holds with shard_of=."
+                f"this process holds a shard of shape {list(local.shape)} of {self.name} {list(shard.shape)}, which is "
+                f"laid out as {placement_of(tensor).layout}: expected {list(shard.own)}, so the position of the shard "
+                "is unknown. Describe it by shard_of=."
             )
         return shard, local
 
@@ -78,7 +78,7 @@ LocalParameters = Sequence[LocalParameter]
 
 
 def _local_parameter(name: str, parameter: Tensor, place_of: ShardOf | None = None) -> LocalParameter:
-    """Return a parameter with its part of a whole, as the user's ``shard_of`` or else its layout tells."""
+    """Return a parameter with its shard, described by the user's ``shard_of`` or else by the tensor's layout."""
     placed = place_of(name) if place_of else None
     if placed is None:
         return LocalParameter(name, parameter, shard_of(parameter))
@@ -88,21 +88,22 @@ def _local_parameter(name: str, parameter: Tensor, place_of: ShardOf | None = No
     if not len(shape) == len(begin) == len(own) or any(not 0 <= b <= b + n <= s for b, n, s in blocks):
         raise InvalidValueError(
             f"shard_of: {name} of shape {list(shape)} has no part of shape {list(own)} at {list(begin)}. Expected the "
-            "whole name, the whole shape, and where this process' part begins."
+            "whole name, the whole shape, and the index where this process's part begins."
         )
     along = [None if n == s else torch.arange(b, b + n, device="cpu") for b, n, s in blocks]
     return LocalParameter(name, parameter, cut_along(shape, along), is_given=True)
 
 
 def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalParameter]:
-    """Return this process' parts of the model's trained parameters.
+    """Return this process's shards of the model's trained parameters.
 
     Args:
-        model: The model, with or without wrappers; layers that FSDP2 has left gathered are sharded again.
-        place_of: Whole that a parameter is a part of, by its name; None of those that are whole or tell it themselves.
+        model: The model, with or without wrappers; layers that FSDP2 has left unsharded are resharded.
+        place_of: The user's ``shard_of``: the whole of which a parameter is a part, by name; None for a parameter
+            that is whole or whose layout describes it.
 
     Raises:
-        UnsupportedGradientError: If FSDP1 has flattened one and the model does not tell how.
+        UnsupportedGradientError: If a parameter is complex, or belongs to a flat parameter of FSDP1 outside the model.
     """
     for module in model.modules():
         if is_fully_sharded(module):
@@ -117,44 +118,44 @@ def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalPa
 
 
 def frozen_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalParameter]:
-    """Return this process' parts of the parameters that are not trained; complex and packed ones are left out."""
+    """Return this process's shards of the frozen parameters, without complex and packed ones."""
     return [_local_parameter(n, p, place_of) for n, p in _parameters_of(model, trained=False)[1] if _is_plain(p)]
 
 
 def _parameters_of(model: nn.Module, trained: bool) -> tuple[list[LocalParameter], list[tuple[str, Tensor]]]:
-    """Return the parameters that FSDP1 has flattened, and by name those others that are trained, or are not."""
+    """Return the parameters that FSDP1 has flattened, and the other parameters with ``requires_grad is trained``."""
     flat = [LocalParameter(*held) for held in FlatParameters().held_apart(model)]
     known = {id(one.parameter) for one in flat}
     return flat, [(n, p) for n, p in named_parameters(model) if p.requires_grad is trained and id(p) not in known]
 
 
 def local_buffers(model: nn.Module, front: str = "") -> list[LocalParameter]:
-    """Return this process' parts of the buffers, with ``front`` before the name that each has in the model."""
+    """Return this process's shards of the buffers; ``front`` is a prefix of their names."""
     named = dict(model.named_buffers())
     plain = plain_names(model, [*named])
     return [_local_parameter(f"{BUFFER}{front}{plain[n]}", b) for n, b in named.items() if b.numel() and _is_plain(b)]
 
 
 def of_one_shape(tensors: LocalParameters) -> list[LocalParameter]:
-    """Return the tensors without the buffers whose shape differs from process to process."""
+    """Return the tensors without the buffers whose shape differs between ranks."""
     everywhere = gathered({p.name: tuple(p.parameter.shape) for p in tensors if p.name.startswith(BUFFER)})
     return [p for p in tensors if len({shapes[p.name] for shapes in everywhere if p.name in shapes}) <= 1]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor can be read: it is real and dense, and its class packs nothing."""
+    """Return whether a tensor's elements can be read: it is real, dense and not packed by a tensor subclass."""
     is_packed = hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor)
     return tensor.layout is torch.strided and not (tensor.is_complex() or tensor.is_quantized or is_packed)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """One parameter of the whole model, as all processes agree on it.
+    """One parameter of the whole model, equal on all ranks.
 
     Attributes:
-        name: Its name.
-        shape: Its shape.
-        holders: For each process that has a part, that part's key.
+        name: The name of the parameter.
+        shape: The shape of the whole parameter.
+        holders: The key of the shard that each rank holds, by rank.
     """
 
     name: str
@@ -162,40 +163,40 @@ class Whole:
     holders: dict[int, tuple[Any, ...]]
 
     def sharers(self, rank: int) -> list[int]:
-        """Return the ranks that hold the same part as ``rank`` does."""
+        """Return the ranks that hold the same shard as ``rank``."""
         return [other for other, key in self.holders.items() if key == self.holders[rank]]
 
     @property
     def copies(self) -> int:
-        """How many ranks hold the same part."""
+        """The largest number of ranks that hold the same shard."""
         return max((len(self.sharers(rank)) for rank, key in self.holders.items() if 0 not in key[0]), default=1)
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return the ``value`` of every process, by rank."""
+    """Return the ``value`` of every process, in the order of ranks."""
     return gather(value, task=TASK)
 
 
 def gathered_words(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the words of all processes, each once."""
+    """Return the strings of all ranks, without duplicates."""
     return tuple(dict.fromkeys(one for of_rank in gathered([*words]) for one in of_rank))
 
 
 def gathered_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of all processes, by name."""
+    """Merge the settings of all ranks; the last rank wins."""
     return {name: of for of_rank in gathered(settings) for name, of in of_rank.items()}
 
 
 def agree_on(local: LocalParameters) -> dict[str, Whole]:
-    """Return every parameter of the whole model, by name, the same on all processes.
+    """Return every parameter of the whole model, by name, equal on all ranks.
 
     Raises:
-        UnsupportedGradientError: If the parts of one do not make a whole, or are of several.
+        UnsupportedGradientError: If the shards of a parameter do not add up to the whole, or differ in the whole shape.
     """
     wholes: dict[str, Whole] = {}
     own = [(p.name, shard.shape, shard.key) for p in local for shard, _ in [p.weights()]]
-    for rank, told in enumerate(gathered(own)):
-        for name, shape, key in told:
+    for rank, shards in enumerate(gathered(own)):
+        for name, shape, key in shards:
             whole = wholes.setdefault(name, Whole(name, shape, {}))
             if whole.shape != shape or rank in whole.holders:
                 raise UnsupportedGradientError(
@@ -214,6 +215,6 @@ def agree_on(local: LocalParameters) -> dict[str, Whole]:
 
 
 TASK = "compare gradients"
-"""For the message of a collective to which a process does not come."""
+"""The name of the task in the message about a rank that does not join a collective."""
 
-_SAY = "Say with shard_of=lambda name: (whole name, whole shape, where this rank's part begins)."
+_SAY = "Describe it by shard_of=lambda name: (whole name, whole shape, where this rank's part begins)."

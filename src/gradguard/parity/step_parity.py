@@ -1,4 +1,4 @@
-"""The rest of a training step: what the optimizer takes, its state, and by how much weights change, step after step."""
+"""Save the rest of a training step: the gradients that the optimizer takes, its state, and the weights' change."""
 
 import math
 from collections import defaultdict
@@ -51,11 +51,11 @@ from gradguard.torch_private import gradients_are_scaled, scaler_states_of
 
 
 class TrainingState:
-    """The weights, the optimizers' state and settings, and what else an update changes: kept, and put back.
+    """A copy of the weights, the optimizers' states and settings, and other objects that an update changes.
 
     Args:
-        local: This process' parts of the model's parameters.
-        optimizers: Those that step.
+        local: This process's shards of the model's parameters.
+        optimizers: The optimizers that step.
         others: Objects with ``state_dict`` and ``load_state_dict``, such as a scheduler or a GradScaler.
     """
 
@@ -70,7 +70,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make everything as it was, to the last bit."""
+        """Restore the copied state bit for bit, and set gradients to None."""
         restorer = Restorer()
         for p, kept in self._kept:
             restorer.write(kept, p)
@@ -82,21 +82,21 @@ class TrainingState:
         self.restore_scalers()
 
     def restore_scalers(self) -> None:
-        """Let each GradScaler have unscaled as before, which its ``state_dict`` does not hold."""
+        """Restore each GradScaler's record of unscaled optimizers, which its ``state_dict`` does not contain."""
         for scaler, states in self._of_scalers:
             Restorer().restored(states, scaler_states_of(scaler))
 
 
 @dataclass(frozen=True)
 class Noted:
-    """The part of one stage of one run that this process sees; `of` describes its tensors.
+    """This process's part of one stage of one run.
 
     Attributes:
-        tensors: This process' parts of the stage's tensors.
-        about: The description of each.
-        sketches: The sketch of each that has one, by name.
-        copies: The sketches that must be equal on ranks that hold the same part.
-        calls: How many backward passes add to a gradient.
+        tensors: This process's shards of the stage's tensors.
+        about: The descriptions of the tensors.
+        sketches: The sketches of the tensors, by name; a tensor may have none.
+        copies: The sketches that must be equal on ranks with the same shard, by name.
+        calls: The number of backward passes in a gradient.
     """
 
     tensors: LocalParameters
@@ -109,37 +109,38 @@ class Noted:
     def of(
         cls, tensors: LocalParameters, calls: int, sketches: Sketched | None = None, copies: Sketched | None = None
     ) -> "Noted":
-        """Return the part of a stage that this process sees.
+        """Describe the tensors of a stage, and sketch them if no sketches are given.
 
         Args:
-            tensors: This process' parts of the stage's tensors.
-            calls: How many backward passes add to a gradient.
-            sketches: Those of the tensors as they are where none are given.
-            copies: The sketches where none are given.
+            tensors: This process's shards of the stage's tensors.
+            calls: The number of backward passes in a gradient.
+            sketches: The sketches to save; by default, of the tensors themselves.
+            copies: The sketches to compare between ranks; by default, ``sketches``.
 
         Returns:
-            The part.
+            This process's part of the stage.
         """
         sketches = local_weights(tensors) if sketches is None else sketches
-        told = [replace(about(p), has_gradient=p.name in sketches) for p in tensors]
+        described = [replace(about(p), has_gradient=p.name in sketches) for p in tensors]
+        # Each rank may have its own buffers.
         copies = {name: one for name, one in (copies or sketches).items() if not name.startswith(BUFFER)}
-        return cls(tensors, told, sketches, copies, calls)  # of buffers each rank may have its own
+        return cls(tensors, described, sketches, copies, calls)
 
 
 class StepNotes:
-    """Notes the stages of training steps, without a word to another process.
+    """Records the stages of training steps on this process, without communication.
 
     Args:
-        local: This process' parts of the model's parameters.
-        optimizers: Those that step.
-        models: For their buffers: each with what stands in front of their names.
-        others: Further objects that are compared, such as averages of the weights.
+        local: This process's shards of the model's parameters.
+        optimizers: The optimizers that step.
+        models: The models whose buffers are recorded, each with a prefix for the buffers' names.
+        others: Further objects to compare, such as averages of the weights.
 
     Attributes:
-        stepped: The tensors that optimizers step: master weights, where a parameter names some.
-        settings: The numbers among the optimizers' settings, by parameter: at the first step, and after each, with
-            those of their schedulers.
-        left_out: The states that cannot be compared, in words.
+        stepped: The tensors that optimizers step: a parameter's master weights if it has any, else the parameter.
+        settings: The numbers among the optimizers' settings, by parameter: at the first step, and after each step,
+            together with the schedulers' numbers.
+        left_out: The descriptions of states that cannot be compared.
         taken: The sketches of the gradients that optimizers have taken since `before_update`, by name.
     """
 
@@ -160,16 +161,16 @@ class StepNotes:
             _schedulers.look()
 
     def start(self) -> Noted:
-        """Note the state before the first forward, which changes buffers."""
+        """Record the state before the first forward, which changes buffers."""
         return Noted.of([*self._states(), *self._copies()], 1)
 
     def before_update(self) -> None:
-        """Note the weights that the next step changes."""
+        """Record the weights before the next step changes them."""
         self._before, self.taken = local_weights(self.stepped), {}
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer, evaluation: int) -> None:
-        """Note the gradients that a step of ``optimizer`` begins with."""
+        """Record the gradients with which ``optimizer`` steps; later evaluations of a closure are ignored."""
         if evaluation:
             return
         groups = _groups([optimizer])
@@ -180,35 +181,35 @@ class StepNotes:
             self.settings.setdefault(p.name, _numbers(groups[id(p.parameter)]))
 
     def end(self, t: int, calls: int) -> dict[str, Noted]:
-        """Return the stages of step ``t`` that follow its gradients, whose update is done."""
-        held = [p for p in self.stepped if p.name in self.taken]
+        """Return the stages of step ``t`` after its gradients; call it after the update."""
+        with_gradient = [p for p in self.stepped if p.name in self.taken]
         now = local_weights(self.stepped)
         change = {name: weights - self._before[name] for name, weights in now.items()}
         self._note_settings(t)
         return {
-            f"gradient that the optimizer takes at step {t}": Noted.of(held, calls, self.taken),
+            f"gradient that the optimizer takes at step {t}": Noted.of(with_gradient, calls, self.taken),
             f"{STATE} after step {t}": Noted.of([*self._states()], calls),
             f"{UPDATE} {t}": Noted.of(self.stepped, calls, change, now),
             f"{COPIES} after step {t}": Noted.of([*self._copies()], calls),
         }
 
     def _note_settings(self, t: int) -> None:
-        """Note what a scheduler and a layer that is frozen have left: the next step, which may not be saved, has it."""
+        """Record the settings after step ``t``, which act in the next step even if that step is not saved."""
         groups = _groups(self._optimizers)
         of_schedulers = defaultdict[int, dict[str, float]](dict)
-        for one in schedulers_of(self._optimizers):  # now: a script may make another at any time
+        for one in schedulers_of(self._optimizers):  # search in each step: a script may create a scheduler at any time
             numbers = _numbers(one.state_dict(), f"{type(one).__name__}.")
             for p in parameters_of(one.optimizer):
-                of_schedulers[id(p)] |= numbers  # a warm-up and a decay, say
+                of_schedulers[id(p)] |= numbers  # an optimizer may have several: a warm-up and a decay
         for model, p in zip(self._local, self.stepped, strict=True):
             if p.name in self.settings:
-                of = id(p.parameter)
-                left = _numbers(groups.get(of, {})) | of_schedulers.get(of, {})
-                left[TRAINED] = float(model.parameter.requires_grad)
-                self.settings[p.name] |= {after_step(key, t): value for key, value in left.items()}
+                key_of = id(p.parameter)
+                numbers = _numbers(groups.get(key_of, {})) | of_schedulers.get(key_of, {})
+                numbers[TRAINED] = float(model.parameter.requires_grad)
+                self.settings[p.name] |= {after_step(key, t): value for key, value in numbers.items()}
 
     def _states(self) -> Iterator[LocalParameter]:
-        """The tensors and numbers of the optimizers' state, each as a tensor of its own, and buffers."""
+        """Yield the tensors and numbers of the optimizers' states, each as a separate tensor, and the buffers."""
         for p in self.stepped:
             state: Any = next((o.state[p.parameter] for o in self._optimizers if p.parameter in o.state), {})
             for key, value in _leaves(state):
@@ -222,7 +223,7 @@ class StepNotes:
             yield from local_buffers(one, front)
 
     def _copies(self) -> Iterator[LocalParameter]:
-        """Master weights beside those of the model, and averages of the weights, which follow from an update."""
+        """Yield the model's weights that have master weights, these master weights, and averages of the weights."""
         for model, p in zip(self._local, self.stepped, strict=True):
             if p is not model:
                 yield replace(p, name=f"master weights of {p.name}")
@@ -231,9 +232,9 @@ class StepNotes:
             yield from self._averages(sum(one.kind == other.kind for other in self._others[:i]), one)
 
     def _averages(self, number: int, other: KeptTensors) -> Iterator[LocalParameter]:
-        """The tensors of ``other`` that have the name and the shape of a parameter, as averages of the weights have."""
+        """Yield the tensors of ``other`` with the name and the shape of a parameter, such as averages of weights."""
         known = {p.name: p for p in self._local}
-        kind = f"{other.kind}{number or ''}"  # there may be two of one class
+        kind = f"{other.kind}{number or ''}"  # several objects may have one class
         for key, value in _leaves(other.state()):
             words = key.split(".")
             fronts = (i for i in range(len(words)) if ".".join(words[i:]) in known)
@@ -245,21 +246,21 @@ class StepNotes:
 
 
 class ComparedStages:
-    """The stages of several runs, as all processes agree on them; all of them must call `add`."""
+    """The stages of several runs, equal on all ranks; `add` is a collective."""
 
     def __init__(self) -> None:
         self._wholes: dict[str, WholeParameters] = {}
-        self._first: dict[str, SavedGradients] = {}  # which says what the tensors of a stage are, with their copies
+        self._first: dict[str, SavedGradients] = {}  # the descriptions of the first run's tensors, and the contrasts
 
     def add(self, name: str, of_process: Noted) -> Sketches:
-        """Return the sketches of one stage of one run; the first run says what its tensors are."""
+        """Add up the ranks' sketches of one stage of one run; the first run determines the stage's tensors."""
         if name not in self._first:
             tensors = of_one_shape(of_process.tensors)
-            whole, kept = WholeParameters(tensors, may_be_none=True), {p.name for p in tensors}
-            told = whole.about([one for one in of_process.about if one.name in kept], of_process.calls)
+            whole, names = WholeParameters(tensors, may_be_none=True), {p.name for p in tensors}
+            described = whole.about([one for one in of_process.about if one.name in names], of_process.calls)
             copies = of_process.copies
             tables = {"contrasts": whole.contrasts(copies), "gradient": [whole.reduced(copies)]}
-            self._wholes[name], self._first[name] = whole, SavedGradients(told, tables)
+            self._wholes[name], self._first[name] = whole, SavedGradients(described, tables)
         return self._wholes[name].reduced(of_process.sketches)
 
     def saved(self, run: Mapping[str, Sketches], epsilon: float) -> dict[str, SavedGradients]:
@@ -270,7 +271,7 @@ class ComparedStages:
                 tables = {"gradient": [run[name]], "contrasts": first.sketches["contrasts"]}
                 tensors = [*first.parameters]
                 for i, change in enumerate(run[name] if name.startswith(UPDATE) else ()):
-                    if size := norm(change):  # a change of weights is known no better than their dtype stores them
+                    if size := norm(change):  # the weights' dtype rounds each change of the weights
                         stored = tensors[i].weight_rounding * norm(first.sketches["gradient"][0][i]) / size
                         tensors[i] = replace(tensors[i], rounding=min(1.0, max(tensors[i].rounding, stored)))
                 found[name] = SavedGradients(tuple(tensors), tables, epsilon=epsilon)
@@ -278,34 +279,34 @@ class ComparedStages:
 
 
 def check_updates(runs: Sequence[SavedGradients]) -> None:
-    """Refuse updates that differ between the first two runs, which rounding alone tells apart.
+    """Refuse updates that differ between the first two runs by more than rounding.
 
     Raises:
-        UnsupportedGradientError: If half of them do.
+        UnsupportedGradientError: If the median tensor of an update differs.
     """
     for name, _ in not_same_twice(runs):
         if name.startswith(UPDATE):
             raise UnsupportedGradientError(
-                f"{name} is not the same twice: what else does update() change, besides the weights and the "
-                "optimizer? Pass it as others=[scheduler, scaler, ...], which have state_dict and "
+                f"{name} is not the same twice: which objects does update() change, besides the weights and the "
+                "optimizer? Pass them as others=[scheduler, scaler, ...], which have state_dict and "
                 "load_state_dict; or let step() load the same batch each time."
             )
 
 
 class TrainingSteps:
-    """Follows a run from the gradients of its first step through several updates.
+    """Continues a run from the gradients of its first step through several updates.
 
     Args:
-        local: This process' parts of the model's parameters.
-        optimizers: Those that step.
-        update: Turns gradients into weights: the clip, the optimizers' steps, setting gradients to None. By default
-            the latter two.
-        steps: How many to follow.
+        local: This process's shards of the model's parameters.
+        optimizers: The optimizers that step.
+        update: A function that applies the gradients: the clip, the optimizers' steps, ``zero_grad``. By default, the
+            steps and ``zero_grad``.
+        steps: The number of steps.
         others: Further objects that ``update`` changes.
-        model: The model, for its buffers; None to leave them out.
+        model: The model whose buffers are compared; None to leave the buffers out.
 
     Attributes:
-        restore: Puts weights and optimizers back.
+        restore: A function that restores the weights, the optimizers and ``others``.
 
     Raises:
         UnsupportedGradientError: If an optimizer steps tensors that are neither parameters of the model nor their
@@ -338,13 +339,13 @@ class TrainingSteps:
         self._start: Sketches = []
 
     def first_step(self) -> AbstractContextManager[None]:
-        """Return `hearing` for a run of the first step, before which another may have run without its update."""
+        """Return the context of `hearing` for a first step, after restoring scalers that an earlier run has used."""
         self._state.restore_scalers()
         return self.hearing()
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
-        """Find what a GradScaler multiplies the loss by inside the block, and whose gradients it has unscaled there."""
+        """Record the scale of a GradScaler inside the block, and the optimizers whose gradients it unscales there."""
         self._scale, self._unscaled, end = 1.0, set(), listen_to_scale(self._heard, lambda *_: None)
         try:
             yield
@@ -356,40 +357,40 @@ class TrainingSteps:
 
     @property
     def loss_scales(self) -> dict[str, float]:
-        """Return what gradients are multiplied by since `hearing`, by name; 1 where they are unscaled."""
+        """The loss scale in each parameter's gradient since `hearing`, by name; 1 for an unscaled gradient."""
         return {p.name: 1.0 if id(p.parameter) in self._unscaled else self._scale for p in self._local}
 
     def _heard(self, loss: Any, scaled: Any) -> None:
         if (times := scale_between(loss, scaled)) is not None:
-            known = (one.get_scale() for one in self._scalers)  # a loss of 16 bits is rounded
+            known = (one.get_scale() for one in self._scalers)  # the ratio of two 16-bit losses is only approximate
             self._scale = next((one for one in known if math.isclose(one, times, rel_tol=1e-2)), times)
 
     def unscaled_gradients(self) -> Sketched:
-        """Return the sketch of each part's gradient without the loss scale, by name."""
+        """Return the sketch of each shard's gradient without the loss scale, by name."""
         scales = self.loss_scales
         return {name: sketch / scales[name] for name, sketch in local_gradients(self._local).items()}
 
     def begin(self) -> None:
-        """Note the state before the first forward, which changes buffers."""
+        """Record the state before the first forward, which changes buffers."""
         self._start = self._stages.add(START, self._notes.start())
 
     def follow(self, again: Callable[[], Any], how: ScriptRun, calls: int, epsilon: float) -> dict[str, SavedGradients]:
-        """Go on from the gradients that are there, and return the stages of this run.
+        """Continue from the current gradients, and return the stages of this run.
 
         Args:
-            again: Runs forward and backward of the next step.
-            how: How this run differs: its scale is taken off before each update.
-            calls: How many backward passes add to a gradient.
-            epsilon: The spacing of the coarsest dtype that is computed in, relative.
+            again: A function that runs forward and backward of the next step.
+            how: The description of this run; its scale is divided out before each update.
+            calls: The number of backward passes in a gradient.
+            epsilon: The machine epsilon of the coarsest dtype of the computation.
 
         Returns:
-            The stages, as saved.
+            The stages, by name.
         """
         run = {START: self._start}
         self._notes.settings = {}
         for t in range(1, self._steps + 1):
             if t > 1:
-                scale_gradients(self._local, how.scale)  # what a forgotten zero_grad has left
+                scale_gradients(self._local, how.scale)  # a forgotten zero_grad leaves gradients without the scale
                 with self.hearing():
                     again()
             scale_gradients(self._local, 1 / how.scale)
@@ -404,16 +405,16 @@ class TrainingSteps:
 
     @property
     def settings(self) -> dict[str, Mapping[str, float]]:
-        """Return the settings of all processes in the last run, by parameter."""
+        """The settings of all ranks in the last run, by parameter. A collective."""
         return gathered_settings(self._notes.settings)
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Return the parts that no process compares, in words."""
+        """The descriptions of the states that are not compared on some rank. A collective."""
         return gathered_words(self._notes.left_out)
 
     def _updated(self) -> None:
-        """Run the update, and note the gradients that optimizers take."""
+        """Run the update, and record the gradients that optimizers take."""
         hooks = [EveryStep(self._notes.take, lambda _: None, optimizer=one) for one in self._optimizers]
         try:
             if self._update is not None:
@@ -428,31 +429,32 @@ class TrainingSteps:
                 hook.remove()
         if not self._notes.taken:
             raise InvalidValueError(
-                "update() made no step of the optimizer with gradients: expected what follows backward in the training "
-                "loop, as in update=optimizer.step. A GradScaler leaves a step out where a gradient overflows."
+                "update() made no step of the optimizer with gradients: expected the code after backward in the "
+                "training loop, as in update=optimizer.step. A GradScaler skips a step if a gradient overflows."
             )
 
 
 def trained_by(optimizer: Optimizer, own: LocalParameters) -> set[int]:
-    """Return the identities of an optimizer's trained parameters.
+    """Return the ids of an optimizer's trained parameters.
 
     Raises:
-        UnsupportedGradientError: If one is not among ``own``.
+        UnsupportedGradientError: If a parameter is not among ``own``.
     """
     known, given = {id(p.parameter) for p in own}, [p for p in parameters_of(optimizer) if p.requires_grad]
     if foreign := [list(p.shape) for p in given if id(p) not in known]:
         raise UnsupportedGradientError(
             f"{len(foreign)} of the {len(given)} parameters of {type(optimizer).__name__} belong to no model that was "
-            f"called before the step, or is saved, the first of shape {foreign[0]}. A tensor beside the model (a "
+            f"called before the step, or is saved, the first of shape {foreign[0]}. A tensor outside of the model (a "
             "temperature, log_alpha) has no name: make it a parameter of a module that is called. Master weights are "
-            "known where each parameter names its own, whole, as main_param. Of an engine that keeps the weights, such "
-            "as DeepSpeed, save gradients alone: call gradguard.save_gradients(file, model, step) in the script."
+            "found if each parameter has its own, of the parameter's shape, as main_param. If an engine such as "
+            "DeepSpeed holds the weights, save gradients alone: call gradguard.save_gradients(file, model, step) in "
+            "the script."
         )
     return {id(p) for p in given}
 
 
 def scale_between(loss: Any, scaled: Any) -> float | None:
-    """Return what a loss was multiplied by; None if that is no finite number."""
+    """Return the factor between a loss and the scaled loss; None if it is not a finite number."""
     if not (isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1):
         return None
     before, after = float(loss.detach()), float(scaled.detach())
@@ -460,7 +462,7 @@ def scale_between(loss: Any, scaled: Any) -> float | None:
 
 
 def taken_off_by(optimizer: Optimizer) -> float:
-    """Return what a fused optimizer multiplies gradients by to take a GradScaler's scale off; 1 for another one."""
+    """Return the factor by which a fused optimizer removes a GradScaler's scale; 1 for other optimizers."""
     scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else 1 / float(scale)
 
@@ -469,19 +471,19 @@ _schedulers = Living(torch.optim.lr_scheduler.LRScheduler)
 
 
 def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Return the live schedulers of PyTorch that belong to ``optimizers``, by their counts, a chain's as 0."""
+    """Return the live PyTorch schedulers of ``optimizers``, sorted by ``last_epoch``; 0 for a chain without one."""
     known = {id(one) for one in optimizers}
     found = [one for one in _schedulers() if id(vars(one).get("optimizer")) in known]
     return sorted(found, key=lambda one: getattr(one, "last_epoch", 0))
 
 
 def enabled_scalers(others: Sequence[Any]) -> list[torch.amp.GradScaler]:
-    """Return the GradScalers of ``others`` that scale."""
+    """Return the GradScalers among ``others`` that are enabled."""
     return [one for one in others if isinstance(one, torch.amp.GradScaler) and one.is_enabled()]
 
 
 def _master(p: LocalParameter) -> LocalParameter:
-    """The master weights of a parameter, as Megatron names them, where they are of its shape; else itself."""
+    """Return a parameter's master weights, Megatron's ``main_param``, if they have its shape; else the parameter."""
     main = getattr(p.parameter, "main_param", None)
     if not isinstance(main, Tensor) or main.shape != p.parameter.shape:
         return p
@@ -490,7 +492,7 @@ def _master(p: LocalParameter) -> LocalParameter:
 
 
 def _part(p: LocalParameter, name: str, tensor: Tensor) -> LocalParameter | None:
-    """A tensor of a parameter's state as a part of a whole; None if it is none that the parameter's part tells."""
+    """Return a tensor of a parameter's state as a shard; None if the parameter's shard does not determine its own."""
     part, weights = p.weights()
     if p.offset is not None and tensor.shape == p.parameter.shape:
         return replace(p, name=name, parameter=tensor)
@@ -503,7 +505,7 @@ def _part(p: LocalParameter, name: str, tensor: Tensor) -> LocalParameter | None
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The numbers and tensors of nested containers, each with its way there."""
+    """Yield the numbers and tensors of nested containers, each with its path."""
     if isinstance(value, Mapping):
         for name, entry in value.items():
             yield from _leaves(entry, f"{key}.{name}" if key else str(name))
@@ -515,12 +517,12 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _groups(optimizers: Sequence[Optimizer]) -> dict[int, Mapping[str, Any]]:
-    """Return each parameter's group, by its identity."""
+    """Return each parameter's group, by the parameter's id."""
     return {id(p): group for one in optimizers for group in one.param_groups for p in group["params"]}
 
 
 def _numbers(settings: Mapping[str, Any], front: str = "") -> dict[str, float]:
-    """Return the numbers among the settings of a group of parameters, or in the state of a scheduler."""
+    """Return the finite numbers in the settings of a parameter group, or in the state of a scheduler."""
     leaves = _leaves({key: value for key, value in settings.items() if key != "params" and key[:1] != "_"})
     numbers = {front + key: float(x) for key, x in leaves if not isinstance(x, Tensor) or x.numel() == 1}
     return {key: value for key, value in numbers.items() if math.isfinite(value)}

@@ -1,4 +1,4 @@
-"""Rounding of sums in a gradient, at least and at most; and steps whose sums round in another way."""
+"""Bounds on the rounding of sums in a gradient, and backward passes whose sums round differently."""
 
 import math
 import threading
@@ -14,21 +14,21 @@ from torch.autograd.graph import GradientEdge
 from gradguard.replacements import Replacement
 
 TERMS = 512
-"""Of a longer sum over a batch, most kernels add up blocks of about so many terms, and then these."""
+"""Most kernels split a longer sum over a batch into blocks of about this many terms, and then add the blocks."""
 
 SINGLE = torch.finfo(torch.float32).eps / 2
-"""Kernels add up 16-bit numbers in float32."""
+"""Half a unit in the last place of float32, in which kernels accumulate 16-bit numbers."""
 
 
 def rounding_of_sums(rounding: float, calls: int) -> float:
-    r"""Return what storing a gradient and adding it up does to it at least, relative to its norm.
+    r"""Return the least error of storing and accumulating a gradient, relative to its norm.
 
     A sum of terms :math:`t_j` with the partial sums :math:`S_j` has the error :math:`u \sqrt{\sum_j S_j^2}`, if its
     roundings are independent: :math:`u \sqrt{n/2}` of itself where n terms are random.
 
     Args:
-        rounding: Half a unit in the last place of its dtype, relative.
-        calls: How many micro-batches add to it.
+        rounding: Half a unit in the last place of the gradient's dtype, relative.
+        calls: The number of micro-batches.
 
     Example:
         >>> rounding_of_sums(2.0**-24, calls=1) / 2.0**-24, rounding_of_sums(2.0**-9, calls=8) / 2.0**-9
@@ -39,9 +39,9 @@ def rounding_of_sums(rounding: float, calls: int) -> float:
 
 
 def most_of_sums(rounding: float, calls: int) -> float:
-    """Return what adding up micro-batches does to a gradient if all roundings go to one side, relative to its norm.
+    """Return the error of accumulating micro-batches if all roundings go to one side, relative to the gradient's norm.
 
-    So they do where one number is added over and over: the partial sums are 1, 2 ... n parts of n.
+    Repeated addition of one number rounds this way: the partial sums are 1, 2 ... n parts of n.
 
     Example:
         >>> most_of_sums(2.0**-24, calls=1) / 2.0**-24, most_of_sums(2.0**-24, calls=201) / 2.0**-24
@@ -56,7 +56,7 @@ class Backwards:
 
     Attributes:
         scale: The factor on the gradient at the loss.
-        count: How many there were; one that another one begins is part of that.
+        count: The number of backward passes; a backward within another one does not count.
     """
 
     scale: float
@@ -70,7 +70,7 @@ def _backward(original: Callable[..., Any], tensors: Any, gradients: Any = None,
         watched.count += 1
         if gradients is None and watched.scale != 1:
             tensors = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
-            # What is no loss PyTorch must refuse itself.
+            # PyTorch refuses tensors that are not a loss; leave them unchanged.
             if all(isinstance(one, Tensor) and one.numel() == 1 and one.is_floating_point() for one in tensors):
                 preserved = torch.preserve_format
                 gradients = [torch.full_like(loss, watched.scale, memory_format=preserved) for loss in tensors]
@@ -83,15 +83,15 @@ _BACKWARD = Replacement("torch.autograd", "backward", _backward, one_call="a bac
 
 @contextmanager
 def backwards(scale: float = 1.0) -> Iterator[Backwards]:
-    """Count the backward passes of a block, and multiply the gradient with which each begins at its loss.
+    """Count the backward passes of a block, and multiply the initial gradient of each at its loss.
 
-    One that is given its gradients (a pipeline stage, a checkpoint) goes on as it is: they come from one that began.
+    A backward with given gradients (a pipeline stage, a checkpoint) is not scaled: they come from a scaled backward.
 
     Args:
         scale: The factor.
 
     Yields:
-        The count, as it rises.
+        The counter, which is updated inside the block.
     """
     before, end = getattr(_thread, "watched", None), _BACKWARD.use()
     _thread.watched = watched = Backwards(scale)

@@ -1,4 +1,4 @@
-"""Sketches of whole parameters: each process adds up its parts, and one all-reduce gives all the same."""
+"""Sketches of whole parameters: each rank sketches its shards, and one all-reduce adds them up."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,27 +22,27 @@ from gradguard.tensors.matmul_precision import Kind
 from gradguard.tensors.sketch import HASH_VERSION, ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
 
 Sketches = list[list[float]]
-"""For each parameter, in the order of `WholeParameters.wholes`, its sums."""
+"""The sketch of each parameter, in the order of `WholeParameters.wholes`."""
 
 Sketched = dict[str, Tensor]
-"""The sketches of this process' parts, by name."""
+"""The sketches of this process's shards, by name."""
 
 _CONTRASTS = 2
 
 
 class WholeParameters:
-    """The parameters of a model that is spread over processes; all of them must call each method.
+    """The parameters of a model that is sharded over processes; the methods are collectives.
 
     Args:
-        local: This process' parts of them.
-        may_be_none: Accept that there are none.
+        local: This process's shards.
+        may_be_none: Whether to accept a model without parameters.
 
     Attributes:
-        wholes: The parameters as all processes agree on them, by name.
+        wholes: The whole parameters, equal on all ranks, by name.
 
     Raises:
-        InvalidValueError: If there are none.
-        UnsupportedGradientError: If the parts of one do not make a whole.
+        InvalidValueError: If there are no parameters.
+        UnsupportedGradientError: If the shards of a parameter do not add up to the whole.
     """
 
     def __init__(self, local: LocalParameters, *, may_be_none: bool = False) -> None:
@@ -53,38 +53,38 @@ class WholeParameters:
         self._rank, self._world = rank_and_size()
         self._device = next((p.weights()[1].device for p in local), torch.device("cpu"))
 
-    # Sketches, the same on all processes.
+    # Sketches, equal on all ranks.
 
     def reduced(self, own: Sketched, times: float = 1.0) -> Sketches:
-        """Return the sketches of the wholes, of what `local_gradients` has returned on each process, ``times`` that."""
+        """Add up the ranks' sketches, such as from `local_gradients`; return the wholes' sketches times ``times``."""
         return sum_over(times * self._weighted(own, self._share), task=TASK).tolist()
 
     def contrasts(self, own: Sketched, count: int = _CONTRASTS) -> list[Sketches]:
-        """Return ``count`` sums over the copies of ranks, with weights that add up to 0."""
+        """Return ``count`` weighted sums over the ranks' copies, 0 if the copies are equal."""
         return [
             sum_over(self._weighted(own, partial(_contrast, rank=self._rank, which=which)), task=TASK).tolist()
             for which in range(count)
         ]
 
     def weights(self, own: Sketched) -> Sketches:
-        """Return the sketches of the weights, of what `local_weights` has returned.
+        """Return the sketches of the whole weights from the result of `local_weights`.
 
         Raises:
-            UnsupportedGradientError: If ranks hold other copies of one parameter.
+            UnsupportedGradientError: If ranks hold different copies of one parameter.
         """
         found = self.reduced(own)
         for name, sketch, contrast in zip(self.wholes, found, *self.contrasts(own, 1), strict=True):
             size = math.hypot(*sketch)
             if math.isfinite(size) and math.hypot(*contrast) > 1e-9 * size:
                 raise UnsupportedGradientError(
-                    f"{name} has different weights on different ranks, so that it is not one parameter: an expert, a "
-                    "tensor-parallel shard or a layer of a stage? Say which part of which whole it is, with "
+                    f"{name} has different weights on different ranks, so it is not one parameter: an expert, a "
+                    "tensor-parallel shard or a layer of a stage? Describe the shard by "
                     "shard_of=lambda name: (whole name, whole shape, where it begins); or load one checkpoint."
                 )
         return found
 
     def rows(self, name: str, times: float = 1.0) -> Sketches:
-        """Return the sketch of each row of one parameter's gradient, ``times`` that."""
+        """Return the sketch of each row of one parameter's gradient, multiplied by ``times``."""
         whole = self.wholes[name]
         table = torch.zeros(whole.shape[0], ROW_SUMS, dtype=torch.float64, device=self._device)
         for parameter in self._local:
@@ -104,38 +104,38 @@ class WholeParameters:
                 table[i] = own[name].to(self._device) * weight(whole)
         return table
 
-    # What else is worth knowing.
+    # Descriptions of the parameters.
 
     def about(self, own: Sequence[SavedParameter], calls: int) -> tuple[SavedParameter, ...]:
-        """Return what is known of each parameter besides its numbers.
+        """Return the merged descriptions of each parameter from all ranks.
 
         Args:
-            own: Result of `about` for each part.
-            calls: How many micro-batches add to a gradient.
+            own: The result of `about` for each shard of this process.
+            calls: The number of micro-batches.
         """
         most = max(gathered(calls))
-        told: dict[str, SavedParameter] = {}
+        described: dict[str, SavedParameter] = {}
         for one in chain(*gathered(own)):
-            if one.has_gradient or one.name not in told:
-                told[one.name] = one
+            if one.has_gradient or one.name not in described:
+                described[one.name] = one
         return tuple(
             replace(
-                told[name],
-                rounding=rounding_of_sums(told[name].rounding, most),
-                one_sided=most_of_sums(told[name].rounding, most),
+                described[name],
+                rounding=rounding_of_sums(described[name].rounding, most),
+                one_sided=most_of_sums(described[name].rounding, most),
                 copies=whole.copies,
             )
             for name, whole in self.wholes.items()
         )
 
     def epsilon(self, seen: set[torch.dtype]) -> float:
-        """Return the spacing of the coarsest dtype on any process: of ``seen``, of weights and of gradients."""
+        """Return the machine epsilon of the coarsest dtype on any rank: of ``seen``, of weights and of gradients."""
         dtypes = {p.weights()[1].dtype for p in self._local}
         gradients = {gradient.dtype for p in self._local if (gradient := gradient_of(p.parameter)) is not None}
         kinds: list[Kind] = ["product"]
         if any(p.parameter.dim() > 2 for p in self._local):
             kinds.append("convolution")
-        if any("weight_hh" in p.name for p in self._local):  # as torch's recurrent layers call it
+        if any("weight_hh" in p.name for p in self._local):  # a weight's name in PyTorch's recurrent layers
             kinds.append("recurrent")
         return max(gathered(epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device, kinds)))
 
@@ -146,13 +146,13 @@ class WholeParameters:
         facts: Mapping[str, float],
         **about: Any,
     ) -> SavedGradients:
-        """Return the value that is written to a file.
+        """Return the saved run with these sketches.
 
         Args:
-            parameters: Description of each.
-            sketches: By kind.
-            facts: Numbers that a factor may be; the world size and the sizes of meshes are known.
-            **about: Other fields.
+            parameters: The descriptions of the parameters.
+            sketches: The sketches by kind.
+            facts: Numbers that may explain a factor; the world size and the sizes of meshes are added.
+            **about: The other fields of `SavedGradients`.
         """
         known = {"world size": float(self._world)}
         for placement in placements_of([parameter.parameter for parameter in self._local]):
@@ -162,12 +162,12 @@ class WholeParameters:
 
 
 def local_weights(local: LocalParameters) -> Sketched:
-    """Return the sketch of each part's weights, by name."""
+    """Return the sketch of each shard's weights, by name."""
     return {p.name: _sketch(*p.weights()) for p in local}
 
 
 def local_gradients(local: LocalParameters) -> Sketched:
-    """Return the sketch of each part's gradient, by name."""
+    """Return the sketch of each shard's gradient, by name."""
     return {p.name: _sketch(*found) for p in local if (found := p.gradient()) is not None}
 
 
@@ -176,7 +176,7 @@ def _sketch(part: LocalShard, values: Tensor) -> Tensor:
 
 
 def about(parameter: LocalParameter) -> SavedParameter:
-    """Return what this process alone knows of a parameter; `WholeParameters.about` joins it with the others."""
+    """Describe this process's shard of a parameter; `WholeParameters.about` merges the descriptions of all ranks."""
     gradient, (shard, weights) = parameter.gradient(), parameter.weights()
     dtype = weights.dtype if gradient is None else gradient[1].dtype
     rounding, of_weights = (
@@ -186,7 +186,10 @@ def about(parameter: LocalParameter) -> SavedParameter:
 
 
 def _contrast(whole: Whole, rank: int, which: int) -> float:
-    """The weight of a rank's copy in a sum that is 0 if all copies are alike: no pattern of copies cancels in it."""
+    """Return the weight of a rank's copy in a sum that is 0 if all copies are equal.
+
+    The weights are pseudo-random, so different copies do not cancel.
+    """
     sharers = whole.sharers(rank)
     drawn = (hashed(torch.tensor(sharers, device="cpu") + 1000 * which).double() / 2.0**63).tolist()
     mean = sum(drawn) / len(drawn)
