@@ -224,7 +224,7 @@ def test_each_part_is_clipped_by_itself(rule):
         (
             PerLayerNormClipper,
             [1.0],
-            "max_norms has 1 numbers for 3 trained layers .*'encoder.0'.*single number, not in",
+            "max_norms has 1 numbers for 3 trained layers .*'encoder.0'.*single number for all, not in",
         ),
         (PerLayerNormClipper, [1.0] * 5, "max_norms has 5 numbers for 3 trained layers"),
         (PerLayerNormClipper, {"0": 1.0}, r"missing: \['encoder.0', 'encoder.1'\], not of a trained layer: \[\]"),
