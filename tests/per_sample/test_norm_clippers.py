@@ -253,8 +253,8 @@ def test_norms_of_the_wrong_number_of_parts_are_refused():
     with pytest.raises(InvalidValueError, match="call prepare"):
         PerLayerNormClipper({"a": 1.0}).calc_clipping_factors([float64(1.0)])
     for rule, words in (
-        (PerLayerNormClipper, "2 layers, and 1 thresh"),
-        (PerParameterNormClipper, "2 parameters, and 1"),
+        (PerLayerNormClipper, "1 layers, got 2"),
+        (PerParameterNormClipper, "1 parameters, got 2"),
     ):
         prepared = rule(1.0)
         prepared.prepare(["a"])

@@ -29,25 +29,25 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: Expected one dimension that grows with the number of samples",
     },
     "mixed up": {
-        "eval": "refused: weight is not what the sample gives by itself",
-        "train": "refused: weight is not what the sample gives by itself",
-        "float32": "refused: weight is not what the sample gives by itself",
-        "bfloat16": "refused: weight is not what the sample gives by itself",
+        "eval": "refused: weight is not the gradient of the sample alone",
+        "train": "refused: weight is not the gradient of the sample alone",
+        "float32": "refused: weight is not the gradient of the sample alone",
+        "bfloat16": "refused: weight is not the gradient of the sample alone",
     },
     "a running mean": {
-        "train": "refused: weight is not what the sample gives by itself",
+        "train": "refused: weight is not the gradient of the sample alone",
     },
     "attention over the batch": {
-        "eval": "refused: weight is not what the sample gives by itself",
-        "train": "refused: weight is not what the sample gives by itself",
-        "float32": "refused: weight is not what the sample gives by itself",
-        "bfloat16": "refused: weight is not what the sample gives by itself",
+        "eval": "refused: weight is not the gradient of the sample alone",
+        "train": "refused: weight is not the gradient of the sample alone",
+        "float32": "refused: weight is not the gradient of the sample alone",
+        "bfloat16": "refused: weight is not the gradient of the sample alone",
     },
     "centred over the batch": {
-        "eval": "refused: weight is not what the sample gives by itself",
-        "train": "refused: weight is not what the sample gives by itself",
-        "float32": "refused: weight is not what the sample gives by itself",
-        "bfloat16": "refused: weight is not what the sample gives by itself",
+        "eval": "refused: weight is not the gradient of the sample alone",
+        "train": "refused: weight is not the gradient of the sample alone",
+        "float32": "refused: weight is not the gradient of the sample alone",
+        "bfloat16": "refused: weight is not the gradient of the sample alone",
     },
     "two towers": {
         "eval": "refused: Expected one dimension that grows with the number of samples",
@@ -122,14 +122,14 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: Move dropout and the like into a layer of its own",
     },
     "scores of all pairs": {
-        "eval": "refused: samples in which no dimension is that of samples alone",
-        "train": "refused: samples in which no dimension is that of samples alone",
-        "float32": "refused: samples in which no dimension is that of samples alone",
-        "bfloat16": "refused: samples in which no dimension is that of samples alone",
+        "eval": "refused: samples in which no dimension belongs to samples alone",
+        "train": "refused: samples in which no dimension belongs to samples alone",
+        "float32": "refused: samples in which no dimension belongs to samples alone",
+        "bfloat16": "refused: samples in which no dimension belongs to samples alone",
     },
     "patches behind a batch norm": {
-        "eval": "refused: weight is not what the sample gives by itself",
-        "float32": "refused: weight is not what the sample gives by itself",
+        "eval": "refused: weight is not the gradient of the sample alone",
+        "float32": "refused: weight is not the gradient of the sample alone",
     },
     "functional_call with values of weights": {
         "eval": "refused: the module was called with another tensor in the place of its",
@@ -168,6 +168,6 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: it normalizes each sample by the others",
     },
     "clip, loss over pairs": {
-        "eval": "refused: samples in which no dimension is that of samples alone",
+        "eval": "refused: samples in which no dimension belongs to samples alone",
     },
 }
