@@ -477,7 +477,7 @@ def test_nodes_of_graphs_behind_one_another_are_not_taken_for_samples(graph, poo
         squares(model(torch.randn(6, 4, dtype=torch.float64), links, torch.tensor(graph))).mean().backward()
         clipper.clip_and_accumulate()
 
-    with pytest.raises(UnsupportedGradientError, match="by itself"):
+    with pytest.raises(UnsupportedGradientError, match="of the sample alone"):
         a_step()
 
 
@@ -595,8 +595,8 @@ def in_the_batch(model, x):
 @pytest.mark.parametrize(
     ("kind", "shape", "words"),
     [
-        (EachDraws, (4,), "a sample by itself draws fewer random numbers"),
-        (Reversible, (3, 4), "a backward draws other random numbers"),
+        (EachDraws, (4,), "a sample alone draws fewer random numbers"),
+        (Reversible, (3, 4), "repeats its forward in backward and draws random numbers"),
     ],
 )
 def test_random_numbers_that_own_code_draws_in_a_loop_or_again_in_backward(kind, shape, words):
@@ -806,7 +806,7 @@ def as_often_as_the_sample_says(x):
         (of_python, r"draws numbers of Python's or NumPy's generator.* draw with torch\.rand"),
         (
             as_often_as_the_sample_says,
-            "Drops: a sample by itself draws fewer .* for the whole batch at once.* one loop",
+            "Drops: a sample alone draws fewer .* for the whole batch at once.* one loop",
         ),
         (of_torch, None),
     ],

@@ -394,8 +394,8 @@ class CallTracker:
                 f"{type(call.pattern.module).__name__} did operations that it had not done before, and a second run "
                 "did not return the same, so the clipper cannot verify that it keeps samples separate. The module "
                 "keeps a value from call to call, such as a counter, or draws numbers from Python's or NumPy's "
-                "generator for the first time. Hold a counter in a buffer (register_buffer), which the clipper restores; or repeat "
-                "this step, which is then recorded from its beginning."
+                "generator for the first time. Hold a counter in a buffer (register_buffer), which the clipper "
+                "restores; or repeat this step, which is then recorded from its beginning."
             )
         self._take_samples(witnessed, call, MANY)
         self._witnessed = witnessed

@@ -17,10 +17,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: so each sample's share cannot be told",
     },
     "capacity over the batch": {
-        "eval": "refused: Model gives a sample by itself something else than in the batch",
-        "train": "refused: Model gives a sample by itself something else than in the batch",
-        "float32": "refused: Model gives a sample by itself something else than in the batch",
-        "bfloat16": "refused: Model gives a sample by itself something else than in the batch",
+        "eval": "refused: Model treats a sample alone in another way than in the batch",
+        "train": "refused: Model treats a sample alone in another way than in the batch",
+        "float32": "refused: Model treats a sample alone in another way than in the batch",
+        "bfloat16": "refused: Model treats a sample alone in another way than in the batch",
     },
     "experts choose": {
         "eval": "refused: Expected one dimension that grows with the number of samples",
@@ -138,7 +138,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: the module was called with another tensor in the place of its",
     },
     "nllb-moe": {
-        "train": "refused: NllbMoeModel gives a sample by itself something else than in the batch",
+        "train": "refused: NllbMoeModel treats a sample alone in another way than in the batch",
     },
     "switch_transformers": {
         "train": "refused: so each sample's share cannot be told",
@@ -162,7 +162,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: it normalizes each sample by the others",
     },
     "timesformer": {
-        "train": "refused: TimesformerModel gives a sample by itself something else than in the",
+        "train": "refused: TimesformerModel treats a sample alone in another way than in the",
     },
     "wav2vec2-conformer": {
         "train": "refused: it normalizes each sample by the others",
