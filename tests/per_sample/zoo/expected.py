@@ -8,7 +8,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: it normalizes each sample by the others",
     },
     "rnn": {
-        "bfloat16": "refused: use its parameters or its output before the clipper sees it? Nothing",
+        "bfloat16": "refused: or its output before the clipper's hook gets it? Nothing",
     },
     "+= after batch norm": {
         "train": "refused: it normalizes each sample by the others",
