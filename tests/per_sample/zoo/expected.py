@@ -92,10 +92,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: the code of Beside that uses mu cannot be run again sample by sample",
     },
     "penalty beside the output: output": {
-        "eval": "refused: Beside makes a value from its parameters alone",
-        "train": "refused: Beside makes a value from its parameters alone",
-        "float32": "refused: Beside makes a value from its parameters alone",
-        "bfloat16": "refused: Beside makes a value from its parameters alone",
+        "eval": "refused: Beside computes a value from its parameters alone",
+        "train": "refused: Beside computes a value from its parameters alone",
+        "float32": "refused: Beside computes a value from its parameters alone",
+        "bfloat16": "refused: Beside computes a value from its parameters alone",
     },
     "penalty beside the output: closure": {
         "eval": "refused: the code of Model that uses mu cannot be run again sample by sample",
@@ -116,10 +116,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: and what comes of it is no sum of parts that are one sample's own",
     },
     "an activation in place inside a batch norm": {
-        "bfloat16": "refused: Move dropout and the like into a layer of its own",
+        "bfloat16": "refused: Move dropout and other random operations into a layer of their own",
     },
     "an activation in place behind a layer inside a batch norm": {
-        "bfloat16": "refused: Move dropout and the like into a layer of its own",
+        "bfloat16": "refused: Move dropout and other random operations into a layer of their own",
     },
     "scores of all pairs": {
         "eval": "refused: samples in which no dimension belongs to samples alone",
