@@ -236,7 +236,7 @@ def test_gradients_from_elsewhere_may_be_removed():
     assert not one_step(private, model, next(loader))
     model[0].weight.grad = torch.ones_like(model[0].weight)
     batch = next(loader)
-    with pytest.raises(InvalidValueError, match=r"0.weight: .grad is filled by something else"):
+    with pytest.raises(InvalidValueError, match=r"0.weight: .grad was filled by something other"):
         one_step(private, model, batch)
     private.optimizer.zero_grad()
     private.step()

@@ -120,7 +120,7 @@ class ConvolutionWeight(Recomputed):
 
     @property
     def _disjoint(self) -> bool:
-        """Whether the positions' windows are disjoint and T(l + r) <= l r, where a product of unfolded inputs is faster.
+        """Whether positions' windows are disjoint and T(l + r) <= l r; a product of unfolded inputs is then faster.
 
         The kernel takes up to five times as long in this case, as measured. With fewer channels, unfolding takes longer
         than the kernel.
