@@ -92,7 +92,7 @@ class PoissonBatches(Sampler[list[int]]):
         )
 
     def remaining(self) -> Iterator[tuple[list[int], int]]:
-        """Yield this process's part of each batch left in the epoch, and the size of the largest part of any process."""
+        """Yield this process's part of each batch left in the epoch, and the size of the largest part of all."""
         for step in range(self.step, self.step + self.steps - self.position):
             indices = self.draw(step)
             yield indices[self.rank :: self.world_size].tolist(), -(-len(indices) // self.world_size)
