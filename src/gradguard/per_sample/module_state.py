@@ -269,14 +269,14 @@ def content_of(value: Any) -> Hashable:
     if not _is_array(value):
         return None
     try:
-        seen = memoryview(value)
+        view = memoryview(value)
     except (TypeError, ValueError):  # such as arrays of dates, which have no buffer
         return None
     try:
-        read = seen.cast("B")
+        content = view.cast("B")
     except (TypeError, ValueError):  # complex numbers, another byte order, strides, or no elements
-        read = seen.tobytes()
-    return seen.format, seen.shape, hashlib.blake2b(read, digest_size=16).digest()
+        content = view.tobytes()
+    return view.format, view.shape, hashlib.blake2b(content, digest_size=16).digest()
 
 
 def form_of(value: Any, depth: int = 3) -> Hashable:

@@ -61,7 +61,9 @@ def rehearse(tracker: CallTracker, call: OuterCall) -> None:
 def _try(tracker: CallTracker, call: OuterCall) -> None:
     pattern = call.pattern
     trials = [] if pattern.sizes else [_try_pair]
-    for trial in [*trials, _try_size] if call.batch_size > 1 else trials:
+    if call.batch_size > 1:
+        trials.append(_try_size)
+    for trial in trials:
         try:
             trial(tracker, call)
         except Exception as error:
@@ -372,20 +374,26 @@ class _RehearsedPair:
             self._outputs, self._count, loop.outputs = outputs, len(order), [(output, -1) for output, _ in loop.outputs]
             factor = 2.0 ** (_LITTLE if self.precision > 1e-4 else _MUCH) if scaled else 1.0
             # Neighbouring places have different scales, which distinguishes two copies of one sample.
-            scales = [factor if number else (factor, 1 / factor, 1.0)[place % 3] for place in range(len(order))]
+            scales = [factor] * len(order)
+            if not number:
+                scales = [(factor, 1 / factor, 1.0)[place % 3] for place in range(len(order))]
             loop.scales = [1 / scale for scale in scales]
             loop.grads = choose(outputs)
-            for grad, axis in zip(loop.grads, axes, strict=True) if once_more else ():
-                if grad is not None and axis is not None:
-                    rows = axis.split(grad, len(order))
-                    rows[-1].copy_(rows[0])
+            if once_more:
+                for grad, axis in zip(loop.grads, axes, strict=True):
+                    if grad is not None and axis is not None:
+                        rows = axis.split(grad, len(order))
+                        rows[-1].copy_(rows[0])
             edges, scaled_grads = [], []
             for output, grad, axis in zip(outputs, loop.grads, axes, strict=True):
                 if grad is None:
                     continue
-                grad = grad.clone() if axis else grad * scales[0]
-                for rows, scale in zip(axis.split(grad, len(order)), scales, strict=True) if axis else ():
-                    rows.mul_(scale)
+                if axis is None:
+                    grad = grad * scales[0]
+                else:
+                    grad = grad.clone()
+                    for rows, scale in zip(axis.split(grad, len(order)), scales, strict=True):
+                        rows.mul_(scale)
                 edges.append(get_gradient_edge(output))
                 scaled_grads.append(grad)
             if edges:

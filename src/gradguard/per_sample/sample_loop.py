@@ -344,8 +344,8 @@ def sum_together(contributions: Mapping[str, Contribution], weights: Mapping[str
     """Compute the weighted sums of all looped parameters in one loop for each looped call."""
     loops = {c.loop for c in contributions.values() if isinstance(c, Looped)}
     for loop in loops:
-        mine = {n: weights[n] for n, c in contributions.items() if isinstance(c, Looped) and c.loop is loop}
-        loop.sum_up(mine, bad)
+        own_weights = {n: weights[n] for n, c in contributions.items() if isinstance(c, Looped) and c.loop is loop}
+        loop.sum_up(own_weights, bad)
 
 
 def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequence[int], precision: float) -> bool:

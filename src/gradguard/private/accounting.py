@@ -71,7 +71,7 @@ def epsilon(
     """
     ledger = Accountant(accountant)
     ledger.step(noise_multiplier, sample_rate, steps)
-    return _told(ledger.spent(delta), accountant)
+    return _warn_if_loose(ledger.spent(delta), accountant)
 
 
 def noise_multiplier_for(
@@ -183,7 +183,7 @@ class Accountant:
         self.name: AccountantName = check_accountant(name)
         _dp_accounting()
         self.history: History = []
-        self._known: dict[tuple, float] = {}
+        self._cache: dict[tuple, float] = {}
 
     @property
     def steps(self) -> int:
@@ -219,7 +219,7 @@ class Accountant:
             InvalidValueError: If ``delta`` is not between 0 and 1.
             InvalidTypeError: If ``delta`` is not a number.
         """
-        return _told(self.spent(delta), self.name)
+        return _warn_if_loose(self.spent(delta), self.name)
 
     def spent(self, delta: float) -> float:
         """Return the same number as `epsilon`, without its warning."""
@@ -227,10 +227,10 @@ class Accountant:
         for noise_multiplier, sample_rate, steps in self.history:
             totals[noise_multiplier, sample_rate] += steps
         merged = sorted((*kind, steps) for kind, steps in totals.items())
-        asked = (*merged, check_number("delta", delta, "a probability above 0 and below 1"))
-        if asked not in self._known:
-            self._known = {asked: _epsilon(merged, asked[-1], self.name)}
-        return self._known[asked]
+        key = (*merged, check_number("delta", delta, "a probability above 0 and below 1"))
+        if key not in self._cache:
+            self._cache = {key: _epsilon(merged, key[-1], self.name)}
+        return self._cache[key]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history of steps."""
@@ -249,7 +249,7 @@ class Accountant:
             self.step(*entry)
 
 
-def _told(spent: float, name: AccountantName) -> float:
+def _warn_if_loose(spent: float, name: AccountantName) -> float:
     """Return ``spent``; warn that the bound is loose if it is above 30."""
     if _PLD_UP_TO < spent < math.inf:
         also = " also with accountant='pld', which is not computed above 30" if name == "pld" else ""
@@ -268,11 +268,11 @@ def _epsilon(history: History, delta: float, name: AccountantName) -> float:
     if any(noise_multiplier == 0 for noise_multiplier, _, _ in history):
         return math.inf
     logger = logging.getLogger("absl")
-    logger.addFilter(_is_no_note)
+    logger.addFilter(_keep_record)
     try:
         by_rdp = _composed("rdp", history).get_epsilon(delta)
     finally:
-        logger.removeFilter(_is_no_note)
+        logger.removeFilter(_keep_record)
     if name == "rdp" or by_rdp > _PLD_UP_TO:
         return float(by_rdp)
     return min(float(_composed("pld", history).get_epsilon(delta)), float(by_rdp))  # both are valid bounds
@@ -288,7 +288,7 @@ def _composed(name: AccountantName, history: History) -> Any:
     return composed
 
 
-def _is_no_note(record: logging.LogRecord) -> bool:
+def _keep_record(record: logging.LogRecord) -> bool:
     """Filter log records about excluded Rényi orders: the bound is a minimum over orders, and valid without them."""
     return "Excluding this order" not in record.getMessage()
 

@@ -38,7 +38,7 @@ class BufferWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = _buffers_of(module)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def begin(self) -> None:
         """Record all buffers, before a batch is yielded.
@@ -56,13 +56,13 @@ class BufferWatch:
         changed = []
         for name, (buffer, version) in now.items():
             before, old_version = self._before.get(name, (buffer, version))
-            if name in self._told or (buffer is before and version == old_version):
+            if name in self._warned or (buffer is before and version == old_version):
                 continue
             if buffer is not None and buffer.is_floating_point():
                 changed.append(name)
         if not changed:
             return
-        self._told.update(changed)
+        self._warned.update(changed)
         warnings.warn(
             f"buffer {', '.join(map(repr, changed))} of the model changed in a training step. If its values come "
             f"from the samples, epsilon does not cover them: they have no noise, later gradients may depend on them, "

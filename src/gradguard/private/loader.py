@@ -15,7 +15,7 @@ from torch.utils.data import (
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.private.sampling import MicroBatches, PoissonBatches, SampledMicroBatch
 
-_KEPT = (
+_COPIED_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -62,7 +62,7 @@ class PrivateLoader:
         self._cutter = MicroBatches(source, max_size, 0 if stand_in else None, parts)
         self._length = (len(batches) if batches is not None else len(loader)) * (parts or 1)
         self._handed_out = handed_out
-        options = {name: getattr(loader, name) for name in _KEPT}
+        options = {name: getattr(loader, name) for name in _COPIED_OPTIONS}
         if loader.pin_memory_device:
             options["pin_memory_device"] = loader.pin_memory_device
         self.loader = DataLoader(loader.dataset, batch_sampler=self._cutter, **options)  # type: ignore[arg-type]

@@ -164,8 +164,13 @@ class MicroBatches:
 
     def _cut(self, plan: "deque[SampledMicroBatch]") -> Iterator[list[int]]:
         for indices, largest in self._source():
-            parts = self._parts or max(1, -(-largest // (self._max_size or max(1, largest))))
-            stand_in = [] if self._stand_in is None or not (largest or self._parts) else [self._stand_in]
+            parts = self._parts
+            if not parts:
+                limit = self._max_size or max(1, largest)
+                parts = max(1, -(-largest // limit))  # rounded up
+            stand_in: list[int] = []
+            if self._stand_in is not None and (largest or self._parts):
+                stand_in = [self._stand_in]
             for k in range(parts):
                 part = indices[k::parts]
                 shown = part or stand_in

@@ -187,7 +187,7 @@ class PrivateTraining:
         self._buffers.check()
         self._refuse_other_gradients()
         # If a later part fails, the earlier parts are lost too, because the remaining parts are no Poisson sample.
-        with self._or_else(self._abandon if batch.taken else self.clipper.discard):
+        with self._on_error_call(self._abandon if batch.taken else self.clipper.discard):
             drawn, before = batch.open[0].size, self.clipper.statistics
             if drawn:
                 self.clipper.clip_and_accumulate()
@@ -212,7 +212,7 @@ class PrivateTraining:
                 "yields must be used before the step, and none twice. Let the trainer accumulate as many batches for "
                 "a step as the loader cuts a logical batch into."
             )
-        with self._or_else(self._abandon):
+        with self._on_error_call(self._abandon):
             self._release()
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -370,7 +370,7 @@ class PrivateTraining:
         self._pass = _Pass()
 
     @contextmanager
-    def _or_else(self, lost: Callable[[], None]) -> Iterator[None]:
+    def _on_error_call(self, lost: Callable[[], None]) -> Iterator[None]:
         """Call ``lost`` if the block raises."""
         try:
             yield
@@ -382,7 +382,7 @@ class PrivateTraining:
 
     def _finish(self) -> None:
         self.pre_step()
-        with self._or_else(self._abandon):
+        with self._on_error_call(self._abandon):
             try:
                 self.optimizer.step()
             finally:
@@ -436,7 +436,7 @@ class PrivateTraining:
                 "optimizer.step() was called in a private training before the gradients had noise: call private.step() "
                 "after each backward instead. It steps the optimizer at the end of each logical batch."
             )
-        for parameter, grad, is_own in self._held(optimizer):
+        for parameter, grad, is_own in self._gradients_of(optimizer):
             if not is_own or version_of(grad) != released.gradients[parameter][1]:
                 raise InvalidValueError(
                     f"{self._name_of(parameter)}: .grad was filled or changed after the noise was added, by another "
@@ -450,14 +450,14 @@ class PrivateTraining:
         Raises:
             InvalidValueError: If a ``.grad`` is not zero and not from the last step.
         """
-        for parameter, grad, is_own in self._held(self.optimizer):
+        for parameter, grad, is_own in self._gradients_of(self.optimizer):
             if not is_own and bool((grad.to_dense() if grad.is_sparse else grad).any()):  # own: from the last step
                 raise InvalidValueError(
                     f"{self._name_of(parameter)}: .grad was filled by something other than private.step(), so the step "
                     f"would not be private. Call optimizer.zero_grad() before the backward, and train with one loss."
                 )
 
-    def _held(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
+    def _gradients_of(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
         """Yield each parameter with a gradient, its gradient, and whether `pre_step` has filled this gradient in."""
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
