@@ -14,7 +14,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: it normalizes each sample by the others",
     },
     "routed mixture of experts, dropout": {
-        "train": "refused: so each sample's share cannot be told",
+        "train": "refused: so each sample's share cannot be determined",
     },
     "capacity over the batch": {
         "eval": "refused: Model treats a sample alone in another way than in the batch",
@@ -141,7 +141,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: NllbMoeModel treats a sample alone in another way than in the batch",
     },
     "switch_transformers": {
-        "train": "refused: so each sample's share cannot be told",
+        "train": "refused: so each sample's share cannot be determined",
     },
     "cvt": {
         "train": "refused: it normalizes each sample by the others",
