@@ -122,10 +122,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: Move dropout and other random operations into a layer of their own",
     },
     "scores of all pairs": {
-        "eval": "refused: samples in which no dimension belongs to samples alone",
-        "train": "refused: samples in which no dimension belongs to samples alone",
-        "float32": "refused: samples in which no dimension belongs to samples alone",
-        "bfloat16": "refused: samples in which no dimension belongs to samples alone",
+        "eval": "refused: in which no dimension belongs to samples alone",
+        "train": "refused: in which no dimension belongs to samples alone",
+        "float32": "refused: in which no dimension belongs to samples alone",
+        "bfloat16": "refused: in which no dimension belongs to samples alone",
     },
     "patches behind a batch norm": {
         "eval": "refused: weight is not the gradient of the sample alone",
@@ -168,6 +168,6 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: it normalizes each sample by the others",
     },
     "clip, loss over pairs": {
-        "eval": "refused: samples in which no dimension belongs to samples alone",
+        "eval": "refused: in which no dimension belongs to samples alone",
     },
 }
