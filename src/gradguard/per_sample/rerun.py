@@ -174,8 +174,8 @@ class Draws:
     Attributes:
         drawn: The operation's name and its random tensor, in order.
         precision: Machine epsilon of the coarsest dtype of the computation.
-        drew_elsewhere: Whether the last block of `of_samples` drew from Python's or NumPy's generator; those numbers
-            cannot be replayed.
+        drew_elsewhere: Whether the last block of `of_samples` drew from Python's or NumPy's generator, whose numbers
+            cannot be divided among samples.
     """
 
     def __init__(self) -> None:

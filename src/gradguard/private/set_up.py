@@ -58,7 +58,8 @@ def make_private(
             ``scaler``. The returned training owns this clipper, and an error here detaches it. The scale of a
             GradScaler stays constant, because a scale that adapts to overflows would reveal single samples: choose
             ``init_scale``. Samples that overflow count as zero.
-        optimizer: Any optimizer of the model's parameters; only ``private.step()`` may call its ``step``.
+        optimizer: Any optimizer of the model's parameters. ``private.step()`` calls its ``step``, or a trainer after
+            ``private.pre_step()``; any other call is an error.
         loader: A DataLoader with ``batch_size`` and ``shuffle``. Its data set, ``collate_fn`` and workers are kept. Its
             batch size is the expected size of a logical batch, for each process if there are several.
         privacy: A `PrivacyBudget` for the whole training, which decides the noise, or a `FixedNoise`.
