@@ -229,7 +229,10 @@ class LoopedCall:
         raise failure
 
     def _differs(self, difference: str) -> str:
-        drawn = "It draws numbers of Python's or NumPy's generator, which cannot be replayed: draw with torch.rand. "
+        drawn = (
+            "It draws numbers of Python's or NumPy's generator, which cannot be divided among the samples: draw with "
+            "torch.rand. "
+        )
         return (
             f"{type(self.module).__name__} treats a sample alone in another way than in the batch of "
             f"{self.batch_size}: {difference}. {drawn if self.draws.drew_elsewhere else ''}Does the model mix samples "
