@@ -222,7 +222,7 @@ class Accountant:
         return _warn_if_loose(self.spent(delta), self.name)
 
     def spent(self, delta: float) -> float:
-        """Return the same number as `epsilon`, without its warning."""
+        """Return the epsilon that all steps so far spend at ``delta``, without a warning."""
         totals = Counter[tuple[float, float]]()  # the epsilon does not depend on the order of steps
         for noise_multiplier, sample_rate, steps in self.history:
             totals[noise_multiplier, sample_rate] += steps
