@@ -227,7 +227,7 @@ class GradientCollector:
         activations: Bytes of the inputs and outputs of tapped layers since the last mini-batch was taken. Backward
             frees about as many, so per-sample gradients may take their place.
         shared: Parameters that are used more than once.
-        closed: Whether the clipper was detached, so nobody will take gradients.
+        closed: Whether the clipper was detached, so gradients are refused.
     """
 
     def __init__(self, shared: Set[str] = frozenset()) -> None:

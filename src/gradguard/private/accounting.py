@@ -20,7 +20,7 @@ AccountantName = Literal["pld", "rdp"]
 History = list[tuple[float, float, int]]
 """Runs of equal steps: noise multiplier, sampling rate, number of steps."""
 
-_PLD_UP_TO = 30.0  # largest RDP epsilon for which PLD runs: above, it takes minutes, and the epsilon protects nobody
+_PLD_UP_TO = 30.0  # largest RDP epsilon for which PLD runs: above, it takes minutes, and the guarantee is useless
 _TOLERANCE = 1e-3  # relative amount by which the calibrated epsilon may stay below its target
 _LARGEST_MULTIPLIER = 1e6
 

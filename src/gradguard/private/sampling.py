@@ -140,7 +140,7 @@ class MicroBatches:
     """A batch sampler that cuts each logical batch into parts of at most ``max_size``, and records the parts.
 
     Every process cuts its part of a batch into the same number of micro-batches. Otherwise a model whose forward makes
-    collectives would wait for ever. Some micro-batches may be empty.
+    collectives would wait without end. Some micro-batches may be empty.
 
     Args:
         source: Called at the start of a pass; yields this process's indices of each batch and the size of the largest
