@@ -11,8 +11,8 @@ rule of their own. It reads neither shapes nor values of tensors.
 
 Numbers that changed and were verified several times, such as lengths and schedules, are ignored from then on. A model
 that does something else in each step (experts that get tokens or none, loops over a length) would be verified without
-end. So once enough ways through the model are known, a way is new only if it has two neighbouring events that were never
-neighbours before.
+end. So once enough ways through the model are known, a way is new only if it has two neighbouring events that were
+never neighbours before.
 """
 
 import weakref
