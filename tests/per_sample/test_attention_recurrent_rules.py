@@ -401,5 +401,5 @@ def test_a_packed_sequence_is_refused():
     module = nn.LSTM(3, 5)
     packed = pack_padded_sequence(torch.zeros(T, B, 3), torch.tensor([4, 3, 2]))
     call = LayerCall(module, (packed,), {}, [], [], B, [None], [], frozenset({"weight_ih_l0"}))
-    with pytest.raises(UnsupportedGradientError, match="mask the loss where it is padding"):
+    with pytest.raises(UnsupportedGradientError, match="mask the padding in the loss"):
         rule(call)

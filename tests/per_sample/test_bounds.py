@@ -162,7 +162,7 @@ def test_what_is_new_with_too_few_finite_samples_runs_one_by_one(mixes, finite, 
     DONE["with"] = (lambda hidden: hidden - hidden.mean(0)) if mixes else (lambda hidden: 2 * hidden)
     if mixes:
         made.losses(made.inputs).mean().backward()
-        with pytest.raises(UnsupportedGradientError, match="something else than in the batch"):
+        with pytest.raises(UnsupportedGradientError, match="another way than in the batch"):
             clipper.clip_and_accumulate()
         return
     made.losses(made.inputs).mean().backward()

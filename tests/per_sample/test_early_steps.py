@@ -14,7 +14,9 @@ from gradguard.per_sample import refusals
 from private.runs import network, private_run
 
 X = torch.linspace(-1, 1, 24).view(6, 4)
-FORGOTTEN = r"SGD\.step\(\) was called, and the gradients of 6 samples .* not yet taken: call clipper\.pre_step\(\)"
+FORGOTTEN = (
+    r"SGD\.step\(\) was called while the clipped gradients of 6 samples .* not yet taken: call clipper\.pre_step\(\)"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -419,7 +419,7 @@ def test_a_new_size_is_tried_out_again():
     losses(model(data()[:2])).mean().backward()  # both pass
     clipper.clip_and_accumulate()
     clipper.pre_step()
-    with pytest.raises(UnsupportedGradientError, match="something else than in the batch of 6"):
+    with pytest.raises(UnsupportedGradientError, match="another way than in the batch of 6"):
         model(data())
 
 

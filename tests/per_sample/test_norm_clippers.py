@@ -224,7 +224,7 @@ def test_each_part_is_clipped_by_itself(rule):
         (
             PerLayerNormClipper,
             [1.0],
-            "max_norms has 1 numbers for 3 trained layers .*'encoder.0'.*single number, not in",
+            "max_norms has 1 numbers for 3 trained layers .*'encoder.0'.*single number for all, not in",
         ),
         (PerLayerNormClipper, [1.0] * 5, "max_norms has 5 numbers for 3 trained layers"),
         (PerLayerNormClipper, {"0": 1.0}, r"missing: \['encoder.0', 'encoder.1'\], not of a trained layer: \[\]"),
@@ -253,8 +253,8 @@ def test_norms_of_the_wrong_number_of_parts_are_refused():
     with pytest.raises(InvalidValueError, match="call prepare"):
         PerLayerNormClipper({"a": 1.0}).calc_clipping_factors([float64(1.0)])
     for rule, words in (
-        (PerLayerNormClipper, "2 layers, and 1 thresh"),
-        (PerParameterNormClipper, "2 parameters, and 1"),
+        (PerLayerNormClipper, "1 layers, got 2"),
+        (PerParameterNormClipper, "1 parameters, got 2"),
     ):
         prepared = rule(1.0)
         prepared.prepare(["a"])

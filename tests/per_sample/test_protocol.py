@@ -521,7 +521,7 @@ def test_a_failure_of_gradguard_is_told_as_its_own(monkeypatch, where, error):
     model = nn.Linear(3, 2).double()
     clipper = PerSampleGradientClipper(model, FlatNormClipper(float("inf")))
     x = torch.randn(4, 3).double()
-    with pytest.warns(UserWarning, match=rf"gradguard itself failed, and not the module: {type(error).__name__}"):
+    with pytest.warns(UserWarning, match=rf"gradguard itself failed, not the module: {type(error).__name__}"):
         loss = model(x).square().mean()
     loss.backward()
     clipper.clip_and_accumulate()

@@ -178,7 +178,7 @@ def test_a_saved_accountant_goes_on():
     ("call", "error", "words"),
     [
         (lambda: Accountant("gdp"), InvalidValueError, "reports less than is spent: 1.32 .* where 2.00 is right"),
-        (lambda: Accountant("prv"), InvalidValueError, "use 'pld', which gives the same to three digits"),
+        (lambda: Accountant("prv"), InvalidValueError, "use 'pld', whose results are the same to three digits"),
         (lambda: Accountant("moments"), InvalidValueError, "expected 'pld' .* or 'rdp'"),
         (lambda: Accountant().load_state_dict({}), InvalidValueError, "expected the state of an accountant"),
         (lambda: epsilon(-1.0, 0.1, 1, 0.1), InvalidValueError, "noise_multiplier=-1.0: expected a finite number"),

@@ -108,7 +108,7 @@ def test_each_byte_of_a_key_counts():
 def test_a_new_layout_of_the_generator_is_noticed(monkeypatch):
     assert len(list(_mersenne_words(0))) == 624
     monkeypatch.setattr("gradguard.private.noise._FIRST_WORD", 4)
-    with pytest.warns(UserWarning, match=r"new way, so noise comes from a seed of 32 bits: use secure=True"):
+    with pytest.warns(UserWarning, match=r"new layout, so noise comes from a seed of only 32 bits: use secure=True"):
         keyed_generator(b"k" * 32)
 
 
@@ -118,7 +118,7 @@ def test_no_noise_changes_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_refused(dtype):
-    with pytest.raises(InvalidTypeError, match="sum in float32, add the noise, and round last"):
+    with pytest.raises(InvalidTypeError, match="Sum in float32, add the noise, and round last"):
         drawn(GaussianNoise(), 3, dtype=dtype)
 
 
@@ -129,7 +129,7 @@ def test_a_standard_deviation_that_is_none_is_refused(deviation):
 
 
 def test_secure_noise_refuses_a_seed():
-    with pytest.raises(InvalidValueError, match=r"cannot be repeated. Leave seed away, or secure"):
+    with pytest.raises(InvalidValueError, match=r"cannot be repeated. Leave out seed, or secure"):
         GaussianNoise(1, secure=True)
 
 

@@ -110,7 +110,7 @@ def test_rows_that_are_wrong_in_a_later_part_end_the_pass(draws):
     batch = next(loader)
     with pytest.raises(InvalidValueError, match=r"the model saw \d+ samples where \d+ were drawn"):
         one_step(private, model, rows(batch, WRONG["one left out"]))
-    with pytest.raises(InvalidValueError, match="After an error within a logical batch begin a new pass"):
+    with pytest.raises(InvalidValueError, match="After an error within a logical batch, begin a new pass"):
         one_step(private, model, batch)
     with pytest.raises(InvalidValueError, match=OVER):
         next(loader)
@@ -210,7 +210,7 @@ def test_a_later_part_that_failed_ends_the_pass_and_nothing_of_its_batch_is_used
     batch = next(loader)
     with out_of_memory(error):
         one_step(private, model, batch)
-    with pytest.raises(InvalidValueError, match="After an error within a logical batch begin a new pass"):
+    with pytest.raises(InvalidValueError, match="After an error within a logical batch, begin a new pass"):
         one_step(private, model, batch)
     with pytest.raises(InvalidValueError, match=OVER):
         next(loader)
@@ -236,7 +236,7 @@ def test_gradients_from_elsewhere_may_be_removed():
     assert not one_step(private, model, next(loader))
     model[0].weight.grad = torch.ones_like(model[0].weight)
     batch = next(loader)
-    with pytest.raises(InvalidValueError, match=r"0.weight: .grad is filled by something else"):
+    with pytest.raises(InvalidValueError, match=r"0.weight: .grad was filled by something other"):
         one_step(private, model, batch)
     private.optimizer.zero_grad()
     private.step()

@@ -134,7 +134,7 @@ def ask_for_more(private, model):
 
 REFUSED = {
     step_without_noise: r"not yet taken: call private\.pre_step\(\) before it",
-    step_twice: "gradients have no noise yet",
+    step_twice: "before the gradients had noise",
     second_clip: r"0\.weight: \.grad was filled or changed after the noise was added",
     second_loss: r"0\.weight: \.grad was filled or changed after the noise was added",
     take_up_twice: r"private\.step\(\) without a batch",
@@ -153,7 +153,7 @@ def test_an_order_that_would_not_be_private_is_refused(wrong):
 def test_a_step_within_a_logical_batch_is_refused_and_nothing_is_lost():
     private, model = private_run(gradient_accumulation_steps=2)
     first_batch(private, model)
-    with pytest.raises(InvalidValueError, match=r"every part that private\.loader gives must be used before"):
+    with pytest.raises(InvalidValueError, match=r"each part that private\.loader yields must be used before"):
         private.pre_step()
     with pytest.raises(InvalidValueError, match=r"state_dict\(\) within a logical batch"):
         private.state_dict()
@@ -179,7 +179,7 @@ OPTIONS = {
     "two lengths": (
         {"epsilon": 3.0, "epochs": 2, "steps": 10},
         InvalidValueError,
-        "epochs=2 and steps=10 both say how long",
+        "epochs=2 and steps=10 both set the length",
     ),
     "no length": ({"epsilon": 3.0}, InvalidValueError, r"PrivacyBudget needs epochs=\.\.\. or steps="),
 }

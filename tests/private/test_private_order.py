@@ -158,7 +158,7 @@ def test_gradients_from_elsewhere_are_refused():
     private, model = private_run()
     batch = next(iter(private.loader))
     model[0].weight.grad = torch.ones_like(model[0].weight)
-    with pytest.raises(InvalidValueError, match=r"0.weight: .grad is filled by something else"):
+    with pytest.raises(InvalidValueError, match=r"0.weight: .grad was filled by something other"):
         one_step(private, model, batch)
 
 
@@ -232,5 +232,5 @@ def test_a_clipper_whose_bound_is_not_known_is_refused(prepare, words):
 
 def test_a_secure_run_refuses_a_generator_of_the_rule():
     rule = QuantileNormClipper(1.0, count_noise=2.0, generator=torch.Generator())
-    with pytest.raises(InvalidValueError, match="make it without one"):
+    with pytest.raises(InvalidValueError, match="make the rule without a generator"):
         private_run(norm_clipper=rule, secure=True, seed=None)

@@ -91,5 +91,5 @@ def test_a_rule_that_has_learned_from_samples_without_an_accountant_is_refused()
     rule = gg.QuantileNormClipper(1.0, count_noise=2.0)
     rule.calc_clipping_factors([torch.ones(3, dtype=torch.float64)])
     rule.finish_step()
-    with pytest.raises(InvalidValueError, match="has followed 1 steps, whose counts no accountant has seen"):
+    with pytest.raises(InvalidValueError, match="has adapted to 1 steps already, whose counts were not accounted"):
         private_run(norm_clipper=rule)

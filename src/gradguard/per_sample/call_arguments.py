@@ -1,4 +1,4 @@
-"""Arguments and outputs of a module: tensors taken out and put in again, and the samples among them."""
+"""Arguments and outputs of a module: their tensors, and the samples in the tensors."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of one call."""
 
 Gradients = Sequence[Tensor | None]
-"""The gradient of each of some tensors; None where none came."""
+"""The gradients of some tensors; None for a tensor that autograd gave none."""
 
 Slot = tuple[nn.Module, str]
-"""A parameter as an attribute of a module."""
+"""A module, and the name of an attribute that holds a parameter or buffer."""
 
 Places = Mapping[str, Sequence[Slot]]
 """The attributes of modules that hold each parameter."""
@@ -29,7 +29,7 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
 
 
 def is_inexact(tensor: Tensor) -> bool:
-    """Tell whether a tensor can have a gradient: floating-point or complex numbers."""
+    """Return whether a tensor can have a gradient: whether its numbers are floating-point or complex."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -37,14 +37,14 @@ def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
     """Return the number of samples B in one call: the size of the first tensor's batch dimension.
 
     Raises:
-        InvalidValueError: If no tensor has one.
+        InvalidValueError: If no tensor has a batch dimension.
     """
     for tensor in tensor_leaves(arguments):
         if tensor.dim():
             return tensor.shape[0 if batch_first or tensor.dim() == 1 else 1]
     raise InvalidValueError(
-        f"{name} was called without a tensor that has a batch dimension, so the samples cannot be told apart. Call it "
-        "with the batch as a tensor, such as model(x)."
+        f"{name} was called without a tensor that has a batch dimension, so its samples cannot be distinguished. Call "
+        "it with the batch as a tensor, such as model(x)."
     )
 
 
@@ -54,9 +54,9 @@ class Batch:
 
     Attributes:
         arguments: The arguments.
-        batch_first: Whether the batch is their first dimension.
-        size: Number of samples B; every tensor whose batch dimension has it belongs to samples.
-        whole: Positions of tensors that do not all the same.
+        batch_first: Whether the batch is the first dimension of the arguments.
+        size: Number of samples B. Every tensor whose batch dimension has this size belongs to samples.
+        whole: Positions of tensors that belong to no sample, although their batch dimension has this size.
     """
 
     arguments: Arguments
@@ -66,9 +66,9 @@ class Batch:
 
     @property
     def dims(self) -> list[tuple[Tensor, int | None]]:
-        """Each tensor with the dimension of its samples; None for one that belongs to no sample.
+        """Each tensor with its batch dimension; None for a tensor that belongs to no sample.
 
-        A mask of padding is ``[B, T]`` also beside ``[T, B, ...]``.
+        With ``batch_first=False`` the batch may also be the first dimension, as in a padding mask ``[B, T]``.
         """
         found = list[tuple[Tensor, int | None]]()
         for i, tensor in enumerate(tensor_leaves(self.arguments)):
@@ -79,16 +79,19 @@ class Batch:
 
     @property
     def of_no_sample(self) -> frozenset[int]:
-        """The positions of tensors without a dimension of samples: one that has it later, has it by chance."""
+        """The positions of tensors without a batch dimension.
+
+        If such a tensor has a dimension of size B in a later call, it has that size by chance.
+        """
         return frozenset(i for i, (_, dim) in enumerate(self.dims) if dim is None)
 
     @property
     def other_candidates(self) -> list[int]:
-        """The positions of tensors, but the first, whose batch dimension has this size by chance, maybe.
+        """The positions of tensors, other than the first, whose batch dimension may have size B by chance.
 
-        Such a tensor is a list of positions, a square mask, or has the batch where others do not. Anything else may
-        hold other samples' data, as the second input of a contrastive model does, and belongs to no sample only if that
-        is certain.
+        Such a tensor is a list of positions, a square mask, or has its batch in another dimension than expected. Any
+        other tensor of this size may hold samples' data, such as the second input of a contrastive model, so it counts
+        as samples.
         """
         found = []
         for i, (tensor, dim) in [one for one in enumerate(self.dims) if one[1][1] is not None][1:]:
@@ -111,7 +114,7 @@ class Batch:
         return _mapped(take, self.arguments)
 
     def finite_samples(self, number: int) -> list[int]:
-        """Return the first ``number`` samples without NaN or inf, or with -inf if need be; fewer if there are few."""
+        """Return the first ``number`` samples without NaN or inf, or fewer; -inf is accepted if there are too few."""
         found: list[int] = []
         for masked in (False, True):  # masks may have -inf
             if len(found) >= number:
@@ -128,11 +131,11 @@ class Batch:
 
 
 def signature(arguments: Arguments, sizes: bool) -> Hashable:
-    """Return what tells one way of calling a module from another: all but the sizes of tensors.
+    """Return a key for one way of calling a module, which includes everything but the sizes of tensors.
 
     Args:
         arguments: The arguments of one call.
-        sizes: Tell sizes of 1 from others, too: what is one token now may be several in the next call.
+        sizes: Whether the key distinguishes size 1 from other sizes: one token in this call may be several in the next.
     """
     leaves, spec = _flat(arguments)
     return spec if spec is _CALL else str(spec), tuple([_form(leaf, sizes) for leaf in leaves])
@@ -145,12 +148,12 @@ def _form(leaf: Any, sizes: bool) -> Hashable:
 
 
 def promoted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
-    """Return the arguments with floating-point and complex tensors in no less than the precision of ``dtype``."""
+    """Return the arguments with floating-point and complex tensors promoted to at least the precision of ``dtype``."""
     return _mapped(lambda x: x.detach().to(promoted_type(x, dtype)) if isinstance(x, Tensor) else x, arguments)
 
 
 def promoted_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of ``tensor``; of floating-point and complex numbers one no less precise than ``dtype``."""
+    """Return the dtype of ``tensor``, promoted to at least ``dtype`` if it is floating-point or complex."""
     return torch.promote_types(tensor.dtype, dtype) if dtype is not None and is_inexact(tensor) else tensor.dtype
 
 
@@ -160,30 +163,30 @@ def _mapped(function: Callable[[Any], Any], arguments: Arguments) -> Arguments:
 
 
 def changes_of(tensor: Tensor) -> int:
-    """Return how often ``tensor`` was written into; 0 for one made in inference mode, which does not count."""
+    """Return how often ``tensor`` was written in place; 0 for an inference tensor, whose writes are not counted."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
 Versions = list[tuple[Tensor, int]]
-"""Tensors with the number of times that each was written into."""
+"""Tensors, each with the number of in-place writes so far."""
 
 
 def versions_of(tensors: Iterable[Tensor]) -> Versions:
-    """Return ``tensors`` with their versions now."""
+    """Return ``tensors`` with their present versions."""
     return [(tensor, changes_of(tensor)) for tensor in tensors]
 
 
 def written(versions: Versions) -> list[Tensor]:
-    """Return the tensors that have been written into since `versions_of`."""
+    """Return the tensors that were written in place since `versions_of`."""
     return [tensor for tensor, version in versions if changes_of(tensor) != version]
 
 
 _LONE, _CALL = object(), object()
-"""Marks of one tensor, which most layers return, and of a call with one tensor: both come many times in a step."""
+"""Specs of a single tensor and of a call with one tensor: shortcuts, because both occur many times in a step."""
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves, and what puts them together."""
+    """Return the leaves of ``tree``, and the spec that rebuilds it from them."""
     if type(tree) is Tensor:
         return [tree], _LONE
     if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict:
@@ -194,13 +197,13 @@ def _flat(tree: Any) -> tuple[list[Any], Any]:
 
 
 class Skeleton:
-    """Nested tuples, lists and dicts without their tensors.
+    """The structure of nested tuples, lists and dicts, separate from the tensors in it.
 
     Args:
-        tree: With tensors.
+        tree: The nested structure, with tensors.
 
     Attributes:
-        tensors: The tensors, in order; `release` forgets them.
+        tensors: The tensors, in order, until `release`.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -217,12 +220,12 @@ class Skeleton:
         return len(self._places)
 
     def release(self) -> list[Tensor]:
-        """Return the tensors and forget them."""
+        """Return the tensors and drop the references to them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def fill(self, tensors: Gradients) -> Any:
-        """Return the tree with ``tensors`` in the places of its own."""
+        """Return the tree with ``tensors`` in the places of the original tensors."""
         if self._spec is _LONE:
             return tensors[0]
         if self._spec is _CALL:

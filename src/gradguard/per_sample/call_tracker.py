@@ -1,4 +1,4 @@
-"""Follows a module's calls: knows which layer runs, what to do with it, and what a gradient that went past it means."""
+"""Hooks that follow a module's calls: which layer runs, by which plan, and whether a gradient bypassed the layers."""
 
 import weakref
 from collections import defaultdict
@@ -73,24 +73,24 @@ _MOST_CARRIED = 4
 """Calls of one mini-batch of which a sample runs alone before and after."""
 
 _UNREAD = LossCheck("share", True, lambda: 1.0, reads=False)
-"""The check of a clipper that is no more."""
+"""The loss check that stands in once the clipper is freed."""
 
 
 class CallTracker:
-    """Hooks on every layer of ``module``, until `remove`.
+    """Follow the calls of every layer of ``module`` by hooks, until `remove`.
 
     Args:
         module: The outermost module.
-        batch_first: Whether the batch is the first dimension of what it is called with.
-        names: The name of each parameter by where it is held; several places may hold one.
-        reduction: Relation of the loss to the samples' losses, ``"mean"`` or ``"sum"``.
-        rehearse: Called with this object and a call before it, if it is of a new kind or size: what tries out whether
-            per-sample gradients will be right; None for no trial.
-        loss_check: Looks at the loss of such a call; it is not kept alive.
+        batch_first: Whether the batch is the first dimension of the module's arguments.
+        names: The name of the parameter at each module and attribute; several of these may hold one parameter.
+        reduction: Relation of the loss to the samples' losses: ``"mean"``, ``"sum"``, ``"token_mean"`` or ``"share"``.
+        rehearse: Verifies per-sample gradients on a few samples. Called with this object and an outermost call before
+            the call runs, if it is of a new kind or size. None for no verification.
+        loss_check: Checks the loss of the calls; this object does not keep it alive.
 
     Attributes:
-        planner: The plans, and whether they have been verified.
-        reduction: As it was given.
+        planner: The plans of calls, and the batch sizes that they were verified with.
+        reduction: The argument of the same name.
         trained: Names of the parameters that were trained when the module was last called.
         last_calls: The last call of each outermost module.
         witness: Runs a sample of some mini-batches alone again.
@@ -105,7 +105,8 @@ class CallTracker:
         rehearse: "Callable[[CallTracker, OuterCall], None] | None" = None,
         loss_check: LossCheck | None = None,
     ) -> None:
-        # Not held: a module leads here, and the graph of a loss, which no garbage collector sees, to the module.
+        # A weak reference: the module refers to this object, and the loss's autograd graph, which the garbage
+        # collector cannot traverse, refers to the module. A strong one would close a cycle that is never freed.
         self._loss_check_of_clipper = weakref.ref(_UNREAD if loss_check is None else loss_check)
         self._module, self.batch_first, self._names = module, batch_first, names
         self.reduction, self._rehearse = reduction, rehearse
@@ -143,7 +144,7 @@ class CallTracker:
             for submodule in module.modules():
                 before = submodule.register_forward_pre_hook(ForwardHook(self._enter), with_kwargs=True)
                 self._handles.append(before)
-                # First of all, so that what other hooks keep of the output has passed the tap.
+                # Prepended, so other hooks get the output after its tap.
                 after = submodule.register_forward_hook(
                     ForwardHook(self._leave), prepend=True, with_kwargs=True, always_call=True
                 )
@@ -153,10 +154,10 @@ class CallTracker:
             self.remove()
             raise
         self._guarded: set[int] = set()
-        self._state = StateReader(module)  # our own hooks are a part of it
+        self._state = StateReader(module)  # after the hooks were registered, because it reads hooks too
 
     def remove(self) -> None:
-        """Take all hooks away; calling it again does nothing."""
+        """Remove all hooks; calling it again does nothing."""
         self._loss_check.end()
         while self._handles:
             self._handles.pop().remove()
@@ -170,23 +171,23 @@ class CallTracker:
 
     @property
     def _loss_check(self) -> LossCheck:
-        """The check of the loss, as long as there is a clipper."""
+        """The clipper's loss check, or one that checks nothing after the clipper was freed."""
         return self._loss_check_of_clipper() or _UNREAD
 
     @property
     def collector(self) -> GradientCollector:
-        """The gradients that backward brings."""
+        """The collector of the gradients of backward."""
         return self._capture.collector
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Return the parameter that now stands where ``name`` is held; see `parameters`."""
+        """Return the parameter that the module now holds under ``name``; see `parameters`."""
         return self.parameters([name])[name]
 
     def parameters(self, names: Iterable[str] | None = None) -> dict[str, nn.Parameter]:
-        """Return the parameters that now stand where ``names`` are held; all without them.
+        """Return the parameters that the module now holds under ``names``, or all parameters if it is None.
 
         Raises:
-            UnsupportedGradientError: If there is none any more, two were tied, or one was added.
+            UnsupportedGradientError: If a parameter is gone, untied, tied to another, or was added.
         """
         modules = [*self._module.modules()] if self.planner.sharded else self._state.modules
         held = parameters_in(modules)
@@ -195,12 +196,12 @@ class CallTracker:
             for name, parameter in zip(self._names.values(), parameters_at(self._names), strict=True):
                 if parameter is None or found.setdefault(name, parameter) is not parameter:
                     raise UnsupportedGradientError(
-                        f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() "
+                        f"parameter {name} is gone from the module, or no longer tied as before: call clipper.detach() "
                         "and make a new clipper."
                     )
             if len(set(map(id, found.values()))) < len(found):
                 raise UnsupportedGradientError(
-                    "two parameters were tied after the clipper was made, so that each would get a part of one "
+                    "two parameters were tied after the clipper was made, so each name would get only a part of their "
                     "gradient: call clipper.detach() and make a new clipper."
                 )
             refuse_new_parameters(self._module, self._names)
@@ -208,24 +209,28 @@ class CallTracker:
         return self._by_name if names is None else {name: self._by_name[name] for name in names}
 
     def refuse_hooks(self) -> None:
-        """Check that no trained parameter has a hook: no gradient comes to it, so that the hook would not run.
+        """Check that no trained parameter has a hook, which would never run because no gradient reaches the parameter.
 
         Raises:
-            UnsupportedGradientError: If one has.
+            UnsupportedGradientError: If a trained parameter has a hook.
         """
         for name, parameter in self.parameters().items():
             hooks = hooks_of_tensor(parameter) if name in self.trained else []
             if any(getattr(hook, "func", None) is not _bypassed for hook in hooks):
                 raise UnsupportedGradientError(
                     f"parameter {name} has a hook (register_hook, register_post_accumulate_grad_hook), which never "
-                    "runs: samples' gradients are computed beside the parameter. Remove the hook, and freeze the "
-                    "parameter, put a mask into forward, or change .grad after pre_step(). Nothing of this mini-batch "
-                    "was clipped."
+                    "runs: per-sample gradients are computed without autograd reaching the parameter. Remove the hook. "
+                    "Instead, freeze the parameter, put a mask into forward, or change .grad after pre_step(). Nothing "
+                    "of this mini-batch was clipped."
                 )
 
     def verified(self, conclusive: bool) -> None:
-        """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
-        # A sharded layer has others while it is gathered.
+        """Record that the gradients of the last calls are right.
+
+        Args:
+            conclusive: Whether calls of the same kind and batch size need no further verification.
+        """
+        # A sharded layer holds other parameters while it is gathered.
         if not self.planner.sharded and (held := self.parameters()) is not self._seen:
             refuse_stand_ins(self._seen, held)
         while self._unverified:
@@ -240,10 +245,10 @@ class CallTracker:
 
     @contextmanager
     def collect_separately(self, pattern: CallPattern) -> Iterator[GradientCollector]:
-        """Gather into another `GradientCollector` in a block that calls the module in one way for another purpose."""
+        """Collect gradients in a separate `GradientCollector`, in a block that calls the module by ``pattern``."""
         capture = self._capture
         before = capture.collector, dict(self.last_calls), list(self._unverified)
-        size, verifying = capture.batch_size, capture.verifying  # which a checkpoint needs again in backward
+        size, verifying = capture.batch_size, capture.verifying  # a checkpoint reads these again in backward
         capture.collector = GradientCollector(before[0].shared | self.planner.shared)
         self._rehearsed = pattern
         try:
@@ -255,7 +260,7 @@ class CallTracker:
 
     @contextmanager
     def _observed_by(self, observer: CallObserver) -> Iterator[None]:
-        """Let ``observer`` hear of the calls in a block, and nobody else."""
+        """Report the calls in a block to ``observer`` only."""
         self._observer = observer
         try:
             yield
@@ -264,14 +269,14 @@ class CallTracker:
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Do nothing in a block that runs the module for another purpose."""
+        """Make the clipper's hooks do nothing in a block that runs the module for another purpose."""
         before, self._quiet = self._quiet, True
         try:
             yield
         finally:
             self._quiet = before
 
-    # What the hooks do
+    # The hooks
 
     @never_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -291,7 +296,7 @@ class CallTracker:
             notes = self._trace is not None
         caller = self._stack[-1] if self._stack else None
         running = RunningCall(module, self._next_plan(module), caller, (args, kwargs))
-        # Hooks of others run between the two of the clipper's, where parameters are kept from autograd.
+        # Other hooks run between the clipper's two, while parameters are withheld from autograd.
         running.exposed = hook_order(module) != self._hooks[module]
         if caller is None and self._witnessed is not None:
             self._witnessed.draws = running.places.enter_context(Draws())
@@ -330,7 +335,7 @@ class CallTracker:
                 one_by_one = is_outermost and self._look_at_operations(module, returned)
                 if is_outermost and self._witnessed is not None:
                     witnessed, self._witnessed = self._witnessed, None
-                    # or no longer, because of what it did just now
+                    # Looking at its operations may just have made the pattern run its samples one by one.
                     follows = not one_by_one and not self.last_calls[module].pattern.looped
                     tapped = self._capture.tap_loop(witnessed, returned, witnessed=follows)
                     changed = changed if tapped is None else tapped
@@ -338,12 +343,12 @@ class CallTracker:
                 self._look_at_what_is_kept(module)
             return self._refuse_unowned(module, changed, output)
         except UnsupportedGradientError:
-            self.planner.forget()  # so that the next step looks at the model again
+            self.planner.forget()  # the next step examines the model again
             raise
         finally:
             if is_outermost:
                 self._trace = None
-            elif self._trace is not None and running.notes:  # what follows is noted
+            elif self._trace is not None and running.notes:  # the caller's operations are traced again
                 self._trace.made(output if changed is None else changed)
                 self._trace.resume()
 
@@ -369,21 +374,20 @@ class CallTracker:
             self._carried.pop().check()
 
     def _look_at_operations(self, module: nn.Module, output: Any) -> bool:
-        """An outermost call ends: look closely at it if it did what no call has done that was found to be right.
+        """Verify an outermost call that just ended, if it did operations that no verified call has done.
 
         Returns:
-            Whether the samples of this call run one by one, for too few are finite to see whether they are separate;
-            what it did is then as new as before.
+            Whether too few samples are finite to verify that samples are separate. The operations are then not learned.
 
         Raises:
-            UnsupportedGradientError: If samples are found to be mixed, or it cannot be looked at.
+            UnsupportedGradientError: If the call mixes samples, or cannot be verified.
         """
         trace, self._trace = self._trace, None
         if trace is None:
             return False
         trace.ends(Skeleton(output).tensors)
         if self._rehearsed is not None:
-            if not self._rehearsed.sizes:  # two samples are compared in this trial, not sizes alone
+            if not self._rehearsed.sizes:  # this rehearsal compares gradients of two samples, and not outputs alone
                 self._rehearsed.operations.learn(trace)
             return False
         call = self.last_calls[module]
@@ -397,7 +401,7 @@ class CallTracker:
                 )
             number = min(2, call.batch_size)
             few = len(call.batch.finite_samples(number)) < number
-            # A small batch whose samples all run alone shows as much as a trial does.
+            # If all samples of a small batch run alone, a rehearsal would verify nothing more.
             all_alone = call.batch_size <= MANY and call.pattern.operations.knows(trace)
             self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
             if few:
@@ -410,7 +414,7 @@ class CallTracker:
         return False
 
     def _look_again(self, call: OuterCall, outputs: Sequence[Tensor], tries: bool) -> None:
-        """Try a call out once more if ``tries``, and let its samples run alone, because of what it did."""
+        """Rehearse a call once more if ``tries``, and let its samples run alone, because its operations are new."""
         witnessed, self._witnessed = self._witnessed, None
         with substituted(self._buffers_before):
             if tries and call.pattern.sizes and self._rehearse is not None:
@@ -425,16 +429,17 @@ class CallTracker:
                 witnessed = self._record_now(call, outputs)
         if witnessed is None:
             raise UnsupportedGradientError(
-                f"{type(call.pattern.module).__name__} did something that it had not done before, and it could not be "
-                "run again to see whether it treats samples apart: it keeps something from call to call, such as a "
-                "counter, or draws numbers of Python's or NumPy's for the first time. Hold a counter in a buffer "
-                "(register_buffer), which is put back; or repeat this step, which is looked at from its beginning."
+                f"{type(call.pattern.module).__name__} did operations that it had not done before, and a second run "
+                "did not return the same, so the clipper cannot verify that it keeps samples separate. The module "
+                "keeps a value from call to call, such as a counter, or draws numbers from Python's or NumPy's "
+                "generator for the first time. Hold a counter in a buffer (register_buffer), which the clipper "
+                "restores; or repeat this step, which is then recorded from its beginning."
             )
         self._take_samples(witnessed, call, MANY)
         self._witnessed = witnessed
 
     def _take_samples(self, witnessed: LoopedCall, call: OuterCall, number: int) -> None:
-        """Let some samples of a call that has just run be run alone, unless it has written into its arguments."""
+        """Take samples of a call that has just run, to run them alone later, unless it wrote into its arguments."""
         if written(self._given):
             return
         self.witness.look_at(number)
@@ -443,7 +448,7 @@ class CallTracker:
                 witnessed.taken[sample] = call.batch.samples([sample])
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
-        """An outermost call starts."""
+        """Choose the plan of an outermost call that starts, and verify the call beforehand if its kind is new."""
         state = self._look_at_state()
         self._look_at_trained()
         self.planner.restart()
@@ -479,7 +484,7 @@ class CallTracker:
             self.planner.patterns[kind, self._state.passed()] = pattern
             self.witness.begin_again()
         if self._capture.verifying and None in pattern.output_axes:
-            self.witness.look_at(MANY)  # the trial compares rows that are returned, and a loss has none
+            self.witness.look_at(MANY)  # the rehearsal compares rows of outputs, and a returned loss has none
         if uses_trained and not rehearsal and self.collector.mini_batch is None:
             verifying, pulls = self._capture.verifying, not self.planner.sharded
             self._loss_check.look_between(module, call.batch, verifying)
@@ -504,8 +509,8 @@ class CallTracker:
         self._state_before = None if self._witnessed is not None else states(accelerators_of(self._seen.values()))
 
     def _look_at_state(self) -> int:
-        """Look whether the model may compute something else than in the last call; return the number of its state."""
-        if self.planner.sharded:  # each process has attributes of its own, and must do as the others do
+        """Check whether the model's state changed since the last call; return the number of its state."""
+        if self.planner.sharded:  # attributes may differ between processes, which must all make the same collectives
             refuse_batch_norm(self._module)
             return 0
         if self._rehearsed is not None and self._sound is not None:
@@ -520,7 +525,7 @@ class CallTracker:
         return state
 
     def _record(self, call: OuterCall) -> LoopedCall:
-        """Take note of a call, so that one sample of it can be run alone again."""
+        """Record a call that starts, in order to run samples of it alone later."""
         self.witness.watch(self.collector)
         loop = self.looped_call(call)
         for sample in self.witness.samples(call.batch_size):
@@ -530,14 +535,14 @@ class CallTracker:
         return loop
 
     def _record_now(self, call: OuterCall, outputs: Sequence[Tensor]) -> LoopedCall | None:
-        """Take note of a call that has just run, with the random numbers that it draws when it runs again.
+        """Record a call that has just run, by running it again to record its random numbers.
 
         Args:
             call: The call.
             outputs: The tensors that it returned.
 
         Returns:
-            None if it gives something else when it runs again.
+            The recorded call; None if the second run returned something else, or the call wrote into its arguments.
         """
         if written(self._given):
             return None
@@ -558,7 +563,7 @@ class CallTracker:
         return loop if all(same) else None
 
     def looped_call(self, call: OuterCall, order: Sequence[int] | None = None) -> LoopedCall:
-        """Return ``call``, or the samples of it in ``order``, as one that is repeated sample by sample."""
+        """Return ``call``, or its samples in ``order``, as a call that can be repeated sample by sample."""
         inside = set(call.pattern.module.modules())
         trained = {name: self.aliases[name] for name in sorted(self.trained)}
         places = {name: slots for name, slots in trained.items() if any(module in inside for module, _ in slots)}
@@ -566,10 +571,10 @@ class CallTracker:
         return LoopedCall(call, self.reduction, places, self.quietly, call.pattern.precision, order)
 
     def _start_loop(self, loop: LoopedCall) -> RunningCall:
-        """The batch of a looped call starts."""
+        """Prepare the run of the whole batch of a looped call."""
         running = RunningCall(loop.module, _NOTHING, None, loop.call.arguments)
         loop.before = frozen(loop.module, loop.call.pattern.changes_buffers)
-        passes_on = any(tensor.requires_grad for tensor in tensor_leaves(running.arguments))  # to an earlier call, say
+        passes_on = any(tensor.requires_grad for tensor in tensor_leaves(running.arguments))  # e.g. an earlier call's
         if self._capture.verifying or passes_on:
             self._capture.put_leaves(running, loop.places)
             loop.leaves = running.leaves
@@ -577,7 +582,7 @@ class CallTracker:
         return running
 
     def _refuse_unowned(self, module: nn.Module, changed: Any, output: Any) -> Any:
-        """Let a gradient of a tensor that belongs to no sample be an error, where the outermost module returned it."""
+        """Register an output's gradient as an error, for outputs of the outermost module that belong to no sample."""
         if self._stack or self._rehearsed is not None or not self._capture.batch_size or module not in self.last_calls:
             return changed
         pattern = self.last_calls[module].pattern
@@ -590,7 +595,7 @@ class CallTracker:
         return changed
 
     def _look_at_trained(self) -> None:
-        """See which parameters are trained now."""
+        """Read which parameters are trained now, and put a hook on each that detects a bypassed layer."""
         parameters = self.parameters()
         if self._rehearsed is None and parameters is not self._seen:
             refuse_stand_ins(parameters)
@@ -610,7 +615,7 @@ class CallTracker:
         self.trained = trained
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
-        """The plan of this call of ``module``."""
+        """Return the plan of this call of ``module``."""
         if self._capture.batch_size == 0:
             return _NOTHING
         plan = self.planner.next(module)
@@ -623,17 +628,18 @@ class CallTracker:
         self.planner.unexpected()
         if again:
             raise UnsupportedGradientError(
-                f"a checkpoint runs {type(module).__name__} again in backward, beside parameters that the checkpointed "
-                "code uses by itself: expected these and the layers in a module of their own. Give checkpoint() that "
-                "module, as checkpoint(self.block, x, use_reentrant=False), in place of a method or function."
+                f"a checkpoint runs {type(module).__name__} again in backward, and the checkpointed code also uses "
+                "parameters itself: expected these parameters and the layers in a module of their own. Pass that "
+                "module to checkpoint(), as checkpoint(self.block, x, use_reentrant=False), and not a method or "
+                "function."
             )
         raise UnsupportedGradientError(
-            f"{type(module).__name__} did not run when the model was looked at, so how it treats samples is not known. "
-            "Repeat this step: the model is looked at again. (Nothing was clipped yet.)"
+            f"{type(module).__name__} did not run when the clipper examined the model, so it is unknown how this layer "
+            "treats samples. Repeat this step: the clipper then examines the model again. (Nothing was clipped yet.)"
         )
 
     def recover(self) -> None:
-        """Give back what calls that were cut short (an interrupt from the keyboard) have withheld."""
+        """Restore the parameters that interrupted calls (by Ctrl-C, for example) have withheld."""
         self._loop = self._witnessed = None
         if self._trace is not None:
             self._trace.pause()
@@ -645,8 +651,12 @@ class CallTracker:
             self._stack.pop().give_back()
 
     def bypassed(self, name: str, parameter: Tensor) -> None:
-        """A gradient reached a parameter past the layers."""
-        if self._quiet or parameter.grad is None:  # none came where the loss left a result out
+        """Refuse a gradient that reached a parameter directly, unless it belongs to a checkpoint's repeated forward.
+
+        Raises:
+            UnsupportedGradientError: If the parameter was used outside of the module's forward.
+        """
+        if self._quiet or parameter.grad is None:  # autograd calls the hook without a gradient for unused outputs
             return
         if name in self._without_gradient:
             gradient, parameter.grad = parameter.grad, None
@@ -655,15 +665,15 @@ class CallTracker:
         self.collector.discard()
         self.planner.forget()
         raise UnsupportedGradientError(
-            f"parameter {name} was used outside of the module's forward (in the loss, say, or by code that the module "
-            "does not call through a layer), so what each sample contributes there is not known. Use it inside "
+            f"parameter {name} was used outside of the module's forward (in the loss, for example, or by code that the "
+            "module does not call through a layer), so each sample's contribution there is unknown. Use it inside "
             "forward; or, for a penalty on weights, give the optimizer weight_decay. For an ordinary backward, call "
-            "clipper.detach() first. If forward has used it for the first time now, repeat this step."
+            "clipper.detach() first. If forward has now used it for the first time, repeat this step."
         )
 
 
 def _bypassed(tracker: "weakref.ref[CallTracker]", name: str, parameter: Tensor) -> None:
-    """Does not keep what follows alive: a cycle through the hook of a tensor, which it leads to, is never freed."""
+    """Report a parameter's gradient to the tracker, held weakly: a cycle through a tensor's hook is never freed."""
     if (found := tracker()) is not None:
         found.bypassed(name, parameter)
 
@@ -674,7 +684,7 @@ def _refuse(words: str, gradient: Tensor | None) -> None:
 
 
 def run_uncompiled(module: nn.Module) -> Callable[[], None]:
-    """Let what is compiled in ``module`` run layer by layer, as it was written; return what ends that."""
+    """Run compiled modules in ``module`` layer by layer, uncompiled; return a function that ends this."""
     stack = ExitStack()
     for part in module.modules():
         stack.callback(stop_compiling(part))
@@ -682,7 +692,7 @@ def run_uncompiled(module: nn.Module) -> Callable[[], None]:
 
 
 def places_of_parameters(module: nn.Module) -> dict[Slot, str]:
-    """Return the first name of each parameter, by each place that holds it."""
+    """Return, for each module and attribute that holds a parameter, the parameter's first name."""
     first: dict[int, str] = {}
     found = {}
     for prefix, layer in module.named_modules():

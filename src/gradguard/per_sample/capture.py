@@ -1,11 +1,12 @@
-"""The work at the start and at the end of one call of a layer.
+"""Preparation of each call of a layer, and the taps on its outputs.
 
-While a layer runs, its parameters do not require grad, so autograd never computes their gradients; what it returns
-passes through a `tap`, which in backward hands over the layer's input and the gradient of its output.
+While a layer runs, its parameters do not require grad, so autograd never computes their gradients. The layer's outputs
+pass through a `tap`, which in backward receives the gradients of the outputs and passes them on to the mini-batch,
+together with the layer's inputs.
 
-Code that uses parameters by itself runs with leaves of its own in their places. Autograd adds up the plain gradient of
-this one call there, and the per-sample gradients must add up to the same: a value that left the code on any other way
-than through the tap is noticed so. On a step that is to be verified, layers with a rule get such leaves too.
+Code that uses parameters itself runs with leaves in their places. Autograd accumulates the plain gradient of this one
+call in the leaves, and the per-sample gradients must add up to that gradient. If a value left the code without passing
+a tap, the two differ. On a step that is to be verified, layers with a rule get such leaves too.
 """
 
 import threading
@@ -48,18 +49,18 @@ from gradguard.state.generators import device_state
 from gradguard.torch_private import current_graph_task, parameter_slots
 
 Receiver = Callable[[Sequence[Tensor], Gradients, int], None]
-"""Called in backward with the saved tensors, the gradient of each value (None where none came), and the number of the
-outermost backward."""
+"""Called in backward with the saved tensors, the gradient of each value (None where autograd gave none), and the id of
+the outermost backward."""
 
 
 _silent = threading.local()
 _silent_tasks: set[int] = set()
-"""Numbers of backwards that are not the user's: those on an accelerator run in threads of autograd's own."""
+"""Ids of backwards that are not the user's; `_silent` does not reach autograd's threads for accelerators."""
 
 
 @contextmanager
 def silent_taps(root: Node) -> Iterator[None]:
-    """Let gradients pass unread in backwards of this thread from ``root``, which are not the user's."""
+    """Make taps ignore gradients in a block that runs the clipper's own backwards from ``root`` in this thread."""
     before, tasks = getattr(_silent, "now", False), set[int]()
 
     def begins(gradients: Any) -> None:
@@ -77,37 +78,36 @@ def silent_taps(root: Node) -> Iterator[None]:
 
 
 def taps_are_silent() -> bool:
-    """Tell whether this thread's backward is not the user's."""
+    """Return whether this thread is inside `silent_taps`."""
     return getattr(_silent, "now", False)
 
 
 class Tap(torch.autograd.Function):
-    """The identity; known to who reads the loss's graph by its name."""
+    """An identity whose backward calls a `Receiver`. Readers of the loss's graph recognise it by its name."""
 
     @staticmethod
     def forward(ctx: Any, receive: Receiver, saved: tuple[Tensor, ...], anchor: Tensor, *values: Tensor) -> Any:
-        """Return the values; save what is to be handed back."""
-        del anchor  # it requires grad, so that backward comes by even where nothing before this value is trained
+        """Return the values, and save the tensors for the receiver."""
+        del anchor  # it requires grad, so backward reaches this node even if nothing before it is trained
         ctx.receive = receive
-        ctx.made_in = (
-            current_graph_task()
-        )  # a checkpoint that runs forward again in backward does this backward in its own
+        # A reentrant checkpoint repeats the forward inside a backward, and runs this node's backward in a nested one.
+        ctx.made_in = current_graph_task()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)  # so a value that is changed in place later is autograd's own error
+        ctx.save_for_backward(*saved)  # autograd then raises its own error if one is changed in place later
         results = [value.detach() for value in values]
         return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Hand the gradients over, and pass them on."""
+        """Call the receiver with the gradients, and return them unchanged."""
         task = current_graph_task() if ctx.made_in == -1 else ctx.made_in
         if taps_are_silent() or task in _silent_tasks:
             return None, None, None, *grads
         if torch.is_grad_enabled():
             raise UnsupportedGradientError(
-                "a backward with create_graph=True went through a module whose per-sample gradients are clipped: a "
-                "gradient of gradients also depends on the weights in ways that are not followed. Call "
-                "clipper.detach() before it, or leave the gradient penalty away."
+                "a backward with create_graph=True went through a module whose per-sample gradients are clipped: the "
+                "gradient of a gradient also depends on the weights in ways that the clipper does not follow. Call "
+                "clipper.detach() first, or remove the gradient penalty."
             )
         ctx.receive(ctx.saved_tensors, grads, task)
         return None, None, None, *grads
@@ -117,9 +117,9 @@ def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequ
     """Return ``values`` passed through an identity that calls ``receive`` in backward.
 
     Args:
-        receive: Called in backward.
-        saved: Tensors to hand back; autograd keeps them as it keeps what an operation saves, so checkpointing and
-            the check for in-place changes work.
+        receive: The function to call in backward.
+        saved: Tensors for ``receive``. Autograd stores them as saved tensors of an operation, so checkpointing and the
+            check for in-place changes work.
         anchor: A scalar that requires grad.
         values: Floating-point tensors.
     """
@@ -128,14 +128,11 @@ def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequ
 
 
 def reaches_inside(roots: Sequence[Any], collector: GradientCollector) -> bool:
-    """Tell whether a backward from ``roots`` comes into a followed module on another way than through its outputs.
+    """Return whether a backward from ``roots`` enters a followed module other than through its outputs.
 
     Args:
         roots: Tensors, gradient edges or nodes.
-        collector: The collector of the module; its outermost outputs are those of looped and witnessed calls.
-
-    Returns:
-        Whether it does.
+        collector: The collector of the module; the taps of looped and witnessed calls stand for its outermost outputs.
     """
     pending = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
     seen = set(pending)
@@ -163,18 +160,18 @@ class RunningCall:
     Attributes:
         module: The module.
         plan: The plan of the call.
-        caller: The call that it was made from; None for the outermost.
-        arguments: The arguments that it gets.
-        withheld: Parameters that do not require grad until it has run.
-        leaves: Stand-ins for parameters until it has run.
-        exposed: Hooks of others run while its parameters are kept from autograd.
-        places: Puts the parameters back into their places.
-        fallback: The run of its own code, for `Treatment.VMAP_FALLBACK`.
-        given: Tensors that layers called by its code have returned, with the version of each.
-        tapped: Tensors that its code called layers with.
-        as_nested: Its entry among what its caller's code called.
-        generator_state: State of the random generator at its start, where the rule asks.
-        notes: The trace goes on when it ends, with its caller.
+        caller: The running call that made this one; None for the outermost.
+        arguments: The arguments of the call.
+        withheld: Parameters whose ``requires_grad`` is switched off until the call ends.
+        leaves: Stand-ins for the parameters until the call ends.
+        exposed: Whether other hooks run while the parameters are withheld from autograd.
+        places: Puts the parameters back into their places when closed.
+        fallback: The record of the module's own code, for `Treatment.VMAP_FALLBACK`.
+        given: Tensors that the module's code got, as arguments or from layers that it called, with their versions.
+        tapped: Tensors that the module's code computed and passed to layers.
+        as_nested: The record of this call among the calls of its caller's code.
+        generator_state: State of the random generator at the start, for a rule that replays a layer with dropout.
+        notes: Whether the trace continues with the caller when this call ends.
     """
 
     module: nn.Module
@@ -193,25 +190,25 @@ class RunningCall:
     notes: bool = False
 
     def give_back(self) -> None:
-        """Let the parameters be as they were before the call."""
+        """Restore the parameters to their state before the call."""
         self.places.close()
         while self.withheld:
             self.withheld.pop().requires_grad_(True)
 
 
 class LayerCapture:
-    """Withholds parameters from autograd and taps values, call by call.
+    """Withhold parameters from autograd and tap values, call by call.
 
     Args:
-        names: The name of each parameter by where it is held.
-        aliases: The places that hold each parameter.
+        names: The name of the parameter at each module and attribute.
+        aliases: The modules and attributes that hold each parameter.
         quietly: Makes a block in which the clipper's own hooks do nothing.
 
     Attributes:
-        collector: Gathers the gradients of backward.
+        collector: Collects the gradients of backward.
         trained: Names of the parameters that are trained now.
-        batch_size: Number of samples in the outermost call.
-        verifying: Let autograd compute the plain gradients as well, to compare with.
+        batch_size: Number of samples in the outermost call; -1 before any.
+        verifying: Whether autograd computes the plain gradients as well, for a comparison.
     """
 
     def __init__(self, names: Mapping[Slot, str], aliases: Mapping[str, Sequence[Slot]], quietly: Quietly) -> None:
@@ -225,12 +222,12 @@ class LayerCapture:
         self._anchors: dict[torch.device, Tensor] = {}
 
     def train(self, names: AbstractSet[str]) -> None:
-        """Take note of which parameters are trained from now on."""
+        """Set the names of the trained parameters."""
         self.trained = names
         self._wanted_of.clear()
 
     def start(self, running: RunningCall) -> Any:
-        """A call starts: return other arguments for it, or None."""
+        """Prepare a call that starts; return the arguments to use instead, or None."""
         changed = None
         if running.caller is not None and running.caller.fallback is not None and running.plan.sees_samples:
             changed = self._tap_nested_call(running, running.caller.fallback)
@@ -239,7 +236,7 @@ class LayerCapture:
         return changed
 
     def end(self, running: RunningCall, output: Any) -> Any:
-        """A call ends: return something else in place of what it returned, or None."""
+        """Tap the output of a call that ends; return the output to use instead, or None."""
         plan, caller = running.plan, running.caller
         changed = None
         if self.batch_size == 0:
@@ -255,21 +252,21 @@ class LayerCapture:
             returned = Skeleton(output if changed is None else changed)
             caller.given += versions_of(returned.tensors)
             running.as_nested.output, running.as_nested.output_axes = returned, plan.outputs
-            if caller.plan.in_place:  # it gets copies to write into
+            if caller.plan.in_place:  # the caller writes into the outputs, so it gets copies
                 changed = returned.fill([tensor.clone() for tensor in returned.tensors])
             returned.release()
         return changed
 
     def _withhold(self, running: RunningCall) -> None:
-        """Keep the parameters that this call uses from autograd until it has run."""
+        """Withhold the parameters that this call uses from autograd until the call ends."""
         plan, module = running.plan, running.module
         if self.batch_size == 0:
             self._hide(running, self._names)
         elif plan.treatment in (Treatment.RULE, Treatment.RESULT):
             if "forward" in vars(module):
                 raise UnsupportedGradientError(
-                    f"the forward of {type(module).__name__} was replaced after the model was looked at, so what it "
-                    "does with its parameters is not known. Replace it before the clipper is made, or repeat this step."
+                    f"the forward of {type(module).__name__} was replaced after the clipper had examined the model, so "
+                    "its use of parameters is unknown. Replace it before the clipper is made, or repeat this step."
                 )
             slots = [(m, slot) for m in module.modules() for slot in parameter_slots(m)]
             if self.verifying or running.exposed:
@@ -279,9 +276,9 @@ class LayerCapture:
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
                 running.generator_state = device_state(next(module.parameters()).device)
         elif plan.treatment is Treatment.OPERATIONS:
-            places = {}  # something that taps the operations with the parameters
+            places = {}  # proxies that tap the operations with the parameters
             for slot, planned in plan.operations.items():
-                name = self._names.get(slot)  # None for a result
+                name = self._names.get(slot)  # None for the result of an embedding
                 if name in self.trained and name is not None:
                     leaf = self._leaves(module).of({name: self._value(*slot)})[name]
                     places[slot] = ParameterProxy.of(leaf, name, planned, partial(self._tap_operation, module, None))
@@ -290,7 +287,7 @@ class LayerCapture:
             self._begin_fallback(running)
 
     def _follow_result(self, running: RunningCall, output: Any) -> Any:
-        """Return what taps the operation that the caller's code does with a layer's result."""
+        """Return a proxy that taps the operation that the caller's code applies to an embedding's result."""
         module, name = running.module, next(iter(self._wanted(running.module).values()), None)
         if name is None:
             return None
@@ -298,8 +295,8 @@ class LayerCapture:
         ids = tensor_leaves(running.arguments)
         if plan is None or len(ids) != 1:
             raise UnsupportedGradientError(
-                f"{type(module).__name__} was called in another way than when the model was looked at. Repeat this "
-                "step: the model is looked at again."
+                f"{type(module).__name__} was called in another way than when the clipper examined the model. Repeat "
+                "this step: the clipper then examines the model again."
             )
         if running.leaves is None:
             output = self._leaves(module).of({name: output.detach()})[name]
@@ -314,12 +311,12 @@ class LayerCapture:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Tensor:
-        """Do an operation with parameters, or with what an embedding has made of some ids, and tap what it gives."""
+        """Do an operation with parameters, or with the result of an embedding, and tap its result."""
         proxies = [one for one in operation.parameters.values() if isinstance(one, ParameterProxy)]
         values, leaves = {one.full_name: one.leaf.detach() for one in proxies}, None
         if source is not None and source[0].leaves is not None:
             values, leaves = {one.full_name: one.leaf for one in proxies}, source[0].leaves
-        elif self.verifying:  # leaves for this operation alone, which get the plain gradient
+        elif self.verifying:  # leaves of this operation alone, which receive its plain gradient
             leaves = self._leaves(module)
             values = leaves.of(values)
         positional = [values[a.full_name] if isinstance(a, ParameterProxy) else a for a in args]
@@ -346,7 +343,7 @@ class LayerCapture:
         return Leaves(module, partial(self.collector.receive_plain, current_graph_task()))
 
     def _used(self, slots: Iterable[Slot]) -> list[str]:
-        """The names of the trained parameters in ``slots``."""
+        """Return the names of the trained parameters in ``slots``, sorted."""
         return sorted({self._names[slot] for slot in slots if slot in self._names} & self.trained)
 
     def _begin_fallback(self, running: RunningCall) -> None:
@@ -354,10 +351,10 @@ class LayerCapture:
         aliases = {name: self._aliases[name] for name in self._used(plan.uses)}
         if not aliases:
             return
-        for name, slots in aliases.items():  # which cannot be given to code whose layer fetches its own shards
+        for name, slots in aliases.items():  # leaves cannot be put into a layer that gathers its own shards
             if any(owner is not module and is_fully_sharded(owner) for owner, _ in slots):
                 raise UnsupportedGradientError(
-                    f"{name} is used by the code of {type(module).__name__} and sharded apart from it: apply "
+                    f"{name} is used by the code of {type(module).__name__} but sharded with another module: apply "
                     f"fully_shard to {type(module).__name__} and not to the layer that holds {name}."
                 )
         arguments = Skeleton(running.arguments)
@@ -377,7 +374,7 @@ class LayerCapture:
         running.given = versions_of(arguments.tensors)
 
     def put_leaves(self, running: RunningCall, aliases: Mapping[str, Sequence[Slot]]) -> dict[str, Tensor]:
-        """Put a leaf of its own into the places of each parameter, until the call has run; return them by name."""
+        """Substitute a leaf for each parameter until the call ends; return the leaves by name."""
         running.leaves = self._leaves(running.module)
         leaf_of = running.leaves.of({name: self._value(*slots[0]) for name, slots in aliases.items()})
         places = {slot: leaf_of[name] for name, slots in aliases.items() for slot in slots}
@@ -385,7 +382,7 @@ class LayerCapture:
         return leaf_of
 
     def _value(self, module: nn.Module, slot: str) -> Tensor:
-        """A parameter as it is now; a copy if it is sharded, because the whole is freed after the forward."""
+        """Return the present value of a parameter, detached; a copy if sharded, as FSDP frees it after the forward."""
         value = parameter_slots(module)[slot]
         assert value is not None
         return value.detach().clone() if self._sharded else value.detach()
@@ -398,7 +395,7 @@ class LayerCapture:
                 running.withheld.append(parameter)
 
     def _tap_nested_call(self, running: RunningCall, code: VmapFallback) -> Any:
-        """Tap what the caller's code has computed and now calls a layer with."""
+        """Tap the arguments of a layer that its caller's own code has computed."""
         arguments, caller = Skeleton(running.arguments), running.caller
         assert caller is not None
         known = {id(tensor) for tensor, _ in caller.given}
@@ -435,7 +432,7 @@ class LayerCapture:
         return self._tap_outputs(returned, saved, partial(self.collector.receive_layer, layer))
 
     def _wanted(self, module: nn.Module) -> dict[str, str]:
-        """The trained parameters of a layer: their names in the layer, and in the whole module."""
+        """Return the trained parameters of a layer: by name in the layer, the name in the whole module."""
         if module not in self._wanted_of:
             self._wanted_of[module] = {
                 f"{prefix}.{slot}" if prefix else slot: name
@@ -448,9 +445,9 @@ class LayerCapture:
     def _tap_fallback(self, running: RunningCall, fallback: VmapFallback, output: Any) -> Any:
         for tensor in written(running.given):
             raise UnsupportedGradientError(
-                f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
-                f"(shape {tuple(tensor.shape)}), and it uses {', '.join(fallback.aliases)} by itself. Write "
-                "x = x + y in place of x += y there."
+                f"the code of {type(running.module).__name__} uses {', '.join(fallback.aliases)} itself, and changed "
+                f"in place a tensor of shape {tuple(tensor.shape)} that it was given or that a layer had returned. "
+                "Write x = x + y in place of x += y there."
             )
         result = Skeleton(output)
         fallback.batch_size = self._samples(running.plan, fallback.arguments.tensors)
@@ -463,15 +460,17 @@ class LayerCapture:
         return self._tap_outputs(result, saved, partial(self.collector.receive_fallback, fallback))
 
     def tap_loop(self, loop: LoopedCall, output: Any, witnessed: bool = False) -> Any:
-        """Tap what a looped call returned; backward goes no further, unless its plain gradients are asked for.
+        """Tap the output of a looped or witnessed call.
+
+        The tap of a looped call ends the backward there, unless leaves collect its plain gradients.
 
         Args:
             loop: The call.
-            output: Its result.
-            witnessed: It is no looped call, but one sample of it will be run alone.
+            output: The output of the module.
+            witnessed: Whether the call is not looped, but a sample of it will run alone.
 
         Returns:
-            The result in its place; None if it stays.
+            The tapped output; None if no tensor in it requires grad.
         """
         returned = Skeleton(output)
         loop.precision = max(loop.precision, loop.draws.precision)
@@ -498,7 +497,7 @@ class LayerCapture:
         saved: Sequence[Tensor],
         receive: Callable[..., None],
     ) -> Any:
-        """Return the outputs with tapped ``values`` in some places."""
+        """Return the outputs with the tapped ``values`` at the positions ``places``."""
         tensors: list[Tensor | None] = list(returned.tensors)
         if len(places) < len(tensors):
             receive = partial(_receive_all, receive, len(tensors), places)
@@ -508,13 +507,16 @@ class LayerCapture:
         return returned.fill(tensors)
 
     def _samples(self, plan: CallPlan, tensors: Sequence[Tensor]) -> int:
-        """Return the number of samples of one call, which must be that of the outermost call.
+        """Return the number of samples of one call, which must equal that of the outermost call.
 
         Raises:
-            UnsupportedGradientError: If it is not, so that the dry run does not hold for this call.
+            UnsupportedGradientError: If it does not, so the plan from the dry run does not fit this call.
         """
         if len(tensors) != len(plan.inputs):
-            raise UnsupportedGradientError("a layer was called with other arguments than in the dry run.")
+            raise UnsupportedGradientError(
+                f"a layer was called with {len(tensors)} tensors now, and with {len(plan.inputs)} when the clipper "
+                "examined the model on a few samples."
+            )
         return self._check_sizes(
             [(t.shape[axis.dim], axis) for t, axis in zip(tensors, plan.inputs, strict=True) if axis is not None]
         )
@@ -525,8 +527,8 @@ class LayerCapture:
         for size, axis in sizes:
             if size % max(1, expected) if axis.flattened else size != expected:
                 raise UnsupportedGradientError(
-                    f"a layer got a tensor with {size} rows where {expected} samples were expected: it does not treat "
-                    "this batch as it treated the first ones."
+                    f"a layer got a tensor with {size} rows where {expected} samples were expected: the model treats "
+                    "this batch in another way than the first ones."
                 )
         return expected
 
@@ -537,7 +539,11 @@ class LayerCapture:
 
 
 def _run_again(func: Any, arguments: Any, roles: Mapping[Tensor, str]) -> Run | None:
-    """Return what does an operation again with other parameters and another operand; None if it has further tensors."""
+    """Return a function that repeats an operation with other parameters and another operand.
+
+    Returns:
+        The function; None if the operation has more or fewer than one other tensor argument.
+    """
     whole = Skeleton(arguments)
     places = [roles.get(tensor, "") for tensor in whole.release()]
     if places.count("") != 1:
@@ -559,7 +565,7 @@ def _receive_all(
     grads: Gradients,
     task: int,
 ) -> None:
-    """Hand over a gradient for each output, None for those that are no floating-point tensors."""
+    """Call ``receive`` with one gradient for each of ``count`` outputs, None at positions that were not tapped."""
     everywhere: list[Tensor | None] = [None] * count
     for place, grad in zip(places, grads, strict=True):
         everywhere[place] = grad
@@ -567,6 +573,6 @@ def _receive_all(
 
 
 def autocast_of(arguments: Skeleton) -> tuple[str, torch.dtype] | None:
-    """Return the device type and dtype of the autocast that is on for the tensors in ``arguments``, or None."""
+    """Return the device type and dtype of the autocast that is enabled for the tensors in ``arguments``, or None."""
     kind = next((t.device.type for t in arguments.tensors), "cpu")
     return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None

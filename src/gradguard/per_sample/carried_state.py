@@ -47,7 +47,7 @@ _BAR = 1e-3
 def as_called(
     module: nn.Module, batch: Batch, autocast: tuple[str, torch.dtype] | None
 ) -> Iterator[Callable[[], None]]:
-    """Run ``module`` in a block as its call ran, but without dropout; afterwards it is as it was.
+    """Run a block under the call's autocast, without dropout, and restore the module afterwards.
 
     Args:
         module: The outermost module.
@@ -55,7 +55,7 @@ def as_called(
         autocast: Device type and dtype of the autocast that the call ran under, or None.
 
     Yields:
-        A function that puts the module back at once.
+        A function that restores the module's state at once.
     """
     device = tensor_leaves(batch.arguments)[0].device
     context = torch.autocast(*autocast) if autocast else outside_autocast(device)

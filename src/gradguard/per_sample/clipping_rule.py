@@ -1,4 +1,4 @@
-"""The promise of a clipping rule, and the check that any rule, a user's own too, keeps it."""
+"""The base class of clipping rules, and the check that every rule, a user's own too, keeps its bound."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,10 +16,10 @@ from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import HALVES, are_readable, wide_dtype
 
 SLACK = 8 * torch.finfo(torch.float32).eps
-"""Room for rounding: norms are up to 2e-7 too small, and factors and products are rounded to float32."""
+"""Relative margin for rounding: norms may be up to 2e-7 too small, and factors and products are rounded to float32."""
 
 TOLERANCE = 1e-6
-"""Relative excess over a threshold up to which `checked_factors` takes a rule's result for rounding."""
+"""Relative excess over a threshold that `checked_factors` still attributes to rounding."""
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -27,30 +27,31 @@ RELATIONS = {"add_or_remove_one": 1.0, "replace_one": 2.0}
 
 
 def slack_for(dtypes: set[torch.dtype]) -> float:
-    """Return the relative room for what rounds: norms, factors, products, and in the end the parameters' dtypes."""
+    """Return the relative margin for the rounding of norms, factors, products and the final gradients in ``dtypes``."""
     if dtypes <= {torch.float64, torch.complex128}:
         return 8 * torch.finfo(torch.float64).eps
     return SLACK + max([torch.finfo(dtype).eps / 2 for dtype in dtypes & set(HALVES)], default=0.0)
 
 
 class NormClipper(ABC):
-    r"""A rule that maps norms :math:`n_i` of samples' gradients to factors :math:`c_i`; base class for one's own.
+    r"""Base class of rules that map the norms :math:`n_i` of samples' gradients to factors :math:`c_i`.
 
-    A rule states its ``thresholds``, and promises :math:`c_i n_i \le C`. A rule of one's own is held to that promise
-    at every call (`checked_factors`), so it needs no care about rounding, NaN or infinity. For private training a
-    sample's factor must follow from its own norms alone.
+    A rule states its ``thresholds``, and promises :math:`c_i n_i \le C`. `checked_factors` enforces this promise at
+    every call of a rule that is not gradguard's, so such a rule needs no care about rounding, NaN or infinity. For
+    private training a sample's factor must depend on its own norms alone.
 
-    Guarantees (of the rules here, and of any other after `checked_factors`):
-        - With factors ``C / (norm * (1 + slack))``, the norm of ``factor * gradient`` stays within ``C`` although
-          norms are measured, and products rounded, in float32. Thresholds below 1e-30 leave the range of float32,
-          where elements that underflow may exceed them.
+    Guarantees (of gradguard's rules, and of any other after `checked_factors`):
+        - With factors ``C / (norm * (1 + slack))``, the norm of ``factor * gradient`` is at most ``C``, although
+          norms are measured, and products rounded, in float32. Thresholds below 1e-30 leave the range of float32:
+          there, elements that underflow may exceed them.
         - A sample whose norm is NaN or infinite gets the factor 0.
 
     Attributes:
-        groups: Which parameters have a norm together, by their names; every trained parameter stands in one group.
-            Empty for one group of them all. A rule with several fills it in `prepare`.
-        slack: Relative room for rounding; a clipper of half-precision gradients raises it by half their eps.
-        names: The names of the trained parameters, in the order of the norms; known after `prepare`.
+        groups: Lists of parameter names; the parameters of one group have one norm together. Every trained parameter
+            must be in exactly one group. Empty means one group of all parameters. A rule with several groups sets them
+            in `prepare`.
+        slack: Relative margin for rounding; a clipper of half-precision gradients raises it by half their eps.
+        names: The names of the trained parameters, in the order of the norms; set by `prepare`.
 
     Example:
         >>> class Normalize(NormClipper):
@@ -67,7 +68,7 @@ class NormClipper(ABC):
 
     @abstractmethod
     def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
-        """Return one tensor of factors for each of ``norms``, of the same shape.
+        """Return one tensor of factors for each tensor of norms, of the same shape.
 
         Args:
             norms: float64 tensors ``[B]``, one for each of the ``groups``.
@@ -79,33 +80,33 @@ class NormClipper(ABC):
         """Return the bound on the norm of each of the ``groups``, in their order."""
 
     def prepare(self, names: list[str]) -> None:
-        """Learn the names of the trained parameters, in the order of the norms; called before any norms."""
+        """Store the names of the trained parameters, in the order of the norms; called before any norms."""
         self.names = tuple(names)
 
     def finish_step(self) -> None:  # noqa: B027 - most rules have nothing to do
-        """Take note that a logical step, of any number of mini-batches, has ended."""
+        """End a logical step of any number of mini-batches."""
 
     def drop_step(self) -> None:  # noqa: B027 - most rules have nothing to do
-        """Forget the mini-batches since the last step: they were thrown away."""
+        """Drop the mini-batches since the last step, because the clipper discarded them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what changes during training: nothing, unless a subclass says otherwise."""
+        """Return the state that changes during training; empty unless a subclass overrides this method."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned: nothing. A subclass that saves something takes it back itself.
+        """Check that the saved state is empty; a subclass with a state overrides this method to load it.
 
         Raises:
-            InvalidValueError: If something was saved.
+            InvalidValueError: If ``state_dict`` is not empty.
         """
         check_keys(self, state_dict, {})
 
     def sensitivity(self, relation: str) -> float:
-        r"""Return how far one sample can move the clipped *sum*: :math:`\sqrt{\sum_l C_l^2}`, or twice that.
+        r"""Return the largest L2 change of the clipped *sum* by one sample: :math:`\sqrt{\sum_l C_l^2}`, or twice that.
 
         Args:
-            relation: ``"add_or_remove_one"`` if a sample comes or goes; ``"replace_one"``, twice as far, if another
-                takes its place.
+            relation: ``"add_or_remove_one"`` if a sample is added or removed; ``"replace_one"``, for twice the change,
+                if another sample replaces it.
 
         Raises:
             InvalidValueError: If ``relation`` is neither.
@@ -115,45 +116,47 @@ class NormClipper(ABC):
         return RELATIONS[relation] * math.hypot(*self.thresholds)
 
     def largest_factors(self, norms: Tensor, threshold: float) -> Tensor:
-        """Return the largest factors, above 1 too, with which these norms stay within ``threshold``; see `SLACK`.
+        """Return the largest factors, which may exceed 1, with which the norms stay within ``threshold``; see `SLACK`.
 
-        A threshold of 0 gives 0, of infinity infinity; a norm of 0 gives infinity; a NaN or infinite norm gives 0.
+        A threshold of 0 gives the factor 0, and an infinite threshold gives infinity. A norm of 0 gives infinity; a NaN
+        or infinite norm gives 0.
         """
         norms = norms.to(wide_dtype(norms.device))
-        bound = torch.tensor(threshold / (1 + self.slack), dtype=norms.dtype, device="cpu")  # not a launch
+        bound = torch.tensor(threshold / (1 + self.slack), dtype=norms.dtype, device="cpu")  # avoids a kernel launch
         factors = (bound / norms).nan_to_num_(0.0, torch.inf)
-        if factors.dtype is torch.float64:  # float32 holds multiples of this number: to nearest may be up, by half
+        # Round down to multiples of float32's smallest number, because a conversion to nearest could round up.
+        if factors.dtype is torch.float64:
             factors.mul_(2.0**149).floor_().mul_(2.0**-149)
         return factors
 
 
 def checked_factors(norm_clipper: NormClipper, norms: list[Tensor], apart: bool = False) -> list[Tensor]:
-    """Return the factors of ``norm_clipper`` for ``norms``, held to what the rule promises.
+    """Return the factors of ``norm_clipper`` for ``norms``, after enforcing the rule's bound.
 
     Guarantees:
-        - One detached float64 tensor ``[B]`` for each of ``norms``; 0 where a norm is NaN or infinite.
-        - The bound holds with all rounding, also for a rule that did not think of it: factors are lowered to
+        - One detached float64 tensor ``[B]`` for each tensor of norms; 0 where a norm is NaN or infinite.
+        - The bound includes all rounding, also for a rule that ignores rounding: factors are lowered to
           `NormClipper.largest_factors`.
-        - On the CPU, a rule that breaks its promise by more than rounding is an error. On an accelerator, where a look
-          at values would make the host wait, a factor is lowered all the same, and one that is negative or NaN is 0.
+        - On the CPU, a rule that exceeds its threshold by more than rounding is an error. On an accelerator, where
+          reading values would be a host sync, the factor is lowered silently, and a negative or NaN factor becomes 0.
 
     Args:
         norm_clipper: Any rule.
-        norms: float64 tensors ``[B]``, which the rule gets as copies.
-        apart: Whether a sample's factor must follow from its own norms, as private training needs it. Copies of a rule
-            that is not gradguard's are asked for every other sample, for those between, and for the samples of the
-            smallest and of the largest norm alone; the host reads the factors.
+        norms: float64 tensors ``[B]``; a rule that is not gradguard's gets copies.
+        apart: Whether a sample's factor must depend on its own norms alone, as private training needs. Copies of a rule
+            that is not gradguard's then compute factors for the samples at even places, for those at odd places, and
+            for the sample of the smallest and of the largest norm alone. This reads the factors on the host.
 
     Returns:
         The factors.
 
     Raises:
         InvalidTypeError: If the rule returns anything but a list of real tensors.
-        InvalidValueError: If their number, shape or device is not that of the norms, if the number of thresholds is
-            not theirs, or if a factor is NaN, negative, beyond float32, or takes a norm above its threshold; with
-            ``apart``, if a sample gets another one beside fewer others, or the rule cannot be copied.
+        InvalidValueError: If the number, shape or device of the factors does not fit the norms; if the number of
+            thresholds does not; or if a factor is NaN, negative, beyond float32, or takes a norm above its threshold.
+            With ``apart``, if a sample gets another factor beside fewer others, or the rule cannot be copied.
     """
-    formula = getattr(norm_clipper.calc_clipping_factors, "__func__", None)  # a subclass may have another
+    formula = getattr(norm_clipper.calc_clipping_factors, "__func__", None)  # a subclass may override the formula
     is_own = getattr(formula, "__module__", "") == "gradguard.per_sample.norm_clippers"
     thresholds = _checked_thresholds(norm_clipper, len(norms))
     if is_own:
@@ -181,13 +184,14 @@ def _copied(norm_clipper: NormClipper) -> NormClipper:
         return deepcopy(norm_clipper)
     except Exception as error:
         raise InvalidValueError(
-            f"{_name(norm_clipper)} cannot be copied ({error}). Private training asks copies of a rule of one's own "
-            "whether a sample's factor follows from its own norms: give it a __deepcopy__ without what cannot be."
+            f"{_name(norm_clipper)} cannot be copied ({error}). Private training uses copies of a custom rule to check "
+            "that a sample's factor depends on its own norms alone: give the rule a __deepcopy__ that leaves out the "
+            "attributes that cannot be copied."
         ) from error
 
 
 def _check_apart(norm_clipper: NormClipper, norms: list[Tensor], factors: list[Tensor]) -> None:
-    """Check that some samples of a batch get the same factors without the others."""
+    """Check that a rule gives some samples of a batch the same factors without the others."""
     for apart, together in zip(checked_factors(norm_clipper, norms), factors, strict=True):
         off = (apart - together).abs() > TOLERANCE * together
         if off.any():
@@ -195,8 +199,8 @@ def _check_apart(norm_clipper: NormClipper, norms: list[Tensor], factors: list[T
             raise InvalidValueError(
                 f"{_name(norm_clipper)} gives a sample of norm {float(norms[0][i]):.4g} the factor "
                 f"{float(together[i]):.4g} in this batch and {float(apart[i]):.4g} beside fewer others. In "
-                "private training a factor must follow from the sample's own norms: else one sample changes the parts "
-                "of all others, and the sensitivity is not what the thresholds say."
+                "private training a factor must depend on the sample's own norms alone. Otherwise one sample changes "
+                "the contributions of all others, and the sensitivity is larger than the thresholds say."
             )
 
 
@@ -208,13 +212,13 @@ def checked_groups(norm_clipper: NormClipper, names: Sequence[str]) -> list[list
         names: The names of the trained parameters.
 
     Raises:
-        InvalidValueError: If not every trained parameter stands in one group: one in none would not be clipped.
+        InvalidValueError: If some trained parameter is not in exactly one group; one in no group would not be clipped.
     """
     groups = [list(group) for group in norm_clipper.groups] or [list(names)]
     given = Counter(chain.from_iterable(groups))
     if given != Counter(names) or not all(groups):
         raise InvalidValueError(
-            f"{_name(norm_clipper)}.groups: expected each trained parameter in one group; missing: "
+            f"{_name(norm_clipper)}.groups: expected each trained parameter in exactly one group; missing: "
             f"{[*(Counter(names) - given)]}, not trained or in several: {[*(given - Counter(names))]}, empty groups: "
             f"{groups.count([])}."
         )
@@ -224,18 +228,18 @@ def checked_groups(norm_clipper: NormClipper, names: Sequence[str]) -> list[list
 def layer_of(name: str) -> str:
     """Return the name of the layer that a parameter belongs to: the module that holds it.
 
-    What `torch.nn.utils.parametrize` holds for a module counts as that module's own: so a linear layer with weight
-    normalization is one layer.
+    The parameters that `torch.nn.utils.parametrize` holds for a module count as the module's own, so a linear layer
+    with weight normalization is one layer.
     """
     holder = f".{name}".rpartition(".")[0]
     return f"{holder}.".partition(".parametrizations.")[0].strip(".")
 
 
 def check_keys(norm_clipper: NormClipper, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check that a saved state is one of this kind of rule.
+    """Check that a saved state belongs to this kind of rule.
 
     Raises:
-        InvalidValueError: If its keys are others.
+        InvalidValueError: If its keys differ from the expected ones.
     """
     if set(found) != set(expected):
         raise InvalidValueError(
@@ -245,21 +249,21 @@ def check_keys(norm_clipper: NormClipper, found: dict[str, Any], expected: dict[
 
 
 def only(norm_clipper: NormClipper, norms: list[Tensor]) -> Tensor:
-    """Return the one tensor that a flat rule is given, as wide as norms are.
+    """Return the single tensor of norms that a flat rule gets, in the wide dtype of norms.
 
     Raises:
-        InvalidValueError: If there are several.
+        InvalidValueError: If ``norms`` does not contain exactly one tensor.
     """
     if len(norms) != 1:
         raise InvalidValueError(
             f"{_name(norm_clipper)} takes one norm of each sample, over all parameters: expected a list of 1 tensor, "
-            f"got {len(norms)}. PerLayerNormClipper takes one for each layer."
+            f"got {len(norms)}. PerLayerNormClipper takes one tensor for each layer."
         )
     return norms[0].to(wide_dtype(norms[0].device))
 
 
 def non_negative(name: str, value: float) -> float:
-    """Return a threshold as a float; infinity is one. Errors are those of `check_threshold`."""
+    """Return a threshold as a float, after `check_threshold`; infinity is a valid threshold."""
     return float(check_threshold(name, check_number(name, value)))
 
 
@@ -317,7 +321,7 @@ def _check_values(norm_clipper: NormClipper, part: int, factors: Tensor, norm: T
     where = f"sample {sample}, group {part} of parameters, {[*group[:3]]}, with norm {length:.7g}"
     if wrong[sample]:
         raise InvalidValueError(
-            f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}: expected one >= 0 that float32 can hold."
+            f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}: expected a factor >= 0 in float32's range."
         )
     raise InvalidValueError(
         f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}. The clipped norm {factor * length:.7g} "

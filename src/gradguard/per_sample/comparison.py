@@ -1,4 +1,4 @@
-"""How far a sample's gradient may be from another computation of it: parameter by parameter, each by its own bar."""
+"""Comparison of a sample's gradient with another computation of it, parameter by parameter, each with its own bound."""
 
 import math
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from gradguard.tensors.norms import total_norm
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the per-sample gradients are from those of single samples.
+    """The worst difference between per-sample gradients of a batch and of samples that ran alone.
 
     Attributes:
-        largest: Largest error of a parameter's gradient in one sample, relative to its own norm there; a hundred times
-            smaller if it is small beside the sample's whole gradient.
-        parameter: The name of the parameter where it is.
-        excess: The error as a multiple of what rounding explains.
+        largest: The error of the worst parameter's gradient in one sample, relative to that gradient's norm, or to a
+            hundredth of the norm of the sample's whole gradient where that is larger.
+        parameter: The name of the worst parameter.
+        excess: The error as a multiple of the difference that rounding may explain.
     """
 
     largest: float
@@ -30,7 +30,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SampleGradient:
-    """The gradient of a sample that ran by itself.
+    """The gradient of a sample that ran alone.
 
     Attributes:
         parts: The gradient of each parameter, by name.
@@ -40,27 +40,27 @@ class SampleGradient:
 
     @cached_property
     def norms(self) -> dict[str, float]:
-        """The norm of each part."""
+        """The norm of each parameter's gradient."""
         return {name: _norm(part) for name, part in self.parts.items()}
 
     @cached_property
     def whole(self) -> float:
-        """The norm of all parts together."""
+        """The norm of the whole gradient."""
         return math.hypot(*self.norms.values())
 
     def compare(
         self, found: Mapping[str, Contribution], sample: int, precision: float, factor: float = 1.0
     ) -> Comparison:
-        """Compare with what a batch has for the sample, parameter by parameter, each by its own norm.
+        """Compare with the sample's gradient in a batch, parameter by parameter, each relative to its own norm.
 
         Args:
             found: The per-sample gradients of the batch.
-            sample: The place of the sample in it.
-            precision: Machine epsilon of the coarsest dtype that was computed in.
-            factor: Number that what was found is multiplied by.
+            sample: The index of the sample in the batch.
+            precision: Machine epsilon of the coarsest dtype of the computation.
+            factor: Number by which the gradients of the batch are multiplied first.
 
         Returns:
-            The largest difference as a multiple of what rounding explains; infinite where one is not finite.
+            The comparison of the parameter with the largest ``excess``, which is infinite where an error is not finite.
         """
         worst = Comparison(0.0, "", 0.0)
         for name in dict.fromkeys([*self.parts, *found]):
@@ -75,7 +75,7 @@ class SampleGradient:
         return worst
 
     def share_in(self, found: Mapping[str, Contribution], sample: int) -> float:
-        """Return the multiple of this gradient that comes closest to what a batch has for the sample."""
+        """Return the multiple of this gradient that is closest to the sample's gradient in a batch."""
         square = math.fsum(float(part.double().square().sum()) for part in self.parts.values())
         product = math.fsum(
             float((found[name].rows(sample, sample + 1)[0] * part).double().sum())
@@ -86,20 +86,20 @@ class SampleGradient:
 
 
 def judge(name: str, error: float, own: float, whole: float, precision: float) -> Comparison:
-    """Judge one parameter of one sample by its own norm, and by what is rounding beside the whole gradient.
+    """Compare one parameter's error in one sample with the rounding of its own and of the sample's whole gradient.
 
     Args:
         name: The name of the parameter.
         error: Norm of the difference.
         own: Norm of the parameter's gradient.
         whole: Norm of the sample's gradient.
-        precision: Machine epsilon of the coarsest dtype that was computed in.
+        precision: Machine epsilon of the coarsest dtype of the computation.
 
     Returns:
-        How far off it is.
+        The relative error, and the error as a multiple of the allowed one.
     """
-    # Sums run in another order, through a network of some depth; rounding in the whole gradient also reaches parameters
-    # whose own gradient cancels to zero, such as the bias of a key.
+    # The two computations sum in different orders, through many layers. Rounding in the whole gradient also reaches
+    # parameters whose own gradient cancels to zero, such as the bias of an attention key.
     of_own, of_whole = (16, 4) if precision > 1e-4 else (1e4, 1e2)
     error = math.inf if math.isnan(error) else error  # no comparison with NaN is true
     allowed = of_own * precision * own + of_whole * precision * whole
@@ -107,15 +107,15 @@ def judge(name: str, error: float, own: float, whole: float, precision: float) -
 
 
 def _norm(values: Tensor) -> float:
-    """Return the 2-norm of ``values``, summed widely."""
+    """Return the 2-norm of ``values``, accumulated in a wider dtype."""
     return float(total_norm([values]))
 
 
 def _distance(expected: Tensor, found: Contribution, sample: int, factor: float = 1.0) -> float:
     """Return the 2-norm of ``expected`` minus ``factor`` times a sample's gradient, piece by piece.
 
-    What is as large as the gradient of a large layer would be made in memory that is fresh from the system, which takes
-    longer than the arithmetic.
+    A difference as large as a large layer's gradient would need fresh memory from the system, which costs more time
+    than the arithmetic.
     """
     pieces = list[float]()
     expected, start = expected.flatten(), 0

@@ -1,18 +1,19 @@
-r"""What one use of a parameter contributes to the per-sample gradients of it, in the form that costs least.
+r"""Contributions: the per-sample gradients from one use of a parameter, in the form that costs least.
 
-A layer's rule (``layers/``) returns one of these forms for each of its parameters; no form but `Materialized` holds the
+A layer's rule (``layers/``) returns one of these forms for each of its parameters. Only `Materialized` stores the
 ``[B, *shape]`` per-sample gradients:
 
 ==============  ===============================================  =============================
-form            per-sample gradient :math:`g_i`                  of
+form            per-sample gradient :math:`g_i`                  used for
 ==============  ===============================================  =============================
 `Outer`         :math:`\sum_t l_{it} \otimes r_{it}`             weights of linear maps
 `TableRows`     row ``ids[i, t]`` gets :math:`\sum_t v_{it}`     embeddings
-`Recomputed`    computed for some samples at a time, when asked  convolutions
-`Materialized`  held                                             biases, scales, anything else
+`Recomputed`    computed anew for some samples at a time         convolutions
+`Materialized`  stored                                           biases, scales, anything else
 ==============  ===============================================  =============================
 
-Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i g_i` (at least float32), and rows.
+Each form returns squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i g_i` (at least float32), and the
+gradients of a range of samples.
 """
 
 import functools
@@ -28,26 +29,26 @@ from torch import Tensor
 from gradguard.tensors.layout import HALVES, wide_dtype
 from gradguard.tensors.units import ROWS, unit_norms
 
-# Arithmetic that loses nothing: at least float32 for every dtype, float64 where rows are long.
+# Wide arithmetic: at least float32 for every dtype, float64 where rows are long.
 
 
 def wide(values: Tensor) -> Tensor:
-    """Return ``values`` in the dtype that is computed with: float32 for half precision, else its own."""
+    """Return ``values`` in the dtype of the computation: float32 for half precision, otherwise unchanged."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def real_parts(values: Tensor) -> Tensor:
-    """Return complex ``values`` as pairs of real ones, ``[..., 2]``, which have the same norm; others as they are."""
+    """Return complex ``values`` as pairs of real ones, ``[..., 2]``, which have the same norm; others unchanged."""
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def with_parts_of(values: Tensor, parameter: Tensor) -> Tensor:
-    """Return pairs of real values as complex ones where ``parameter`` is complex; others as they are."""
+    """Return pairs of real values as complex values if ``parameter`` is complex; otherwise return them unchanged."""
     return torch.view_as_complex(values.contiguous()) if parameter.is_complex() else values
 
 
 def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each row of each tensor, shape ``[B, ...]``, as float64 of shape ``[B]``; in one pass."""
+    """Return the 2-norm of each row of each tensor ``[B, ...]``, as float64 ``[B]``, in one pass over all tensors."""
     rows = [t.reshape(len(t), -1) if t.numel() else t.new_zeros(len(t), 1) for t in tensors]
     return unit_norms(rows, [ROWS] * len(rows))
 
@@ -58,39 +59,39 @@ def row_squares(values: Tensor) -> Tensor:
 
 
 def joint_norm(norms: Sequence[Tensor]) -> Tensor:
-    """Return the norm of parts together, from the norms of the parts."""
+    """Return the norm of several parts as one vector, from the norms of the parts."""
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
 
 
 def scale_rows(values: Tensor, factors: Tensor, bad: Tensor | None) -> Tensor:
-    """Return ``values * factors`` row by row, at least float32; rows of ``bad`` become 0 whatever they hold."""
+    """Return ``values * factors`` row by row, at least float32; rows marked in ``bad`` become 0, even if NaN."""
     shape = (-1, *[1] * (values.dim() - 1))
     scaled = values * factors.to(torch.float32 if values.dtype in HALVES else values.dtype).view(shape)
     return scaled if bad is None else scaled.masked_fill_(bad.view(shape), 0)
 
 
 def blank_rows(values: Tensor, bad: Tensor | None) -> Tensor:
-    """Return ``values``, at least float32, with the rows of ``bad`` set to 0: 0 times NaN would be NaN."""
+    """Return ``values``, at least float32, with the rows marked in ``bad`` set to 0, because 0 times NaN is NaN."""
     values = wide(values)
     return values if bad is None else values.masked_fill(bad.view(-1, *[1] * (values.dim() - 1)), 0)
 
 
-# Products of 16-bit matrices with float32 sums, on tensor cores. Float32 holds the product of two 16-bit numbers
-# exactly, so these are the products of the converted matrices, at ten times the speed. What tensor cores lose is in the
-# sums: bits below the float32 accumulator are cut off, not rounded, once in 16 products.
+# Products of 16-bit matrices with float32 sums, on tensor cores. Float32 represents the product of two 16-bit numbers
+# exactly, so the results are the products of the converted matrices, at ten times the speed. Tensor cores lose
+# precision only in the sums: they truncate bits below the float32 accumulator instead of rounding, once in 16 products.
 
 _UNDERFLOW = 1e-36
-"""Squared norms up to this may have lost what is below the range of float32."""
+"""Squared norms up to this may have lost terms below the range of float32."""
 
 _CUT_OFF = 2.0**-26
-"""The part that a sum of 16-bit products may be too small by, for each product: 2**-22 for each 16 of them."""
+"""Relative amount by which a sum of 16-bit products may be too small, per product: 2**-22 for each 16 products."""
 
 _WORTH_SPLITTING = 1 << 32
-"""Multiply-adds from which three products of 16 bits take less time than one of float32 and the launches saved."""
+"""Multiply-adds from which three 16-bit products take less time than one float32 product with fewer launches."""
 
 
 def multiplies_halves(values: Tensor) -> bool:
-    """Tell whether ``values`` have 16 bits and are multiplied by tensor cores, with sums in float32."""
+    """Return whether ``values`` have 16 bits and tensor cores multiply them with sums in float32."""
     if values.dtype not in HALVES or not _has_tensor_cores(values.device):
         return False
     return values.dtype is torch.bfloat16 or not torch.backends.cuda.matmul.allow_fp16_accumulation
@@ -107,21 +108,21 @@ def _multiply_halves(left: Tensor, right: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of two matrices, or of two batches of them: at least float32."""
+    """Return the product of two matrices, or of two batches of matrices, in at least float32."""
     return _multiply_halves(left, right) if left.dtype in HALVES else left @ right
 
 
 def operands(grad: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as `product` takes them: in the 16 bits of both where it multiplies these, else at least float32."""
+    """Return both operands for `product`: in 16 bits where tensor cores multiply these, otherwise at least float32."""
     if grad.dtype is values.dtype and multiplies_halves(grad):
         return grad, values
     return wide(grad), wide(values)
 
 
 def as_computed(values: Tensor, grad: Tensor) -> Tensor:
-    """Return the input of a layer whose output's gradient is ``grad`` as it was multiplied: under autocast in 16 bits.
+    """Return a layer's input in the dtype of its output's gradient ``grad``, as autocast has multiplied it.
 
-    Where no tensor cores multiply 16 bits, the input stays as it is.
+    Where no tensor cores multiply 16 bits, the input is returned unchanged.
     """
     return values.to(grad.dtype) if values.dtype is torch.float32 and multiplies_halves(grad) else values
 
@@ -134,17 +135,18 @@ def sum_positions(values: Tensor) -> Tensor:
 # The forms.
 
 _PIECE = 1 << 18
-"""Elements of a sample's gradient that are compared at a time."""
+"""Number of elements of a sample's gradient in one piece of `Contribution.pieces`."""
 
 
 class Contribution(ABC):
-    """The per-sample gradients that one or several uses of one parameter give.
+    """The per-sample gradients from one or several uses of one parameter.
 
     Attributes:
         shape: Shape of the parameter.
         batch_size: Number of samples B.
-        uncancelled: After `squared_norms`: what the squares would be at most if nothing in them had cancelled, ``[B]``;
-            None where nothing can. Squares far below it are to be computed again (`sample_norms`, `are_certain`).
+        uncancelled: After `squared_norms`: an upper bound of the squares without cancellation in their sums, ``[B]``;
+            None if nothing can cancel. Squares far below this bound are computed again (`sample_norms`,
+            `are_certain`).
     """
 
     shape: torch.Size
@@ -153,10 +155,10 @@ class Contribution(ABC):
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return the gradients of samples ``start`` to ``stop``, shape ``[stop - start, *shape]``, float32 or wider."""
+        """Return the gradients of samples ``start`` to ``stop``: ``[stop - start, *shape]``, at least float32."""
 
     def pieces(self, sample: int) -> Iterable[Tensor]:
-        """Return the flat gradient of one sample in pieces, one after the other."""
+        """Return the flattened gradient of one sample in consecutive pieces."""
         return self.rows(sample, sample + 1).flatten().split(_PIECE)
 
     @abstractmethod
@@ -165,7 +167,7 @@ class Contribution(ABC):
 
     @property
     def measured(self) -> list[Tensor]:
-        """The tensors whose rows' norms, multiplied, are the samples' norms; none where norms are found otherwise."""
+        """The tensors whose row norms multiply to the samples' norms; empty if norms are computed in another way."""
         return []
 
     @abstractmethod
@@ -174,15 +176,15 @@ class Contribution(ABC):
 
         Args:
             factors: One number for each sample.
-            bad: Which samples count as zero, whatever their gradients hold (NaN times 0 would be NaN); None: none.
+            bad: A mask of samples that count as zero even if their gradients are NaN; None for no such sample.
         """
 
     def materialize(self) -> "Materialized":
-        """Return this contribution as held per-sample gradients."""
+        """Return this contribution as stored per-sample gradients."""
         return Materialized(self.rows(0, self.batch_size))
 
     def with_recomputed(self, squares: Tensor) -> Tensor:
-        """Return squared norms with those that are doubtful computed again, from the gradients themselves."""
+        """Return ``squares`` after computing uncertain ones again from the gradients themselves."""
         if self.uncancelled is not None:
             for i in (~are_certain(squares, self.uncancelled)).nonzero().flatten().tolist():
                 squares[i] = row_squares(self.rows(i, i + 1))[0]
@@ -194,14 +196,14 @@ Contributions = dict[str, Contribution]
 
 
 class Materialized(Contribution):
-    """Per-sample gradients that are held, ``[B, *shape]``."""
+    """Per-sample gradients that are stored, ``[B, *shape]``."""
 
     def __init__(self, gradients: Tensor) -> None:
         self.gradients = wide(gradients)
         self.shape, self.batch_size = gradients.shape[1:], len(gradients)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return a view."""
+        """Return a view of the gradients of samples ``start`` to ``stop``."""
         return self.gradients[start:stop]
 
     @property
@@ -214,7 +216,7 @@ class Materialized(Contribution):
         return row_squares(self.gradients)
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
-        """Return one matrix-vector product."""
+        """Return the weighted sum, by one matrix-vector product."""
         rows = blank_rows(self.gradients, bad)
         return (factors.to(rows.dtype) @ rows.reshape(self.batch_size, self.shape.numel())).view(self.shape)
 
@@ -227,18 +229,18 @@ class Recomputed(Contribution):
     """Per-sample gradients that are computed again for each purpose, some samples at a time.
 
     Attributes:
-        chunk: Samples at a time.
+        chunk: Number of samples at a time.
     """
 
     chunk: int
 
     def squared_norms(self) -> Tensor:
-        """Compute ``chunk`` samples at a time, and drop each."""
+        """Return the squared norms, from the gradients of ``chunk`` samples at a time, which are then dropped."""
         return squared_norms_in_chunks(self, self.chunk)
 
 
 class TableRows(Contribution):
-    """Sums of vectors into rows of a table: row ``ids[i, t]`` of sample i's gradient gets ``values[i, t]``.
+    """Vectors added to rows of a table: ``values[i, t]`` is added to row ``ids[i, t]`` of sample i's gradient.
 
     Args:
         ids: int64, ``[B, T]``.
@@ -250,7 +252,7 @@ class TableRows(Contribution):
         self.ids, self.values, self.shape, self.batch_size = ids, values, shape, len(ids)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return the tables of these samples."""
+        """Return the dense tables of samples ``start`` to ``stop``."""
         values = wide(self.values[start:stop])
         samples, width = len(values), self.shape[1]
         keys = self._keys(self.ids[start:stop])
@@ -258,7 +260,7 @@ class TableRows(Contribution):
         return table.index_add_(0, keys, values.reshape(-1, width)).view(samples, *self.shape)
 
     def squared_norms(self) -> Tensor:
-        """Sum the vectors that meet in one row, then the squares: no ``[V]`` and no ``[T, T]``."""
+        """Sum the vectors of each row of each sample, then their squares, without ``[B, V, d]`` or ``[B, T, T]``."""
         keys, order = self._keys(self.ids).sort()
         first = torch.ones_like(keys, dtype=torch.bool)
         torch.ne(keys[1:], keys[:-1], out=first[1:])
@@ -269,12 +271,12 @@ class TableRows(Contribution):
         return squares.new_zeros(self.batch_size).index_add_(0, samples, squares)
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
-        """Return the table of all scaled vectors."""
+        """Return the table with all scaled vectors added."""
         scaled = scale_rows(self.values, factors, bad).reshape(-1, self.shape[1])
         return scaled.new_zeros(self.shape).index_add_(0, self.ids.reshape(-1), scaled)
 
     def _keys(self, ids: Tensor) -> Tensor:
-        """One number for each (sample, row of the table)."""
+        """Return one index for each pair of a sample and a row of the table, flattened ``[B * T]``."""
         offsets = torch.arange(len(ids), device=ids.device).view(-1, 1) * self.shape[0]
         return (ids + offsets).reshape(-1)
 
@@ -288,9 +290,9 @@ class Outer(Contribution):
             output and right the input.
 
     Attributes:
-        ghost: Find norms from Gram matrices; otherwise from the gradients of ``chunk`` samples at a time, which are
-            dropped again. Both are exact; `choose_method` knows which is faster.
-        chunk: Samples at a time.
+        ghost: Whether norms are computed from Gram matrices; otherwise from the gradients of ``chunk`` samples at a
+            time, which are then dropped. Both are exact; `choose_method` sets the faster one.
+        chunk: Number of samples at a time.
     """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
@@ -300,35 +302,35 @@ class Outer(Contribution):
 
     @property
     def positions(self) -> int:
-        """T."""
+        """Number of positions T."""
         return self.left.shape[1]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return one matrix product for each sample."""
+        """Return the gradients of samples ``start`` to ``stop``, by one matrix product for each sample."""
         return product(self.left[start:stop].mT, self.right[start:stop])
 
     def pieces(self, sample: int) -> Iterable[Tensor]:
-        """Return products with some entries of the left side at a time."""
+        """Return a sample's flattened gradient in pieces, by products with some entries of the left side at a time."""
         left, right = self.left[sample].mT, self.right[sample]
         for part in left.split(max(1, _PIECE // max(1, self.shape[1]))):
             yield product(part, right).flatten()
 
     @property
     def measured(self) -> list[Tensor]:
-        """Both sides where there is one position: it needs no products at all."""
+        """Both sides if there is one position, where norms need no products; otherwise nothing."""
         return [self.left, self.right] if self.positions == 1 else []
 
     def squared_norms(self) -> Tensor:
-        """Return them, of one position from both sides."""
+        """Return the squared norms; for one position from the norms of both sides."""
         if self.positions == 1:
             return row_squares(self.left) * row_squares(self.right)
         return self._ghost_norms() if self.ghost else squared_norms_in_chunks(self, self.chunk)
 
     def _ghost_norms(self) -> Tensor:
-        r"""Return sums over pairs of positions; samples where these cancel need to be recomputed.
+        r"""Return squared norms as sums over pairs of positions; samples where these cancel must be recomputed.
 
-        With :math:`U = (\sum_t \lVert l_t\rVert\lVert r_t\rVert)^2` the rounding error is a few times 1e-7 U / n².
-        Squares of 16-bit products are raised by what may have been cut off them, so that norms are not too small.
+        With :math:`U = (\sum_t \lVert l_t\rVert\lVert r_t\rVert)^2` the relative error is a few times 1e-7 U / n².
+        Squares of 16-bit products are raised by the largest possible truncation, so norms are never too small.
         """
         grams = product(self.left, self.left.mT).mul_(product(self.right, self.right.mT))
         squares = grams.sum((1, 2), dtype=torch.float64)
@@ -338,7 +340,7 @@ class Outer(Contribution):
         return squares
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
-        """Return one matrix product, with the smaller side scaled."""
+        """Return the weighted sum, by one matrix product with the smaller side scaled."""
         left, right = self.left, self.right
         work = self.batch_size * self.positions * self.shape.numel()
         if left.dtype is torch.bfloat16 and work >= _WORTH_SPLITTING:
@@ -350,12 +352,12 @@ class Outer(Contribution):
         return left.flatten(0, 1).mT @ right.flatten(0, 1)
 
     def _sum_of_pieces(self, factors: Tensor, bad: Tensor | None) -> Tensor:
-        """Return the product of the larger side with the smaller one, scaled in float32 and cut into three pieces."""
+        """Return the weighted sum, with the smaller side scaled in float32 and split into three bfloat16 pieces."""
         swapped = self.shape[0] < self.shape[1]
         small, large = (self.left, self.right) if swapped else (self.right, self.left)
         rest = scale_rows(small, factors, bad).flatten(0, 1)
         pieces = torch.empty(len(rest), 3, rest.shape[1], dtype=torch.bfloat16, device=rest.device)
-        first, second, third = pieces.unbind(1)  # which add up to it exactly
+        first, second, third = pieces.unbind(1)  # the three pieces add up to the float32 values exactly
         first.copy_(rest)
         second.copy_(rest.sub_(first))
         third.copy_(rest.sub_(second))
@@ -369,7 +371,7 @@ class Outer(Contribution):
 
 
 class Tied(Contribution):
-    r"""A table that is looked up and multiplied with, like GPT-2's embedding and head: `TableRows` plus `Outer`.
+    r"""A table that serves lookups and products, like GPT-2's tied embedding and head: `TableRows` plus `Outer`.
 
     Its squared norm has a cross term, twice :math:`\sum_{t,s} l_s[id_t] \langle v_t, r_s \rangle`.
     """
@@ -379,11 +381,11 @@ class Tied(Contribution):
         self.shape, self.batch_size = rows.shape, rows.batch_size
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return the sum of both."""
+        """Return the sum of both parts' gradients."""
         return self.looked_up.rows(start, stop) + self.multiplied.rows(start, stop)
 
     def squared_norms(self) -> Tensor:
-        """Return both squared norms and the cross term; samples where they cancel need to be recomputed."""
+        """Return the sum of both squared norms and the cross term; samples where these cancel must be recomputed."""
         looked_up, multiplied = self.looked_up.squared_norms(), self.multiplied.squared_norms()
         left, dtype = self.multiplied.left, wide_dtype(self.multiplied.left.device)
         ids = self.looked_up.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
@@ -394,13 +396,13 @@ class Tied(Contribution):
         return looked_up + multiplied + 2 * cross
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
-        """Return the sum of both."""
+        """Return the sum of both parts' weighted sums."""
         total = self.multiplied.weighted_sum(factors, bad)
         return total.add_(self.looked_up.weighted_sum(factors, bad))
 
 
 def together(contributions: list[Contribution]) -> Contribution:
-    """Return one contribution for all uses of one parameter, exact with every cross term between uses."""
+    """Merge the contributions of all uses of one parameter into one, including every cross term between uses."""
     if len(contributions) == 1:
         return contributions[0]
     outers = [c for c in contributions if isinstance(c, Outer)]
@@ -420,33 +422,34 @@ def together(contributions: list[Contribution]) -> Contribution:
 
 
 def squared_norms_in_chunks(contribution: Contribution, chunk: int) -> Tensor:
-    """Return the squared norms from ``chunk`` samples' gradients at a time, each dropped before the next."""
+    """Return the squared norms, from the gradients of ``chunk`` samples at a time, dropped before the next chunk."""
     size, chunk = contribution.batch_size, max(1, chunk)
     parts = [row_squares(contribution.rows(i, min(i + chunk, size))) for i in range(0, size, chunk)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def are_certain(squares: Tensor, uncancelled: Tensor) -> Tensor:
-    """Tell which squared norms are finite, and not so far below what they were added up from that rounding counts."""
+    """Return a mask of squared norms that are finite, and large enough beside their summands to be free of rounding."""
     return (squares > uncancelled * 1e-3 + _UNDERFLOW) & (squares < torch.inf)
 
 
 def sample_norms(
     contributions: Mapping[str, Contribution], scale: Tensor | float = 1.0, valid: Tensor | bool = True
 ) -> tuple[dict[str, Tensor], bool]:
-    """Return the norm of each sample's gradient of each parameter; the host looks at most once.
+    """Return the norm of each sample's gradient of each parameter, with at most one host sync.
 
     Args:
         contributions: The contribution to each parameter.
         scale: Factor of the norms; ``[B]`` or one number.
-        valid: A bool on the device that is looked at with the norms: where it is false, none counts as finite.
+        valid: A bool on the device, read in the same host sync; False makes the second result False.
 
     Returns:
-        The norms, float64 ``[B]``, by parameter. Whether the host has seen, while it looked, that all are finite.
+        The norms, float64 ``[B]``, by parameter; and whether the host sync, if there was one, showed that all norms are
+        finite.
     """
     if not contributions:
         return {}, False
-    # Products of two norms first, then norms, then squares: a block of each takes one call, not one a parameter.
+    # In blocks: products of two norms, then norms, then squares. Each block takes one call, not one per parameter.
     measured = dict(sorted(((name, c.measured) for name, c in contributions.items()), key=lambda one: -len(one[1])))
     sides = [*zip_longest(*[each for each in measured.values() if each])]
     squares = {name: contributions[name].squared_norms() for name, each in measured.items() if not each}
@@ -468,23 +471,23 @@ def sample_norms(
     return dict(zip(measured, (together * scale).unbind(), strict=True)), seen_finite
 
 
-# Which way to find each norm: the fastest, within a budget of bytes. Times are estimates from four numbers of a
-# device; only their ratios matter. For T positions and a weight of l x r, beside what a plain step does:
+# The method for each norm: the fastest within a budget of bytes. Times are estimates from four numbers of a device;
+# only their ratios matter. For T positions and a weight of l x r, in addition to a plain step:
 #
-# keep: each sample's gradient is made and held. The clipped sum is then one pass over them in place of a product, so
-#   this costs hardly more than the plain step's own weight gradient, but memory.
-# ghost: two [T, T] Gram matrices for each sample's norm, then one product for the clipped sum.
-# drop: each sample's gradient is made and dropped, then one product for the clipped sum.
+# keep: compute and store each sample's gradient. The clipped sum is then one pass over the gradients instead of a
+#   product, so this takes little more time than the plain step's own weight gradient, but memory.
+# ghost: compute two [T, T] Gram matrices for each sample's norm, then one product for the clipped sum.
+# drop: compute and drop each sample's gradient, then one product for the clipped sum.
 
 _CACHE, _BLOCK = 4 << 20, 256 << 20
-"""Bytes of gradients that ``drop`` makes at a time: what fits a cache of the CPU, or keeps an accelerator busy."""
+"""Bytes of gradients that ``drop`` computes at a time: as many as fit a CPU's cache, or keep an accelerator busy."""
 
 _FRESH = 32 << 20
-"""Blocks from this size on are mapped afresh by the C library, page by page."""
+"""Bytes from which the C library maps new pages for each allocation."""
 
 
 class Speed(NamedTuple):
-    """The speed of a device, in a second: multiply-adds in products and in clipped sums, bytes, bytes of new pages."""
+    """The speed of a device per second: multiply-adds in products and in clipped sums, bytes, bytes of new pages."""
 
     products: float
     sums: float
@@ -498,11 +501,15 @@ TENSOR_CORES = {
     torch.bfloat16: ACCELERATOR._replace(products=2e14, sums=7e13),
     torch.float16: ACCELERATOR._replace(products=2e14),
 }
-"""By the dtype of an `Outer` that keeps its operands in 16 bits."""
+"""The speed of products of 16-bit operands in an `Outer`, by dtype."""
 
 
 def choose_method(contribution: Contribution, budget: int, device: torch.device) -> Contribution:
-    """Return ``contribution`` kept, if that is fastest and takes at most ``budget`` bytes; else set its other ways."""
+    """Materialize ``contribution`` if that is fastest and fits ``budget`` bytes; otherwise set its fastest method.
+
+    Returns:
+        The materialized contribution, or ``contribution`` itself.
+    """
     is_outer = isinstance(contribution, Outer)
     if isinstance(contribution, Materialized) or (is_outer and contribution.positions == 1):
         return contribution
@@ -531,14 +538,15 @@ def choose_method(contribution: Contribution, budget: int, device: torch.device)
 
 
 def materialized_bytes(contribution: Contribution) -> int:
-    """Return the bytes of all samples' gradients."""
+    """Return the bytes of all samples' gradients in float32."""
     return 4 * contribution.batch_size * contribution.shape.numel()
 
 
 def kept_bytes(contribution: Contribution) -> int:
-    """Return the bytes that keeping a contribution takes from the budget.
+    """Return the bytes of the budget that a contribution takes if it is materialized.
 
-    Gradients no larger than the two sides that they are products of take none: those are held until the sum otherwise.
+    Gradients that are no larger than their two factors take none, because the factors would be stored until the sum
+    otherwise.
     """
     size = materialized_bytes(contribution)
     if isinstance(contribution, Outer) and size <= contribution.left.nbytes + contribution.right.nbytes:

@@ -1,8 +1,8 @@
-"""How a module treats samples, found by running it on two samples and on three.
+"""Dry runs: find the batch axes of a module's layers by running it on two samples and on three.
 
-What has two of something in one run and three of it in the other is the batch axis: of the inputs and outputs of each
-layer, wherever a transpose or a view has put it. What is equal in both (a table of position ids, say) belongs to no
-sample. Nothing is guessed from sizes that may be equal by chance, such as a batch of 16 samples of 16 tokens.
+The dimension of a layer's input or output that grows with the number of samples is the batch axis, wherever a transpose
+or a view has put it. A tensor with equal shapes in both runs (a table of position ids, for example) belongs to no
+sample. No axis is guessed from sizes that may be equal by chance, such as in a batch of 16 samples of 16 tokens.
 """
 
 import math
@@ -37,14 +37,14 @@ from gradguard.torch_private import each_operation, never_compiled, parameter_sl
 SIZES = (2, 3)
 
 RESULT = "()"
-"""In place of a parameter's name: what an embedding returned that saw no samples, such as that of positions."""
+"""Stands in a slot, instead of a parameter's name, for the result of an embedding of ids that belong to no sample."""
 
 _DROPOUTS = {
     F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.dropout,
 }  # fmt: skip
 
 _NO_VALUES = {"detach", "size", "dim", "numel", "requires_grad_", "stride", "data_ptr", "is_floating_point"}
-"""Functions through which no gradient flows to a parameter that they are called with."""
+"""Functions through which no gradient flows to their arguments."""
 
 
 @dataclass
@@ -53,14 +53,14 @@ class ObservedCall:
 
     Attributes:
         module: The module.
-        caller: Position of the call that it was made from; -1 for the outermost.
-        inputs: Shapes of the tensors that it got.
-        outputs: Shapes of the tensors that it returned.
+        caller: Index of the call that made this one; -1 for the outermost.
+        inputs: Shapes of its input tensors.
+        outputs: Shapes of its output tensors.
         uses: Trained parameters that its own code used.
-        operations: Its operations with them, in order; None for one that may be anything.
-        values: Inputs, then outputs, if they were asked for.
-        in_place: Its own code wrote into what the modules that it called have returned.
-        draws: Its own code drew random numbers, or would have if dropout were not switched off.
+        operations: Its operations with these parameters, in order; None for an unknown one.
+        values: Copies of inputs, then of outputs, if the observer stores values.
+        in_place: Whether its own code wrote into outputs of the modules that it called.
+        draws: Whether its own code drew random numbers, or would have with dropout enabled.
     """
 
     module: nn.Module
@@ -75,7 +75,7 @@ class ObservedCall:
 
 
 class CallObserver(TorchFunctionMode):
-    """Notes the calls of modules, and which of them uses which parameter, while a module runs; drops no values."""
+    """Record the calls of modules, and the parameters that each call uses, while a module runs without dropout."""
 
     def __init__(self, slots: Set[Slot], keep_values: bool = False, without_samples: Set[int] = frozenset()) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class CallObserver(TorchFunctionMode):
         self._returned: list[Versions] = []
 
     def enter(self, module: nn.Module, arguments: Arguments) -> None:
-        """Note that ``module`` starts; FSDP2 may have given it other parameters just now."""
+        """Record that ``module`` starts; FSDP2 may just have given it other parameters."""
         for slot, parameter in parameter_slots(module).items():
             if (module, slot) in self._trained:
                 self._slots[id(parameter)] = (module, slot)
@@ -101,12 +101,12 @@ class CallObserver(TorchFunctionMode):
         self.calls.append(call)
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """Note that ``module`` ends."""
+        """Record that ``module`` ends."""
         number = self._running.pop()
         call, tensors = self.calls[number], tensor_leaves(output)
         if number in self._without_samples:
             self._slots[id(output)] = module, RESULT
-            self._results.append(output)  # so that no other takes its address
+            self._results.append(output)  # keeps its id from being reused
         call.outputs = [t.shape for t in tensors]
         call.in_place = bool(written(self._returned.pop()))
         if self._returned:
@@ -127,7 +127,7 @@ class CallObserver(TorchFunctionMode):
         result = without_dropout(func, args, kwargs)
         if stays(func, args, kwargs, result):
             return result
-        if id(result) in self._slots:  # a dropout of a parameter: what follows uses another tensor than the parameter
+        if id(result) in self._slots:  # dropout of a parameter returned the parameter itself: make another tensor
             result = result.view_as(result)
         used = [slot for leaf in _leaves(args, kwargs) if (slot := self._slots.get(id(leaf)))]
         if (
@@ -142,7 +142,7 @@ class CallObserver(TorchFunctionMode):
         return result
 
     def _known(self, module: nn.Module, func: Any, args: Any, kwargs: Any, result: Any) -> ObservedOperation | None:
-        """Name what a function did with parameters of ``module``; None if it may have been anything."""
+        """Return the known operation that a function did with parameters of ``module``; None if it is unknown."""
         found = operation_of(func, args, kwargs, lambda value: id(value) in self._slots)
         slots = tuple([self._slots[id(parameter)] for parameter in found.parameters.values()]) if found else ()
         if found is None or any(holder is not module and name != RESULT for holder, name in slots):
@@ -169,11 +169,11 @@ class CallObserver(TorchFunctionMode):
 
 
 ObservedBy = Callable[[CallObserver], AbstractContextManager[None]]
-"""A block in which an observer hears of the calls of modules."""
+"""Returns a block in which an observer gets the calls of modules."""
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Switches dropout off that functions do."""
+    """Switch off the dropout of torch's functions in a block."""
 
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,7 +181,7 @@ class WithoutDropout(TorchFunctionMode):
 
 
 def without_dropout(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of torch, but with no dropout."""
+    """Call a function of torch without its dropout."""
     if func in _DROPOUTS:
         return args[0] if args else kwargs["input"]
     if kwargs.get("dropout_p"):
@@ -190,7 +190,7 @@ def without_dropout(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
-    """Yield the arguments of a function; few functions get lists of tensors."""
+    """Yield the leaves of a function's arguments; few of these are nested, so most need no flattening."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, list | tuple | dict):
             yield from tree_leaves(value)
@@ -199,20 +199,20 @@ def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 class DryRun:
-    """Runs ``module`` on two and on three of the samples of a batch.
+    """Run ``module`` on two and on three of the samples of a batch.
 
     Args:
         module: The outermost module.
         batch: The arguments of one real call.
-        slots: The trained parameters.
-        observed_by: A block in which an `CallObserver` hears of the calls of modules.
+        slots: The modules and attributes that hold trained parameters.
+        observed_by: Makes a block in which a `CallObserver` gets the calls of modules.
         seed: The seed of the random numbers that the module draws.
-        structure: The layers inside are to be followed; otherwise only what the module itself gets and returns counts.
+        structure: Whether the layers inside are followed; otherwise only the module's own inputs and outputs count.
 
     Attributes:
-        draws: The module drew random numbers, dropout apart.
-        changes_buffers: The module changed its buffers.
-        untold: Why the samples in a tensor that the outermost call returns cannot be told apart, by its position.
+        draws: Whether the module drew random numbers, other than for dropout.
+        changes_buffers: Whether the module changed its buffers.
+        untold: Why the samples in an output of the outermost call cannot be distinguished, by position of the output.
     """
 
     def __init__(
@@ -235,8 +235,9 @@ class DryRun:
         called = [[id(call.module) for call in run] for run in self.runs]
         if structure and called[0] != called[1]:
             raise UnsupportedGradientError(
-                f"{type(module).__name__} calls other layers for {SIZES[0]} samples than for {SIZES[1]}, so what a "
-                "layer is called with cannot be told apart by samples. Let the module treat every batch size alike."
+                f"{type(module).__name__} calls other layers for {SIZES[0]} samples than for {SIZES[1]}, so gradguard "
+                "cannot find the samples in the layers' inputs. Let the module call the same layers for every batch "
+                "size."
             )
         self._values: list[list[ObservedCall]] | None = None
 
@@ -246,12 +247,12 @@ class DryRun:
         return self.runs[0]
 
     def grows(self, call: int) -> bool:
-        """Tell whether call number ``call`` returns anything larger for three samples than for two."""
+        """Return whether call number ``call`` returns a tensor of another shape for three samples than for two."""
         two, three = (run[call] for run in self.runs)
         return any(a != b for a, b in zip(two.outputs, three.outputs, strict=True))
 
     def axes(self, call: int) -> tuple[list[BatchAxis | None], list[BatchAxis | None]]:
-        """Return the batch axis of each tensor that call number ``call`` got, and of each that it returned."""
+        """Return the batch axis of each input tensor of call number ``call``, and of each output tensor."""
         two, three = self.runs[0][call], self.runs[1][call]
         inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
         start = len(inputs)
@@ -262,7 +263,7 @@ class DryRun:
             except UnsupportedGradientError as error:
                 if two.caller >= 0:
                     raise
-                self.untold[i] = str(error)  # of pairs of samples, say: a gradient of it will be refused
+                self.untold[i] = str(error)  # e.g. scores of pairs of samples; only a gradient of it is refused
                 outputs.append(None)
         if two.caller < 0 and self.untold and not any(outputs):
             raise UnsupportedGradientError(next(iter(self.untold.values())))
@@ -275,7 +276,7 @@ class DryRun:
         if len(dims) != 1 or two[dims[0]] % 2 or two[dims[0]] // 2 * 3 != three[dims[0]]:
             name = type(self.calls[call].module).__name__
             raise UnsupportedGradientError(
-                f"{name} works on a tensor of shape {tuple(two)} for two samples and {tuple(three)} for three: its "
+                f"{name} works on a tensor of shape {tuple(two)} for two samples and {tuple(three)} for three, so its "
                 "samples cannot be told apart. Expected one dimension that grows with the number of samples."
             )
         dim = dims[0]
@@ -284,7 +285,7 @@ class DryRun:
         return BatchAxis(dim, self._samples_vary_fastest(call, leaf, dim), flattened=True)
 
     def _samples_vary_fastest(self, call: int, leaf: int, dim: int) -> bool:
-        """Compare values: the first two samples are the same in both runs, in whichever order they lie."""
+        """Return whether samples vary fastest in ``dim``, by comparing values: both runs begin with the same two."""
         if self._values is None:
             self._values = [self._run(samples, keep_values=True) for samples in SIZES]
         two, three = (run[call].values[leaf].movedim(dim, 0) for run in self._values)
@@ -293,9 +294,9 @@ class DryRun:
         if stretches == strided:
             name = type(self.calls[call].module).__name__
             raise UnsupportedGradientError(
-                f"{name} works on samples that were flattened into dimension {dim}, and in which order cannot be told: "
-                "all its rows are alike, or the module mixes samples or draws random numbers. Give it a tensor with a "
-                "batch dimension of its own, [batch, ..., features]."
+                f"{name} works on samples that were flattened into dimension {dim}, and their order cannot be "
+                "determined: all its rows are alike, or the module mixes samples or draws random numbers. Give it a "
+                "tensor with a batch dimension of its own, [batch, ..., features]."
             )
         return strided
 
@@ -303,7 +304,7 @@ class DryRun:
         self, samples: int, keep_values: bool = False, without_samples: Set[int] = frozenset()
     ) -> list[ObservedCall]:
         last = min(1, self._batch.size - 1)
-        chosen = [0, last, last][:samples]  # in order: lengths that must be sorted stay so
+        chosen = [0, last, last][:samples]  # in order, because a module may need sorted lengths
         args, kwargs = self._batch.samples(chosen)
         observer = CallObserver(self._slots, keep_values, without_samples)
         with (
@@ -326,8 +327,8 @@ class DryRun:
             for changed in written(parameters):
                 name = next(name for name, parameter in self._module.named_parameters() if parameter is changed)
                 raise UnsupportedGradientError(
-                    f"forward writes into its parameter {name}, and what the samples of a batch change "
-                    "there is not clipped. Is it an Embedding with max_norm? Set max_norm=None."
+                    f"forward writes into its parameter {name}, and this change, which depends on the samples, is "
+                    "not clipped. Is it an Embedding with max_norm? Set max_norm=None."
                 )
             if changed := written(attributes):
                 raise UnsupportedGradientError(
@@ -343,9 +344,9 @@ class DryRun:
         size = self._batch.size
         return (
             f"{type(self._module).__name__} raised {type(error).__name__} when gradguard ran it on {samples} of its "
-            f"{size} samples, to see which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
-            f"input whose batch dimension has size {size} is taken to hold one entry for each sample; a constant "
-            "of that size belongs into the module, as a buffer. With batch_first=False, a mask [batch, time] is known "
+            f"{size} samples, to find which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
+            f"input whose batch dimension has size {size} is assumed to have one entry for each sample; make a "
+            "constant of that size a buffer of the module. With batch_first=False, a mask [batch, time] is recognised "
             f"by its shape: pad this batch to another length than {size}."
         )
 

@@ -1,6 +1,6 @@
-"""The plan of each call of each layer: its own rule, torch.func on its own code, or nothing.
+"""Plans for the calls of each layer: the layer's rule, torch.func on the layer's own code, or nothing.
 
-There are plans for each way in which a module is called; it is planned anew when it is called in a new way.
+Each way of calling the outermost module has plans of its own; a new way of calling it is planned first.
 """
 
 from collections import Counter, defaultdict
@@ -24,12 +24,12 @@ from gradguard.torch_private import parameter_slots
 
 
 class Treatment(Enum):
-    """How a call gives per-sample gradients."""
+    """How the per-sample gradients of a call are computed."""
 
     NOTHING = "uses no trained parameter by itself"
     RULE = "a layer with a rule of its own"
     OPERATIONS = "code that does nothing but known operations with trained parameters: these are tapped"
-    RESULT = "an embedding without samples, of positions say, whose result goes into one known operation of its caller"
+    RESULT = "an embedding without samples, e.g. of positions, whose result goes into one known operation of its caller"
     VMAP_FALLBACK = (
         "code that uses trained parameters: differentiated with torch.func, without the layers that it calls"
     )
@@ -40,14 +40,14 @@ class CallPlan:
     """The plan of a call.
 
     Attributes:
-        treatment: How it gives per-sample gradients.
-        sees_samples: Whether anything that it returns belongs to samples.
-        inputs: Batch axis of each tensor that it gets.
-        outputs: Batch axis of each tensor that it returns.
-        uses: Trained parameters that its own code uses, those of layers that see no sample included.
-        rule: For `Treatment.RULE`.
-        in_place: Its own code writes into what the layers that it called have returned.
-        operations: For `Treatment.OPERATIONS`, by the parameter, or the result of an embedding.
+        treatment: How the call's per-sample gradients are computed.
+        sees_samples: Whether any output of the call belongs to samples.
+        inputs: Batch axis of each input tensor.
+        outputs: Batch axis of each output tensor.
+        uses: Trained parameters that the call's own code uses, including those of layers that it calls without samples.
+        rule: The layer's rule, for `Treatment.RULE` and `Treatment.RESULT`.
+        in_place: Whether the call's own code writes into outputs of layers that it calls.
+        operations: For `Treatment.OPERATIONS`, the operation of each parameter or embedding's result.
     """
 
     treatment: Treatment
@@ -61,14 +61,14 @@ class CallPlan:
 
 
 class Plans:
-    """The plans of one outermost module: for each module, for each of its calls.
+    """The plans of all calls in one outermost module.
 
     Args:
-        run: The outermost module on two and on three samples.
+        run: The dry run of the outermost module on two and on three samples.
 
     Attributes:
-        calls: The plans of each module that ran: one for all its calls, or one for each.
-        uses: Which parameters each call uses that gives per-sample gradients.
+        calls: The plans of each module that ran: one for all its calls, or one for each call.
+        uses: The parameters of each call that uses any.
     """
 
     def __init__(self, run: DryRun) -> None:
@@ -77,7 +77,8 @@ class Plans:
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
         self.uses: list[frozenset[Slot]] = []
         treated: dict[int, tuple[Treatment, LayerRule | None, Mapping[Slot, PlannedOperation]]] = {}
-        within: dict[int, list[int]] = defaultdict(list)  # position embeddings, say: a part of the code that calls them
+        # Calls without samples, such as of position embeddings, count as a part of the code that calls them.
+        within: dict[int, list[int]] = defaultdict(list)
         for i, call in reversed(list(enumerate(run.calls))):  # a call comes after its caller
             treated[i] = Treatment.NOTHING, None, {}
             parts = [part for part in within[i] if uses[part]]
@@ -87,9 +88,9 @@ class Plans:
                 within[call.caller].append(i)
             elif not sees[i] and uses[i]:
                 raise UnsupportedGradientError(
-                    f"{type(call.module).__name__} was called by itself and returned the same for any number of "
-                    "samples, or nothing that can be looked into, so its parameters' gradients belong to no sample. "
-                    "Call it inside the module's forward, and return tensors, tuples, lists or dicts."
+                    f"{type(call.module).__name__} was called by itself. It returned the same shapes for two samples "
+                    "as for three, or nothing that gradguard can read, so its parameters' gradients belong to no "
+                    "sample. Call it inside the module's forward, and return tensors, tuples, lists or dicts."
                 )
             elif uses[i]:
                 rule = rule_for(call.module)
@@ -102,9 +103,9 @@ class Plans:
                     treated |= {part: (Treatment.RESULT, rule_for(run.calls[part].module), {}) for part in parts}
                 elif draws[i]:
                     raise UnsupportedGradientError(
-                        f"the code of {type(call.module).__name__} uses parameters by itself and draws random numbers "
-                        "(F.dropout, say), so it cannot be run again for each sample. Move dropout into a layer of its "
-                        "own (nn.Dropout)."
+                        f"the code of {type(call.module).__name__} uses parameters itself and draws random numbers "
+                        "(F.dropout, for example), so it cannot be run again for each sample. Move dropout into a "
+                        "layer of its own (nn.Dropout)."
                     )
                 else:
                     treated[i] = Treatment.VMAP_FALLBACK, None, {}
@@ -124,7 +125,7 @@ class Plans:
         """Return the plan of call number ``call`` of ``module``; None if the module did not run in the dry run.
 
         Raises:
-            UnsupportedGradientError: If its calls differ and are not as many as in the dry run.
+            UnsupportedGradientError: If the module's calls differ and there are more than in the dry run.
         """
         plans = self.calls.get(module)
         if plans is None:
@@ -133,14 +134,14 @@ class Plans:
             return plans[0]
         if call >= len(plans):
             raise UnsupportedGradientError(
-                f"{type(module).__name__} is called a varying number of times, with samples in varying places. Use "
-                "a module of its own for each kind of call."
+                f"{type(module).__name__} is called a varying number of times, with different plans for its calls. Use "
+                "a separate module for each kind of call."
             )
         return plans[call]
 
 
 def _known_operations(run: DryRun, i: int, parts: Sequence[nn.Module]) -> dict[Slot, PlannedOperation] | None:
-    """Return the operations of a call with parameters and with results of ``parts``; None if it does anything else."""
+    """Return the operations of a call with its parameters and with results of ``parts``; None if any is unknown."""
     call = run.calls[i]
     known = planned(call.operations, run.runs[1][i].operations)
     if known is None or call.uses != known.keys():
@@ -159,20 +160,20 @@ def _known_operations(run: DryRun, i: int, parts: Sequence[nn.Module]) -> dict[S
 
 @dataclass
 class CallPattern:
-    """The facts of one way of calling a module.
+    """The properties of one way of calling a module.
 
     Attributes:
         module: The module that is called.
-        whole: Positions of tensors, among its arguments, that belong to no sample though their size fits.
-        plans: Plans of the calls of the layers in it; none where samples are run one by one.
-        output_axes: Batch axis of each tensor that it returns.
-        changes_buffers: It changes its buffers.
-        draws: It draws random numbers, dropout apart: maybe Python's or NumPy's.
-        reason: Why samples are run one by one; "" where they are not.
-        sizes: Batch sizes that it was verified with.
-        precision: Machine epsilon of the coarsest dtype that is computed in.
-        unowned: Refusals of a gradient of one of the tensors that it returns, by position.
-        operations: Operations of the calls that were found to be right.
+        whole: Positions of tensor arguments that belong to no sample, although their batch dimension has size B.
+        plans: Plans of the calls of the layers in the module; empty if samples run one by one.
+        output_axes: Batch axis of each output tensor.
+        changes_buffers: Whether the module changes its buffers.
+        draws: Whether the module draws random numbers other than for dropout, possibly Python's or NumPy's.
+        reason: Why samples run one by one; "" if they do not.
+        sizes: Batch sizes that were verified.
+        precision: Machine epsilon of the coarsest dtype of the computation.
+        unowned: Refusals of the gradients of outputs that belong to no sample, by position of the output.
+        operations: The operations of verified calls.
     """
 
     module: nn.Module
@@ -189,26 +190,26 @@ class CallPattern:
 
     @property
     def looped(self) -> bool:
-        """Whether samples are run one by one."""
+        """Whether samples run one by one."""
         return bool(self.reason)
 
 
 _SEEDS = 16
-"""Dry runs of a model that draws random numbers, in which layers are left out by chance."""
+"""The most dry runs of a model that draws random numbers, which may skip layers at random."""
 
 
 class LayerPlanner:
-    """Plans by outermost module and by the form of its arguments.
+    """Make and store plans, by outermost module, form of its arguments and state of the model.
 
     Args:
-        names: The name of each parameter by where it is held.
-        observed_by: A block in which an `Observer` hears of the calls of modules.
+        names: The name of the parameter at each module and attribute.
+        observed_by: Makes a block in which a `CallObserver` gets the calls of modules.
 
     Attributes:
         patterns: The pattern of each kind of call, in each state of the model.
         shared: Parameters that more than one call uses.
-        sharded: Parameters are spread over processes.
-        changes_buffers: A call was found to change buffers after its trial, so any may.
+        sharded: Whether parameters are sharded over processes.
+        changes_buffers: Whether a call was found to change buffers after its rehearsal, so that any call may.
     """
 
     def __init__(self, names: Mapping[Slot, str], observed_by: ObservedBy) -> None:
@@ -225,23 +226,23 @@ class LayerPlanner:
         self.shared: frozenset[str] = frozenset()
 
     def train(self, names: frozenset[str]) -> None:
-        """Take note of the parameters that are trained now; what was planned without one of them is planned again."""
+        """Set the names of the trained parameters; drop all plans if there are new ones."""
         if not names <= self._trained:
             self.forget()
             self._trained = names
 
     def forget(self) -> None:
-        """Plan anew from the next call on, with other random numbers."""
+        """Drop all plans; the next dry runs use other seeds."""
         self.patterns.clear()
         self._seed += _SEEDS
 
     def unexpected(self) -> None:
-        """A layer ran that no plan knows. If that happens again, samples are run one by one."""
+        """Count a layer that ran without a plan, and drop all plans; after the second, samples run one by one."""
         self._unexpected += 1
         self.forget()
 
     def restart(self) -> None:
-        """Count the calls of each module from the beginning."""
+        """Restart the count of calls of each module."""
         self._calls.clear()
 
     def plan(self, module: nn.Module, batch: Batch, key: Hashable) -> CallPattern:
@@ -249,14 +250,14 @@ class LayerPlanner:
 
         Args:
             module: The outermost module.
-            batch: Its arguments.
-            key: The kind of the call and the state of the model, by which `patterns` holds the plan.
+            batch: The arguments of the call.
+            key: The kind of the call and the state of the model; the key of the pattern in `patterns`.
 
         Returns:
-            The plan.
+            The pattern of the call.
 
         Raises:
-            UnsupportedGradientError: If its samples cannot be told apart.
+            UnsupportedGradientError: If the samples of the call cannot be told apart.
         """
         self.patterns[key] = self._plan(module, batch)
         uses = [Counter(self._names[slot] for used in plans.uses for slot in used) for plans in self._all_plans()]
@@ -270,11 +271,11 @@ class LayerPlanner:
         pattern.plans, pattern.reason = [], reason
 
     def resume(self, pattern: CallPattern) -> None:
-        """The calls that come belong to ``pattern``."""
+        """Use the plans of ``pattern`` for the calls that follow."""
         self._current = pattern.plans
 
     def next(self, module: nn.Module) -> CallPlan | None:
-        """Return the plan of the next call of ``module``, None if no dry run has seen it."""
+        """Return the plan of the next call of ``module``; None if ``module`` ran in no dry run."""
         number = self._calls[module]
         self._calls[module] += 1
         for plans in chain(self._current, self._all_plans()):
@@ -286,7 +287,7 @@ class LayerPlanner:
         return chain.from_iterable(pattern.plans for pattern in self.patterns.values())
 
     def uses_trained(self, module: nn.Module) -> bool:
-        """Tell whether ``module`` or a layer in it holds a trained parameter."""
+        """Return whether ``module`` or a layer in it holds a trained parameter."""
         return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in parameter_slots(m))
 
     def _plan(self, module: nn.Module, batch: Batch) -> CallPattern:
@@ -316,17 +317,17 @@ class LayerPlanner:
         raise failure
 
     def _outermost(self, module: nn.Module, batch: Batch) -> CallPattern:
-        """Return the facts that are known without following the layers inside."""
+        """Return a pattern without plans for the layers inside, for samples that run one by one."""
         run = DryRun(module, batch, self._slots(), self._observed_by, self._seed, structure=False)
         changes = self.changes_buffers or run.changes_buffers
         return CallPattern(module, batch.whole, [], run.axes(0)[1], changes, unowned=run.untold)
 
     def _dry_runs(self, module: nn.Module, batch: Batch) -> CallPattern:
-        """One plan; or several where layers are left out by chance, so that each is seen."""
+        """Return a pattern with plans from one dry run, or from several if the model skips layers at random."""
         slots = self._slots()
         missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}
         if any(getattr(m, slot).is_complex() for m, slot in slots if m in missing):
-            raise UnsupportedGradientError("the rules of layers are for real parameters, and some here are complex.")
+            raise UnsupportedGradientError("the rules of layers need real parameters, but some here are complex.")
         plans: list[Plans] = []
         changes, draws, untold = self.changes_buffers, False, dict[int, str]()
         for seed in range(self._seed, self._seed + _SEEDS):
@@ -344,5 +345,5 @@ class LayerPlanner:
         return CallPattern(module, batch.whole, plans, first.outputs if first else (), changes, draws, unowned=untold)
 
     def _slots(self) -> set[Slot]:
-        """Where trained parameters are held."""
+        """Return the modules and attributes that hold trained parameters."""
         return {slot for slot, name in self._names.items() if name in self._trained}

@@ -1,4 +1,4 @@
-"""Gathers what one backward brings: from each layer's input and its output's gradient to contributions."""
+"""Collect the gradients of one backward, and turn each layer's inputs and output gradients into contributions."""
 
 import functools
 from collections import defaultdict
@@ -30,7 +30,7 @@ from gradguard.tensors.matmul_precision import TF32_EPSILON, Kind, full_float32,
 from gradguard.torch_private import call_after_backward, current_graph_task
 
 _LEAST = 32 << 20
-"""Bytes of per-sample gradients that may always be kept."""
+"""Bytes of per-sample gradients that may always be stored."""
 
 
 @dataclass
@@ -39,14 +39,14 @@ class UsedLayer:
 
     Attributes:
         module: The layer.
-        plan: Its rule, and where its samples are.
-        arguments: Its arguments, without tensors.
+        plan: The layer's rule, and the batch axes of its inputs and outputs.
+        arguments: The structure of the arguments, without tensors.
         batch_size: Number of samples.
-        names: Its trained parameters: from their names in the layer to those in the whole module.
-        generator_state: State of the random generator before the call, where the rule asks.
-        leaves: Stand-ins for its parameters, on a step that is to be verified.
-        precision: Machine epsilon of the autocast that it ran under; 0 for none.
-        run: Runs it again by itself; None where it cannot be, or is not to be verified.
+        names: The layer's trained parameters: by name in the layer, the name in the whole module.
+        generator_state: State of the random generator before the call, for a rule that replays a layer with dropout.
+        leaves: Stand-ins for the parameters, on a step that is to be verified.
+        precision: Machine epsilon of the autocast dtype of the call; 0 for no autocast.
+        run: Runs the layer again alone; None if that is impossible, or the call is not to be verified.
     """
 
     module: nn.Module
@@ -60,7 +60,7 @@ class UsedLayer:
     run: Run | None = None
 
     def again(self, call: LayerCall, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the plain gradients that the layer gives by itself, by their names in the whole module."""
+        """Return the plain gradients from a second run of the layer alone, by name in the whole module."""
         assert self.run is not None
         assert self.leaves is not None
         values = {own: self.leaves.values[name] for own, name in self.names.items()}
@@ -68,15 +68,15 @@ class UsedLayer:
 
 
 class Unverified(NamedTuple):
-    """A layer's contributions, which must add up to the plain gradients of one call.
+    """The contributions of one call of a layer, which must add up to its plain gradients.
 
     Attributes:
         layer: The call.
-        contributions: To each parameter.
-        precision: Machine epsilon of the coarsest dtype that was computed in.
-        size: Size of the gradients beside one that is small.
-        again: Computes the layer's plain gradients again.
-        summands: How many numbers of the layer's results a kernel may add up to one.
+        contributions: The contribution to each parameter.
+        precision: Machine epsilon of the coarsest dtype of the computation.
+        size: Size of the largest contribution, for parameters whose own gradient is small.
+        again: Computes the layer's plain gradients again; None if the layer cannot run again.
+        summands: The largest number of values of the layer's output gradients that a kernel may sum into one.
     """
 
     layer: UsedLayer
@@ -87,7 +87,7 @@ class Unverified(NamedTuple):
     summands: float
 
     def wrong(self) -> str:
-        """Return words for what does not add up, "" if all does."""
+        """Return a message about a parameter whose gradients do not add up, or ""."""
         assert self.layer.leaves is not None
         name = not_adding_up(
             self.contributions, self.layer.leaves, self.precision, self.size, self.again, self.summands
@@ -95,11 +95,11 @@ class Unverified(NamedTuple):
         return name and self.words_of(name)
 
     def words_of(self, name: str) -> str:
-        """Return the words for a parameter that does not add up."""
+        """Return the message for a parameter whose gradients do not add up."""
         return (
             f"the samples' gradients of {name} do not add up to its plain gradient in "
             f"{type(self.layer.module).__name__}. Does a hook, or a forward that was replaced, use its "
-            "parameters or its output before the clipper sees it? Nothing was clipped."
+            "parameters, or its output before the clipper's hook gets it? Nothing was clipped."
         )
 
 
@@ -108,21 +108,22 @@ class MiniBatch:
     """The contributions of one mini-batch.
 
     Attributes:
-        task: The backward that they come from.
-        complete: The backward has gone through to its end.
-        batch_size: Number of samples; -1 as long as it is not known.
+        task: The id of the backward that produced the contributions.
+        complete: Whether the backward ran to its end.
+        batch_size: Number of samples; -1 while it is unknown.
         parts: The contributions to each parameter.
-        fallbacks: Runs of code that is differentiated when all gradients are there.
-        budget: Bytes of per-sample gradients that may still be kept.
+        fallbacks: Runs of code that is differentiated once backward has computed all gradients.
+        budget: Bytes of per-sample gradients that may still be stored.
         shared: Parameters that are used more than once.
         loops: Calls that are repeated sample by sample.
-        witnessed: Calls that one sample is run alone of.
-        to_verify: Layers whose plain gradients have not all come; with one, autograd frees what the layer was given.
-        wrong: Words for those that did not add up.
-        compared: Those that were compared, and the words if a gradient comes to them after all.
-        reached: Calls to whose parameters a plain gradient has come.
-        tapped: Calls whose outputs a gradient has come to.
-        finished: One contribution for each parameter, once `finish` was called.
+        witnessed: Calls of which some samples run alone.
+        to_verify: Calls of layers whose plain gradients are not complete. Each is compared as soon as they are, which
+            frees the layer's inputs.
+        wrong: Messages about calls whose gradients did not add up.
+        compared: Calls that were compared, with the message for a gradient that reaches them later.
+        reached: Calls whose parameters have received a plain gradient.
+        tapped: Calls whose outputs have received a gradient.
+        finished: One contribution for each parameter, after `finish`.
     """
 
     task: int
@@ -142,27 +143,27 @@ class MiniBatch:
     finished: Contributions | None = None
 
     def expect(self, batch_size: int, layer: nn.Module) -> None:
-        """Check that ``layer`` saw as many samples as the others.
+        """Check that ``layer`` was called with as many samples as the other layers.
 
         Raises:
-            UnsupportedGradientError: If not.
+            UnsupportedGradientError: If the numbers differ.
         """
         if self.batch_size not in (-1, batch_size):
             raise UnsupportedGradientError(
                 f"{type(layer).__name__} was called with {batch_size} samples and another layer with "
-                f"{self.batch_size} in one backward, so whose gradient is whose cannot be told. Give all calls in "
+                f"{self.batch_size} in one backward, so gradients cannot be assigned to samples. Give all calls in "
                 "one mini-batch the same number of samples, and call clipper.clip_and_accumulate() after the "
                 "backward of each mini-batch."
             )
         self.batch_size = batch_size
 
     def add(self, name: str, contribution: Contribution, device: torch.device) -> Contribution:
-        """Add what one use of parameter ``name`` contributes; unless there are others, its way is settled at once.
+        """Add the contribution of one use of parameter ``name``, and choose its method at once if it is the only use.
 
-        What is kept at once frees the layer's input and gradient while backward goes on freeing activations.
+        A contribution that is materialized at once frees the layer's input and gradient during backward.
 
         Returns:
-            The contribution as it is held.
+            The contribution as it is stored.
         """
         if name not in self.shared:
             held = choose_method(contribution, self.budget, device)
@@ -173,7 +174,7 @@ class MiniBatch:
         return contribution
 
     def compare(self, leaves: Leaves) -> None:
-        """Compare the plain gradients of a layer's call with what its rule gave, and let go what it was given."""
+        """Compare the plain gradients of a layer's call with its rule's contributions, and free the call's tensors."""
         one = self.to_verify.pop(leaves)
         self.compared[leaves] = one.words_of(next(iter(one.contributions), ""))
         if words := one.wrong():
@@ -183,19 +184,20 @@ class MiniBatch:
         """Return one contribution for each parameter that was used.
 
         Raises:
-            UnsupportedGradientError: If a gradient came to parameters of a call whose outputs got none, or the plain
-                gradients of a layer's call are not the sum of what its rule gave.
+            UnsupportedGradientError: If a gradient reached parameters of a call whose outputs got none, or if the
+                samples' gradients of a call do not add up to its plain gradients.
         """
         if self.finished is None:
             for leaves in self.reached:
                 if leaves not in self.tapped and any(bool(gradient.any()) for gradient in leaves.plain.values()):
                     raise UnsupportedGradientError(
-                        f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__} by a way that "
-                        "is not followed. Either a value that it made reached the loss beside what it returned (an "
-                        "attribute, a list, a hook): return it instead. Or its code used them in another way than when "
-                        "the model was looked at: repeat this step, and it is looked at again. Nothing was clipped."
+                        f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__} by a path "
+                        "that the clipper does not follow. Either a value inside the module reached the loss other "
+                        "than through its outputs (an attribute, a list, a hook): return the value instead. Or the "
+                        "module's code used these parameters in another way than when the clipper examined the model: "
+                        "repeat this step, and the clipper examines it again. Nothing was clipped."
                     )
-            self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
+            self.reached.clear()  # leaves refer to the collector: a cycle until the next garbage collection
             self.tapped.clear()
             for leaves in list(self.to_verify):
                 self.compare(leaves)
@@ -218,14 +220,14 @@ class MiniBatch:
 
 
 class GradientCollector:
-    """Receives from taps; one mini-batch at a time.
+    """Receive gradients from taps, for one mini-batch at a time.
 
     Attributes:
-        mini_batch: Gradients that have come and are not yet taken.
-        activations: Bytes that the tapped layers have taken and returned since the last mini-batch was taken: about
-            what backward frees as it goes, and so what may be kept in its place.
+        mini_batch: The gradients that were received and not yet taken.
+        activations: Bytes of the inputs and outputs of tapped layers since the last mini-batch was taken. Backward
+            frees about as many, so per-sample gradients may take their place.
         shared: Parameters that are used more than once.
-        closed: Nobody will take what comes.
+        closed: Whether the clipper was detached, so gradients are refused.
     """
 
     def __init__(self, shared: Set[str] = frozenset()) -> None:
@@ -238,7 +240,7 @@ class GradientCollector:
         """Return the mini-batch of the backward that has just run.
 
         Raises:
-            InvalidValueError: If there is none, or it was cut short.
+            InvalidValueError: If no backward ran, or it stopped with an error.
         """
         mini_batch = self.mini_batch
         if mini_batch is None:
@@ -249,17 +251,17 @@ class GradientCollector:
         if not mini_batch.complete:
             self.mini_batch = None
             raise InvalidValueError(
-                "the last backward did not run to its end (it raised an error), so its gradients are not complete; "
-                "they were thrown away. Repeat the forward and backward of this mini-batch."
+                "the last backward did not run to its end (it raised an error), so its gradients are incomplete and "
+                "were dropped. Repeat the forward and backward of this mini-batch."
             )
         return mini_batch
 
     def discard(self) -> None:
-        """Forget what has come."""
+        """Drop the received gradients."""
         self.mini_batch, self.activations = None, 0
 
     def receive_layer(self, layer: UsedLayer, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
-        """A layer with a rule: compute its contributions."""
+        """Compute the contributions of a layer with a rule, from the gradients of its outputs."""
         if all(grad is None for grad in grads):
             self._of(task)
             return
@@ -287,11 +289,12 @@ class GradientCollector:
             contributions = layer.plan.rule.contributions(call)
             if contributions.keys() != layer.names.keys():
                 raise UnsupportedGradientError(
-                    f"the rule of {type(layer.module).__name__} gives gradients of {sorted(contributions)}, but "
+                    f"the rule of {type(layer.module).__name__} computes gradients of {sorted(contributions)}, but "
                     f"{sorted(layer.names)} are trained. Is the weight computed by an old-style hook (weight_norm, "
                     "spectral_norm, prune)? Use torch.nn.utils.parametrizations in its place."
                 )
-            sizes = [] if layer.leaves is None else [magnitude(c) for c in contributions.values()]  # before any is held
+            # Before any contribution is materialized, which loses its summands.
+            sizes = [] if layer.leaves is None else [magnitude(c) for c in contributions.values()]
             added = {
                 layer.names[name]: mini_batch.add(layer.names[name], contribution, device)
                 for name, contribution in contributions.items()
@@ -306,13 +309,13 @@ class GradientCollector:
                 mini_batch.to_verify[layer.leaves] = Unverified(layer, added, precision, size, again, summands)
 
     def receive_nested_call(self, layer: NestedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
-        """The gradient of what a module's own code called a layer with."""
+        """Store the gradients of the tensors that a module's own code passed to a layer."""
         del saved
         self._of(task)
         layer.grads = list(grads)
 
     def receive_plain(self, made_in: int, leaves: Leaves) -> None:
-        """A plain gradient came to the parameters of a call."""
+        """Record that the parameters of a call received a plain gradient, and compare once it is complete."""
         mini_batch = self._of(current_graph_task() if made_in == -1 else made_in)
         mini_batch.reached.append(leaves)
         if leaves in mini_batch.compared:
@@ -321,40 +324,44 @@ class GradientCollector:
             mini_batch.compare(leaves)
 
     def receive_fallback(self, fallback: VmapFallback, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
-        """The gradient of what a module's own code returned; those of what it called layers with are still to come."""
+        """Store the gradients of the outputs of a module's own code.
+
+        Backward has not reached the tensors that the code passed to layers yet.
+        """
         mini_batch = self._reached(fallback, task)
         fallback.saved, fallback.grads = saved, list(grads)
         mini_batch.fallbacks.append(fallback)
 
     def receive_loop(self, loop: LoopedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
-        """The gradients of what a looped call returned."""
+        """Store the gradients of the outputs of a looped call."""
         del saved
         loop.grads = list(grads)
         self._reached(loop, task).loops.append(loop)
 
     def receive_witnessed(self, call: LoopedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
-        """The gradients of what an outermost call returned that one sample is run alone of."""
+        """Store the gradients of the outputs of a call of which some samples run alone."""
         del saved
         call.grads = list(grads)
         self._of(task).witnessed.append(call)
 
     def receive_nothing(self, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
-        """A backward through a call with no samples."""
+        """Record a backward through a call without samples."""
         del saved, grads
         self._of(task).batch_size = 0
 
     def take_from_checkpoint(self, name: str, gradient: Tensor, task: int) -> bool:
-        """Take a plain gradient that a checkpoint's own backward gave a parameter, of a call that is to be verified.
+        """Add a plain gradient that a reentrant checkpoint's own backward accumulated in a parameter.
 
-        A reentrant checkpoint runs forward again in backward, where the parameter itself stands in its place.
+        Such a checkpoint repeats its forward in backward with the parameter itself, where the first forward had a leaf.
 
         Args:
-            name: The parameter's.
+            name: The name of the parameter.
             gradient: The gradient.
-            task: The number of the running backward.
+            task: The id of the running backward.
 
         Returns:
-            False if it came in the outermost backward, or there is no such call.
+            Whether the gradient was added. False in the outermost backward, or unless exactly one looped call is
+            verified that uses the parameter.
         """
         loops = [] if self.mini_batch is None or self.mini_batch.task == task else self.mini_batch.loops
         verified = [loop.leaves for loop in loops if loop.leaves is not None and name in loop.places]
@@ -363,7 +370,7 @@ class GradientCollector:
         return len(verified) == 1
 
     def _reached(self, call: UsedLayer | VmapFallback | LoopedCall, task: int) -> MiniBatch:
-        """The mini-batch that the running backward belongs to, which has come to what a call returned."""
+        """Return the mini-batch of the running backward, after recording that it reached the outputs of a call."""
         mini_batch = self._of(task)
         mini_batch.expect(call.batch_size, call.module)
         if call.leaves is not None:
@@ -371,27 +378,33 @@ class GradientCollector:
         return mini_batch
 
     def _of(self, task: int) -> MiniBatch:
-        """The mini-batch that the running backward belongs to."""
+        """Return the mini-batch of the running backward; begin one if there is none.
+
+        Raises:
+            InvalidValueError: If the clipper was detached, or the mini-batch of an earlier backward was not taken.
+            UnsupportedGradientError: If something changes gradients on their way, such as an error clip.
+        """
         if self.closed:
             raise InvalidValueError(
                 "the clipper was detached between a forward of the module and its backward, so the module's "
-                "parameters get no gradient. Call clipper.detach() after backward, or run forward again."
+                "parameters get no gradients. Call clipper.detach() after backward, or run forward again."
             )
         running = self.mini_batch
         if running is not None and running.task == task:
             return running
         if running is not None and running.complete:
             raise InvalidValueError(
-                "a second backward came before the samples of the first were clipped: those of two mini-batches would "
-                "be taken for the same. A mini-batch has one backward: add up its losses before, and take gradients "
-                "for anything else (a metric, a penalty) from a copy of the module. In a loop of your own call "
-                "clip_and_accumulate() of the PerSampleGradientClipper after each. The first mini-batch is still there."
+                "a second backward ran before the samples of the first were clipped, so the gradients of two "
+                "mini-batches would be mixed up. A mini-batch has one backward: add up its losses first, and compute "
+                "gradients for anything else (a metric, a penalty) with a copy of the module. In a loop of your own, "
+                "call clip_and_accumulate() of the PerSampleGradientClipper after each backward. The first mini-batch "
+                "is still stored."
             )
         if what := changes_on_the_way():
             raise UnsupportedGradientError(
                 f"a backward within {what} went through a module whose per-sample gradients are clipped. An error clip "
-                "is not linear: what a sample gives would depend on the number of samples in the batch and on a "
-                "GradScaler. Leave it away: the norm of each sample's gradient is bounded as it is."
+                "is not linear: a sample's gradient would depend on the number of samples in the batch and on a "
+                "GradScaler. Remove it: the norm of each sample's gradient is bounded without it."
             )
         mini_batch = self.mini_batch = MiniBatch(task, max(_LEAST, self.activations // 2), self.shared)
 
@@ -404,7 +417,7 @@ class GradientCollector:
 
 @functools.cache
 def _kinds_of(layer: type[nn.Module]) -> list[Kind]:
-    """Return what the backward of a layer may compute in TF32: its name tells, or it may be anything."""
+    """Return the kinds of operations that the backward of a layer may compute in TF32; all kinds if unknown."""
     if "Conv" in layer.__name__:
         return ["convolution"]
     if issubclass(layer, nn.RNNBase | nn.RNNCellBase):

@@ -1,21 +1,26 @@
-"""The state that decides a module's graph beside its arguments: attributes, hooks, layers and code.
+"""The state that, besides the arguments, decides a module's graph: attributes, hooks, layers and code.
 
-A model that was found to treat samples apart may stop doing so when a flag is set, a hook is registered or a forward is
-replaced. So everything that such a change rebinds is compared, by identity, with what it was in the call before:
+A model that kept samples separate may mix them after a flag is set, a hook is registered or a forward is replaced. Such
+changes rebind something. So these objects are compared, by identity, with those of the call before:
 
-* the attributes of each module and of its class, the layers and the buffers in it, its hooks, and hooks on all modules;
-* the contents of lists, dicts and settings (objects that hold nothing but plain values) that are attributes.
+* the attributes of each module and of its class, its layers and buffers, its hooks, and the hooks on all modules;
+* the contents of attributes that are lists, dicts or settings (objects with nothing but plain values).
 
-Where something was rebound, its *form* tells whether that matters: the value of a plain one (a number, str, None, a
-dtype), the bytes of an array that is no tensor (NumPy's), the forms of what a tuple, list, dict, set or deque holds,
-the code of a function with the forms of what it closes over (of a list, dict, set or deque the type: it may take notes
-there), else the type. Each combination of forms is a *state*; the
-model is tried out once for each. What no attribute shows (a global variable) is seen by what the forward does
-(`operation_trace`), or left to the witness.
+If an object was rebound, its *form* decides whether the change matters. The form is
 
-An attribute that counts would make each call a new state. One that has changed and passed the trial several times is
-*loose*: it tells no states apart any more, and its changes bring the next witness nearer, by as many calls as it had
-been still.
+* of a plain value (a number, str, None, a dtype): the value;
+* of an array that is no tensor (NumPy's): its bytes;
+* of a tuple, list, dict, set or deque: the forms of its items;
+* of a function: its code, and the forms of the values that it closes over. A list, dict, set or deque among these
+  counts by its type only, because the function may fill it;
+* of anything else: its type.
+
+Each combination of forms is a *state*, and the model is rehearsed once for each state. Changes that no attribute shows
+(a global variable) are found by the operations of the forward (`operation_trace`), or left to the witness.
+
+An attribute that counts calls would make each call a new state. An attribute that has changed and passed the rehearsal
+several times becomes *loose*: it no longer distinguishes states. Each later change of it brings the next witness
+forward, by as many calls as the attribute had stayed the same.
 """
 
 import hashlib
@@ -38,10 +43,11 @@ from gradguard.state.frozen import is_filled
 from gradguard.torch_private import buffer_slots, global_hook_tables, hook_tables_of, layer_slots
 
 _PASSED_AS_NUMBER, _PASSED = 3, 16
-"""Trials after which what has changed is loose: a number, which may count; anything else, which mostly takes turns."""
+"""Passed rehearsals after which a changing value is loose: for a number, which may be a counter; for anything else,
+which mostly alternates."""
 
 _MOST_ITEMS = 64
-"""Items of a list, dict or deque that is looked into."""
+"""The most items of a list, dict or deque whose contents are compared."""
 
 _BUFFERS = ": buffers"
 
@@ -50,16 +56,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, 
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 Place = tuple[str, Hashable]
-"""The holder of a value, and the name it has there."""
+"""The name of a container, and the name of a value in it."""
 
 
 class _Container(NamedTuple):
-    """Something whose values are looked at.
+    """An object whose values are compared.
 
     Attributes:
         name: The name of the container.
         values: Live view of its values.
-        items: Gives names and values.
+        items: Returns the names and values.
     """
 
     name: str
@@ -68,15 +74,15 @@ class _Container(NamedTuple):
 
 
 class StateReader:
-    """Tells the states of a module apart.
+    """Number the states of a module.
 
     Args:
         module: The outermost module.
 
     Attributes:
-        modules: All modules in it, as of the last look.
-        nearer: By how many calls changes of loose attributes bring the next witness nearer; the caller that brings it
-            nearer sets this to 0.
+        modules: The module and all modules in it, as of the last full read.
+        nearer: Number of calls by which changes of loose attributes bring the next witness forward; the caller resets
+            it to 0 after using it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -94,7 +100,7 @@ class StateReader:
         self._number = self._look_closely(typed=False)
 
     def look(self) -> int:
-        """Return the number of the state that the module is in, before a call."""
+        """Return the number of the module's present state; called before each call of the module."""
         self._calls += 1
         typed = all(map(is_, map(type, self.modules), self._types))
         if not (typed and all(map(is_, self._values(), self._known))):
@@ -102,12 +108,12 @@ class StateReader:
         return self._number
 
     def passed(self) -> int:
-        """The model has been tried out in a new state, and passed.
+        """Record that the model passed a rehearsal in the present state.
 
-        What has changed on the way here is loose once that has happened several times.
+        The places that have changed since the last rehearsal become loose after several such rehearsals.
 
         Returns:
-            The number that this state has from now on.
+            The number of this state from now on.
         """
         self._passed.update(self._changed)
         loose = []
@@ -155,14 +161,17 @@ class StateReader:
         return {(one.name, key): value for one in self._containers for key, value in one.items()}
 
     def _look_closely(self, typed: bool) -> int:
-        """Read every value anew, after a new search for modules unless all have the classes that they had.
+        """Read every value again, and search for modules and containers again if these may have changed.
+
+        Args:
+            typed: Whether all known modules still have their classes.
 
         Returns:
-            The number of the state that the values make.
+            The number of the state.
         """
         held, forms = self._held, self._forms
         rebound = _rebound(held, self._items())
-        if not typed or any(  # other values may have to be looked at because of one that is, or was, at a place
+        if not typed or any(  # a rebound module or container may bring other values with it
             isinstance(value, nn.Module) or (place not in self._loose and _is_looked_into(value))
             for place, values in rebound.items()
             for value in values
@@ -182,7 +191,7 @@ class StateReader:
                 self._loose[place] = self._calls
             elif any(map(_is_looked_into, values)):
                 self._rebuilt[place] += 1
-                if self._rebuilt[place] > _PASSED:  # a list that is made anew in each call
+                if self._rebuilt[place] > _PASSED:  # such as a list that each call builds again
                     self._loose[place] = self._calls
         followed = {place: value for place, value in self._held.items() if place not in self._loose}
         self._forms = {p: forms[p] if p in forms and held[p] is v else form_of(v) for p, v in followed.items()}
@@ -193,13 +202,13 @@ class StateReader:
 
 
 def _rebound(before: Mapping[Place, Any], now: Mapping[Place, Any]) -> dict[Place, tuple[Any, Any]]:
-    """Return the values before and now of each place that holds another object."""
+    """Return the old and the new value of each place that now holds another object."""
     both = {place: (before.get(place, _END), now.get(place, _END)) for place in before.keys() | now.keys()}
     return {place: values for place, values in both.items() if values[0] is not values[1]}
 
 
 def _containers(module: nn.Module, loose: Container[Place]) -> Iterator[_Container]:
-    """Everything in ``module`` whose values are looked at."""
+    """Yield every container in ``module`` whose values are compared."""
     looked_into: set[int] = set()
     classes: dict[type, None] = {}
     for prefix, layer in module.named_modules():
@@ -227,12 +236,15 @@ def _of_dict(name: str, held: Mapping[Any, Any]) -> _Container:
 
 
 def _of_hooks(name: str, table: Mapping[int, Any]) -> _Container:
-    """The hooks of a table; one that is there once more does what it has done, and treats samples apart as often."""
+    """Return the hooks of a table without duplicates: a hook registered twice does nothing new to samples."""
     return _Container(name, table.values(), lambda: list(enumerate({_code_of(h): h for h in table.values()}.values())))
 
 
 def _code_of(hook: Any) -> Hashable:
-    """Return the code of a function that holds nothing, which may be made anew each time; else the hook itself."""
+    """Return the code of a function without closure, defaults and attributes; otherwise the hook itself.
+
+    A program may define such a function again for each registration.
+    """
     if not isinstance(hook, FunctionType):
         return _Itself(hook)
     holds = hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__ or vars(hook)
@@ -248,13 +260,13 @@ def _of_value(name: str, value: Any) -> _Container:
 
 
 class _Items(tuple[Any, ...]):
-    """The items of a list or dict, which are one value."""
+    """The items of a list or dict, compared as one value."""
 
     __slots__ = ()
 
 
 def _is_looked_into(value: Any) -> bool:
-    """Tell whether ``value`` is a list or dict of plain values, or settings: an object that holds nothing else."""
+    """Return whether ``value`` is a list or dict of plain values, or an object with nothing but plain values."""
     if isinstance(value, list | dict):
         held = value.values() if isinstance(value, dict) else value
         return len(value) <= _MOST_ITEMS and all(isinstance(one, _PLAIN) for one in held)
@@ -267,7 +279,7 @@ def _is_looked_into(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Itself:
-    """One object, kept so that no other takes its address."""
+    """One object, compared by identity; the reference keeps its id from being reused."""
 
     value: Any
 
@@ -279,27 +291,27 @@ class _Itself:
 
 
 def _is_array(value: Any) -> bool:
-    """Tell whether ``value`` is an array that is no tensor, such as NumPy's."""
+    """Return whether ``value`` is an array that is no tensor, such as NumPy's."""
     return isinstance(value, array | bytearray | memoryview) or hasattr(type(value), "__array_interface__")
 
 
 def content_of(value: Any) -> Hashable:
-    """Return format, shape and a digest of the numbers of an array that is no tensor; None of anything else."""
+    """Return the format, the shape and a digest of the bytes of an array that is no tensor; None for other values."""
     if not _is_array(value):
         return None
     try:
-        seen = memoryview(value)
-    except (TypeError, ValueError):  # of dates: they have no buffer
+        view = memoryview(value)
+    except (TypeError, ValueError):  # such as arrays of dates, which have no buffer
         return None
     try:
-        read = seen.cast("B")
-    except (TypeError, ValueError):  # complex numbers, other orders of bytes, gaps between elements, none
-        read = seen.tobytes()
-    return seen.format, seen.shape, hashlib.blake2b(read, digest_size=16).digest()
+        content = view.cast("B")
+    except (TypeError, ValueError):  # complex numbers, another byte order, strides, or no elements
+        content = view.tobytes()
+    return view.format, view.shape, hashlib.blake2b(content, digest_size=16).digest()
 
 
 def form_of(value: Any, depth: int = 3) -> Hashable:
-    """Return the part of a value that decides a graph."""
+    """Return the part of a value that may decide a graph; see the module's docstring."""
     if isinstance(value, (*_PLAIN, Number)):
         return type(value), value
     if (content := content_of(value)) is not None:
@@ -330,5 +342,5 @@ def form_of(value: Any, depth: int = 3) -> Hashable:
 
 
 def _without_notes(held: Iterable[Any]) -> list[Any]:
-    """Return the values that code closes over; of containers that it may fill, such as a list, the type."""
+    """Return the values that code closes over, with only the types of containers that the code may fill."""
     return [type(one) if isinstance(one, list | dict | set | deque) else one for one in held]

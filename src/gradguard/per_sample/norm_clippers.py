@@ -22,7 +22,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 
 class FlatNormClipper(NormClipper):
-    r"""Clip each sample's whole gradient to one norm: :math:`c_i = \min(1,\; C / n_i)`.
+    r"""Clip each sample's whole gradient to at most one norm: :math:`c_i = \min(1,\; C / n_i)`.
 
     ========================  ========================================
     edge case                 factor
@@ -35,11 +35,11 @@ class FlatNormClipper(NormClipper):
     ========================  ========================================
 
     Args:
-        max_norm: The threshold C, a number >= 0; infinity only measures.
+        max_norm: The threshold C, a number >= 0. Infinity clips nothing and only measures norms.
 
     Raises:
         InvalidValueError: If ``max_norm`` is NaN or negative.
-        InvalidTypeError: If the argument is not a number.
+        InvalidTypeError: If ``max_norm`` is not a number.
 
     Example:
         >>> clipper = FlatNormClipper(2.0)
@@ -65,11 +65,11 @@ class FlatNormClipper(NormClipper):
 
 
 class _PartNormClipper(NormClipper):
-    """Clips each part of a sample's gradient to a norm of its own; a subclass says what the parts are.
+    """Clip each part of a sample's gradient to a norm of its own; a subclass defines the parts.
 
     Args:
-        max_norms: One number for each part; or one each, in order; or a mapping from names of parts, or the beginnings
-            of them, of which the longest counts.
+        max_norms: One number for all parts; or a list with one number for each part, in order; or a mapping from names
+            of parts, or dotted beginnings of names, to numbers. The longest matching beginning counts.
     """
 
     _part: str
@@ -80,10 +80,10 @@ class _PartNormClipper(NormClipper):
         self._parts: dict[str, list[str]] = {}
 
     def prepare(self, names: list[str]) -> None:
-        """Learn the names of the trained parameters.
+        """Group the trained parameters into parts.
 
         Raises:
-            InvalidValueError: If ``max_norms`` does not fit them.
+            InvalidValueError: If ``max_norms`` does not fit the parts.
         """
         parts: dict[str, list[str]] = {}
         for name in names:
@@ -95,14 +95,14 @@ class _PartNormClipper(NormClipper):
     def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
         """Return ``min(1, C_l / norm)`` for each part."""
         if len(norms) != len(self.thresholds):
-            raise InvalidValueError(f"got norms of {len(norms)} {self._part}s, and {len(self.thresholds)} thresholds.")
+            raise InvalidValueError(f"expected norms of {len(self.thresholds)} {self._part}s, got {len(norms)}.")
         return [self.largest_factors(n, c).clamp_(max=1) for n, c in zip(norms, self.thresholds, strict=True)]
 
     @property
     def thresholds(self) -> list[float]:
-        """One for each part."""
+        """The threshold of each part, in the order of the parts."""
         if not self.names:
-            raise InvalidValueError("the thresholds follow from the trained parameters: call prepare(names) first.")
+            raise InvalidValueError("the thresholds depend on the trained parameters: call prepare(names) first.")
         return self._chosen(self._parts)
 
     def _chosen(self, parts: dict[str, list[str]]) -> list[float]:
@@ -112,9 +112,10 @@ class _PartNormClipper(NormClipper):
             unknown = [key for key in self.max_norms if not any(_is_within(part, key) for part in parts)]
             if missing or unknown:
                 raise InvalidValueError(
-                    f"max_norms: expected names of {self._part}s, or beginnings of them, that cover each trained "
-                    f"{self._part}; missing: {missing}, not of a trained {self._part}: {unknown}. A tied parameter "
-                    "belongs to the first module that holds it; PerParameterNormClipper takes the names of parameters."
+                    f"max_norms: expected names of {self._part}s, or dotted beginnings of names, that cover each "
+                    f"trained {self._part}; missing: {missing}, not of a trained {self._part}: {unknown}. A tied "
+                    "parameter belongs to the first module that holds it; PerParameterNormClipper takes the names of "
+                    "parameters."
                 )
             return [self.max_norms[max(keys, key=len)] for keys in covering.values()]
         if not isinstance(self.max_norms, list):
@@ -122,7 +123,8 @@ class _PartNormClipper(NormClipper):
         if len(parts) != len(self.max_norms):
             raise InvalidValueError(
                 f"max_norms has {len(self.max_norms)} numbers for {len(parts)} trained {self._part}s "
-                f"({', '.join(map(repr, parts))}): expected one for each, or a single number, not in a list, for all."
+                f"({', '.join(map(repr, parts))}): expected one number for each, or a single number for all, not in a "
+                "list."
             )
         return list(self.max_norms)
 
@@ -130,19 +132,19 @@ class _PartNormClipper(NormClipper):
 class PerLayerNormClipper(_PartNormClipper):
     r"""Clip each layer's part of a sample's gradient to a norm of its own: :math:`c_{il} = \min(1, C_l / n_{il})`.
 
-    A layer is what one module holds itself, its weight and bias together; a tied parameter belongs to the first module
-    that holds it. The whole gradient is bounded by :math:`\sqrt{\sum_l C_l^2}`, which is :math:`C\sqrt{L}` where one
-    number C is used for each of L layers: to bound the whole gradient by C, give ``C / L ** 0.5``. Edge cases are those
-    of `FlatNormClipper`, for each layer.
+    A layer consists of the parameters that one module holds itself, such as its weight and bias. A tied parameter
+    belongs to the first module that holds it. The norm of the whole gradient is at most :math:`\sqrt{\sum_l C_l^2}`,
+    or :math:`C\sqrt{L}` where all L layers have one threshold C. To bound the whole gradient by C, pass
+    ``C / L ** 0.5``. Edge cases are those of `FlatNormClipper`, for each layer.
 
     Args:
-        max_norms: One number for each layer; or one each, in the order of the model; or a mapping from modules' names
-            or the beginnings of them, of which the longest counts: ``{"encoder": 0.5, "encoder.head": 1.0}``. ``""``
-            is the beginning of all names.
+        max_norms: One number for all layers; or a list with one number for each layer, in the order of the model; or a
+            mapping from modules' names, or dotted beginnings of names, to numbers. The longest matching beginning
+            counts: ``{"encoder": 0.5, "encoder.head": 1.0}``. ``""`` matches every name.
 
     Raises:
-        InvalidValueError: If one is NaN or negative, or there is none.
-        InvalidTypeError: If an argument is not a number.
+        InvalidValueError: If a number is NaN or negative, or ``max_norms`` is empty.
+        InvalidTypeError: If a threshold is not a number, or a key is not a string.
 
     Example:
         >>> clipper = PerLayerNormClipper({"0": 3.0, "2": 4.0})
@@ -162,16 +164,17 @@ class PerLayerNormClipper(_PartNormClipper):
 class PerParameterNormClipper(_PartNormClipper):
     r"""Clip each parameter's part of a sample's gradient to a norm of its own: :math:`c_{ip} = \min(1, C_p / n_{ip})`.
 
-    As `PerLayerNormClipper`, but a weight and its bias are two. The whole gradient is bounded by
-    :math:`\sqrt{\sum_p C_p^2}`.
+    Unlike `PerLayerNormClipper`, this rule clips a weight and its bias separately. The norm of the whole gradient is
+    at most :math:`\sqrt{\sum_p C_p^2}`.
 
     Args:
-        max_norms: One number for each parameter; or one each, in the order of the model's trained parameters; or a
-            mapping from their names, or the beginnings of them, of which the longest counts.
+        max_norms: One number for all parameters; or a list with one number for each trained parameter, in the order of
+            the model; or a mapping from their names, or dotted beginnings of names, to numbers. The longest matching
+            beginning counts.
 
     Raises:
-        InvalidValueError: If one is NaN or negative, or there is none.
-        InvalidTypeError: If an argument is not a number.
+        InvalidValueError: If a number is NaN or negative, or ``max_norms`` is empty.
+        InvalidTypeError: If a threshold is not a number, or a key is not a string.
 
     Example:
         >>> clipper = PerParameterNormClipper({"weight": 3.0, "bias": 4.0})
@@ -185,15 +188,16 @@ class PerParameterNormClipper(_PartNormClipper):
 
 
 class AutoNormClipper(NormClipper):
-    r"""Normalise each sample's gradient, nearly (AUTO-S): :math:`c_i = C / (n_i + \gamma)`.
+    r"""Normalise each sample's gradient to a norm just below C (AUTO-S): :math:`c_i = C / (n_i + \gamma)`.
 
     No threshold needs tuning: C only scales the learning rate. A clipped norm is :math:`C n_i / (n_i + \gamma) < C`.
     **Factors exceed 1** where :math:`n_i < C - \gamma`: small gradients grow, by :math:`C / \gamma` at most.
-    Edge cases: a norm of 0 gives :math:`C / \gamma`; a NaN or infinite norm 0; C = 0 gives 0.
+    Edge cases: a norm of 0 gives the factor :math:`C / \gamma`; a NaN or infinite norm gives 0; C = 0 gives 0.
 
     Args:
         max_norm: C, a finite number >= 0.
-        gamma: A number that keeps the sizes of small gradients apart; a finite number > 0.
+        gamma: The stability constant :math:`\gamma`, a finite number > 0. Gradients much smaller than it keep their
+            relative sizes.
 
     Raises:
         InvalidValueError: If ``max_norm`` or ``gamma`` is outside its range, or their ratio outside float32.
@@ -222,27 +226,30 @@ class AutoNormClipper(NormClipper):
 
 
 class QuantileNormClipper(NormClipper):
-    r"""Clip flat, at a threshold that follows a quantile of the norms.
+    r"""Clip each sample's whole gradient at a threshold that follows a quantile of the norms.
 
-    After each logical step, of any number of mini-batches with one C,
+    All mini-batches of a logical step use one C. After the step,
 
     .. math::
         C \leftarrow C \exp(-\eta (b - \gamma)), \qquad
         b = \tfrac12 + \tfrac1m \Bigl(\sum_i \bigl(1[n_i \le C] - \tfrac12\bigr) + N(0, \sigma_b^2)\Bigr),
 
-    limited to ``[min_max_norm, max_max_norm]``. m is ``expected_batch_size``, else the number of samples, where b is
-    just their fraction within C, plus noise. Edge cases of the factors are those of `FlatNormClipper`; a non-finite
-    norm counts as above C; a step without samples leaves C as it is, unless ``expected_batch_size`` is set.
+    limited to ``[min_max_norm, max_max_norm]``. m is ``expected_batch_size`` if set; otherwise it is the number of
+    samples, and b is the fraction of norms within C, plus noise. Edge cases of the factors are those of
+    `FlatNormClipper`. A non-finite norm counts as above C. A step without samples leaves C unchanged, unless
+    ``expected_batch_size`` is set.
 
     **Privacy.** With ``count_noise=0`` the threshold is **not private**, whatever noise the gradients get. Otherwise
     the count spends budget: one sample changes the sum of halves by 1/2. Noise of :math:`z_\Delta C` on the sum of
-    gradients and :math:`\sigma_b` on the count cost together what noise of :math:`z C` on the gradients alone would,
+    gradients and :math:`\sigma_b` on the count together cost as much as noise of :math:`z C` on the gradients alone,
+    where
 
-    .. math:: z_\Delta = \bigl(z^{-2} - (2 \sigma_b)^{-2}\bigr)^{-1/2},
+    .. math:: z_\Delta = \bigl(z^{-2} - (2 \sigma_b)^{-2}\bigr)^{-1/2}.
 
-    for both relations, as long as z is counted in thresholds C (`noise_multiplier_for_gradients`). Account for z, add
-    :math:`z_\Delta C`. The paper proposes :math:`\sigma_b = m / 20`. Under Poisson sampling the number of samples is
-    itself private: set ``expected_batch_size``. The rule knows one process: in a distributed run thresholds part.
+    This holds for both relations if z is counted in thresholds C (`noise_multiplier_for_gradients`). Account for z,
+    and add noise of :math:`z_\Delta C`. The paper proposes :math:`\sigma_b = m / 20`. Under Poisson sampling the number
+    of samples is itself private: set ``expected_batch_size``. The rule counts the samples of its own process only: in
+    a distributed run the thresholds of the processes would differ.
 
     Args:
         initial_max_norm: C in the first step.
@@ -251,15 +258,15 @@ class QuantileNormClipper(NormClipper):
         count_noise: :math:`\sigma_b \ge 0`, the standard deviation of the noise on the count.
         min_max_norm: The smallest C, > 0.
         max_max_norm: The largest C, finite.
-        generator: Source of that noise, for repeatable runs; without one it comes from the operating system, and
-            ``torch.manual_seed`` has no part in it. `state_dict` holds its state.
+        generator: Source of the count's noise, for repeatable runs. Without one, the noise comes from the operating
+            system's generator, which ``torch.manual_seed`` does not affect. `state_dict` contains its state.
 
     Raises:
         InvalidValueError: If a number is outside its range.
         InvalidTypeError: If an argument is not a number.
 
     Attributes:
-        max_norm: C.
+        max_norm: The present threshold C.
 
     Example:
         >>> clipper = QuantileNormClipper(1.0, target_quantile=0.75, learning_rate=1.0)
@@ -296,7 +303,7 @@ class QuantileNormClipper(NormClipper):
 
     @property
     def expected_batch_size(self) -> float | None:
-        """The mean number of samples in a logical step, > 0; None takes the number of each step."""
+        """The mean number of samples in a logical step, > 0; None stands for the actual number of each step."""
         return self._expected_batch_size
 
     @expected_batch_size.setter
@@ -310,14 +317,14 @@ class QuantileNormClipper(NormClipper):
         return [self.max_norm]
 
     def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
-        """Return ``min(1, C / norm)``, and count these norms for `finish_step`: call it once for each mini-batch."""
+        """Return ``min(1, C / norm)``, and count the norms for `finish_step`; call this once for each mini-batch."""
         norm = only(self, norms)
         self._within = self._within + (norm <= self.max_norm).sum()
         self._samples += norm.numel()
         return [self.largest_factors(norm, self.max_norm).clamp_(max=1)]
 
     def finish_step(self) -> None:
-        """Move the threshold; on an accelerator the host waits here, once, for the count."""
+        """Move the threshold to follow the quantile; on an accelerator this makes one host sync, for the count."""
         self.steps += 1
         centred = int(self._within) - self._samples / 2 + self._noise()
         size = self._samples if self.expected_batch_size is None else self.expected_batch_size
@@ -329,17 +336,17 @@ class QuantileNormClipper(NormClipper):
         self.max_norm = min(max(moved, self.min_max_norm), self.max_max_norm)
 
     def drop_step(self) -> None:
-        """Forget the norms that were counted since the last step; the threshold stays."""
+        """Drop the norms that were counted since the last step; the threshold stays."""
         self._within, self._samples = 0, 0
 
     def noise_multiplier_for_gradients(self, noise_multiplier: float) -> float:
-        """Return the noise multiplier of the gradients that, with the count's noise, costs ``noise_multiplier``.
+        """Return the noise multiplier of the gradients that, with the noise on the count, costs ``noise_multiplier``.
 
         Args:
-            noise_multiplier: z, the number for the accountant; in thresholds C, not in twice that for "replace_one".
+            noise_multiplier: z, the number for the accountant, counted in thresholds C (not 2 C, for "replace_one").
 
         Raises:
-            InvalidValueError: If the count alone spends more than z allows, so ``count_noise <= z / 2``.
+            InvalidValueError: If ``count_noise <= z / 2``: the count alone would then spend more than z allows.
         """
         z = in_range("noise_multiplier", noise_multiplier, 0.0, _FLOAT32.max)
         if z == 0:
@@ -357,7 +364,7 @@ class QuantileNormClipper(NormClipper):
         return {**state, "generator": None if self.generator is None else self.generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; a generator's state is used if this rule has a generator too."""
+        """Load a state that `state_dict` returned; a saved generator state is loaded if this rule has a generator."""
         check_keys(self, state_dict, self.state_dict())
         max_norm = in_range("the saved max_norm", state_dict["max_norm"], self.min_max_norm, self.max_max_norm)
         if self.generator is not None and state_dict["generator"] is not None:
@@ -375,7 +382,7 @@ class QuantileNormClipper(NormClipper):
 
 
 def _is_within(layer: str, beginning: str) -> bool:
-    """Whether a module's name is ``beginning``, or starts with it and a dot; every name starts with nothing."""
+    """Return whether ``layer`` equals ``beginning`` or starts with it and a dot; ``""`` matches every name."""
     return not beginning or f"{layer}.".startswith(f"{beginning}.")
 
 

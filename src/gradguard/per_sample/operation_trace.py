@@ -1,17 +1,18 @@
-"""The trace of one forward: each function of torch that it called, in order, with its numbers.
+"""The trace of one forward: each torch function that it called, in order, with its numbers.
 
-Whatever decides a branch (a global variable, a closure, an entry of a set, the values of the batch, chance): another
-branch calls other functions, or the same with other numbers. So a forward that does what an earlier one did, which was
-found to treat samples apart, needs no further look; one that does anything else is looked at on that very step.
+A branch may depend on anything: a global variable, a closure, an entry of a set, the values of the batch, chance.
+Another branch calls other functions, or the same functions with other numbers. A forward that repeats the trace of a
+verified forward therefore needs no further verification. A forward with another trace is verified on its own step.
 
-What is read are the function, the modules that start, and the arguments: of a tensor, the `torch.autograd.Function`
-that made it, how long ago it was made, and, if it has no gradient, how often it was written into; of an array that is
-no tensor (NumPy's) what it holds. Layers with a rule of
-their own are not looked into. The shapes and the values of tensors are not read.
+A trace contains the functions, the modules that start, and the arguments. Of a tensor it reads the
+`torch.autograd.Function` that made it and how many events ago; of a tensor without a gradient, how often it was written
+in place; of an array that is no tensor (NumPy's), its contents. It does not record the operations inside layers with a
+rule of their own. It reads neither shapes nor values of tensors.
 
-Numbers that changed and passed several times, such as lengths and schedules, count no more. A model that does something
-else in each step (experts that get tokens or none, loops over a length) would be looked at for ever: once enough ways
-through it are known, only one that puts two functions next to each other which never were is new.
+Numbers that changed and were verified several times, such as lengths and schedules, are ignored from then on. A model
+that does something else in each step (experts that get tokens or none, loops over a length) would be verified without
+end. So once enough ways through the model are known, a way is new only if it has two neighbouring events that were
+never neighbours before.
 """
 
 import weakref
@@ -31,43 +32,44 @@ from gradguard.per_sample.module_state import content_of, form_of
 from gradguard.torch_private import never_compiled, pop_function_mode
 
 _MOST_WAYS = 16
-"""Ways through a model after which only new pairs of functions are new."""
+"""Number of known ways through a model from which only new pairs of events count as new."""
 
 _PASSED = 3
-"""Changes of a number, each of which passed, after which it counts no more."""
+"""Number of verified changes after which a number is ignored."""
 
 _OFTEN = 64
-"""How often something new is looked at; after that on the 128th, 256th, ... time."""
+"""Number of new traces that are all verified; after that only the 128th, 256th, ... one is."""
 
 _READS = frozenset({"__get__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device",
                     "element_size", "is_floating_point", "is_complex", "is_contiguous", "is_same_size"})  # fmt: skip
-"""Functions that only read what a tensor is."""
+"""Functions that only read properties of a tensor."""
 
 
 _BY_VALUE = frozenset({"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy",
                        "__array__", "allclose", "equal", "nonzero", "argwhere", "masked_select", "unique", "topk",
                        "sort", "argsort", "kthvalue", "median", "quantile", "multinomial", "bincount", "argmax",
                        "argmin", "cumsum"})  # fmt: skip
-"""Functions that read values for the program, or select by them: what they do to a sample may depend on others."""
+"""Functions that return values to the program, or select by values: their effect on a sample may depend on others."""
 
 
 _MAKING = frozenset({"arange", "ones", "zeros", "full", "eye"})
 _KEEPING = frozenset({"getitem", "view", "reshape", "unsqueeze", "expand", "to", "diff", "cumsum", "cat", "all", "any",
                       "add", "sub", "rsub", "eq", "ne", "lt", "le", "gt", "ge"})  # fmt: skip
-"""Functions that make a tensor of numbers alone, and those that make one of other tensors alone: of positions, say."""
+"""Functions that make a tensor from numbers alone, and functions whose result depends on their arguments alone;
+together they compute positions, for example."""
 
 
 _COMPARE = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "where"})
-"""These too, where they get what has a gradient, and not a mask of the data."""
+"""Functions that count as `_BY_VALUE` if an argument requires grad; a comparison of masks or ids does not count."""
 
 
 class OperationTrace(TorchFunctionMode):
-    """Notes the functions of torch that are called between `resume` and `pause`.
+    """Record the torch functions that are called between `resume` and `pause`.
 
     Attributes:
         events: The calls, without numbers.
-        numbers: The numbers in them, in order.
-        by_value: Something that was done may depend on values, or on all of them together.
+        numbers: The numbers in the calls, in order.
+        by_value: Whether a function's effect may depend on values, or on all values of a tensor together.
     """
 
     def __init__(self) -> None:
@@ -86,7 +88,7 @@ class OperationTrace(TorchFunctionMode):
         if (
             not self._paused
             and (name := getattr(func, "__name__", "")) not in _READS
-            # ``requires_grad_()`` of what has a gradient, as hooks of checkpoints do, changes nothing
+            # ``requires_grad_()`` on a tensor that requires grad, as hooks of checkpoints call it, changes nothing
             and not (name == "requires_grad_" and not kwargs and args[0].requires_grad and args[1:] in ((), (True,)))
         ):
             self._is_without_data = True
@@ -105,7 +107,7 @@ class OperationTrace(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _follow_numbers(self, args: Sequence[Any], result: Tensor) -> None:
-        """See whether a number made of a whole tensor, such as its largest value, goes into another tensor."""
+        """Set ``by_value`` if a number computed from a whole tensor, such as its maximum, goes into another tensor."""
         known = [(a, self._of_all.get(id(a))) for a in args if isinstance(a, Tensor)] if self._of_all else []
         of_all = any(number is not None and number() is a for a, number in known)
         if result.dim():
@@ -122,7 +124,7 @@ class OperationTrace(TorchFunctionMode):
 
     def _form(self, value: Any) -> Any:
         kind = type(value)
-        if issubclass(kind, Tensor):  # values of the batch, of parameters or of chance may be in it
+        if issubclass(kind, Tensor):  # it may contain values of the batch, of parameters or random numbers
             known = self._without_data.get(id(value))
             without = known is not None and known[0]() is value and known[1] == changes_of(value)
             self._is_without_data = self._is_without_data and without
@@ -159,30 +161,30 @@ class OperationTrace(TorchFunctionMode):
         return value if kind.__module__ in ("builtins", "torch") else kind
 
     def made(self, result: Any) -> None:
-        """Note that what was noted last, or a module that has ended, gave a result."""
+        """Record that the last event, or a module that has ended, returned ``result``."""
         for value in result if type(result) is tuple or type(result) is list else (result,):
             if isinstance(value, Tensor) and (node := value.grad_fn) is not None:
                 self._made[node] = len(self.events)
 
     def starts(self, module: nn.Module, args: Sequence[Any]) -> None:
-        """Note that a module starts."""
+        """Record that a module starts."""
         kind = type(module)
         own = vars(module).get("forward")
         tensors = [self._form(value) for value in args if isinstance(value, Tensor)]
         self.events.append((kind, kind.forward, None if own is None else form_of(own), *tensors))
 
     def ends(self, outputs: Sequence[Tensor]) -> None:
-        """Note what the outermost module returns."""
+        """Record the outputs of the outermost module."""
         self.events.append(("ends", *[self._form(tensor) for tensor in outputs]))
         self._made.clear()  # nodes would keep the graph alive
 
     def resume(self) -> None:
-        """Note what is called from now on."""
+        """Record calls from now on."""
         self._paused = False
         self.__enter__()
 
     def pause(self) -> bool:
-        """Note nothing until `resume`; return whether anything was noted until now."""
+        """Stop recording until `resume`; return whether the trace was recording."""
         if self._paused:
             return False
         self._paused = True
@@ -191,17 +193,17 @@ class OperationTrace(TorchFunctionMode):
 
     @property
     def way(self) -> int:
-        """A number for what was done, numbers apart."""
+        """A hash of the events, without the numbers in them."""
         return hash(tuple(self.events))
 
     @property
     def pairs(self) -> set[Any]:
-        """Pairs of neighbours."""
+        """The pairs of neighbouring events."""
         return set(zip(self.events, self.events[1:], strict=False))
 
 
 class KnownOperations:
-    """The ways through a model that were found to treat samples apart."""
+    """The traces of forwards that were verified to keep samples separate."""
 
     def __init__(self) -> None:
         self._ways: set[int] = set()
@@ -211,13 +213,13 @@ class KnownOperations:
         self._news = 0
 
     def knows(self, trace: OperationTrace) -> bool:
-        """Tell whether a forward has done the same with other numbers, or with other values in a trial."""
+        """Return whether a verified forward or a rehearsal has had the same events, with any numbers."""
         return trace.way in self._ways
 
     def is_new(self, trace: OperationTrace, batch_size: int) -> bool:
-        """Whether a forward is to be looked at, for it did what none has done that was."""
+        """Return whether a forward must be verified, because no verified forward had the same trace."""
         way = trace.way
-        if trace.by_value and (batch_size, way) not in self._numbers:  # only trials have been there
+        if trace.by_value and (batch_size, way) not in self._numbers:  # at most rehearsals had these events
             new = len(self._ways) <= _MOST_WAYS
         elif way in self._ways:
             changed = self._changed(way, trace.numbers, batch_size)
@@ -228,14 +230,14 @@ class KnownOperations:
         return new and (self._news <= _OFTEN or self._news & (self._news - 1) == 0)
 
     def _changed(self, way: int, numbers: list[Any], batch_size: int) -> list[int]:
-        """The places of numbers that are others than in the last forward of that many samples."""
+        """Return the indices of numbers that differ from the last forward with the same events and batch size."""
         known = self._numbers.get((batch_size, way), numbers)
         if numbers == known:
             return []
         return [i for i, (a, b) in enumerate(zip(numbers, known, strict=True)) if a != b and (a == a or b == b)]
 
     def learn(self, trace: OperationTrace, batch_size: int | None = None) -> None:
-        """Take note of a forward that passed; of the numbers in it only if its ``batch_size`` is given."""
+        """Store the trace of a verified forward; its numbers only if its ``batch_size`` is given."""
         way = trace.way
         if way not in self._ways:
             self._pairs |= trace.pairs

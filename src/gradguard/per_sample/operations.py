@@ -1,13 +1,13 @@
-"""Operations that code does with parameters by itself and whose per-sample gradients are known: ``weight * x``,
-``x + bias``, `torch.nn.functional.linear`, `layer_norm` and `rms_norm`.
+"""Rules for single operations that a module's code does with its parameters: ``weight * x``, ``x + bias``,
+`torch.nn.functional.linear`, `layer_norm` and `rms_norm`.
 
-Most layers without a rule do no more: a normalization written by hand or on other dimensions, the scale of a residual
-branch, an adapter. Such an operation is tapped as a layer is, so the code around it need not run again for each sample
-(`vmap_fallback`), and may draw random numbers.
+Most layers without a rule use their parameters in such operations only: a normalization written by hand or over other
+dimensions, the scale of a residual branch, an adapter. Such an operation is tapped like a layer. The code around it
+then need not run again for each sample (`vmap_fallback`), and may draw random numbers.
 
-A proxy takes the parameter's place while the code runs. Functions of torch that are called with it come to
-`ParameterProxy.__torch_function__`: operations that were planned are tapped; everything else gets a leaf, and a
-gradient that reaches the leaf is refused. So no use of the parameter goes unnoticed, at any step.
+A proxy takes the parameter's place while the code runs. Torch functions that are called with the proxy go through
+`ParameterProxy.__torch_function__`. Planned operations are tapped there. Any other function gets a leaf instead, and a
+gradient that reaches the leaf is refused, so the clipper detects every other use of the parameter, at every step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,17 +36,17 @@ _FUNCTIONS: dict[Any, tuple[str, ...]] = {
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
 }
-"""Their arguments."""
+"""The names of the functions' arguments, in order."""
 
 
 class Operation(NamedTuple):
     """One operation with parameters.
 
     Attributes:
-        kind: Such as ``"product"``.
+        kind: The kind of operation, such as ``"product"``.
         operand: The tensor that belongs to samples.
-        parameters: The weight, the bias, or both, as far as they are parameters that are followed.
-        options: Further numbers that its rule must know.
+        parameters: The weight, the bias, or both, if the clipper follows them.
+        options: Further numbers that the rule needs.
     """
 
     kind: str
@@ -59,9 +59,9 @@ class ObservedOperation(NamedTuple):
     """One operation in a dry run.
 
     Attributes:
-        kind: Such as ``"product"``.
-        slots: Its parameters, each by its module and its name there.
-        operand: Shape of what belongs to samples.
+        kind: The kind of operation, such as ``"product"``.
+        slots: The operation's parameters, each by module and attribute.
+        operand: Shape of the tensor that belongs to samples.
         result: Shape of the result.
     """
 
@@ -75,9 +75,9 @@ class PlannedOperation(NamedTuple):
     """The plan for one parameter in a call.
 
     Attributes:
-        kind: Such as ``"product"``.
-        dims: Number of dimensions of the operand, and of the result.
-        axis: Where the samples lie in both.
+        kind: The kind of operation, such as ``"product"``.
+        dims: Number of dimensions of the operand and of the result.
+        axis: Batch axis of both.
     """
 
     kind: str
@@ -88,13 +88,13 @@ class PlannedOperation(NamedTuple):
 def operation_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], followed: Callable[[Any], bool]
 ) -> Operation | None:
-    """Return what ``func`` does with parameters, None if its per-sample gradients are not known.
+    """Return the operation that ``func`` does with parameters; None if it is no known operation.
 
     Args:
-        func: A function of torch.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        followed: Tells whether one of them is a parameter that is followed.
+        func: A torch function.
+        args: The arguments of ``func``.
+        kwargs: The keyword arguments of ``func``.
+        followed: Returns whether an argument is a parameter that the clipper follows.
     """
     if func in _ELEMENTWISE and len(args) == 2 and not kwargs:
         kind, (first, second) = _ELEMENTWISE[func], args
@@ -115,18 +115,18 @@ def operation_of(
 
 
 def stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Tell whether ``func`` moves a tensor to the device where it is, as transformers does with what it looks up."""
+    """Return whether ``func`` moved a tensor to its own device, as transformers does with results of embeddings."""
     return func is Tensor.to and result is args[0] and not kwargs and isinstance(args[-1], torch.device)
 
 
 def planned(
     two: Sequence[ObservedOperation | None], three: Sequence[ObservedOperation | None]
 ) -> dict[Slot, PlannedOperation] | None:
-    """Return what to do with each parameter; None if that is not known of all of them.
+    """Return the planned operation of each parameter; None unless all operations are known and agree.
 
     Args:
         two: The operations of a call for two samples.
-        three: The operations of the same call for three.
+        three: The operations of the same call for three samples.
     """
     found: dict[Slot, PlannedOperation] = {}
     if len(two) != len(three):
@@ -144,7 +144,7 @@ def planned(
 
 
 def _axis(two: torch.Size, three: torch.Size) -> int | None:
-    """The dimension of size 2 for two samples and 3 for three, if nothing else differs."""
+    """Return the dimension that has size 2 for two samples and 3 for three; None if any other dimension differs."""
     differing = [d for d in range(len(two)) if len(two) == len(three) and two[d] != three[d]]
     return differing[0] if len(differing) == 1 and (two[differing[0]], three[differing[0]]) == (2, 3) else None
 
@@ -160,9 +160,9 @@ def rule_of(operation: Operation) -> LayerRule:
 
 
 def rule_of_result(operation: Operation, embedding: nn.Module, rule: LayerRule) -> LayerRule:
-    """Return the rule of an operation with what an embedding returned for ids that are the same for all samples.
+    """Return the rule of an operation with the result of an embedding, whose ids are the same for all samples.
 
-    The last tensor of the call is these ids.
+    The last argument of the call contains these ids.
     """
     of_operation = rule_of(operation).contributions
 
@@ -177,12 +177,12 @@ def rule_of_result(operation: Operation, embedding: nn.Module, rule: LayerRule) 
 
 
 def _elementwise(product: bool, shape: torch.Size, call: LayerCall) -> Contributions:
-    """The gradient of the result, times the operand in a product, summed over what the parameter was repeated in."""
+    """Return the gradient of a parameter from the result's gradient, by summing over broadcast dimensions."""
     rows = wide(call.grad())
     if product:
         rows = wide(call.input()) * rows
     assert call.grad_axes[0] is not None
-    repeated = [1] * (rows.dim() - len(shape)) + list(shape)  # as in the result, with its samples in their place
+    repeated = [1] * (rows.dim() - len(shape)) + list(shape)  # dimensions of the result, with its batch axis in place
     del repeated[call.grad_axes[0].dim]
     over = [d for d, size in enumerate(repeated, 1) if size == 1]
     rows = rows.sum(over) if over else rows
@@ -190,10 +190,10 @@ def _elementwise(product: bool, shape: torch.Size, call: LayerCall) -> Contribut
 
 
 class ParameterProxy(Tensor):
-    """Takes a parameter's place while code runs.
+    """A tensor in a parameter's place while a module's code runs.
 
     Attributes:
-        leaf: Tensor that functions get in its place, but for operations that are planned.
+        leaf: The tensor that functions other than the planned operation get instead.
         full_name: Name of the parameter in the whole module.
         plan: The planned operation.
         tapped: Called with a planned operation, its function, arguments and keyword arguments; returns its result.
@@ -206,7 +206,7 @@ class ParameterProxy(Tensor):
 
     @staticmethod
     def of(leaf: Tensor, full_name: str, plan: PlannedOperation, tapped: Callable[..., Tensor]) -> "ParameterProxy":
-        """Make one for ``leaf``, which gets the gradient of every use that is not planned."""
+        """Return a proxy for ``leaf``, which gets the gradient of every use that is not planned."""
         made = leaf.as_subclass(ParameterProxy)
         made.leaf, made.full_name, made.plan, made.tapped = leaf, full_name, plan, tapped
         return made

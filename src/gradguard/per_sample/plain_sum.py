@@ -1,18 +1,20 @@
-r"""The samples' gradients must add up to the plain gradient, which autograd computed in the same backward.
+r"""Check that the samples' gradients add up to the plain gradient that autograd computed in the same backward.
 
-A value that reached the loss on another way than through what was tapped is a part of the plain gradient and of no
-sample's, whatever it is: an attribute, a list, a closure, a hook, a parameter that was handed on.
+If a value reached the loss other than through a tapped output, the plain gradient contains its part and no sample's
+gradient does. Such a value may be an attribute, a list, a closure, a hook, or a parameter that was passed on.
 
 .. math:: \Bigl\lVert \sum_i g_i - P \Bigr\rVert \le c\,\varepsilon \Bigl(\sum_i \lVert g_i \rVert + s\Bigr)
 
-with :math:`\varepsilon` of the coarsest dtype that was computed in, and s the size of gradients beside it: a gradient
-that is zero but for rounding (that of a key's bias) is measured by what it was added up from.
+with :math:`\varepsilon` of the coarsest dtype of the computation, and s the size of other gradients in the same call.
+A gradient that is zero except for rounding (such as of the bias of an attention key) is thus compared with the size of
+its summands.
 
-Some kernels add up the plain gradient of a bias one number after the other: over a million positions that is wrong by a
-per cent, in which a small value beside the outputs would hide. So the bar does not grow with the number of positions.
-Where the sums differ, the layer runs again by itself, in the dtype it ran in and in float64: the difference of the two
-is the kernel's own rounding, and is taken off the plain gradient before that is compared once more. It is no larger
-than so many roundings explain, and a hundredth; a layer that computes something else in another dtype is refused.
+Some kernels sum the plain gradient of a bias one number after the other. Over a million positions this sum is wrong by
+one per cent, which could hide a small value that bypasses the outputs. The bound therefore does not grow with the
+number of positions. If the sums differ, the layer runs again alone, in its original dtype and in float64. The
+difference of the two is the kernel's own rounding, and is subtracted from the plain gradient before a second
+comparison. This correction may be no larger than that many roundings explain, and at most a hundredth of the gradients;
+a layer that computes something else in another dtype is refused.
 """
 
 import math
@@ -34,17 +36,17 @@ from gradguard.torch_private import buffer_slots, parameter_slots
 
 
 class Leaves:
-    """Stand-ins for a module's parameters in one call, so that autograd adds up the call's own gradient.
+    """Leaf tensors in the places of a module's parameters, in which autograd accumulates the gradient of one call.
 
-    The tensors know of this object and not the other way round: a cycle through a tensor's hook would never be freed.
+    The leaves refer to this object, and this object stores no leaf: a cycle through a tensor's hook is never freed.
 
     Args:
         module: The module that is called.
-        reached: Called with this object when a gradient has come to any of them.
+        reached: Called with this object whenever a leaf has got a gradient.
 
     Attributes:
-        plain: The gradients that have come, by name.
-        values: The parameters, by name.
+        plain: The gradients so far, by name.
+        values: The parameters' values, by name.
     """
 
     def __init__(self, module: nn.Module, reached: "Callable[[Leaves], None]") -> None:
@@ -54,11 +56,11 @@ class Leaves:
 
     @property
     def are_complete(self) -> bool:
-        """Whether a gradient has come to each of them."""
+        """Whether every leaf has got a gradient."""
         return self.plain.keys() >= self.values.keys()
 
     def of(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Make the leaves, by name, of detached parameters."""
+        """Turn detached parameters into leaves; return them by name."""
         for name, value in values.items():
             value.requires_grad_().register_post_accumulate_grad_hook(partial(self._take, name))
             self.values[name] = value.detach()
@@ -66,17 +68,17 @@ class Leaves:
 
     def _take(self, name: str, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        if gradient is not None:  # none came where the loss left a result out
+        if gradient is not None:  # autograd calls the hook without a gradient for results that the loss does not use
             self.add(name, gradient)
             self.reached(self)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a gradient that came to a parameter."""
+        """Add a gradient to those of parameter ``name``."""
         self.plain[name] = self.plain[name] + gradient if name in self.plain else gradient
 
 
 Again = Callable[[torch.dtype | None], Mapping[str, Tensor]]
-"""Computes the plain gradients that a layer gives by itself, as it ran or, if a dtype is given, at least in that."""
+"""Computes the plain gradients of a layer that runs alone: as it ran before, or in at least the given dtype."""
 
 
 def not_adding_up(
@@ -87,15 +89,15 @@ def not_adding_up(
     again: Again | None = None,
     summands: float = math.inf,
 ) -> str:
-    """Return the name of a parameter whose samples' gradients do not add up to its plain one, "" if all do.
+    """Return the name of a parameter whose samples' gradients do not add up to its plain gradient, or "".
 
     Args:
         found: The per-sample gradients of each parameter.
-        leaves: Autograd's own gradients; one that did not come is zero.
-        precision: Machine epsilon of the coarsest dtype that was computed in.
-        size: Norm of what else the same call was given and gave.
-        again: Asked for the kernels' own rounding where the sums differ; None where the call cannot be repeated.
-        summands: How many numbers a kernel may add up to one.
+        leaves: Autograd's own gradients; a missing one counts as zero.
+        precision: Machine epsilon of the coarsest dtype of the computation.
+        size: Size of the other gradients in the same call.
+        again: Repeats the call, to measure the kernels' own rounding if the sums differ; None if it cannot be repeated.
+        summands: The largest number of values that a kernel may sum into one.
 
     Raises:
         OutOfMemoryError: If memory runs out.
@@ -106,10 +108,10 @@ def not_adding_up(
         with outside_autocast(own.device), full_float32():  # as the clipped sum is
             total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device))
         off = total if plain is None else total.sub_(dense(plain).view(total.shape))
-        # As a multiple of what rounding explains; one that is not finite says nothing.
+        # As a multiple of the bound; an error that is not finite proves nothing.
         error = total_norm([off]) / (steps * precision * (own + size) + 1e-300)
         errors.append(torch.where(error.isfinite(), error, 0.0))
-    each = torch.stack(errors).tolist() if errors else []  # one look at the device
+    each = torch.stack(errors).tolist() if errors else []  # one host sync
     name = next((name for name, error in zip(found, each, strict=True) if error > 1), "")
     if not name or again is None:
         return name
@@ -118,7 +120,7 @@ def not_adding_up(
         rounded, exact = again(None), again(widest)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # whatever the code of a layer says that cannot run by itself, or in float64
+    except Exception:  # the layer's code may be unable to run alone, or in float64
         return name
     corrected, bars = Leaves(leaves.module, leaves.reached), list[Tensor]()
     for key, plain in leaves.plain.items():
@@ -132,20 +134,20 @@ def not_adding_up(
 
 
 _MOST_ROUNDING = 0.01
-"""Of the samples' gradients: the most that a kernel's rounding is believed to be."""
+"""The largest rounding of a kernel that is accepted, relative to the samples' gradients."""
 
 Run = Callable[[Mapping[str, Tensor], Arguments, torch.dtype | None], Any]
-"""Runs a layer again by itself: with values of its parameters, by name, and arguments; and, given a dtype, in that."""
+"""Runs a layer again alone, with parameter values by name and with arguments, in at least the given dtype if any."""
 
 
 def by_itself(call: LayerCall, run: Run, values: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """Return the plain gradients of a layer's parameters when it runs again and gets the same gradient.
+    """Return the plain gradients of a layer's parameters from a second run that gets the same output gradients.
 
     Args:
         call: The call of the layer.
         run: Runs it.
         values: Its trained parameters, by their names in the layer.
-        dtype: Compute at least in this; None: as it ran.
+        dtype: The least dtype of the computation; None for the original one.
     """
     leaves = {n: v.detach().to(promoted_type(v, dtype), copy=True).requires_grad_() for n, v in values.items()}
     arguments = (call.args, call.kwargs)
@@ -163,7 +165,7 @@ def run_layer(
     arguments: Arguments,
     dtype: torch.dtype | None,
 ) -> Any:
-    """Run a layer without its hooks, as `Run` says."""
+    """Run a layer again without its hooks; see `Run`."""
     held = {
         f"{prefix}.{slot}".strip("."): ((part, slot), tensor)
         for prefix, part in module.named_modules()
@@ -178,9 +180,9 @@ def run_layer(
 
 
 def magnitude(contribution: Contribution) -> Tensor:
-    """Return the sum of the norms of what the samples' gradients are added up from, as far as that is known."""
+    """Return the sum of the norms of the summands of the samples' gradients, or of the gradients themselves."""
 
-    def lengths(values: Tensor) -> Tensor:  # in float64: squares of what is tiny in float32 are zero there
+    def lengths(values: Tensor) -> Tensor:  # in float64, because squares of tiny values are zero in float32
         return torch.linalg.vector_norm(values, dim=-1, dtype=wide_dtype(values.device))
 
     if isinstance(contribution, Outer):
@@ -193,6 +195,6 @@ def magnitude(contribution: Contribution) -> Tensor:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Return a gradient without sparsity, at least float32, a complex one as pairs of real values."""
+    """Return a gradient as a dense tensor, at least float32, and a complex one as pairs of real values."""
     gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
     return wide(real_parts(gradient))

@@ -1,4 +1,4 @@
-"""Refusals: modules, options, early steps, and a GradScaler that the clipper does not know."""
+"""Refusals of modules, options, optimizer steps and stale gradients that would make per-sample clipping wrong."""
 
 import traceback
 import warnings
@@ -23,42 +23,40 @@ from gradguard.per_sample.norm_clippers import QuantileNormClipper
 from gradguard.torch_private import batch_norms, parameter_slots
 
 _OWN = AssertionError | AttributeError | LookupError | NameError | TypeError
-"""Kinds of mistakes in code; torch's own errors are mostly `RuntimeError`."""
+"""Exceptions that a mistake in gradguard's own code raises; torch's own errors are mostly `RuntimeError`."""
 
 
 def own_failure(error: BaseException) -> str:
-    """Warn where an error is a mistake of gradguard's, so that it is not taken for the module's; return the words.
+    """Warn if an error is gradguard's own mistake rather than the module's, and return a description of it.
 
     Args:
-        error: The end of a trial run of a module.
+        error: The error that ended a trial run of a module.
 
     Returns:
-        The failure and its place; "" where the error came from the module or a function of torch's that was called.
+        The failure and its file and line; "" if the error came from the module or from a torch function.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     if not isinstance(error, _OWN) or not frames:
         return ""
     frame, line = frames[-1]
     place = Path(frame.f_code.co_filename)
-    if _PACKAGE not in place.parents or "func" in frame.f_locals:  # where it calls one of torch's for the module
+    if _PACKAGE not in place.parents or "func" in frame.f_locals:  # `func`: a torch function called for the module
         return ""
     words = (
-        f"gradguard itself failed, and not the module: {type(error).__name__} ({error}) in "
+        f"gradguard itself failed, not the module: {type(error).__name__} ({error}) in "
         f"{place.relative_to(_PACKAGE.parent)}, line {line}. Please report it."
     )
-    warnings.warn(
-        f"{words} Samples are run one by one where that is possible, which is exact and slower.", stacklevel=2
-    )
+    warnings.warn(f"{words} Where possible, samples run one by one instead, which is exact but slower.", stacklevel=2)
     return words
 
 
 _PACKAGE = Path(__file__).parents[1]
 _followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Modules that a clipper follows."""
+"""Modules that some clipper follows."""
 
 
 def follow(module: nn.Module) -> Callable[[], None]:
-    """Take note that a clipper follows ``module``; return what ends that."""
+    """Record that a clipper follows ``module``; return a function that removes the record."""
     modules = list(module.modules())
     _followed.update(modules)
     return lambda: _followed.difference_update(modules)
@@ -68,8 +66,8 @@ def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode
     """Check the options of a clipper.
 
     Raises:
-        InvalidTypeError: If one is of another type.
-        InvalidValueError: If a word is not one of those that are known.
+        InvalidTypeError: If an option has the wrong type.
+        InvalidValueError: If ``loss_reduction`` or ``mode`` is unknown, or ``check=False`` does not fit the reduction.
     """
     kinds: tuple[tuple[str, Any, Any, str], ...] = (
         ("norm_clipper", norm_clipper, NormClipper, "a NormClipper such as gg.FlatNormClipper(1.0)"),
@@ -89,72 +87,72 @@ def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode
     if loss_reduction in ("token_mean", "share") and not check:
         raise InvalidValueError(
             f"loss_reduction={loss_reduction!r} with check=False: expected check=True, which reads the numbers of rows "
-            "from the loss's graph, and shows that shares add up to the plain gradient."
+            "from the loss's graph, and verifies that shares add up to the plain gradient."
         )
 
 
 def refuse_unsupported(module: nn.Module) -> None:
-    """Check a module once.
+    """Check that a clipper can follow ``module`` and every module in it.
 
     Raises:
-        InvalidTypeError: If it is not a module.
-        InvalidValueError: If nothing in it is trained.
-        UnsupportedGradientError: If it, or a module in it, cannot be followed.
+        InvalidTypeError: If ``module`` is not a `torch.nn.Module`.
+        InvalidValueError: If no parameter requires grad, or a module in it has a clipper already.
+        UnsupportedGradientError: If ``module``, or a module in it, cannot be followed.
     """
     if not isinstance(module, nn.Module):
         raise InvalidTypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}.")
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise InvalidValueError("module has no parameter that requires grad, so there is nothing to clip.")
+        raise InvalidValueError("module has no parameter that requires grad, so it has nothing to clip.")
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UnsupportedGradientError(f"{name} has no shape yet: call the module once, then make the clipper.")
     for name, submodule in module.named_modules():
         if submodule in _followed:
             raise InvalidValueError(
-                f"{name or 'the module'} has a clipper already, and two would both clip: call detach() on the other."
+                f"{name or 'the module'} has a clipper already, and both would clip: call detach() on the other one."
             )
         where = f"module {name!r}" if name else "the module"
         if submodule is not module and isinstance(submodule, DistributedDataParallel):
             raise UnsupportedGradientError(
-                f"{where} is a DistributedDataParallel inside the module, and would send gradients by itself: wrap "
-                "what is compiled, DistributedDataParallel(torch.compile(model)), or the whole module."
+                f"{where} is a DistributedDataParallel inside the module, and would all-reduce gradients by itself: "
+                "wrap the compiled module, DistributedDataParallel(torch.compile(model)), or the whole module."
             )
         if isinstance(submodule, torch.jit.ScriptModule | nn.DataParallel):
             raise UnsupportedGradientError(
-                f"{where} is a {type(submodule).__name__}, whose layers cannot be followed. Give the plain module."
+                f"{where} is a {type(submodule).__name__}, whose layers cannot be followed. Pass the plain module."
             )
     refuse_batch_norm(module)
 
 
 def refuse_new_parameters(module: nn.Module, known: Container[Slot]) -> None:
-    """Check that every parameter was there when the clipper was made.
+    """Check that no parameter was added after the clipper was made.
 
     Args:
         module: The outermost module.
-        known: The places that held parameters then.
+        known: The modules and attributes that held parameters when the clipper was made.
 
     Raises:
-        UnsupportedGradientError: If a layer was added or replaced since: its gradient would not be clipped.
+        UnsupportedGradientError: If a parameter was added since: its gradient would not be clipped.
     """
     for prefix, layer in module.named_modules():
         for slot, parameter in parameter_slots(layer).items():
             if parameter is not None and (layer, slot) not in known:
                 raise UnsupportedGradientError(
-                    f"parameter {prefix and prefix + '.'}{slot} was added after the clipper was made, so nothing "
-                    "follows it: call clipper.detach() and make a new PerSampleGradientClipper."
+                    f"parameter {prefix and prefix + '.'}{slot} was added after the clipper was made, so its gradient "
+                    "would not be clipped: call clipper.detach() and make a new PerSampleGradientClipper."
                 )
 
 
 def refuse_sharded_since(module: nn.Module) -> None:
-    """Check that a module whose parameters lay in one piece when the clipper was made is not sharded now.
+    """Check that ``fully_shard`` was not applied to the module after the clipper was made.
 
     Raises:
-        UnsupportedGradientError: If it is: the samples of other processes would not be added up.
+        UnsupportedGradientError: If it was: the clipper would not add up the samples of other processes.
     """
     if any(map(is_fully_sharded, module.modules())):
         raise UnsupportedGradientError(
-            "fully_shard was applied to the module after the clipper was made, which would not add up the samples of "
-            "other processes: call clipper.detach() and make a new PerSampleGradientClipper."
+            "fully_shard was applied to the module after the clipper was made, so the clipper would not add up the "
+            "samples of other processes: call clipper.detach() and make a new PerSampleGradientClipper."
         )
 
 
@@ -162,74 +160,74 @@ def refuse_stand_ins(used: Mapping[str, Tensor], held: Mapping[str, Tensor] | No
     """Check that a call used the module's own parameters.
 
     Args:
-        used: The tensors in their places in the call, by name.
-        held: The module's own, if they are known; without it, anything that is a parameter is taken for its own.
+        used: The tensors that the module held during the call, by parameter name.
+        held: The module's own parameters, if they are known. Without them, every `torch.nn.Parameter` is accepted.
 
     Raises:
-        UnsupportedGradientError: If it was called with other tensors, which would not get the gradients.
+        UnsupportedGradientError: If the call used another tensor, which would not get the gradient.
     """
     for name, tensor in used.items():
         if not isinstance(tensor, nn.Parameter) or (held is not None and tensor is not held[name]):
             raise UnsupportedGradientError(
                 f"the module was called with another tensor in the place of its parameter {name}, as "
-                "torch.func.functional_call does, and per-sample gradients are those of the module's own parameters. "
-                "Give it the parameters themselves, or compute the weight inside the module "
+                "torch.func.functional_call does. Per-sample gradients are computed for the module's own parameters "
+                "only. Pass the parameters themselves, or compute the weight inside the module "
                 "(torch.nn.utils.parametrize)."
             )
 
 
 def refuse_gathered(parameters: Mapping[str, Tensor]) -> None:
-    """Check that the parameters of a sharded model are shards again, those that its optimizer holds.
+    """Check that the parameters of a sharded model are shards again after backward, as its optimizer holds them.
 
     Raises:
-        UnsupportedGradientError: If one is not.
+        UnsupportedGradientError: If a parameter is still gathered.
     """
     for name, parameter in parameters.items():
         if not is_sharded(parameter):
             raise UnsupportedGradientError(
-                f"{name} is still gathered after the backward, so that its gradient would not reach the optimizer, "
-                "which holds shards: leave set_reshard_after_backward(True), or call reshard() on its layer before "
+                f"{name} is still gathered after the backward, so its gradient would not reach the optimizer, which "
+                "holds shards: leave set_reshard_after_backward(True), or call reshard() on its layer before "
                 "pre_step()."
             )
 
 
 def refuse_local_thresholds(norm_clipper: NormClipper, processes: int) -> None:
-    """Check that the threshold of a rule does not follow the samples of one process alone.
+    """Check that the rule's threshold does not adapt to the samples of one process alone.
 
     Raises:
-        UnsupportedGradientError: If it does.
+        UnsupportedGradientError: If it does, and there are several processes.
     """
     if processes > 1 and isinstance(norm_clipper, QuantileNormClipper):
         raise UnsupportedGradientError(
-            "QuantileNormClipper counts the samples of one process, so thresholds would differ between "
+            "QuantileNormClipper counts the samples of one process only, so thresholds would differ between "
             f"{processes} processes: use FlatNormClipper or AutoNormClipper."
         )
 
 
 def refuse_stale_gradients(parameters: Mapping[str, Tensor], assigned: Mapping[str, Callable[[], object]]) -> None:
-    """Check that no ``.grad`` would be overwritten.
+    """Check that ``pre_step`` would not overwrite a gradient that the clipper did not write.
 
     Args:
-        parameters: By name.
-        assigned: References to the gradients that the clipper itself has filled in last.
+        parameters: The trained parameters, by name.
+        assigned: Weak references to the gradients of the last ``pre_step``, by parameter name.
 
     Raises:
-        InvalidValueError: If one holds a gradient of another origin.
+        InvalidValueError: If a ``.grad`` is not zero and was not written by the clipper.
     """
     for name, parameter in parameters.items():
         grad = parameter.grad
         if grad is not None and (name not in assigned or grad is not assigned[name]()) and bool(grad.any()):
             raise InvalidValueError(
                 f"{name}.grad holds a gradient that was not clipped, from a backward that the clipper did not "
-                "follow. Call optimizer.zero_grad() first, then pre_step() again; what was accumulated is kept."
+                "follow. Call optimizer.zero_grad(), then pre_step() again; the accumulated sums are kept."
             )
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
-    """Check that no batch normalization would mix samples.
+    """Check that no batch normalization in ``module`` mixes samples.
 
     Raises:
-        UnsupportedGradientError: If one is in training mode, or has no running statistics.
+        UnsupportedGradientError: If a batch normalization is in training mode, or has no running statistics.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, batch_norms()) and (layer.training or layer.running_mean is None):
@@ -241,14 +239,18 @@ def refuse_batch_norm(module: nn.Module) -> None:
 
 
 _watching: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Clippers, which may have clipped mini-batches that nobody has taken."""
+"""Clippers that refuse an optimizer step while their clipped mini-batches were not taken."""
 
 _removals: list[Callable[[], None]] = []
-"""Take off what is on all optimizers and GradScalers while anything is watching."""
+"""Functions that remove the hooks on all optimizers and GradScalers; empty while `_watching` is empty."""
 
 
 def watch_steps_and_scalers(clipper: Any) -> Callable[[], None]:
-    """Let ``clipper``, which is not kept alive, refuse early steps, and notice GradScalers; return what ends that."""
+    """Let ``clipper`` refuse early optimizer steps and notice GradScalers, without keeping it alive.
+
+    Returns:
+        A function that ends this.
+    """
     if not _removals:
         _removals.extend([EveryStep(_before, lambda optimizer: None).remove, notice_scaled_losses()])
     _watching.add(clipper)
@@ -262,7 +264,7 @@ def watch_steps_and_scalers(clipper: Any) -> Callable[[], None]:
 
 
 def _before(optimizer: Optimizer, evaluations: int) -> None:
-    """With a closure this comes after each evaluation: `pre_step` may stand in the closure."""
+    """Let each clipper refuse the step; with a closure, after each evaluation, since it may call `pre_step`."""
     del evaluations
     for clipper in list(_watching):
         clipper.refuse_early_step(optimizer)

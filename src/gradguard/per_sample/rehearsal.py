@@ -1,16 +1,16 @@
-"""Tries out, before the first call of each kind and size, whether per-sample gradients will be right.
+"""Rehearsal: verify per-sample gradients on a few samples before the first call of each kind and size.
 
-Two of its samples are run together, the first once more behind the second, as the clipper sees them, and each by
-itself, with plain autograd. Both get the same random gradient of the output there, so no loss function is needed. This
-runs in float64 where the model can, so that what is compared is the structure and not rounding; each parameter of each
-sample is compared by its own norm. Plain gradients of the layers are not made for it: the gradients of the samples by
-themselves are more than their sum.
+The rehearsal runs two samples together, and the first once more behind the second, with the clipper's hooks. Then it
+runs each sample alone, with plain autograd. Both runs get the same random gradient of the output, so no loss function
+is needed. They run in float64 where the model can, so the comparison shows the structure and not rounding. Each
+parameter's gradient in each sample is compared relative to its own norm. The plain gradients of layers are not computed
+here: the gradients of single samples verify more than their sum would.
 
-Then the whole batch is run, from its last sample to its first, and a batch of copies, whose samples must return what
-they return by themselves: so a capacity, or anything else that depends on how many there are, or on which comes first,
-is found. What is compared there are outputs; a wrong gradient behind right outputs shows in the two samples.
+Then the rehearsal runs the whole batch, from its last sample to its first, and a batch of copies of one sample. Each
+sample must return the same as alone. This finds a capacity, or anything else that depends on the number or the order of
+samples. Only outputs are compared here; the two samples above have shown whether the gradients belong to the outputs.
 
-What cannot be followed layer by layer is tried again sample by sample; what fails there too is refused.
+A module that cannot be followed layer by layer is rehearsed again sample by sample. If that fails too, it is refused.
 """
 
 import math
@@ -34,18 +34,18 @@ from gradguard.tensors.matmul_precision import full_float32
 from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30
-"""Bytes of float64 copies of a model that are made for the trial."""
+"""The most bytes of a model's float64 copy that a rehearsal makes."""
 
 _MUCH, _LITTLE = 20, 3
-"""Exponents of two by which gradients go up and down in the trial; the little one is for half precision, whose range is
-small."""
+"""Exponents of two by which the rehearsal scales gradients up and down; the small one is for half precision, whose
+range is small."""
 
 
 def rehearse(tracker: CallTracker, call: OuterCall) -> None:
-    """Try out a call of a new kind or size.
+    """Rehearse a call of a new kind or size.
 
     Raises:
-        UnsupportedGradientError: If its per-sample gradients are not those of the samples by themselves.
+        UnsupportedGradientError: If its per-sample gradients are not the gradients of the samples alone.
     """
     if tracker.planner.sharded:
         return  # a second run would be a collective
@@ -60,14 +60,16 @@ def rehearse(tracker: CallTracker, call: OuterCall) -> None:
 def _try(tracker: CallTracker, call: OuterCall) -> None:
     pattern = call.pattern
     trials = [] if pattern.sizes else [_try_pair]
-    for trial in [*trials, _try_size] if call.batch_size > 1 else trials:
+    if call.batch_size > 1:
+        trials.append(_try_size)
+    for trial in trials:
         try:
             trial(tracker, call)
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError | MemoryError):  # which no model causes
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):  # not a property of the model
                 raise
             name = f"{type(error).__name__}: {error}."
-            followed = f"gradguard could not follow the module: its trial of some samples ended in {name}"
+            followed = f"gradguard could not follow the module: its trial run of some samples ended in {name}"
             refused = isinstance(error, UnsupportedGradientError)
             words = str(error) if refused else own_failure(error) or followed
             if not pattern.looped:
@@ -82,11 +84,11 @@ def _try(tracker: CallTracker, call: OuterCall) -> None:
 
 def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
     number = min(2, call.batch_size)
-    samples = call.batch.finite_samples(number)  # beside one with NaN or inf any others would look right
+    samples = call.batch.finite_samples(number)  # a sample with NaN or inf would hide any difference
     if len(samples) < number:
         raise UnsupportedGradientError(
-            f"only {len(samples)} of the {call.batch_size} samples that {type(call.pattern.module).__name__} is called "
-            f"with are finite: it takes {number} to see whether samples are separate. {_NOT_FINITE}"
+            f"only {len(samples)} of the {call.batch_size} samples that {type(call.pattern.module).__name__} was "
+            f"called with are finite: {number} are needed to verify that samples are separate. {_NOT_FINITE}"
         )
     follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
     found = compare(tracker, call, samples, note=True, opened=follows)
@@ -94,8 +96,9 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
         if call.pattern.unowned:
             raise UnsupportedGradientError(next(iter(call.pattern.unowned.values())))
         raise UnsupportedGradientError(
-            f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
-            "number of samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
+            f"{type(call.pattern.module).__name__} returns no tensor that grows with the number of samples or is a "
+            "loss, as far as gradguard can read its outputs, so nothing can be compared. Return tensors, tuples, lists "
+            "or dicts."
         )
     if found.excess > 1:
         unscaled = compare(tracker, call, samples, scaled=False)
@@ -104,22 +107,22 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
                 return
             raise UnsupportedGradientError(_not_linear(call.pattern.module))
         raise UnsupportedGradientError(
-            f"the per-sample gradient of {found.parameter} is not what the sample gives by itself (relative error "
+            f"the per-sample gradient of {found.parameter} is not the gradient of the sample alone (relative error "
             f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
-            "looks at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
+            "depends on the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
         )
 
 
 def _try_size(tracker: CallTracker, call: OuterCall) -> None:
-    """Run the whole batch, and as many copies of one sample, and compare with fewer of them.
+    """Run the whole batch, and as many copies of one sample, and compare the outputs with those of smaller batches.
 
-    The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
-    each of its samples must return the same in one of two parts of the batch, of which one has an odd number, and
-    the first and the last by themselves. Of the copies each must return what it returns by itself: they go the same
-    way, so one of them is left out unless there is room for all.
+    The batch runs with the clipper's hooks, because a layer may get other rows than in the run of two samples. The
+    batch is then split into two parts, one of them with an odd number of samples. Each sample must return the same in
+    its part, and the first and the last sample also alone. Each copy must return the same as the sample alone: all
+    copies are routed alike, so a limited capacity would leave one of them out.
 
     Raises:
-        UnsupportedGradientError: If a sample returns something else there.
+        UnsupportedGradientError: If a sample returns something else in a smaller batch.
     """
     module, size = call.pattern.module, call.batch_size
     ends = [0], [size - 1]
@@ -132,7 +135,7 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
                 whole, _ = _together(tracker, call, [*reversed(range(size))], reset)
             except UnsupportedGradientError:
                 raise
-            except Exception:  # the model asks for an order, as of sorted lengths
+            except Exception:  # the model may need the samples in order, such as by sorted lengths
                 whole, _ = _together(tracker, call, [*range(size)], reset)
         with tracker.quietly(), without_graph(module):
             for part in ([*range(first)], [*range(first, size)], *ends):
@@ -155,10 +158,10 @@ def _together(
         tracker: Follows the module.
         call: The call.
         order: The samples, in the order in which they run.
-        reset: Puts the module back as it was.
+        reset: Restores the module's state.
 
     Returns:
-        The call of these samples, which can run each by itself; the tensors that the module returned.
+        The call of these samples, which can repeat each alone; the tensors that the module returned.
     """
     module = call.pattern.module
     reset()
@@ -173,8 +176,8 @@ def _together(
 
 
 _LINEAR = 1e-6
-"""The share of a gradient that may change where the gradient of the outputs is scaled: `torch.matrix_exp` chooses its
-series by the size of the gradient, and ends it at 1e-10."""
+"""The relative change of a gradient that is accepted when the gradient of the outputs is scaled: `torch.matrix_exp`
+chooses its series by the size of the gradient, and truncates it at 1e-10."""
 _NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN or inf. Nothing was clipped."
 
 
@@ -187,25 +190,25 @@ def compare(
     alone: int | None = None,
     opened: bool = False,
 ) -> Comparison | None:
-    """Return the largest error over ``samples``, run together and each by itself.
+    """Return the largest error of the per-sample gradients of ``samples``, run together and each alone.
 
     Args:
         tracker: Follows the module.
         call: The call that the samples are taken from.
-        samples: Which.
-        note: Take note in ``call.pattern`` of the precision, and of numbers that are not the mean (or sum) of samples.
-        scaled: Scale what the outputs get by powers of two, to see that the backward is linear.
-        alone: Run only so many of them, the first, by themselves.
-        opened: Put other numbers into parameters and buffers that hold one number only: a gate that is shut, at 0, or
-            open, at 1, would hide what it lets pass later. Only where the model runs in float64. Run the first sample
-            behind the others too: a layer may get samples in an order that depends on their values, and give them back
-            in theirs, and no such order has equal samples apart.
+        samples: The indices of the samples in the call.
+        note: Whether to store in ``call.pattern`` the precision, and the refusals of outputs that no sample owns.
+        scaled: Whether to scale the gradients of the outputs by powers of two, to verify that the backward is linear.
+        alone: The number of samples, from the first, that run alone; None for all.
+        opened: Whether to change parameters and buffers whose entries are all equal: a gate that is closed at 0, or
+            open at 1, would hide what it lets through later. This applies only where the model runs in float64. The
+            first sample also runs once more behind the others: a layer may sort samples by their values and return
+            them in order again, and a sorting cannot keep two equal samples on both sides of another.
 
     Returns:
-        None if nothing that is returned can be compared.
+        The worst comparison; None if no output can be compared.
 
     Raises:
-        UnsupportedGradientError: If the samples cannot be run so, or one has a gradient that is not finite.
+        UnsupportedGradientError: If the samples cannot be run alone, or the gradient of a sample is not finite.
     """
 
     def compared(one: OuterCall) -> Comparison | None:
@@ -226,22 +229,22 @@ def compare(
         except UnsupportedGradientError:
             raise
         except Exception:
-            pass  # it does not run in float64, or only with more memory
+            pass  # the model does not run in float64, or needs more memory there
     return compared(call)
 
 
 class _RehearsedPair:
-    """A few samples, run together and each by itself.
+    """A few samples, run together and each alone.
 
     Args:
         tracker: Follows the module.
         call: The call that the samples are taken from.
-        samples: Their places in the call.
-        reset: Puts the module back as it was.
+        samples: The indices of the samples in the call.
+        reset: Restores the module's state.
 
     Attributes:
-        precision: Machine epsilon of the coarsest dtype that was computed in.
-        owns_number: The module returned a number that is the reduction of the samples'.
+        precision: Machine epsilon of the coarsest dtype of the computation.
+        owns_number: Whether the module returned a number that is the reduction of the samples' own numbers.
     """
 
     def __init__(
@@ -254,26 +257,30 @@ class _RehearsedPair:
         self.owns_number = False
 
     def compare(self, scaled: bool, alone: int, both_orders: bool) -> Comparison | None:
-        """Compare the gradients that rows of the outputs give.
+        """Compare the gradients that result from random gradients of the outputs' rows.
 
         Args:
-            scaled: Scale the gradients of the outputs by powers of two: up, down and not at all in turn in the batch,
-                the other way for a sample alone. In a linear backward this changes no bit of what is compared.
-            alone: Number of samples that run by themselves.
-            both_orders: Run the first sample once more behind the others, so that each two come in both orders.
+            scaled: Whether to scale the gradients of the outputs by powers of two: up, down and not at all in turn in
+                the batch, and inversely for a sample alone. In a linear backward this changes no bit of the comparison.
+            alone: Number of samples that run alone.
+            both_orders: Whether to run the first sample once more behind the others, so it comes both before and after
+                each of them.
 
         Returns:
-            The largest error; None if no output has such rows.
+            The worst comparison; None if no output has rows of samples.
         """
         loop, found = self._run(self._random_grads, scaled, once_more=both_orders)
         if all(grad is None for grad in loop.grads):
             return None
-        again = both_orders and bool(loop.draws.drawn)  # it has drawn other numbers there
+        again = both_orders and bool(loop.draws.drawn)  # the repeated sample has drawn other random numbers
         own = [*map(SampleGradient, loop.run(range(alone + again)))]
         return self._against(loop, found, [*own, own[0]] if both_orders and not again else own)
 
     def unowned(self) -> dict[int, str]:
-        """Return the refusals of gradients of outputs that no sample owns; numbers that are the reduction are owned."""
+        """Return the refusals of the gradients of outputs that no sample owns, by position of the output.
+
+        A number that is the reduction of the samples' own numbers is no such output.
+        """
         words, count = {}, self._count
         for position, (output, axis) in enumerate(zip(self._outputs, self._pattern.output_axes, strict=True)):
             if axis is not None or not output.requires_grad:
@@ -281,7 +288,7 @@ class _RehearsedPair:
             if output.dim():
                 words[position] = (
                     f"{type(self._pattern.module).__name__} returns a tensor of shape {tuple(output.shape)} for "
-                    f"{count} samples in which no dimension is that of samples alone, and the loss uses it: its "
+                    f"{count} samples, in which no dimension belongs to samples alone, and the loss uses it: its "
                     "gradient belongs to no single sample. Leave it out of the loss."
                 )
             elif (refusal := self._number(position)) is not None:
@@ -291,18 +298,18 @@ class _RehearsedPair:
         return words
 
     def _number(self, position: int) -> str | None:
-        """Try out a number as the loss: None if it is the mean (or sum) of what samples give by themselves."""
+        """Use a returned number as the loss; return a refusal, or None if it is the reduction of samples' numbers."""
         if self._reduction == "share":
             return (
-                f"{type(self._pattern.module).__name__} returns a number that the loss uses, and its gradient is no "
-                "sample's. If it is the loss, compute it outside, from what the module returns for each token or "
-                "sample. If it is a scale, as CLIP's logit_scale, multiply by it inside the module."
+                f"{type(self._pattern.module).__name__} returns a number that the loss uses, and its gradient belongs "
+                "to no single sample. If it is the loss, compute it outside, from what the module returns for each "
+                "token or sample. If it is a scale, such as CLIP's logit_scale, multiply by it inside the module."
             )
         if self._reduction == "token_mean" and self._pattern.looped:
             return (
                 f"{type(self._pattern.module).__name__} returns the mean over its tokens as a number, and its samples "
-                f"are run one by one ({self._pattern.reason}), so the numbers of their tokens cannot be counted. "
-                "Compute the loss outside, from what it returns for each token."
+                f"run one by one ({self._pattern.reason}), so each sample's tokens cannot be counted. "
+                "Compute the loss outside, from what the module returns for each token."
             )
 
         def one(outputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -326,12 +333,12 @@ class _RehearsedPair:
             raise UnsupportedGradientError(_not_linear(self._pattern.module))
         return (
             f"the gradient of the number that {type(self._pattern.module).__name__} returns is not the "
-            f"{self._reduction} of what samples give by themselves (relative error {comparison.largest:.2g} in "
-            f"{comparison.parameter}): it mixes samples. Nothing was clipped."
+            f"{self._reduction} of the gradients of the samples alone (relative error {comparison.largest:.2g} in "
+            f"{comparison.parameter}): the number mixes samples. Nothing was clipped."
         )
 
     def _random_grads(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """A random gradient for each output that grows with samples."""
+        """Return a random gradient for each output with a batch axis that requires grad, and None for the others."""
         grads: list[Tensor | None] = []
         for place, (output, axis) in enumerate(zip(outputs, self._pattern.output_axes, strict=True)):
             if axis is None or not output.requires_grad or not is_inexact(output):
@@ -347,39 +354,45 @@ class _RehearsedPair:
         number: bool = False,
         once_more: bool = False,
     ) -> tuple[LoopedCall, Contributions]:
-        """Run the samples together, as the clipper sees them.
+        """Run the samples together, with the clipper's hooks, and backward through them.
 
         Args:
-            choose: Gives the gradients of what they return.
-            scaled: Scale these gradients.
-            number: All samples have the scale of the first.
-            once_more: The first sample runs behind the others too, with the same gradients at another scale.
+            choose: Returns the gradients of the outputs.
+            scaled: Whether to scale these gradients.
+            number: Whether all samples have the scale of the first, as for a returned number.
+            once_more: Whether the first sample also runs behind the others, with the same gradients at another scale.
 
         Returns:
-            The samples that ran together, each of which it can run by itself; their per-sample gradients.
+            The call of the samples together, which can repeat each alone; their per-sample gradients.
         """
         axes, order = self._pattern.output_axes, [*self._samples, *([self._samples[0]] if once_more else ())]
         with self._tracker.collect_separately(self._pattern) as collector:
             loop, outputs = _together(self._tracker, self._call, order, self._reset)
-            loop.shares = torch.ones(len(order), device="cpu")  # of tokens: they are found by the comparison
+            loop.shares = torch.ones(len(order), device="cpu")  # of tokens; `_against` finds the actual shares
             self.precision = loop.precision = max(self.precision, loop.draws.precision)
             self._outputs, self._count, loop.outputs = outputs, len(order), [(output, -1) for output, _ in loop.outputs]
             factor = 2.0 ** (_LITTLE if self.precision > 1e-4 else _MUCH) if scaled else 1.0
-            # Another scale at each place: the same sample at two places can be told apart.
-            scales = [factor if number else (factor, 1 / factor, 1.0)[place % 3] for place in range(len(order))]
+            # Neighbouring places have different scales, which distinguishes two copies of one sample.
+            scales = [factor] * len(order)
+            if not number:
+                scales = [(factor, 1 / factor, 1.0)[place % 3] for place in range(len(order))]
             loop.scales = [1 / scale for scale in scales]
             loop.grads = choose(outputs)
-            for grad, axis in zip(loop.grads, axes, strict=True) if once_more else ():
-                if grad is not None and axis is not None:
-                    rows = axis.split(grad, len(order))
-                    rows[-1].copy_(rows[0])
+            if once_more:
+                for grad, axis in zip(loop.grads, axes, strict=True):
+                    if grad is not None and axis is not None:
+                        rows = axis.split(grad, len(order))
+                        rows[-1].copy_(rows[0])
             edges, scaled_grads = [], []
             for output, grad, axis in zip(outputs, loop.grads, axes, strict=True):
                 if grad is None:
                     continue
-                grad = grad.clone() if axis else grad * scales[0]
-                for rows, scale in zip(axis.split(grad, len(order)), scales, strict=True) if axis else ():
-                    rows.mul_(scale)
+                if axis is None:
+                    grad = grad * scales[0]
+                else:
+                    grad = grad.clone()
+                    for rows, scale in zip(axis.split(grad, len(order)), scales, strict=True):
+                        rows.mul_(scale)
                 edges.append(get_gradient_edge(output))
                 scaled_grads.append(grad)
             if edges:
@@ -395,16 +408,16 @@ class _RehearsedPair:
         alone: Iterable[SampleGradient],
         shared: bool = False,
     ) -> Comparison:
-        """Compare with each sample alone.
+        """Compare the per-sample gradients of the batch with those of single samples.
 
         Args:
-            loop: The samples that ran together.
+            loop: The call of the samples together.
             found: Their per-sample gradients.
-            alone: The first few by themselves.
-            shared: Each sample has a share of its own in a number; the shares must add up to 1.
+            alone: The gradients of the first samples alone.
+            shared: Whether each sample has a share of its own in a returned number; the shares must add up to 1.
 
         Returns:
-            The largest error.
+            The worst comparison.
 
         Raises:
             UnsupportedGradientError: If the gradient of a sample is not finite.
@@ -413,8 +426,8 @@ class _RehearsedPair:
         for place, own in enumerate(alone):
             if not math.isfinite(own.whole):
                 raise UnsupportedGradientError(
-                    f"the gradient of sample {loop.order[place]} by itself is not finite, though its inputs are: "
-                    f"nothing shows whether samples are separate. {_NOT_FINITE}"
+                    f"the gradient of sample {loop.order[place]} alone is not finite, though its inputs are, so the "
+                    f"clipper cannot verify that samples are separate. {_NOT_FINITE}"
                 )
             expected, scale = own, loop.scales[place]
             if shared:
@@ -430,14 +443,14 @@ class _RehearsedPair:
 def _not_linear(module: nn.Module) -> str:
     return (
         f"the backward of {type(module).__name__} is not linear in the gradient that it gets: a gradient twice as "
-        "large does not give twice the gradient of the weights. What a sample gives would then depend on the number "
+        "large does not give twice the gradient of the weights. A sample's gradient would then depend on the number "
         "of samples in the batch and on a GradScaler. Does a hook, an error clip or an autograd.Function inside "
-        "clamp, normalise or quantize the gradient? Take it out. Nothing was clipped."
+        "clamp, normalise or quantize the gradient? Remove it. Nothing was clipped."
     )
 
 
 def _in_float64(module: nn.Module, opened: bool) -> dict[Slot, Tensor] | None:
-    """Return float64 copies of parameters and buffers, by the places that hold them; None if they are too large."""
+    """Return float64 copies of parameters and buffers, by module and attribute; None if they are too large."""
     places = {
         (m, slot): tensor
         for m in module.modules()

@@ -1,7 +1,7 @@
-"""Running a module again for another purpose than the user's.
+"""Tools to run a module again for a purpose of the clipper's own.
 
-It leaves no trace; other tensors stand in the places of its parameters; and each sample that runs by itself gets the
-random numbers that it had in its batch, where it would draw others, so that the two can be compared.
+Such a run restores the module's state afterwards, and may substitute tensors for its parameters. A sample that runs
+alone gets the random numbers that it had in its batch, so the two runs can be compared.
 """
 
 import itertools
@@ -29,22 +29,23 @@ from gradguard.torch_private import (
 )
 
 Quietly = Callable[[], AbstractContextManager[None]]
-"""A block in which the clipper's own hooks do nothing."""
+"""Returns a block in which the clipper's own hooks do nothing."""
 
 TOO_RARE = 1e-30
-"""A rate at which nothing is dropped; code that reads a layer's rate, to drop by itself, is still seen to do so."""
+"""A dropout rate at which nothing is dropped. It is not 0, so code that reads the rate and drops itself still draws."""
 
 
 @contextmanager
 def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Callable[[], None]]:
-    """Run a block that calls ``module``; afterwards random generators, buffers, hooks and attributes are as before.
+    """Run a block that calls ``module``, then restore random generators, buffers, hooks and attributes.
 
     Args:
         module: The model.
-        drop_rate: Rate in the block of the layers of dropout that drop any; None leaves each its own.
+        drop_rate: The rate, inside the block, of dropout layers whose rate is not 0. Attention and recurrent layers
+            then get 0. None leaves all rates unchanged.
 
     Yields:
-        A function that puts the module back at once, for several calls from one state.
+        A function that restores the module at once, for several calls from one state.
     """
     before = frozen(module)
 
@@ -66,10 +67,9 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
 
 @contextmanager
 def without_graph(module: nn.Module) -> Iterator[None]:
-    """Let no graph be made of what parameters do, in a block that calls ``module`` for its values.
+    """Keep parameters out of the autograd graph, in a block that calls ``module`` for its values.
 
-    Gradients are on all the same, so that a forward which differentiates what it was given (forces of a potential)
-    runs as it does otherwise.
+    Gradients stay enabled, because a forward may differentiate its own inputs (such as the forces of a potential).
 
     Args:
         module: The model.
@@ -96,18 +96,18 @@ def _set_drop_rate(module: nn.Module, rate: float | None) -> None:
 
 
 def frozen(module: nn.Module, buffers: bool = True) -> Frozen:
-    """Return ``module`` as it is, with its attributes and the random generators.
+    """Return a snapshot of the state of ``module``, of its attributes and of the random generators.
 
     Args:
         module: The module.
-        buffers: Keep the values of buffers.
+        buffers: Whether to copy the values of buffers.
     """
     generators = generator_states(accelerators_of(module.parameters()))
     return Frozen([module], generators, copies=buffers, attributes=True)
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's generators, Python's, and NumPy's in a program that uses NumPy."""
+    """Seed torch's and Python's generators, and NumPy's if NumPy is loaded."""
     torch.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -116,10 +116,10 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def substituted(tensors: Mapping[Slot, Tensor]) -> Iterator[None]:
-    """Let each tensor stand in for the parameter (or buffer) that a module holds under a name.
+    """Substitute tensors for the parameters or buffers of modules in a block.
 
     Args:
-        tensors: By module and attribute.
+        tensors: The tensors, by module and attribute.
     """
     before = [(module, slot, _home(module, slot)[slot]) for module, slot in tensors]
     recurrent = {module for module, _ in tensors if isinstance(module, nn.RNNBase)}
@@ -137,45 +137,45 @@ def substituted(tensors: Mapping[Slot, Tensor]) -> Iterator[None]:
 
 
 def copied_buffers(module: nn.Module) -> dict[Slot, Tensor]:
-    """Return a copy of each buffer in ``module``, by the places that hold it."""
+    """Return a copy of each buffer in ``module``, by module and attribute."""
     copies = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
     places = {(m, slot): buffer for m in module.modules() for slot, buffer in buffer_slots(m).items()}
     return {place: copies[id(buffer)] for place, buffer in places.items() if buffer is not None}
 
 
 def _home(module: nn.Module, slot: str) -> dict[str, Any]:
-    """The dictionary of ``module`` that holds ``slot``."""
+    """Return the dictionary of ``module`` that holds ``slot``."""
     parameters: dict[str, Any] = parameter_slots(module)
     buffers: dict[str, Any] = buffer_slots(module)
     return parameters if slot in parameters else buffers
 
 
 _RRELU = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional")
-"""Its second argument holds the random numbers."""
+"""Operations whose second argument receives the random numbers."""
 
 
 LAYOUTS = "stretches", "fastest", "one by one"
-"""Where the samples of a batch may lie in what it draws: each has a stretch of a dimension, they vary fastest in it, or
-draws that are alike follow one another, as many for each sample."""
+"""How the samples of a batch may share its random numbers: each sample has a contiguous stretch of a dimension; the
+samples vary fastest in a dimension; or similar draws follow one another, the same number for each sample."""
 
 
-_DRAW_SO = "Draw for the whole batch at once, a row for each sample; or in one loop over samples, as much for each."
+_DRAW_SO = "Draw for the whole batch at once, a row for each sample; or in one loop, the same amount for each sample."
 
 
 class UntoldDrawsError(UnsupportedGradientError):
-    """A sample's share of the random numbers that its batch has drawn cannot be told."""
+    """Raised if a sample's share of the random numbers that its batch drew cannot be determined."""
 
 
 class Draws:
-    """Records every random tensor that is drawn in a block, and how precisely the block computes.
+    """Record every random tensor that a block draws, and the precision in which the block computes.
 
-    A tensor that cannot be given to each sample is refused by `of_samples`.
+    `of_samples` raises an error if an operation's random numbers cannot be divided among the samples.
 
     Attributes:
-        drawn: The operation's name and its tensor, in order.
-        precision: Machine epsilon of the coarsest dtype that was computed in.
-        drew_elsewhere: The last block of `of_samples` drew of Python's generator or NumPy's, of which no sample has a
-            share.
+        drawn: The operation's name and its random tensor, in order.
+        precision: Machine epsilon of the coarsest dtype of the computation.
+        drew_elsewhere: Whether the last block of `of_samples` drew from Python's or NumPy's generator, whose numbers
+            cannot be divided among samples.
     """
 
     def __init__(self) -> None:
@@ -205,29 +205,29 @@ class Draws:
             except UntoldDrawsError as error:
                 self._untold = error
                 return result
-            # Masks are kept as bits; others are copied, because code scales them in place.
+            # Masks are stored as booleans; other tensors are copied, because the code may scale them in place.
             copied = drawn.bool() if "bernoulli" in func.name() and drawn.dtype != torch.bool else drawn.clone()
             self.drawn.append((func.name(), copied))
         return result
 
     @contextmanager
     def of_samples(self, samples: Sequence[int], batch_size: int, layout: str = LAYOUTS[0]) -> Iterator[None]:
-        """Draw the shares of some samples in a block.
+        """Replace the random numbers drawn in a block by the recorded shares of some samples.
 
         Args:
-            samples: Which, in the order in which the block has them.
-            batch_size: Number of samples that drew together.
-            layout: Where the samples lie in what is drawn, one of `LAYOUTS`.
+            samples: The indices of the samples, in the order in which the block runs them.
+            batch_size: Number of samples in the recorded batch.
+            layout: How the samples share the recorded tensors, one of `LAYOUTS`.
 
         Raises:
-            UnsupportedGradientError: If the samples by themselves draw other numbers than in the batch.
+            UnsupportedGradientError: If the samples alone draw other random numbers than in the batch.
         """
         if self._untold is not None:
             raise self._untold
         now = generator_states([])
         restore_generators(self._generators)
         drawn = self.drawn
-        if layout == "one by one":  # draws that are alike follow one another, as many for each sample
+        if layout == "one by one":
             drawn = list[tuple[str, Tensor]]()
             for _, alike in itertools.groupby(self.drawn, lambda draw: (draw[0], draw[1].shape)):
                 run = list(alike)
@@ -245,7 +245,7 @@ class Draws:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw in a block what `of_samples` has last given: a checkpoint, which repeats its forward in backward."""
+        """Replay in a block the numbers of the last `of_samples`, for a checkpoint that repeats its forward."""
 
         def draw(func: Any, args: Any, kwargs: Any) -> Any:
             given = self._replayed.get(_state_of_generator(args, kwargs)) if is_draw(func, args, kwargs) else None
@@ -256,10 +256,10 @@ class Draws:
 
 
 class _Share:
-    """Gives each draw the part of a recorded one that belongs to some samples.
+    """Replace each drawn tensor by the part of a recorded one that belongs to some samples.
 
     Attributes:
-        given: The drawn tensors, by the state that the generator was in.
+        given: The replaced tensors, by the state of the generator before the draw.
     """
 
     def __init__(self, drawn: list[tuple[str, Tensor]], samples: Sequence[int], batch_size: int, last: bool) -> None:
@@ -267,14 +267,14 @@ class _Share:
         self.given: dict[bytes, Tensor] = {}
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do one operation."""
+        """Do one operation, and replace its random numbers if it draws any."""
         if not is_draw(func, args, kwargs):
             return func(*args, **kwargs)
         name, recorded = next(self._drawn, ("", None))
         if recorded is None or name != func.name():
             raise UntoldDrawsError(
-                "a sample by itself draws other random numbers than in the batch: how many, or in which order, depends "
-                f"on the batch. {_DRAW_SO}"
+                "a sample alone draws other random numbers than in the batch: their number or order depends on the "
+                f"batch. {_DRAW_SO}"
             )
         state = _state_of_generator(args, kwargs)
         result = _draw_as(lambda shape: self._share_of(recorded, shape), func, args, kwargs)
@@ -289,7 +289,7 @@ class _Share:
         if len(dims) != 1 or recorded.shape[dims[0]] * count != shape[dims[0]] * self._batch_size:
             raise UntoldDrawsError(
                 f"random numbers of shape {tuple(recorded.shape)} are drawn for {self._batch_size} samples and "
-                f"{tuple(shape)} for {count}, so each sample's share cannot be told. {_DRAW_SO}"
+                f"{tuple(shape)} for {count}, so each sample's share cannot be determined. {_DRAW_SO}"
             )
         dim, own = dims[0], shape[dims[0]] // count
         chosen = torch.tensor(self._samples, device=recorded.device)
@@ -298,18 +298,21 @@ class _Share:
         return recorded.unflatten(dim, (self._batch_size, own)).index_select(dim, chosen).flatten(dim, dim + 1)
 
     def finish(self) -> None:
-        """Check that all was drawn."""
+        """Check that every recorded tensor was used."""
         if next(self._drawn, None) is not None:
-            raise UntoldDrawsError(f"a sample by itself draws fewer random numbers than in the batch. {_DRAW_SO}")
+            raise UntoldDrawsError(f"a sample alone draws fewer random numbers than in the batch. {_DRAW_SO}")
 
 
 def _draw_as(choose: Callable[[torch.Size], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """Do an operation that draws, and let it have drawn what is given."""
+    """Do an operation that draws, and replace its random numbers by what ``choose`` returns for their shape."""
     result = func(*args, **kwargs)
     own = _random_part(func, args, result)
     given = choose(own.shape)
     if given.shape != own.shape:
-        raise UntoldDrawsError("a backward draws other random numbers than the forward that it repeats.")
+        raise UntoldDrawsError(
+            f"a checkpoint repeats its forward in backward and draws random numbers of shape {tuple(own.shape)}, where "
+            f"the forward drew {tuple(given.shape)}."
+        )
     own.copy_(given)
     if func.name().startswith("aten::native_dropout"):  # its values follow from the mask
         result[0].copy_(args[0] * own.to(args[0].dtype) / max(1.0 - args[1], 1e-30))
@@ -319,7 +322,7 @@ def _draw_as(choose: Callable[[torch.Size], Tensor], func: Any, args: Any, kwarg
 
 
 def _state_of_generator(args: Any, kwargs: Any) -> bytes:
-    """The state of the generator that an operation draws from."""
+    """Return the state of the generator that an operation draws from."""
     generator = kwargs.get("generator")
     if generator is not None:
         return bytes(generator.get_state().tolist())
@@ -329,7 +332,7 @@ def _state_of_generator(args: Any, kwargs: Any) -> bytes:
 
 
 def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
-    """Tell whether an operation draws random numbers; attention and recurrent layers without dropout draw none."""
+    """Return whether an operation draws random numbers; attention and recurrent layers without dropout do not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = {argument.name: argument.default_value for argument in arguments_of(func)}
@@ -339,7 +342,7 @@ def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _random_part(func: Any, args: Any, result: Any) -> Tensor:
-    """The tensor among an operation's results, or arguments, that holds what was drawn."""
+    """Return the tensor, among an operation's results or arguments, that holds its random numbers."""
     if func.name() in _RRELU:
         return args[1]
     hidden = any(a.alias_info is not None and a.alias_info.is_write for a in arguments_of(func)[1:])
@@ -348,6 +351,6 @@ def _random_part(func: Any, args: Any, result: Any) -> Tensor:
     if func.name().startswith("aten::native_dropout"):
         return result[1]
     raise UntoldDrawsError(
-        f"{func.name()} draws random numbers that cannot be given to each sample: set its dropout to 0, or use "
+        f"{func.name()} draws random numbers that cannot be divided among the samples: set its dropout to 0, or use "
         "torch.nn.Dropout in its place."
     )

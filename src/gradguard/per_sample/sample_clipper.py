@@ -1,4 +1,4 @@
-r"""Clip each sample's gradient before they are summed, from one forward and one backward.
+r"""Clip each sample's gradient before the sum over the batch, from one forward and one backward.
 
 .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, g_i, \qquad c_i = \min\bigl(1,\; C / \lVert g_i \rVert\bigr)
 """
@@ -57,70 +57,74 @@ _Value = TypeVar("_Value", Tensor, float)
 
 
 class PerSampleGradientClipper:
-    r"""Clip the gradient of each sample, then sum: what private, federated and noisy-label learning need.
+    r"""Clip the gradient of each sample, then sum them, for private, federated or noisy-label learning.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, g_i, \qquad
               c_i = \min\bigl(1,\; C / \lVert g_i \rVert\bigr)
 
     with :math:`g_i` the gradient of sample i's own loss over all trained parameters. One forward and one backward of
-    the whole mini-batch give all norms and the clipped sum; the ``[B, *shape]`` gradients are not made, but for layers
-    where that is fastest and takes no more memory than backward has just freed.
+    the whole mini-batch give all norms and the clipped sum. The clipper does not build the ``[B, *shape]`` gradients,
+    except for layers where building them is fastest and takes no more memory than backward has just freed.
 
     **Guarantees.**
 
     * *Exact, or refused.* A layer with a rule (linear, convolution, embedding, normalization, attention, recurrent)
-      uses it; other code is differentiated by torch.func, with the layers that it calls left out. Shared and tied
-      weights, layers used several times, bare and functionally used parameters and checkpointing are exact; what cannot
-      be followed layer by layer is run sample by sample. Before the first call of each kind, samples are compared with
-      what each gives by itself; on the first step of each kind and batch size, with the plain gradient of the same
-      backward, parameter by parameter. A forward that does something new (an attribute, a hook, a global variable, a
-      branch on data, chance) is looked at on that very step, by running its samples alone too. What changes values and
-      not what is done is looked for by running one sample alone, on mini-batches 1, 2, 4, 8, ... and then one in a
-      thousand. What cannot be verified is an error that says so.
+      uses its rule. torch.func differentiates any other code, without the layers that this code calls. Shared and tied
+      weights, layers used several times, bare and functionally used parameters and checkpointing are exact. A module
+      that cannot be followed layer by layer runs sample by sample. Before the first call of each kind, the clipper
+      compares a few samples with the same samples run alone. On the first step of each kind and batch size, it compares
+      each parameter's sum with the plain gradient of the same backward. If a forward does something new (an attribute,
+      a hook, a global variable, a branch on data, chance), the clipper runs samples of that very step alone too. To
+      find changes of values that leave the operations the same, it runs one sample alone on mini-batches 1, 2, 4, 8,
+      ... and then on one in a thousand. Gradients that cannot be verified raise an error that says why.
     * *The bound holds in the arithmetic used.* No sample adds more than C, rounding included: norms, factors and sums
-      are at least float32 for every dtype, and factors leave room for what rounds.
+      are at least float32 for every dtype, and the factors leave room for rounding.
     * *A sample whose gradient is not finite adds zero*, and `statistics` counts it.
     * Clipping happens after backward: no gradient of an intermediate value changes.
 
     ==========================  =====================================================================================
     Edge case                   What happens
     ==========================  =====================================================================================
-    zero gradient               added as it is (factor 1)
-    no samples (B = 0)          adds nothing; ``pre_step`` gives zeros if there were no others
+    zero gradient               added unchanged (factor 1)
+    no samples (B = 0)          adds nothing; ``pre_step`` fills in zeros if the step had no samples at all
     layer unused in a step      adds zero; its ``.grad`` is zeros
     frozen parameter            left out of the norm; ``.grad`` stays as it is
     BatchNorm in training mode  refused: it mixes samples; use GroupNorm
-    loss not the mean or sum    refused where its graph can be read, with each sample's part as a factor
-    layers cannot be followed   samples are run one by one after the batch, with the random numbers they had in it
-    compiled module             runs uncompiled until `detach`, so that its layers can be followed
+    loss not the mean or sum    refused where its graph can be read; the error names each sample's part as a factor
+    layers cannot be followed   samples run one by one after the batch, with the random numbers they had in the batch
+    compiled module             runs uncompiled until `detach`, which lets the clipper follow its layers
     ==========================  =====================================================================================
 
     Args:
-        module: The model, also in DistributedDataParallel or sharded by ``fully_shard`` (HSDP too). Its layers get
-            hooks until `detach`; nothing is put on its parameters.
+        module: The model, also in DistributedDataParallel or sharded by ``fully_shard`` (HSDP too). Its layers have
+            the clipper's hooks until `detach`. No attribute is set on its parameters.
         norm_clipper: The rule: `FlatNormClipper`, `PerLayerNormClipper`, `PerParameterNormClipper`, `AutoNormClipper`,
             `QuantileNormClipper`, or a `NormClipper` of your own.
-        batch_first: Whether samples are the first dimension of what ``module`` is called with; else the second. Layers
-            inside may have them anywhere: that is found out.
-        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses, or a
-            ``"token_mean"``: the mean over all rows (tokens, pixels) of the batch, of which samples have different
-            numbers. A sample's own loss is then the mean over its own rows; its gradient is multiplied by the number of
-            all rows over B times that of its own, which are counted at each step. Needs ``check=True``.
-            ``"share"`` takes any loss that is computed from what ``module`` returns: a sample's gradient is its share
-            of the loss's own gradient, what flows back through its part of the outputs. Shares add up to the plain
-            gradient, which ``.grad`` is where none is clipped. No bound of one sample follows, because the share of
-            each may depend on the others. Needs ``check=True``.
-        mode: ``"fast"``, or ``"exact"``, which holds all per-sample gradients for `per_sample_gradients` and
+        batch_first: Whether the batch dimension of the arguments of ``module`` is the first; otherwise it is the
+            second. Layers inside may have it anywhere: the clipper finds it.
+        loss_reduction: Relation of the loss to the samples' own losses. ``"mean"`` and ``"sum"`` are their mean and
+            sum.
+            ``"token_mean"`` is the mean over all rows (tokens, pixels) of the batch, where samples may have different
+            numbers of rows. A sample's own loss is then the mean over its own rows: its gradient from backward is
+            multiplied by the ratio of all rows to its own rows, counted at each step. Needs ``check=True``.
+            ``"share"`` accepts any loss computed from the outputs of ``module``. A sample's gradient is then its share
+            of the loss's gradient: the part that flows back through the sample's own outputs. The shares add up to the
+            plain gradient, so ``.grad`` is the plain gradient where no sample is clipped. One sample's influence is not
+            bounded, because each share may depend on the other samples. Needs ``check=True``.
+        mode: ``"fast"``, or ``"exact"``, which stores all per-sample gradients for `per_sample_gradients` and
             `clipped_gradients`. Both give the same result.
-        scaler: The `torch.amp.GradScaler` that scales the loss, if any. Norms are unscaled before they are compared,
-            and ``.grad`` is scaled again for ``scaler.step``.
-        check: Compare samples with what each gives by itself, before the first call of each kind and now and then.
+        scaler: The `torch.amp.GradScaler` that scales the loss, if any. The clipper unscales norms before it compares
+            them with thresholds, and scales ``.grad`` again for ``scaler.step``.
+        check: Compare samples in the batch with the same samples run alone, before the first call of each kind and now
+            and then later.
 
     Attributes:
         statistics: `PerSampleStatistics` of the last mini-batch; not private.
-        loss_reduction: As it was given.
-        loss_divisor: Number that a trainer divides each loss by, for an adapter that undoes it in backward.
-        step_advice: The call to make, in the error that an optimizer's step raises while clipped mini-batches wait.
+        loss_reduction: The argument of the same name.
+        loss_divisor: The number by which a trainer divides each loss; set by an adapter that undoes the division in
+            backward.
+        step_advice: The call to make, quoted in the error of an optimizer step that comes before the clipped
+            mini-batches were taken.
 
     Raises:
         InvalidTypeError: If an argument is of another type.
@@ -164,14 +168,14 @@ class PerSampleGradientClipper:
         self._finite: Tensor | None = None
         self._weights = torch.float64  # the dtype of samples' weights in sums
         self._loss_scale: Tensor | float = 1.0
-        self._assigned: dict[str, weakref.ref[Tensor]] = {}  # the gradients that were filled in last
+        self._assigned: dict[str, weakref.ref[Tensor]] = {}  # the gradients of the last `pre_step`
         self._gradients: dict[str, Tensor] | None = None
         self._clipped_by: tuple[dict[str, Tensor], Tensor | None] | None = None
         self.statistics: PerSampleStatistics | None = None
         self._looked_at, self._time_first = -1, set[int]()
         self.loss_divisor = 1.0
         self.step_advice = "call clipper.pre_step() before it, or clipper.discard() to drop them"
-        with ExitStack() as attached:  # what fails leaves the module as it was
+        with ExitStack() as attached:  # an error removes all hooks again
             self._group = process_group_of(module)
             refuse_local_thresholds(norm_clipper, rank_and_size(self._group)[1])
             attached.callback(stop_synchronizing(module))
@@ -180,7 +184,7 @@ class PerSampleGradientClipper:
             self.loss_reduction, self._mode, self._scaler = loss_reduction, mode, scaler
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
-            own = weakref.ref(self)  # so that one that is let go is freed at once
+            own = weakref.ref(self)  # a strong reference would be a cycle, and a dropped clipper would not be freed
 
             def scale() -> float:
                 clipper = own()
@@ -204,7 +208,7 @@ class PerSampleGradientClipper:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that are clipped, by name."""
+        """The parameters whose gradients are clipped, by name."""
         return self._tracker.parameters(self._names)
 
     @property
@@ -216,21 +220,22 @@ class PerSampleGradientClipper:
         self._attached.close()
 
     def constant(self, value: _Value) -> _Value:
-        r"""Declare a value in the next loss that is not computed from the batch, such as the end of a schedule.
+        r"""Declare a value in the next loss that is not computed from the batch, such as a weight from a schedule.
 
-        What all samples share in the loss, and what a row of one weighs, must not change from batch to batch: a value
-        that does may have been computed from who else is there. One of yours that changes over training (a schedule, a
-        queue of earlier features) is declared on each step; in private training also a tensor, or a number that
-        multiplies or divides the loss, that does not change.
+        Values that all samples share in the loss, and the weight of a sample's row, must not change from batch to
+        batch: a value that changes may have been computed from the other samples. Declare on each step a value of your
+        own that changes over training (a schedule, a queue of earlier features). In private training, also declare
+        constants: a tensor, or a number that multiplies or divides the loss.
 
         Args:
-            value: The number of Python's, or the tensor, as it stands in the loss.
+            value: The Python number or the tensor that the loss uses.
 
         Returns:
-            The tensor itself; a number as a float, which no count equals that stands as a whole number in the loss.
+            The tensor itself, or the number as a float. A float differs from every count that stands in the loss as a
+            whole number.
 
         Raises:
-            InvalidTypeError: If it is neither, or a tensor of one number without a dimension; call .item() on that.
+            InvalidTypeError: If ``value`` is neither, or is a tensor without a dimension; call .item() on that tensor.
 
         Example:
             >>> import torch, gradguard as gg
@@ -251,58 +256,62 @@ class PerSampleGradientClipper:
         return value if isinstance(value, Tensor) else value * 1.0  # a float
 
     def per_sample_losses(self, loss_fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        r"""Compute each sample's loss from its own rows alone: exact for what the function is given.
+        r"""Compute each sample's loss from its own rows alone: the loss uses no other sample's arguments.
 
         .. math:: \ell_i = f(o_i, y_i, \dots), \qquad i = 1, \dots, B
 
-        Elsewhere a loss is read from its graph, which does not show everything: targets that were transposed, a mask
-        made of another sample's numbers, columns chosen by a list. Here no other sample's rows are there. Nothing of
-        the function is read, so it may be compiled, fused or your own, normalise, mask, average over tokens, or have
-        class weights: its result for a batch of one is the sample's loss.
+        Without this method, the clipper reads the loss from its graph, which does not show everything: targets that
+        were transposed, a mask made of another sample's numbers, columns chosen by a list. Here the function gets one
+        sample's rows only, and the clipper does not read its code or graph. It may be compiled, fused or your own,
+        normalise, mask, average over tokens, or have class weights: its result for a batch of one is the sample's loss.
 
-        **What the function takes from elsewhere** is only partly compared from batch to batch. Compared are tensors and
-        numbers of `functools.partial`, of modules, and numbers that code closes over, has as a default, or names in its
-        file or object. Not compared are numbers given as arguments of this call, attributes of a callable object that
-        is no module, what lies in dicts, lists or NumPy arrays, the weights of layers, and the environment. A number of
-        the batch that comes in that way couples the samples unnoticed: give tensors with a row each.
 
-        Call it after the forward of the module, with what the module returned and the batch as the loader gave it.
-        Whatever is computed from several samples before is out of sight.
+        **Values that the function takes from elsewhere** are only partly compared from batch to batch. The clipper
+        compares tensors and numbers of `functools.partial` and of modules, and numbers that the code closes over, has
+        as a default, or names in its file or object. It does not compare numbers given as arguments of this call,
+        attributes of a callable object that is no module, contents of dicts, lists or NumPy arrays, the weights of
+        layers, or the environment. A number computed from the batch that arrives in such a way couples the samples
+        unnoticed: give tensors with one row for each sample instead.
 
-        **Guarantees.** The function is called once for each sample, with a copy of its row of each tensor.
-        On each step, for one sample, it must not take a tensor that was neither given nor bound to it; and it must not
-        change one that is bound, as a running mean is. No loss may depend on another sample's outputs: derivatives show
-        that on the first step of each kind and batch size for all samples, and for one where other operations take part
-        than before, and on mini-batches 2, 4, 8, ..., one in a thousand.
+        Call this method after the forward of the module, with the module's outputs and the batch from the loader.
+        It cannot detect values that were computed from several samples before the call.
+
+        **Guarantees.** The function is called once for each sample, with a copy of the sample's row of each tensor.
+        On each step, one sample's call is checked: it must not use a tensor that was neither given nor bound to the
+        function, and must not change a bound tensor, such as a running mean. No loss may depend on another sample's
+        outputs. Derivatives verify this for all samples on the first step of each kind and batch size. They verify it
+        for one sample where the operations differ from earlier ones, and on mini-batches 2, 4, 8, ..., then one in a
+        thousand.
 
         ============================  ===========================================================================
         Edge case                     What happens
         ============================  ===========================================================================
         a tensor without B rows       refused; bind it by ``functools.partial(loss_fn, weight=weight)``
-        a constant with B rows        cut into rows as well; bind it
+        a constant with B rows        cut into rows like the batch; bind it instead
         ``[B, B]``, time first        refused until a batch has shown that it is ``[T, B]``
-        arguments that are no tensor  given to the function as they are, in nested tuples, lists and dicts too; a list
-                                      of B numbers is refused: make it a tensor
-        no samples (B = 0)            a tensor without entries
+        arguments that are no tensor  passed unchanged, in nested tuples, lists and dicts too; a list of B numbers is
+                                      refused: make it a tensor
+        no samples (B = 0)            the result is a tensor without entries
         a function that draws         draws for one sample after the other
-        under ``torch.no_grad()``     of as many samples as the first tensor has; nothing is looked at
+        under ``torch.no_grad()``     B is the number of samples in the first tensor; nothing is checked
         ============================  ===========================================================================
 
         Args:
             loss_fn: Takes a batch of one sample, and returns its loss, a tensor of one value: ``F.cross_entropy``, a
-                module such as ``torch.nn.MSELoss()``, or your own.
-            args: Its arguments; tensors are ``[B, ...]``, or ``[T, B, ...]`` with ``batch_first=False``.
-            kwargs: Its keyword arguments.
+                module such as ``torch.nn.MSELoss()``, or a function of your own.
+            args: Arguments of ``loss_fn``; tensors are ``[B, ...]``, or ``[T, B, ...]`` with ``batch_first=False``.
+            kwargs: Keyword arguments of ``loss_fn``.
 
         Returns:
-            The losses ``[B]``; take their ``.mean()``, or ``.sum()`` with ``loss_reduction="sum"``. With
-            ``"token_mean"`` it is ``.mean()`` too: each function's mean is over its own rows.
+            The losses ``[B]``. Call ``.mean()`` on them, or ``.sum()`` with ``loss_reduction="sum"``. With
+            ``"token_mean"`` call ``.mean()`` too: each sample's loss is the mean over its own rows.
 
         Raises:
             InvalidTypeError: If the function returns no tensor.
-            InvalidValueError: If the module was not called before, a tensor has not B rows, or a loss is not one value.
-            UnsupportedGradientError: If the loss of a sample depends on another's outputs, or on a tensor that may be
-                made of the batch.
+            InvalidValueError: If the module was not called before, a tensor does not have B rows, or a loss is not one
+                value.
+            UnsupportedGradientError: If the loss of a sample depends on another sample's outputs, or on a tensor that
+                may be computed from the batch.
 
         Example:
             >>> import torch, torch.nn.functional as F
@@ -319,7 +328,7 @@ class PerSampleGradientClipper:
             8
         """
         size, batch_first = self._tracker.batch_size, self._tracker.batch_first
-        if not torch.is_grad_enabled():  # of validation: nothing will be clipped
+        if not torch.is_grad_enabled():  # validation: nothing will be clipped
             first = tensor_leaves((args, kwargs))[0]
             size = first.shape[0 if batch_first or first.dim() < 2 else 1]
             return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first))
@@ -335,26 +344,26 @@ class PerSampleGradientClipper:
         return self._loss_check.own_losses(losses, self._looked_at, self._tracker.witness.is_due)
 
     def refuse_ambiguous_losses(self) -> None:
-        """Refuse a loss with a number that may be another in the next batch, instead of waiting for that batch.
+        """Refuse a loss with a number that may change in the next batch, instead of waiting for that batch.
 
-        A mean has no number, a sum the one divisor of its reduction; any other that multiplies or divides the loss is
-        declared by `constant`, or is 0.5. Private training calls this, because there the batch itself is random, and no
-        batch that might have been drawn may give a sample another gradient.
+        A mean contains no number, and a sum only the divisor of its reduction. Any other number that multiplies or
+        divides the loss must be 0.5 or declared by `constant`. Private training calls this method because its batches
+        are random: a sample's gradient must not depend on which other samples were drawn.
         """
         self._loss_check.refuse_ambiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: what the norm clipper has learned.
+        """Return the state for a checkpoint: the state of the norm clipper.
 
-        Save between steps: the sums of mini-batches that wait for `pre_step` are not in it.
+        Save it between steps: it does not contain the sums of mini-batches that wait for `pre_step`.
         """
         return {"norm_clipper": self.norm_clipper.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is not the state of a clipper, or of another rule.
+            InvalidValueError: If it is not the state of a clipper, or is the state of another rule.
         """
         if set(state_dict) != {"norm_clipper"}:
             raise InvalidValueError(
@@ -364,19 +373,19 @@ class PerSampleGradientClipper:
         self.norm_clipper.load_state_dict(state_dict["norm_clipper"])
 
     @torch.no_grad()
-    @never_compiled  # below, as all that is decorated by no_grad has the code of one wrapper
+    @never_compiled  # must be the inner decorator: all functions under no_grad share the code of one wrapper
     def clip_and_accumulate(self) -> None:
-        """Clip each sample of the last backward and add it to the sum; call it once after each ``.backward()``.
+        """Clip each sample's gradient from the last backward and add it to the sum.
 
-        Mini-batches may differ in size. ``.grad`` is not touched.
+        Call this method once after each ``.backward()``. Mini-batches may differ in size. ``.grad`` is not touched.
 
         Raises:
-            InvalidValueError: If there was no backward since, or it stopped with an error, or a GradScaler scaled the
-                loss and the clipper does not know of it.
+            InvalidValueError: If there was no backward since the last call, or it stopped with an error, or a
+                GradScaler that the clipper was not given scaled the loss.
             UnsupportedGradientError: If per-sample gradients cannot be computed exactly.
 
-        An error from within the computation itself (no memory, a wrong `NormClipper`) drops the whole step, as
-        `discard` does, so that no sample counts twice.
+        An error inside the computation itself (out of memory, a wrong `NormClipper`) drops the whole step, as
+        `discard` does. No sample can then count twice.
         """
         mini_batch = self._completed()
         self._gradients = self._clipped_by = None
@@ -385,17 +394,17 @@ class PerSampleGradientClipper:
                 with outside_autocast(self._device), full_float32():
                     self._accumulate(mini_batch)
         except BaseException:
-            self.discard()  # what was added of this mini-batch cannot be told from the rest, and must not count twice
+            self.discard()  # samples of this mini-batch may be in the sums already, and must not count twice
             raise
         finally:
             self._tracker.collector.discard()
         self._accumulation.count(max(0, mini_batch.batch_size))
 
     def _completed(self) -> MiniBatch:
-        """Return what the last backward brought, once it is found to be right and a part of this step."""
+        """Return the mini-batch of the last backward, after checking its gradients and that it fits this step."""
         mini_batch = self._tracker.collector.completed()
         refuse_other_scaler(mini_batch.task, self._scaler)
-        if mini_batch.finished is None:  # else `per_sample_gradients` has come first
+        if mini_batch.finished is None:  # otherwise `per_sample_gradients` has verified it already
             self._verify(mini_batch)
         if self._accumulation.batch_size is None:
             self._prepare()
@@ -407,7 +416,7 @@ class PerSampleGradientClipper:
         return mini_batch
 
     def discard(self) -> None:
-        """Forget the last backward, and everything since the last `pre_step`: the step begins again."""
+        """Drop the last backward and all mini-batches since the last `pre_step`: the step begins again."""
         self._tracker.recover()
         self._tracker.collector.discard()
         self._accumulation.drop()
@@ -415,11 +424,11 @@ class PerSampleGradientClipper:
         self.norm_clipper.drop_step()
 
     def skip_batch(self, after_backward: bool = False) -> None:
-        """Count a mini-batch without samples: it adds nothing.
+        """Count a mini-batch without samples, which adds nothing to the sum.
 
         Args:
-            after_backward: There was a backward, of samples that do not count: what it brought is checked and dropped.
-                Otherwise there was none.
+            after_backward: Whether a backward ran, of samples that do not count. Its gradients are then checked and
+                dropped.
         """
         if after_backward:
             self._completed()
@@ -430,19 +439,19 @@ class PerSampleGradientClipper:
 
     @never_compiled
     def pre_step(self) -> PreStep:
-        """Fill ``.grad`` of every trained parameter, and start anew; call it once before ``optimizer.step()``.
+        """Fill ``.grad`` of every trained parameter and reset the sums; call it once before ``optimizer.step()``.
 
-        ``.grad`` becomes the average of the clipped gradients of all N samples since the last call (their sum for
-        ``loss_reduction="sum"``, and for ``"share"`` the mean of processes' sums), in the parameter's dtype. It
-        is assigned, not added. Under DistributedDataParallel or FSDP2 the samples are those of all processes, which
-        each call this once; it is one all-reduce.
+        ``.grad`` becomes the average of the clipped gradients of all N samples since the last call, in the parameter's
+        dtype. For ``loss_reduction="sum"`` it is their sum, and for ``"share"`` the mean over processes of their sums.
+        ``.grad`` is assigned, not added to. Under DistributedDataParallel or FSDP2, N counts the samples of all
+        processes. Every process calls this method once, and the call makes one all-reduce.
 
         Returns:
-            The scale of the noise: ``max_norm`` for each parameter, and ``batch_size`` N.
+            The numbers that the scale of noise follows from: ``max_norm`` for each parameter, and ``batch_size`` N.
 
         Raises:
-            InvalidValueError: If nothing was accumulated, or if a ``.grad`` holds a gradient that was not clipped;
-                nothing is lost then.
+            InvalidValueError: If nothing was accumulated, or if a ``.grad`` holds a gradient that was not clipped. The
+                accumulated sums are kept.
         """
         self._accumulation.check("pre_step")
         self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
@@ -454,7 +463,7 @@ class PerSampleGradientClipper:
             refuse_wrapped(trained.values())
         taken, size = self._summed()
         finite = self._finite if self._scaler is not None and self._scaler.is_enabled() else None
-        if self._finite is not None:  # the scaler sees where all samples overflowed: it skips, and lowers its scale
+        if self._finite is not None:  # an inf where all samples overflowed makes the scaler skip and lower its scale
             smallest = min(taken.values(), key=Tensor.numel)
             smallest += torch.where(self._finite, 0.0, torch.inf).to(smallest)
             self._finite = None
@@ -467,10 +476,10 @@ class PerSampleGradientClipper:
         return PreStep(max_norm, size)
 
     def _tell(self, finite: Tensor | None) -> None:
-        """Tell who watches: the mean factor of the samples of the last mini-batch stands for a coefficient.
+        """Report the clip to listeners, with the mean factor of the last mini-batch's samples as its coefficient.
 
-        The gradients are the clipped ones already; what they would have been is not known. Where all samples
-        overflowed, the scaler will leave the step out.
+        The reported gradients are clipped already; the unclipped gradients are not known. Where all samples
+        overflowed, the scaler will skip the step.
         """
         factors = [] if self.statistics is None else self.statistics.factors
         coefficient = torch.stack([own.mean() for own in factors]).mean() if factors else None
@@ -481,7 +490,7 @@ class PerSampleGradientClipper:
         tell(ClipEvent(rule, parameters, self._bound(), None, coefficient, skipped=skipped, skip_reason=reason))
 
     def take(self) -> ClippedSums:
-        """Return the sums instead of filling ``.grad``, and start anew; for those who add noise.
+        """Return the clipped sums instead of filling ``.grad``, and reset them; for callers that add noise.
 
         Raises:
             InvalidValueError: If nothing was accumulated.
@@ -489,10 +498,12 @@ class PerSampleGradientClipper:
         return self._taken(1.0)
 
     def take_in_units(self) -> tuple[ClippedSums, float]:
-        """Do what `take` does, and leave the sums as they are held, which saves a pass over memory.
+        """Return the clipped sums as they are stored, in a unit, and reset them.
+
+        Unlike `take`, this method does not multiply the sums by their unit, which saves a pass over memory.
 
         Returns:
-            The sums divided by a unit, and that unit.
+            The sums divided by the unit, and the unit.
 
         Raises:
             InvalidValueError: If nothing was accumulated.
@@ -506,10 +517,10 @@ class PerSampleGradientClipper:
 
         Returns:
             ``[B, *shape]`` for each trained parameter by name, at least float32, in the scale of a sample's own loss:
-            free of the mean's 1/B and of a scaler.
+            without the mean's 1/B and without the factor of a scaler.
 
         Raises:
-            InvalidValueError: If the mode is not ``"exact"``, or there was no backward yet.
+            InvalidValueError: If the mode is not ``"exact"``, or no backward ran yet.
         """
         self._refuse_fast_mode()
         if self._gradients is None or self._tracker.collector.mini_batch is not None:
@@ -519,16 +530,16 @@ class PerSampleGradientClipper:
 
     @torch.no_grad()
     def clipped_gradients(self) -> dict[str, Tensor]:
-        """Return what each sample of the last `clip_and_accumulate` added to the sum.
+        """Return the clipped gradient that each sample of the last `clip_and_accumulate` added to the sum.
 
         Returns:
             ``[B, *shape]`` for each trained parameter by name, at least float32: `per_sample_gradients` times the
-            sample's factor. The norm of a sample over all parameters (over a layer, for a rule of layers) is at most
-            the threshold; a sample that is not finite is zero.
+            sample's factor. A sample's norm over all parameters (over each layer, for a per-layer rule) is at most the
+            threshold. The gradient of a sample that is not finite is zero.
 
         Raises:
-            InvalidValueError: If the mode is not ``"exact"``, or nothing was clipped since the last backward that
-                `per_sample_gradients` has shown.
+            InvalidValueError: If the mode is not ``"exact"``, or `per_sample_gradients` was called for a later backward
+                that was not clipped yet.
         """
         self._refuse_fast_mode()
         if self._gradients is None or self._clipped_by is None:
@@ -540,10 +551,10 @@ class PerSampleGradientClipper:
         return {name: scale_rows(rows, factors[name], bad) for name, rows in self._gradients.items()}
 
     def refuse_early_step(self, optimizer: Optimizer) -> None:
-        """Check that ``optimizer`` does not step without what was clipped for its parameters.
+        """Check that ``optimizer`` does not step before `pre_step` has filled in its parameters' clipped gradients.
 
         Raises:
-            InvalidValueError: If mini-batches were clipped, and `pre_step` was not called.
+            InvalidValueError: If mini-batches were clipped for a parameter of ``optimizer``, and not yet taken.
         """
         if self._accumulation.batch_size is None:
             return
@@ -551,61 +562,66 @@ class PerSampleGradientClipper:
         places = (self._tracker.aliases[name][0] for name in self._names)
         if any(id(parameter_slots(module).get(slot)) in held for module, slot in places):
             raise InvalidValueError(
-                f"{type(optimizer).__name__}.step() was called, and the gradients of {self._accumulation.batch_size} "
-                f"samples were clipped and not yet taken: {self.step_advice}. No weight was changed."
+                f"{type(optimizer).__name__}.step() was called while the clipped gradients of "
+                f"{self._accumulation.batch_size} samples were not yet taken: {self.step_advice}. No weight was "
+                "changed."
             )
 
     def sensitivity(self, relation: str = "add_or_remove_one") -> float:
-        """Return how far, in L2 norm, the clipped sum can move between two neighbouring data sets.
+        """Return the largest L2 distance between the clipped sums of two neighbouring data sets.
 
         Args:
-            relation: ``"add_or_remove_one"`` sample, or ``"replace_one"``, which is twice as far. For the average,
-                divide by the number of samples that noise is calibrated to.
+            relation: ``"add_or_remove_one"`` sample, or ``"replace_one"``, whose distance is twice as large. For the
+                average, divide by the number of samples that the noise is calibrated to.
         """
         return self.norm_clipper.sensitivity(relation)
 
     def sensitivity_of_step(self) -> float:
-        """Return how far one sample, added or removed, moves the sum of the mini-batches since the last step.
+        """Return the largest change, in L2 norm, of the present step's clipped sum when one sample is added or removed.
 
         Raises:
-            InvalidValueError: If a threshold has changed since the first of them.
+            InvalidValueError: If a threshold has changed since the first mini-batch of the step.
         """
         now = self.sensitivity()
         if others := self._accumulation.sensitivities - {now}:
             raise InvalidValueError(
                 f"the sensitivity of the clipped sum changed from {max(others):.4g} to {now:.4g} within one logical "
-                "step, and the noise of a step has one size. Change a threshold after the step, before the next batch. "
+                "step, but the noise of a step has one size. Change a threshold after the step, before the next batch. "
                 "Nothing was released."
             )
         return now
 
     def verify(self, samples: int = 4) -> float:
-        """Compare with the loop over single samples, on samples of the last batch.
+        """Compare the clipper's per-sample gradients with a loop over single samples of the last batch.
 
-        The module runs on ``samples`` of them at once, as the clipper sees it, and on each alone, with plain autograd;
-        both get the same random gradient of the output. Dropout is switched off meanwhile; nothing is changed.
+        The module runs on ``samples`` samples together, with the clipper's hooks, and on each alone, with plain
+        autograd. Both runs get the same random gradient of the output. Dropout is off in both. Module, gradients and
+        random generators are left unchanged.
 
         Args:
-            samples: How many.
+            samples: The number of samples to compare.
 
         Returns:
-            The largest error of any parameter's gradient, relative to the norm of that sample's whole gradient.
+            The largest error of any parameter's gradient in one sample, relative to the norm of that gradient, or to a
+            hundredth of the norm of the sample's whole gradient where that is larger.
 
         Raises:
-            InvalidValueError: If the module was not called yet, or draws random numbers of its own.
+            InvalidValueError: If the module was not called yet, or returns no tensor with a gradient.
+            UnsupportedGradientError: If a sample cannot run alone, for example because its share of the random numbers
+                that the batch drew cannot be determined.
         """
         calls = list(self._tracker.last_calls.values())
         if not calls:
-            raise InvalidValueError("verify() needs a batch: call the module once, with gradients, before it.")
+            raise InvalidValueError("verify() needs a batch: call the module once, with gradients enabled, first.")
         found = [compare(self._tracker, call, range(min(samples, call.batch_size))) for call in calls]
         if None in found:
-            raise InvalidValueError("verify() sees no tensor in what the module returns that has a gradient.")
+            raise InvalidValueError("verify() found no tensor that requires grad in what the module returns.")
         return max(comparison.largest for comparison in found if comparison is not None)
 
     def _refuse_fast_mode(self) -> None:
         if self._mode != "exact":
             raise InvalidValueError(
-                "per-sample gradients are never made in mode='fast': use PerSampleGradientClipper(..., mode='exact')."
+                "mode='fast' does not store per-sample gradients: use PerSampleGradientClipper(..., mode='exact')."
             )
 
     # One mini-batch
@@ -632,7 +648,7 @@ class PerSampleGradientClipper:
             bad = ~(finite & agree)
             bad = None if total.is_cpu and not bad.any() else bad
         if bad is not None:
-            factors = [factor.masked_fill(bad, 0) for factor in factors]  # one part that is not finite drops them all
+            factors = [factor.masked_fill(bad, 0) for factor in factors]  # one non-finite part drops the whole sample
         self.statistics = PerSampleStatistics(total, norms, self._groups, factors)
         if self._scaler is not None:
             any_finite = finite.any()
@@ -649,7 +665,7 @@ class PerSampleGradientClipper:
             self._accumulation.add(name, contributions.pop(name).weighted_sum(own, bad))
 
     def _verify(self, mini_batch: MiniBatch) -> None:
-        """Compare with the plain gradients of the same backward, and one sample with what it gives alone."""
+        """Compare the gradients with the plain ones of the same backward, and a witnessed sample with itself alone."""
         conclusive = True
         if mini_batch.batch_size > 0:
             try:
@@ -665,7 +681,7 @@ class PerSampleGradientClipper:
                         self._tracker.witness.look(mini_batch)
                         self._tracker.look_at_carried_state()
                     except UnsupportedGradientError:
-                        self.discard()  # what differs drops the whole step
+                        self.discard()  # a difference drops the whole step
                         raise
             except UnsupportedGradientError:
                 self._tracker.collector.discard()
@@ -674,18 +690,18 @@ class PerSampleGradientClipper:
         self._tracker.verified(conclusive)
 
     def _second_opinion(self, recorded: LoopedCall, sample: int) -> Comparison | None:
-        """Compare one sample with all others of its batch beside it, in float64."""
+        """Run one sample alone and in its whole batch, in float64 where possible, and compare the gradients."""
         if recorded.before is None:
             return None
         if self.loss_reduction == "token_mean" and None in recorded.call.pattern.output_axes:
-            return None  # a mean over tokens that the module returns is compared but for the sample's share of it
+            return None  # the sample's share of a mean over tokens that the module itself returns is not known here
         with undisturbed(recorded.module):
             recorded.before.restore()
             others = [i for i in range(recorded.batch_size) if i != sample]
             return compare(self._tracker, recorded.call, [sample, *others], alone=1)
 
     def _keep(self, mini_batch: MiniBatch) -> Contributions:
-        """Hold every per-sample gradient, in the scale of a sample's own loss."""
+        """Store every per-sample gradient, in the scale of a sample's own loss, and return them in backward's scale."""
         contributions = mini_batch.finish(self._device)
         scale = self._sample_scale(mini_batch.batch_size)
         kept: Contributions = {name: c.materialize() for name, c in contributions.items()}
@@ -701,15 +717,15 @@ class PerSampleGradientClipper:
         return dict(kept)
 
     def _sample_scale(self, size: int) -> Tensor | float:
-        """Return the factor from backward's gradients to those of each sample's own loss."""
+        """Return the factor that turns backward's gradients into the gradients of each sample's own loss."""
         self._loss_scale = self._scaler_scale()
         if self.loss_reduction != "token_mean":
             return (1 if self._adds_up else size) / self._loss_scale
         factors = self._loss_check.factors
         if factors is None:
             raise UnsupportedGradientError(
-                "loss_reduction='token_mean': the loss was not seen, so the numbers of the samples' rows are not "
-                "known. Call loss.backward() after the forward of the module, on the loss that is computed from it."
+                "loss_reduction='token_mean': no loss was read, so the numbers of the samples' rows are unknown. Call "
+                "loss.backward() after the forward of the module, on the loss that is computed from its outputs."
             )
         factors = factors.to(self._device, wide_dtype(self._device))
         return torch.where(factors > 0, size / factors, 0.0) / self._loss_scale  # NaN: a sample without rows
@@ -717,7 +733,7 @@ class PerSampleGradientClipper:
     # The whole batch
 
     def _summed(self) -> tuple[dict[str, Tensor], int]:
-        """The sums over the number of samples, and that number: of all processes, in one all-reduce."""
+        """Return the sums divided by the number of samples, and that number; all processes add up in one all-reduce."""
         size = self._accumulation.batch_size or 0
         if self._group is None:
             return self._take(self._loss_scale / self._divisor(size)), size
@@ -730,11 +746,11 @@ class PerSampleGradientClipper:
 
     @property
     def _adds_up(self) -> bool:
-        """Whether the samples' gradients add up to that of the loss, and are not averaged."""
+        """Whether the gradient of the loss is the sum of the samples' gradients rather than their mean."""
         return self.loss_reduction in ("sum", "share")
 
     def _divisor(self, size: int) -> int:
-        if self.loss_reduction == "share":  # of the process' own loss: DistributedDataParallel averages their gradients
+        if self.loss_reduction == "share":  # DistributedDataParallel averages the gradients of the processes' losses
             return rank_and_size(self._group)[1]
         return 1 if self._adds_up else max(size, 1)
 
@@ -745,13 +761,13 @@ class PerSampleGradientClipper:
         return ClippedSums(self._names, [*self.trained.values()], [sums[n] for n in self._names], size)
 
     def _take(self, factor: float | Tensor | None) -> dict[str, Tensor]:
-        """The sums times a factor, as they are held if it is None; a step ends."""
+        """End the step; return the sums times ``factor``, or as they are stored if it is None."""
         sums = self._accumulation.take(self.trained, factor)
         self.norm_clipper.finish_step()
         return sums
 
     def _prepare(self) -> None:
-        """See which parameters are trained, before a batch begins."""
+        """Find the trained parameters and their dtypes, and set up the norm clipper for them."""
         trained = {name: p for name, p in self._tracker.parameters().items() if p.requires_grad}
         if (names := [*trained]) != self._names:
             self.norm_clipper.prepare(names)
@@ -766,6 +782,6 @@ class PerSampleGradientClipper:
         return math.sqrt(math.fsum(c * c for c in self.norm_clipper.thresholds))
 
     def _scaler_scale(self) -> Tensor | float:
-        """Return the scale of the scaler; on its device, so that the host need not wait."""
+        """Return the scale of the scaler as a tensor on its device, without a host sync; 1.0 without a scaler."""
         scale = None if self._scaler is None or not self._scaler.is_enabled() else loss_scale_of(self._scaler)
         return 1.0 if scale is None else scale.double()

@@ -1,9 +1,9 @@
-"""Per-sample gradients from running each sample by itself: exact for whatever treats samples apart.
+"""Per-sample gradients from a loop that runs each sample alone: exact for every model that keeps samples separate.
 
-For models that cannot be followed layer by layer (a position bias shared by layers, experts that get some of the
-tokens, functional dropout beside bare parameters, complex parameters). The batch runs once, as always; its outputs get
-their gradients from backward, which goes no further; then each sample runs alone, with the random numbers that it had
-in the batch, and must give what it gave there.
+The loop serves models that cannot be followed layer by layer (a position bias shared by layers, experts that get some
+of the tokens, functional dropout beside bare parameters, complex parameters). The batch runs once, as always, and
+backward stops at its outputs, with their gradients. Then each sample runs alone, with the random numbers that it had in
+the batch. It must return the same outputs as in the batch.
 """
 
 import math
@@ -38,7 +38,7 @@ from gradguard.state.frozen import Frozen
 from gradguard.torch_private import parameter_slots
 
 _FINE = 1e-4
-"""Machine epsilon of a dtype whose range is wide, at most."""
+"""Largest machine epsilon of a dtype with a wide range of exponents."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,9 @@ class OuterCall:
     """One call of the outermost module.
 
     Attributes:
-        pattern: How it is treated.
+        pattern: How the clipper treats the call.
         batch: The arguments of the module, and the samples in them.
-        autocast: Device type and dtype of the autocast that it ran under, or None.
+        autocast: Device type and dtype of the autocast that the call ran under, or None.
     """
 
     pattern: CallPattern
@@ -66,7 +66,7 @@ class OuterCall:
         return self.batch.arguments
 
     def promoted(self, dtype: torch.dtype) -> "OuterCall":
-        """Return the call with arguments in no less than the precision of ``dtype``, without autocast."""
+        """Return the call without autocast, with arguments promoted to at least the precision of ``dtype``."""
         return replace(self, batch=replace(self.batch, arguments=promoted(self.arguments, dtype)), autocast=None)
 
 
@@ -76,20 +76,21 @@ class LoopedCall:
 
     Attributes:
         call: The call that the samples are taken from.
-        reduction: Relation of a number that it returned to the samples', ``"mean"`` or ``"sum"``.
-        places: Where each trained parameter is held.
-        quietly: A block in which the clipper's own hooks do nothing.
-        precision: Machine epsilon of the coarsest dtype that is computed in.
+        reduction: Relation of a returned number to the samples' own numbers: ``"mean"``, ``"sum"``, ``"token_mean"``
+            or ``"share"``.
+        places: The modules and attributes that hold each trained parameter.
+        quietly: Makes a block in which the clipper's own hooks do nothing.
+        precision: Machine epsilon of the coarsest dtype of the computation.
         order: The samples of ``call`` that ran together.
-        draws: The random numbers that it drew.
-        before: The module as it was before.
-        outputs: The tensors that it returned, and the version of each.
-        grads: The gradient of each tensor that it returned.
+        draws: The random numbers that the call drew.
+        before: The state of the module before the call.
+        outputs: The tensors that the call returned, and the version of each.
+        grads: The gradient of each tensor that the call returned.
         shares: The share of each sample in a mean over tokens, ``[B]``.
-        scales: Factors of the outputs' gradients for each sample alone, where they are not those of its own loss.
+        scales: Factors of the outputs' gradients for each sample alone; empty for the scales of the samples' own loss.
         leaves: The plain gradients, on a step that is to be verified.
-        taken: Arguments of samples that were taken before the call, which may write into them.
-        recorded: Its parameters, without which it cannot be repeated.
+        taken: Copies of some samples' arguments from before the call, which may write into its arguments.
+        recorded: The parameters with their versions; the call cannot be repeated once they have changed.
     """
 
     call: OuterCall
@@ -122,16 +123,16 @@ class LoopedCall:
         return len(self.order)
 
     def share_of(self, sample: int) -> float:
-        """Return the share that a sample's own loss has in a number that the module returned."""
+        """Return the factor of a sample's own number in a number that the module returned."""
         if self.reduction == "token_mean":
             return 0.0 if self.shares is None else float(self.shares[sample].nan_to_num(0.0))
         return 1 / self.batch_size if self.reduction == "mean" else 1.0
 
     def scale_of(self, sample: int) -> float:
-        """Return what the outputs' gradients are multiplied by where a sample runs alone, and its own divided by.
+        """Return the factor of the outputs' gradients where a sample runs alone; its own gradient is divided by it.
 
-        They are those of its own loss then, as a backward that is not linear needs them. In half precision they might
-        overflow.
+        The outputs then get the gradients of the sample's own loss, because a backward that is not linear depends on
+        their size. In half precision the factor is 1, because larger gradients might overflow.
         """
         if self.scales:
             return self.scales[sample]
@@ -139,7 +140,7 @@ class LoopedCall:
         return 1 / share if share > 0 and self.precision <= _FINE else 1.0
 
     def contributions(self, budget: int) -> Contributions:
-        """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
+        """Return the per-sample gradients of each parameter, stored if they take at most ``budget`` bytes."""
         values = {name: _value(places) for name, places in self.places.items()}
         if self.batch_size * sum(max(4, value.element_size()) * value.numel() for value in values.values()) > budget:
             return {name: Looped(name, real_parts(value).shape, self) for name, value in values.items()}
@@ -147,10 +148,10 @@ class LoopedCall:
         return {name: Materialized(torch.stack([gradients[name] for gradients in rows])) for name in values}
 
     def verify(self, found: Mapping[str, Contribution]) -> None:
-        """Compare with the plain gradients, on a step that is to be verified.
+        """Compare the sums of per-sample gradients with the plain gradients, on a step that is to be verified.
 
         Raises:
-            UnsupportedGradientError: If the samples' gradients do not add up to them.
+            UnsupportedGradientError: If the samples' gradients do not add up to the plain gradients.
         """
         if self.leaves is None:
             return
@@ -158,25 +159,27 @@ class LoopedCall:
         if name := not_adding_up(found, self.leaves, self.precision, size):
             raise UnsupportedGradientError(
                 f"{self.call.pattern.reason} Nor can samples be run one by one: the samples' gradients of {name} do "
-                f"not add up to its plain gradient: a value that {type(self.module).__name__} makes reaches the loss "
-                "in another way than through what it returns (an attribute, a list, a hook), or its samples are "
-                "mixed. Nothing was clipped."
+                f"not add up to its plain gradient. Either a value inside {type(self.module).__name__} reaches the "
+                "loss other than through its outputs (an attribute, a list, a hook), or the module mixes samples. "
+                "Nothing was clipped."
             )
 
     def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Give the gradients of one sample after the other, at least float32; complex ones as pairs of real values.
+        """Run samples one after the other, and yield their gradients.
 
         Yields:
-            The gradient of each parameter.
+            The gradient of each parameter for one sample, at least float32; complex ones as pairs of real values.
 
         Raises:
-            UnsupportedGradientError: If a sample does not give by itself what it gave in the batch.
+            UnsupportedGradientError: If a sample alone returns something else than in the batch, or a returned number
+                is not the reduction of the samples' numbers.
         """
         numbers = [0.0] * len(self.outputs)
         with self.quietly(), undisturbed(self.module, drop_rate=None), torch.enable_grad():
             for sample in samples:
                 yield self._run_one(sample, numbers)
-        if len(samples) < self.batch_size or self.reduction == "token_mean":  # whose shares were read from the graph
+        # The shares of a token mean were read from the loss's graph instead.
+        if len(samples) < self.batch_size or self.reduction == "token_mean":
             return
         for (recorded, _), axis, grad, total in zip(
             self.outputs, self.call.pattern.output_axes, self.grads, numbers, strict=True
@@ -191,17 +194,17 @@ class LoopedCall:
         """Run some samples without the others, with the random numbers that they had in the batch.
 
         Returns:
-            The tensors that the module returned, which are those of the batch.
+            The tensors that the module returned, which equal the samples' rows in the batch.
 
         Raises:
-            UnsupportedGradientError: If they are not.
+            UnsupportedGradientError: If they do not.
         """
         with self._alone(samples, {}) as (outputs, _):
             return outputs
 
     @contextmanager
     def _alone(self, samples: Sequence[int], places: Places) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
-        """Run some samples, with leaves in the places of parameters until the block ends; yield outputs and leaves."""
+        """Run some samples with leaves in the places of parameters, until the block ends; yield outputs and leaves."""
         failure: UnsupportedGradientError | None = None
         layouts = LAYOUTS if self.draws.drawn and not self._layout else (self._layout or LAYOUTS[0],)
         for layout in layouts:
@@ -217,7 +220,7 @@ class LoopedCall:
                 except UnsupportedGradientError as error:
                     failure = failure or error
                     continue
-                self._layout = layout  # how samples lie in what is drawn is the same for all of them
+                self._layout = layout  # all samples of a batch share its random numbers in the same way
                 yield outputs, leaves
                 return
         assert failure is not None
@@ -227,20 +230,21 @@ class LoopedCall:
 
     def _differs(self, difference: str) -> str:
         drawn = (
-            "It draws numbers of Python's or NumPy's generator, which no sample can be given: draw with torch.rand. "
+            "It draws numbers of Python's or NumPy's generator, which cannot be divided among the samples: draw with "
+            "torch.rand. "
         )
         return (
-            f"{type(self.module).__name__} gives a sample by itself something else than in the batch of "
+            f"{type(self.module).__name__} treats a sample alone in another way than in the batch of "
             f"{self.batch_size}: {difference}. {drawn if self.draws.drew_elsewhere else ''}Does the model mix samples "
-            "(batch statistics, x - x.mean(0), routing or a capacity that looks at the batch)? Is the batch in another "
-            "dimension (batch_first=False)? Nothing was clipped."
+            "(batch statistics, x - x.mean(0), routing or a capacity that depends on the batch)? Is the batch in "
+            "another dimension (batch_first=False)? Nothing was clipped."
         )
 
     def compare(self, outputs: Sequence[Tensor], samples: Sequence[int]) -> None:
-        """Compare what some samples returned without the others with what they returned in the batch.
+        """Compare the outputs of some samples without the others with their outputs in the batch.
 
         Raises:
-            UnsupportedGradientError: If it is not the same.
+            UnsupportedGradientError: If they differ by more than rounding.
         """
         if len(outputs) != len(self.outputs):
             raise UnsupportedGradientError(self._differs("it returns other tensors"))
@@ -275,13 +279,13 @@ class LoopedCall:
         return {name: gradient.div_(scale) for name, gradient in found.items()}
 
     def _outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Run the module; what it cannot do with one sample is a difference.
+        """Run the module; an error with one sample counts as a difference from the batch.
 
         Returns:
-            The tensors in what it returns.
+            The tensors in the module's output.
 
         Raises:
-            UnsupportedGradientError: If it fails, but for want of memory.
+            UnsupportedGradientError: If the module raises an error, other than running out of memory.
         """
         try:
             return Skeleton(self.module(*args, **kwargs)).tensors
@@ -292,7 +296,7 @@ class LoopedCall:
             raise UnsupportedGradientError(words) from error
 
     def squares(self, name: str) -> Tensor:
-        """The squared norms of one parameter's gradients, ``[B]``; all parameters' come from one loop."""
+        """Return the squared norms of one parameter's gradients, ``[B]``; one loop computes those of all parameters."""
         if not self._squares:
             found: dict[str, list[Tensor]] = {}
             for gradients in self.run(range(self.batch_size)):
@@ -302,7 +306,7 @@ class LoopedCall:
         return self._squares[name]
 
     def sum_up(self, weights: Mapping[str, Tensor], bad: Tensor | None) -> None:
-        """Compute the weighted sums of several parameters in one loop, for `sum` to take."""
+        """Compute the weighted sums of several parameters in one loop; `sum` then returns each."""
         samples = [i for i in range(self.batch_size) if bad is None or not bool(bad[i])]
         self._sums = {}
         for sample, gradients in zip(samples, self.run(samples), strict=True):
@@ -311,7 +315,7 @@ class LoopedCall:
                 self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
 
     def sum(self, name: str, factors: Tensor, bad: Tensor | None) -> Tensor:
-        """One weighted sum."""
+        """Return the weighted sum of one parameter's gradients, from `sum_up` or from a loop of its own."""
         if name not in self._sums:
             self.sum_up({name: factors}, bad)
         if name in self._sums:
@@ -320,45 +324,42 @@ class LoopedCall:
 
 
 class Looped(Contribution):
-    """Per-sample gradients that are computed again for each purpose, from a loop over samples."""
+    """Per-sample gradients that a loop over samples computes again for each purpose."""
 
     def __init__(self, name: str, shape: torch.Size, loop: LoopedCall) -> None:
         self.name, self.loop = name, loop
         self.shape, self.batch_size = shape, loop.batch_size
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Run these samples."""
+        """Return the gradients of samples ``start`` to ``stop`` by running them."""
         return torch.stack([gradients[self.name] for gradients in self.loop.run(range(start, stop))])
 
     def squared_norms(self) -> Tensor:
-        """Take them from the one loop for all parameters."""
+        """Return the squared norms from the one loop for all parameters."""
         return self.loop.squares(self.name).clone()
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
-        """Take what `sum_together` has computed, or run the loop."""
+        """Return the sum that `sum_together` has computed, or run the loop."""
         return self.loop.sum(self.name, factors, bad)
 
 
 def sum_together(contributions: Mapping[str, Contribution], weights: Mapping[str, Tensor], bad: Tensor | None) -> None:
-    """Let the weighted sums of all looped parameters come from one loop."""
+    """Compute the weighted sums of all looped parameters in one loop for each looped call."""
     loops = {c.loop for c in contributions.values() if isinstance(c, Looped)}
     for loop in loops:
-        mine = {n: weights[n] for n, c in contributions.items() if isinstance(c, Looped) and c.loop is loop}
-        loop.sum_up(mine, bad)
+        own_weights = {n: weights[n] for n, c in contributions.items() if isinstance(c, Looped) and c.loop is loop}
+        loop.sum_up(own_weights, bad)
 
 
 def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequence[int], precision: float) -> bool:
-    """Tell whether samples gave without the others what they gave in the batch, up to rounding.
+    """Return whether samples have the same rows without the others as in the batch, up to rounding.
 
     Args:
         recorded: A tensor that the batch returned.
         output: The tensor that ``samples`` returned without the others.
-        axis: Where the samples are.
-        samples: Their places in the batch, in order.
-        precision: Machine epsilon of the coarsest dtype that was computed in.
-
-    Returns:
-        Whether all of them did.
+        axis: The batch axis of both tensors.
+        samples: The indices of the samples in the batch, in order.
+        precision: Machine epsilon of the coarsest dtype of the computation.
     """
     rows, rest = divmod(output.shape[axis.dim], len(samples))
     if rest or rows == 0 or recorded.shape[axis.dim] % rows:
@@ -376,19 +377,20 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequen
     bars = torch.linalg.vector_norm(own, torch.inf, dim=1) * tolerance
     if bool(((torch.linalg.vector_norm(own - output, torch.inf, dim=1) <= bars) & bars.isfinite()).all()):
         return True
-    bars = own.abs().masked_fill(~own.isfinite(), 0.0).amax(1, keepdim=True) * tolerance  # some are not finite
+    # Some values may not be finite, or differ: compare element by element, by the largest finite value.
+    bars = own.abs().masked_fill(~own.isfinite(), 0.0).amax(1, keepdim=True) * tolerance
     same = (own == output) | (own.isnan() & output.isnan()) | ((own - output).abs() <= bars)
     return bool(same.all())
 
 
 def not_the_reduction(found: float, expected: float, reduction: str) -> str:
-    """Words for a number that is not what was declared."""
+    """Return the message for a returned loss that is not the declared reduction of the samples' losses."""
     return (
-        f"the loss that the model returns is not the {reduction} of what each sample gives by itself: {found:.6g} for "
-        f"{expected:.6g} ({found / (expected or math.nan):.3g} times that). Is it another reduction (loss_reduction=), "
-        "a mean over tokens of which samples have different numbers, or divided by a number that was given, as "
-        "num_items_in_batch is? Average within each sample first, then over samples; or let clipper.per_sample_losses "
-        "compute the loss from what the model returns besides."
+        f"the loss that the model returns is not the {reduction} of the losses of the samples alone: expected "
+        f"{expected:.6g}, got {found:.6g} ({found / (expected or math.nan):.3g} times that). Is it another reduction "
+        "(loss_reduction=), a mean over tokens where samples have different numbers of tokens, or divided by a number "
+        "that was passed in, such as num_items_in_batch? Average within each sample first, then over samples; or let "
+        "clipper.per_sample_losses compute the loss from the other outputs of the model."
     )
 
 

@@ -1,4 +1,4 @@
-"""Results of a clipper, and the sums over the mini-batches of a step that they are made of."""
+"""Results of a clipper, and the sums over the mini-batches of a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class PreStep(NamedTuple):
     """The result of `PerSampleGradientClipper.pre_step`.
 
     Attributes:
-        max_norm: float64, one entry for each trained parameter: the L2 norm of the clipper's thresholds, which bounds
-            what one sample adds to the sum over all parameters, and which noise is scaled by.
+        max_norm: float64, one entry for each trained parameter, all equal: the L2 norm of the clipper's thresholds. It
+            bounds the norm, over all parameters, of one sample's part of the sum; scale the noise by it.
         batch_size: Number of samples in the whole batch.
     """
 
@@ -33,7 +33,8 @@ class ClippedSums:
     Attributes:
         names: The names of the trained parameters.
         parameters: The trained parameters.
-        sums: For each, the sum of its clipped per-sample gradients: float32, or float64 for a float64 parameter.
+        sums: For each parameter, the sum of its clipped per-sample gradients: float32, or float64 for a float64
+            parameter.
         batch_size: Number of samples.
     """
 
@@ -45,13 +46,13 @@ class ClippedSums:
 
 @dataclass(frozen=True)
 class PerSampleStatistics:
-    """Norms and factors of one mini-batch. They are **not private**: no accounting covers a look at them.
+    """Norms and factors of one mini-batch. They are **not private**: no accounting covers their release.
 
     Attributes:
         norms: Norm of each sample's gradient over all parameters, float64 ``[B]``; NaN or inf where it is not finite.
         parameter_norms: Norm of each sample's gradient of each parameter, float64 ``[B]``, by the parameter's name.
-        groups: Names of the parameters that have a norm together, one group for each of ``factors``.
-        factors: Factors of the gradients of a group, ``[B]`` each; 0 for a sample that is not finite.
+        groups: Lists of the names of parameters that have one norm together, one list for each of ``factors``.
+        factors: Factors of the gradients of each group, ``[B]`` each; 0 for a sample that is not finite.
     """
 
     norms: Tensor
@@ -69,27 +70,27 @@ class PerSampleStatistics:
 
     @property
     def clip_fraction(self) -> float:
-        """The part of factors that are below 1; reads the device."""
+        """The fraction of factors that are below 1; reading it is a host sync."""
         clipped = [float((factor < 1).sum()) for factor in self.factors]
         return sum(clipped) / max(1, sum(factor.numel() for factor in self.factors))
 
     @property
     def nonfinite(self) -> int:
-        """Number of samples whose gradient is not finite; they contributed zero. Reads the device."""
+        """Number of samples whose gradient is not finite, which contributed zero; reading it is a host sync."""
         return int((~self.norms.isfinite()).sum())
 
 
 class Accumulation:
-    """Sums for each parameter, and the number of samples in them.
+    """The clipped sum of each parameter's gradients, and the number of samples in it.
 
-    The sums are held divided by ``unit``, the size of the first mini-batch: where a step is one mini-batch, its average
-    is there without another pass over memory.
+    The sums are stored divided by ``unit``. For an averaged loss this is the size of the first mini-batch, so the
+    average over a step of one mini-batch needs no further pass over memory.
 
     Attributes:
         batch_size: Number of samples so far; None if nothing was added since the last `take`.
         mini_batches: Number of mini-batches so far.
         unit: Divisor of the sums.
-        sensitivities: How far one sample can move the sum, by the thresholds of each mini-batch of private training.
+        sensitivities: The sensitivities of the sum by the thresholds of each mini-batch, in private training.
     """
 
     def __init__(self) -> None:
@@ -100,16 +101,16 @@ class Accumulation:
         self._sums: dict[str, Tensor] = {}
 
     def drop(self) -> None:
-        """Forget what was added."""
+        """Drop the sums and counts."""
         self._sums, self.batch_size, self.mini_batches, self.sensitivities = {}, None, 0, set()
 
     def begin(self, unit: float) -> None:
-        """Take note of the unit, if no sum is there yet."""
+        """Set the unit, unless there are sums already."""
         if not self._sums:
             self.unit = unit
 
     def add(self, name: str, total: Tensor) -> None:
-        """Add a sum that is divided by ``unit``; the tensor is taken over."""
+        """Add a sum that is divided by ``unit``; this object keeps the tensor and may change it in place."""
         if name in self._sums:
             self._sums[name] += total
         else:
@@ -121,10 +122,10 @@ class Accumulation:
         self.mini_batches += 1
 
     def check(self, call: str) -> None:
-        """Check that there is something to take.
+        """Check that a mini-batch was counted since the last `take`.
 
         Raises:
-            InvalidValueError: If not.
+            InvalidValueError: If none was.
         """
         if self.batch_size is None:
             raise InvalidValueError(
@@ -133,9 +134,9 @@ class Accumulation:
             )
 
     def take(self, parameters: Mapping[str, Tensor], factor: float | Tensor | None) -> dict[str, Tensor]:
-        """Return the sums times ``factor``, zeros for what no sample used, and start anew; they are complex again.
+        """Return the sums times ``factor``, with zeros for parameters that no sample used, and reset the state.
 
-        Without a factor they stay divided by ``unit``.
+        Without a factor the sums stay divided by ``unit``. Sums of complex parameters are complex again.
         """
         sums = self._sums
         self.drop()
@@ -151,6 +152,6 @@ class Accumulation:
 
 
 def zeros_like_rows(parameter: Tensor, *rows: int) -> Tensor:
-    """Return zeros ``[*rows, *shape]`` in the dtype that sums have: at least float32."""
+    """Return zeros ``[*rows, *shape]`` in the dtype of sums: at least float32."""
     dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
     return torch.zeros((*rows, *parameter.shape), dtype=dtype, device=parameter.device)

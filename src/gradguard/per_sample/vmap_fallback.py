@@ -1,8 +1,8 @@
-"""Per-sample gradients of code that uses parameters by itself, such as ``x + self.position`` or a layer without a rule.
+"""Per-sample gradients of code that uses parameters itself, such as ``x + self.position`` or a layer without a rule.
 
-The code of one module is run again for one sample, with torch.func or, where that cannot, sample after sample; and each
-layer that it calls is left out: what the layer returned is given, and what it was called with counts as a result, whose
-gradient is known. So the gradient is exact and the layers are not run twice.
+The code of one module runs again for each sample, under torch.func or, if that fails, in a loop. The layers that the
+code calls do not run again. A stub takes the place of each layer: it returns the layer's recorded output, and its
+arguments count as results of the code, because backward has computed their gradients. The gradient is exact.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,21 +28,21 @@ _CHUNK = 64 << 20
 _OF_TORCH_FUNC = (
     "vmap", "transform", "torch.func", "doesn't have storage", "match the broadcast shape", "stack expects each tensor",
 )  # fmt: skip
-"""Words of the errors of code that runs for one sample and not for all at once: a kernel without a rule, an index or a
-number that the samples' values choose, a write into a tensor that has no dimension of samples."""
+"""Words in the errors of code that runs for one sample but not under vmap: a kernel without a batching rule, an index
+or a number that depends on the samples' values, a write into a tensor without a batch dimension."""
 
 
 @dataclass
 class NestedCall:
-    """A layer that the code called.
+    """A call of a layer by a module's own code.
 
     Attributes:
         module: The layer.
-        tapped: Positions, among the tensors that it got, of those that the code had computed.
+        tapped: Positions, among the layer's input tensors, of those that the code had computed.
         axes: Batch axis of each of ``tapped``.
-        grads: The gradient of each of ``tapped``, filled in by backward.
-        output: Its result.
-        output_axes: Batch axis of each tensor that it returned.
+        grads: The gradient of each of ``tapped``, set in backward.
+        output: The structure of the layer's output.
+        output_axes: Batch axis of each output tensor.
     """
 
     module: nn.Module
@@ -55,26 +55,26 @@ class NestedCall:
 
 @dataclass
 class VmapFallback:
-    """One run of a module's own code, and what backward brought.
+    """One run of a module's own code, and the gradients of its results.
 
     Attributes:
         module: The module.
-        arguments: Its arguments.
-        axes: Batch axis of each tensor among its arguments.
-        output_axes: Batch axis of each tensor that it returned.
-        aliases: The places that hold each parameter that the code used.
-        values: Those parameters.
-        autocast: Device type and dtype of the autocast that it ran under, or None.
-        quietly: A block in which the clipper's own hooks do nothing.
-        computed: Positions, among the tensors that it returned, of those that it computed itself.
+        arguments: The structure of the module's arguments.
+        axes: Batch axis of each tensor argument.
+        output_axes: Batch axis of each output tensor.
+        aliases: The modules and attributes that hold each parameter that the code used.
+        values: The values of these parameters.
+        autocast: Device type and dtype of the autocast of the run, or None.
+        quietly: Makes a block in which the clipper's own hooks do nothing.
+        computed: Positions, among the output tensors, of those that the code computed itself.
         batch_size: Number of samples.
-        nested_calls: The layers that it called, in order.
-        saved: Its input tensors, and what the left-out layers returned.
-        results: Tensors of the shape and dtype of what it computed and called layers with, then of what it computed and
-            returned.
-        grads: The gradient of each tensor that it returned.
+        nested_calls: The calls of layers by the code, in order.
+        saved: The input tensors, then the outputs of the layers.
+        results: Tensors with the shapes and dtypes of the results: first those that the code computed and passed to
+            layers, then those that it computed and returned.
+        grads: The gradient of each output tensor.
         leaves: Stand-ins for the parameters, with the plain gradients of this run after backward.
-        in_place: It writes into what layers have returned.
+        in_place: Whether the code writes into outputs of layers.
     """
 
     module: nn.Module
@@ -95,10 +95,11 @@ class VmapFallback:
     in_place: bool = False
 
     def per_sample_gradients(self) -> dict[str, Tensor]:
-        """Return ``[B, *shape]`` for each parameter.
+        """Return the per-sample gradients ``[B, *shape]`` of each parameter.
 
         Raises:
-            UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
+            UnsupportedGradientError: If the code cannot run again for one sample, or the samples' gradients do not add
+                up to the plain gradient.
             OutOfMemoryError: If memory runs out.
         """
         axes, grads = self._axes()
@@ -112,14 +113,14 @@ class VmapFallback:
                 rows = self._differentiate(values, pieces, dims, reset)
         except (UnsupportedGradientError, torch.OutOfMemoryError):
             raise
-        except RuntimeError as error:  # of a function of torch's that cannot do it for one sample
+        except RuntimeError as error:  # a torch function may fail for one sample
             raise UnsupportedGradientError(self._differs(f"it fails ({error})")) from error
         gradients = dict(zip(self.aliases, rows, strict=True))
         self._check(gradients, grads)
         return gradients
 
     def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
-        """The axes of the saved tensors and of the gradients of results; and these gradients, zero where none came."""
+        """Return the batch axes of the saved tensors and of the results' gradients, and these gradients or zeros."""
         given = [axis for layer in self.nested_calls for axis in layer.output_axes]
         results = [axis for layer in self.nested_calls for axis in layer.axes]
         results += [self.output_axes[i] for i in self.computed]
@@ -128,8 +129,9 @@ class VmapFallback:
         for axis, grad in zip(results, grads, strict=True):
             if axis is None and grad is not None:
                 raise UnsupportedGradientError(
-                    f"{type(self.module).__name__} makes a value from its parameters alone, without the samples, and "
-                    "it has a gradient: that belongs to no single sample. Compute it where it is used."
+                    f"{type(self.module).__name__} computes a value from its parameters alone, without the samples, so "
+                    "the gradient of this value belongs to no single sample. Compute the value in the module that uses "
+                    "it."
                 )
         filled = [torch.zeros_like(r) if g is None else g for g, r in zip(grads, self.results, strict=True)]
         return [*self.axes, *given, *results], filled
@@ -157,7 +159,7 @@ class VmapFallback:
         return [wide(torch.stack(of)) for of in zip(*rows, strict=True)]
 
     def _surrogate(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> Tensor:
-        """The inner product of the results with their gradients."""
+        """Return the inner product of the results with their gradients."""
         inputs, tensors = tensors[: len(self.axes)], tensors[len(self.axes) :]
         given = []
         for layer in self.nested_calls:
@@ -173,7 +175,7 @@ class VmapFallback:
         return total
 
     def _run(self, parameters: dict[str, Tensor], inputs: list[Tensor], given: list[list[Tensor]]) -> list[Tensor]:
-        """Run the code; return the tensors that layers were called with, then those that it returned."""
+        """Run the code; return the tensors that it computed and passed to layers, then those that it returned."""
         results: list[Tensor] = []
         remaining = iter(zip(self.nested_calls, given, strict=True))
 
@@ -190,19 +192,19 @@ class VmapFallback:
 
         with ExitStack() as stack:
             for module in dict.fromkeys(layer.module for layer in self.nested_calls):
-                stack.enter_context(_attribute(module, call_slot(), stub(module)))  # no hooks, which may shard
+                stack.enter_context(_attribute(module, call_slot(), stub(module)))  # bypasses hooks, which may gather
             places = {place: value for name, value in parameters.items() for place in self.aliases[name]}
             stack.enter_context(substituted(places))
             inputs = [tensor.clone() for tensor in inputs] if self.in_place else list(inputs)
             args, kwargs = self.arguments.fill(inputs)
-            output = self.module.forward(*args, **kwargs)  # what hooks did to the arguments is done already
+            output = self.module.forward(*args, **kwargs)  # without hooks: the arguments are their results already
         if next(remaining, None) is not None:
             raise UnsupportedGradientError(self._differs("it calls fewer layers for one sample"))
         returned = Skeleton(output).tensors
         return [*results, *[returned[i] for i in self.computed]]
 
     def _again(self, grads: Sequence[Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the plain gradients of the code when it runs again for all samples, at least in ``dtype`` if given."""
+        """Return the plain gradients from a second run of the code for all samples, in at least ``dtype`` if given."""
 
         def converted(tensor: Tensor) -> Tensor:
             return tensor.detach().to(promoted_type(tensor, dtype))
@@ -215,7 +217,7 @@ class VmapFallback:
         return dict(zip(leaves, found, strict=True))
 
     def _check(self, gradients: Mapping[str, Tensor], filled: Sequence[Tensor]) -> None:
-        """Compare the sum of all samples with the plain gradient."""
+        """Compare the sum of the samples' gradients with the plain gradient, on a step that is to be verified."""
         if self.leaves is None:
             return
         grads = [grad for grad in self.grads if grad is not None]
@@ -228,23 +230,23 @@ class VmapFallback:
         if name := not_adding_up(found, self.leaves, precision, size, partial(self._again, filled), summands):
             raise UnsupportedGradientError(
                 self._differs(
-                    f"the samples' gradients of {name} do not add up to its plain gradient. It draws random numbers, "
-                    "mixes samples, or a value that it makes reaches the loss in another way than through what it "
-                    "returns (an attribute, a list, a hook)"
+                    f"the samples' gradients of {name} do not add up to its plain gradient. The code draws random "
+                    "numbers, mixes samples, or has a value that reaches the loss other than through its outputs (an "
+                    "attribute, a list, a hook)"
                 )
             )
 
     def _differs(self, what: str) -> str:
         return (
             f"the code of {type(self.module).__name__} that uses {', '.join(self.aliases)} cannot be run again sample "
-            f"by sample: {what}. Move dropout and the like into a layer of its own (nn.Dropout), write x = x + y in "
-            "place of x += y, and let each sample be computed by itself."
+            f"by sample: {what}. Move dropout and other random operations into a layer of their own (nn.Dropout), "
+            "write x = x + y in place of x += y, and compute each sample without the others."
         )
 
 
 @contextmanager
 def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of one instance for the block."""
+    """Set an attribute of one instance in a block."""
     own = vars(module).get(name)
     vars(module)[name] = value
     try:

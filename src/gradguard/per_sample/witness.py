@@ -1,20 +1,21 @@
-"""Runs one sample of a real step alone again, now and then, and compares it with what the clipper has for it.
+"""Witnesses: samples of a real step that run alone again now and then, to verify their gradients in the batch.
 
-The trial before the first call looks at the model as it is then, and a forward that does what none has done is looked
-at on that step (`operation_trace`). What leaves the operations as they are (a capacity that begins to bind, a number
-that only a backward reads) is found here: on the first mini-batch, the 2nd, the 4th, the 8th and so on, then on one in
-a thousand, a sample drawn at random runs alone, with the random numbers that it had in the batch and the gradients
-that its outputs got, scaled as those of its own loss are. It must return what it returned in the batch, and each
-parameter must get the gradient that is clipped. Where the module returns its loss, up to sixteen samples run alone on
-the first mini-batch of each kind and size, because the trial compares rows that are returned. Where a forward reads
-values, four samples run alone: on each of the first eight mini-batches, then ever more seldom, at last on one in a
-hundred.
+The rehearsal before the first call verifies the model in its state at that time. A forward with new operations is
+verified on its own step (`operation_trace`). A witness finds changes that leave the operations the same: a capacity
+that begins to bind, or a number that only a backward reads. On mini-batches 1, 2, 4, 8 and so on, then on one in a
+thousand, a sample drawn at random runs alone. It gets the random numbers that it had in the batch, and the gradients of
+its outputs, scaled to those of its own loss. It must return the same outputs as in the batch, and each parameter must
+get the gradient that is clipped.
 
-Rounding may open a ReLU in the batch that stays shut for the sample alone. So what differs by little is looked at
-again: all samples of the batch run once more in float64, as the clipper sees them, and decide.
+Where the module returns its loss, up to sixteen samples run alone on the first mini-batch of each kind and size,
+because the rehearsal compares rows of outputs. Where a forward reads values, four samples run alone: on each of the
+first eight mini-batches, then less and less often, down to one in a hundred.
 
-There is no witness where a value from inside the module reaches the loss beside its outputs, where the share of one
-sample in the random numbers cannot be told, and for sharded models, whose every run is a collective.
+Rounding may open a ReLU in the batch that stays closed for the sample alone. A small difference is therefore checked
+again: all samples of the batch run once more in float64, with the clipper's hooks, and this comparison decides.
+
+There is no witness where a value from inside the module reaches the loss other than through its outputs, where one
+sample's share of the random numbers cannot be determined, and for sharded models, whose every run is a collective.
 """
 
 import math
@@ -37,35 +38,36 @@ from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.torch_private import Backward, call_before_backwards, current_graph_task
 
 _RAREST, _RAREST_BY_VALUE = 1000, 100
-"""Mini-batches from one witness to the next, at most; the second where forwards read values or select by them."""
+"""The most mini-batches between two witnesses; the second number where forwards read values or select by them."""
 
 _EACH = 8
-"""Mini-batches after a trial each of which is witnessed where forwards read values."""
+"""Number of mini-batches after a rehearsal that all have a witness, where forwards read values."""
 
 MANY, SOME = 16, 4
-"""Samples that are run alone, at most: of a call that did something new or is tried and returns its loss, and of one
-that reads values."""
+"""The most samples of a call that run alone: `MANY` for a call that did something new, or that is verified and returns
+its loss; `SOME` for a call that reads values."""
 
 _ROUNDING = 256.0
-"""Differences above this multiple of the usual rounding are not looked at again."""
+"""Differences above this multiple of the usual rounding are refused without a second comparison in float64."""
 
 SecondOpinion = Callable[[], Callable[[LoopedCall, int], Comparison | None] | None]
-"""Gives what compares one sample with all others beside it, in float64; None once its owner is dropped."""
+"""Returns a function that compares one sample alone and in its whole batch in float64; None once its owner is freed."""
 
 
 class Witness:
-    """Compares one sample of some mini-batches with what it gives alone.
+    """Compare samples of some mini-batches with the same samples run alone.
 
     Args:
-        second_opinion: Asked where rounding may explain a difference; None where no mini-batch is to be witnessed.
+        second_opinion: Decides where rounding may explain a difference; None if no mini-batch is to have a witness.
 
     Attributes:
-        is_active: Whether mini-batches are witnessed.
-        mini_batch: Number of the mini-batch that is being made, from 1.
-        last_good: The one in which the model was last found to be right; 0 for none.
-        by_value: Whether forwards read values or select by them, so that another batch may do something else.
-        missed: Outermost modules of the calls of this mini-batch that were not recorded. Where a later one is, as the
-            first of its kind, what only such calls use is compared, and everything on the next mini-batch.
+        is_active: Whether mini-batches have witnesses.
+        mini_batch: Number of the present mini-batch, from 1.
+        last_good: Number of the mini-batch in which the model was last verified; 0 for none.
+        by_value: Whether forwards read values or select by them; another batch may then do other operations.
+        missed: Outermost modules of the calls of this mini-batch that were not recorded. If a later call is recorded,
+            as the first of its kind, only parameters that recorded calls alone use are compared now, and all
+            parameters on the next mini-batch.
     """
 
     def __init__(self, second_opinion: SecondOpinion | None) -> None:
@@ -82,32 +84,35 @@ class Witness:
 
     @property
     def is_due(self) -> bool:
-        """Whether the mini-batch that is being made is witnessed."""
+        """Whether the present mini-batch has a witness."""
         return self.mini_batch >= self._next
 
     def samples(self, batch_size: int) -> list[int]:
-        """Return the samples that are run alone, the same for all calls of a mini-batch."""
+        """Return the samples to run alone, the same for all calls of a mini-batch."""
         first = int(self._chosen * batch_size)
         return [(first + i) % batch_size for i in range(min(batch_size, self._most))]
 
     def look_at(self, samples: int) -> None:
-        """Run so many samples of the mini-batch that is being made alone, if there are as many."""
+        """Make at least ``samples`` samples of the present mini-batch run alone, or all if it has fewer."""
         self._next, self._most = self.mini_batch, max(samples, self._most)
 
     def begin_again(self) -> None:
-        """Witness the mini-batch that is being made, the next one, and then ever fewer: the model did something new."""
+        """Restart the schedule at the present mini-batch, after a rehearsal or a call that did something new."""
         self._next, self._gap, self._since_tried = self.mini_batch, 1, 0
 
     def bring_nearer(self, mini_batches: int) -> None:
-        """Something changed that may matter."""
+        """Bring the next witness forward by ``mini_batches``, because a change in the model may matter."""
         self._next = max(self.mini_batch, self._next - mini_batches)
 
     def watch(self, collector: GradientCollector) -> None:
-        """Look, until `forget`, whether a backward enters the module beside its outputs, as for a value a hook kept."""
+        """Detect, until `forget`, a backward that enters the module other than through its outputs.
+
+        The value that a forward hook stored is an example of such an entry.
+        """
         if self._unsubscribe is not None:
             return
 
-        witness, gathered = weakref.ref(self), weakref.ref(collector)  # a clipper that is dropped hears of nothing
+        witness, gathered = weakref.ref(self), weakref.ref(collector)  # the hook must not keep the clipper alive
 
         def begins(backward: Backward) -> None:
             own, into = witness(), gathered()
@@ -117,14 +122,14 @@ class Witness:
         self._unsubscribe = weakref.finalize(self, call_before_backwards(begins))
 
     def forget(self) -> None:
-        """Nothing is recorded any more."""
+        """Drop the records of the present mini-batch."""
         if self._unsubscribe is not None:
             self._unsubscribe()
         self._beside = self._unsubscribe = None
         self.missed.clear()
 
     def end(self) -> None:
-        """A mini-batch has been taken."""
+        """Count a finished mini-batch."""
         self.mini_batch += 1
         self._most = 1
         self.forget()
@@ -139,13 +144,13 @@ class Witness:
         self._chosen = self._random.random()
 
     def look(self, mini_batch: MiniBatch) -> None:
-        """Compare, if this mini-batch was recorded.
+        """Run the witnesses of a mini-batch alone and compare, if the mini-batch was recorded.
 
         Args:
             mini_batch: A mini-batch whose contributions are finished.
 
         Raises:
-            UnsupportedGradientError: If the sample alone gives something else.
+            UnsupportedGradientError: If a sample alone has other outputs or gradients than in the batch.
         """
         calls, found = mini_batch.witnessed, mini_batch.finished
         if not calls or found is None:
@@ -154,7 +159,7 @@ class Witness:
         try:
             if not whole:
                 found = self._of_recorded([*calls, *mini_batch.loops], found)
-            # Without a look at its roots, what a backward brought beside the outputs is not known.
+            # None means that the backward's roots were not read, so it may have entered the module elsewhere.
             if self._beside is False and not any(written(call.recorded) for call in calls):
                 for sample in self.samples(mini_batch.batch_size):
                     words = self._differs(calls, mini_batch.loops, sample, found)
@@ -171,28 +176,29 @@ class Witness:
             if whole:
                 self._next_one()
             return
-        known = f"The model was last known to be right on mini-batch {self.last_good}. " if self.last_good else ""
+        known = f"The model was last verified on mini-batch {self.last_good}. " if self.last_good else ""
         raise UnsupportedGradientError(
-            f"on mini-batch {self.mini_batch}, sample {sample} was run alone again, and {words}. Samples are mixed, or "
-            "gradients are changed on their way through the model: by something that no trial has shown, or that has "
+            f"on mini-batch {self.mini_batch}, sample {sample} was run alone again, and {words}. The model mixes "
+            "samples, or changes gradients on their way, by something that earlier checks did not show or that has "
             "changed since (a flag, a global variable, a buffer, a step counter, a hook on a value, an error clip). "
             f"{known}Nothing of this step was taken."
         )
 
     def _of_recorded(self, calls: Sequence[LoopedCall], found: Mapping[str, Contribution]) -> Contributions:
-        """Return what parameters got that only recorded calls use.
+        """Return the contributions to parameters that only recorded calls use.
 
         Raises:
-            UnsupportedGradientError: If a call that must be compared, as no trial shows as much, shares parameters.
+            UnsupportedGradientError: If a recorded call that must be verified now shares parameters with an unrecorded
+                call.
         """
         missed = {part for module in self.missed for part in module.modules()}
         places = {name: slots for call in calls for name, slots in call.places.items()}
         own = {name for name, slots in places.items() if missed.isdisjoint(module for module, _ in slots)}
         if self._most >= MANY and len(own) < len(places):
             raise UnsupportedGradientError(
-                "a call did something that none had done before, and a call of the same mini-batch that shares "
-                "parameters with it was not recorded, so how it treats samples is not known. Repeat this step: it is "
-                "looked at from its beginning. Nothing of this step was taken."
+                "a call did operations that none had done before, and another call of the same mini-batch that shares "
+                "parameters with it was not recorded, so the clipper cannot verify that samples are separate. Repeat "
+                "this step: it is then recorded from its beginning. Nothing of this step was taken."
             )
         return {name: found[name] for name in own & found.keys()}
 
@@ -203,7 +209,7 @@ class Witness:
         sample: int,
         found: Mapping[str, Contribution],
     ) -> str | None:
-        """Words for how the sample alone differs; None if it does not."""
+        """Return a description of how the sample alone differs from the batch; None if it does not."""
         words = self._compare([*calls, *loops], sample, found, 1.0)
         if words is None:
             return None
@@ -231,7 +237,7 @@ class Witness:
                 except UntoldDrawsError:
                     raise
                 except UnsupportedGradientError:
-                    return "it returns something else than in the batch"
+                    return "it returned something else than in the batch"
             for name in gradients if not self.missed else gradients.keys() & found.keys():
                 gradient = gradients[name]
                 expected[name] = expected[name] + gradient if name in expected else gradient
@@ -240,14 +246,14 @@ class Witness:
         if comparison.excess <= 1 or not math.isfinite(own.whole + comparison.excess):
             return None  # a sample that is not finite adds zero
         return (
-            f"the gradient of {comparison.parameter} is another than the one that the batch gives it (relative error "
+            f"the gradient of {comparison.parameter} differs from the sample's gradient in the batch (relative error "
             f"{comparison.largest:.2g})"
         )
 
 
 @contextmanager
 def _alone(call: LoopedCall, tolerance: float) -> Iterator[None]:
-    """Let a call be run again, with more room for rounding."""
+    """Allow ``tolerance`` times as much rounding in a block that runs a call again."""
     before = call.precision
     call.precision = before * tolerance
     try:

@@ -1,6 +1,6 @@
-r"""How much privacy was spent: what `dp-accounting` computes, asked in one line, and counted step by step.
+r"""Privacy accounting: compute epsilon by `dp-accounting` in one call, or count steps one by one.
 
-Everything is for the Gaussian mechanism on Poisson-sampled batches, and for neighbouring data sets that differ by
+All numbers are for the Gaussian mechanism on Poisson-sampled batches, and for neighbouring data sets that differ by
 adding or removing one sample.
 """
 
@@ -20,30 +20,30 @@ AccountantName = Literal["pld", "rdp"]
 History = list[tuple[float, float, int]]
 """Runs of equal steps: noise multiplier, sampling rate, number of steps."""
 
-_PLD_UP_TO = 30.0  # of RDP's epsilon; above, PLD takes minutes to refine a number that protects nobody
-_TOLERANCE = 1e-3  # by how much the calibrated epsilon may stay below its target, relatively
+_PLD_UP_TO = 30.0  # largest RDP epsilon for which PLD runs: above, it takes minutes, and the guarantee is useless
+_TOLERANCE = 1e-3  # relative amount by which the calibrated epsilon may stay below its target
 _LARGEST_MULTIPLIER = 1e6
 
 _OTHER_ACCOUNTANTS = {
     "gdp": "it is an approximation that reports less than is spent: 1.32 for noise 0.8, rate 0.005, 1000 steps and "
     "delta 1e-6, where 2.00 is right. Use 'pld'.",
-    "prv": "use 'pld', which gives the same to three digits.",
+    "prv": "use 'pld', whose results are the same to three digits.",
 }
 
 
 def epsilon(
     noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: AccountantName = "pld"
 ) -> float:
-    r"""Return the epsilon that ``steps`` steps of private training cost at ``delta``: an upper bound.
+    r"""Return an upper bound of the epsilon that ``steps`` steps of private training spend at ``delta``.
 
     ==========================  ==================================
     edge case                   epsilon
     ==========================  ==================================
     no steps, sample rate 0     0
     noise multiplier 0          infinite
-    RDP's epsilon above 30      RDP's, with ``"pld"`` too, and a
-                                warning that it may be twice too
-                                large
+    RDP's epsilon above 30      RDP's, also with ``"pld"``, and a
+                                warning that the actual epsilon
+                                may be half as large
     ==========================  ==================================
 
     Args:
@@ -51,15 +51,15 @@ def epsilon(
         sample_rate: Probability with which each sample joins a batch, from 0 to 1.
         steps: Number of steps, >= 0.
         delta: Probability with which the guarantee may fail, above 0 and below 1.
-        accountant: ``"pld"`` composes privacy loss distributions and is nearly exact; ``"rdp"`` goes through Rényi
-            divergences, in milliseconds: some per cent looser, and up to twice as large for an epsilon above 30.
+        accountant: ``"pld"`` composes privacy loss distributions and is nearly exact. ``"rdp"`` composes Rényi
+            divergences and takes milliseconds; its epsilon is some per cent larger, and up to twice as large above 30.
 
     Returns:
         Epsilon.
 
     Raises:
-        InvalidValueError: If a number is out of its range or the accountant is another one.
-        InvalidTypeError: If an argument is not a number, or ``steps`` no integer.
+        InvalidValueError: If a number is out of its range or ``accountant`` is unknown.
+        InvalidTypeError: If an argument is not a number, or ``steps`` is no integer.
         MissingPackageError: If dp-accounting is not installed.
 
     Example:
@@ -71,7 +71,7 @@ def epsilon(
     """
     ledger = Accountant(accountant)
     ledger.step(noise_multiplier, sample_rate, steps)
-    return _told(ledger.spent(delta), accountant)
+    return _warn_if_loose(ledger.spent(delta), accountant)
 
 
 def noise_multiplier_for(
@@ -83,15 +83,15 @@ def noise_multiplier_for(
 ) -> float:
     """Return a noise multiplier that spends nearly all of ``target_epsilon``, and never more.
 
-    **Guarantee.** ``epsilon`` of what is returned is at most ``target_epsilon``, and where that can be reached at
-    least 0.999 times it.
+    **Guarantee.** The ``epsilon`` of the returned multiplier is at most ``target_epsilon``, and at least 0.999 times
+    ``target_epsilon`` where that can be reached.
 
     Args:
-        target_epsilon: Above 0; infinity gives 0.
-        target_delta: Above 0 and below 1.
+        target_epsilon: The epsilon of all steps, above 0; for infinity the multiplier is 0.
+        target_delta: Probability with which the guarantee may fail, above 0 and below 1.
         sample_rate: Probability with which each sample joins a batch, above 0, at most 1.
         steps: Number of steps, at least 1.
-        accountant: As for `epsilon`.
+        accountant: ``"pld"`` or ``"rdp"``, see `epsilon`.
 
     Returns:
         Standard deviation of the noise over the sensitivity of the sum.
@@ -117,7 +117,7 @@ def noise_multiplier_for(
     def spent(noise_multiplier: float, name: AccountantName = accountant) -> float:
         return _epsilon([(noise_multiplier, rate, count)], target_delta, name)
 
-    # RDP takes milliseconds and asks for a little more noise, so its answer is where the other one starts from.
+    # RDP takes milliseconds and needs a little more noise, so its result is the starting point for PLD.
     found = _search(target, lambda z: spent(z, "rdp"), 1.0)
     if accountant == "pld":
         found = _search(target, spent, found or 1.0)
@@ -133,7 +133,8 @@ def noise_multiplier_for(
 def _search(target: float, spent: Callable[[float], float], start: float) -> float | None:
     """Return a multiplier that spends from 0.999 to 1 times ``target``, or None if there is none.
 
-    The logarithm of epsilon is nearly straight in that of the multiplier: secants, with halving where they fail.
+    The logarithm of epsilon is nearly linear in the logarithm of the multiplier. The search therefore uses secants, and
+    bisection where they leave the interval.
     """
     low, high, now, slope = 0.0, math.inf, start, -1.5
     before: tuple[float, float] | None = None
@@ -155,15 +156,16 @@ def _search(target: float, spent: Callable[[float], float], start: float) -> flo
 
 
 class Accountant:
-    r"""Counts the steps that were really taken, and says what they cost together.
+    r"""Count the steps that were taken, and compute the epsilon of all of them together.
 
-    Steps with the same noise multiplier and sampling rate are one entry, so millions of steps cost nothing to keep.
+    Consecutive steps with the same noise multiplier and sampling rate are stored as one entry, so millions of steps
+    need no memory.
 
     Args:
         name: ``"pld"`` or ``"rdp"``.
 
     Raises:
-        InvalidValueError: If it is another name; ``"gdp"`` is refused because it reports less than is spent.
+        InvalidValueError: If ``name`` is another; ``"gdp"`` is refused because it reports less than is spent.
         MissingPackageError: If dp-accounting is not installed.
 
     Attributes:
@@ -181,7 +183,7 @@ class Accountant:
         self.name: AccountantName = check_accountant(name)
         _dp_accounting()
         self.history: History = []
-        self._known: dict[tuple, float] = {}
+        self._cache: dict[tuple, float] = {}
 
     @property
     def steps(self) -> int:
@@ -189,16 +191,16 @@ class Accountant:
         return sum(steps for _, _, steps in self.history)
 
     def step(self, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
-        """Count steps.
+        """Count steps that were taken.
 
         Args:
             noise_multiplier: Standard deviation of the noise over the sensitivity of the sum, finite, >= 0.
-            sample_rate: From 0 to 1.
-            steps: How many, >= 0.
+            sample_rate: Probability with which each sample joined a batch, from 0 to 1.
+            steps: The number of steps, >= 0.
 
         Raises:
             InvalidValueError: If a number is out of its range.
-            InvalidTypeError: If an argument is not a number, or ``steps`` no integer.
+            InvalidTypeError: If an argument is not a number, or ``steps`` is no integer.
         """
         entry = (
             check_number("noise_multiplier", noise_multiplier, "a finite number >= 0"),
@@ -211,34 +213,34 @@ class Accountant:
             self.history.append(entry)
 
     def epsilon(self, delta: float) -> float:
-        """Return the epsilon that all steps so far cost at ``delta``; above 30 with a warning that it is a loose bound.
+        """Return the epsilon that all steps so far spend at ``delta``; warn that the bound is loose above 30.
 
         Raises:
             InvalidValueError: If ``delta`` is not between 0 and 1.
-            InvalidTypeError: If the argument is not a number.
+            InvalidTypeError: If ``delta`` is not a number.
         """
-        return _told(self.spent(delta), self.name)
+        return _warn_if_loose(self.spent(delta), self.name)
 
     def spent(self, delta: float) -> float:
-        """Return what `epsilon` does, without its warning."""
-        totals = Counter[tuple[float, float]]()  # what is spent does not depend on the order
+        """Return the epsilon that all steps so far spend at ``delta``, without a warning."""
+        totals = Counter[tuple[float, float]]()  # the epsilon does not depend on the order of steps
         for noise_multiplier, sample_rate, steps in self.history:
             totals[noise_multiplier, sample_rate] += steps
         merged = sorted((*kind, steps) for kind, steps in totals.items())
-        asked = (*merged, check_number("delta", delta, "a probability above 0 and below 1"))
-        if asked not in self._known:
-            self._known = {asked: _epsilon(merged, asked[-1], self.name)}
-        return self._known[asked]
+        key = (*merged, check_number("delta", delta, "a probability above 0 and below 1"))
+        if key not in self._cache:
+            self._cache = {key: _epsilon(merged, key[-1], self.name)}
+        return self._cache[key]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history."""
+        """Return the history of steps."""
         return {"history": [list(entry) for entry in self.history]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the history by a saved one.
 
         Raises:
-            InvalidValueError: If it is not what `state_dict` returns.
+            InvalidValueError: If ``state_dict`` is not the state of an accountant.
         """
         if set(state_dict) != {"history"}:
             raise InvalidValueError(f"expected the state of an accountant, with the key 'history', got {state_dict}.")
@@ -247,13 +249,13 @@ class Accountant:
             self.step(*entry)
 
 
-def _told(spent: float, name: AccountantName) -> float:
-    """Return epsilon; warn of how loose a large one is."""
+def _warn_if_loose(spent: float, name: AccountantName) -> float:
+    """Return ``spent``; warn that the bound is loose if it is above 30."""
     if _PLD_UP_TO < spent < math.inf:
         also = " also with accountant='pld', which is not computed above 30" if name == "pld" else ""
         warnings.warn(
-            f"epsilon {spent:.4g} is the bound by Rényi divergences{also}: what is spent may be half of it. Either "
-            "protects nobody: add noise, or take fewer steps.",
+            f"epsilon {spent:.4g} is the bound by Rényi divergences{also}: the actual epsilon may be half of it. "
+            "Either protects nobody: add noise, or take fewer steps.",
             stacklevel=3,
         )
     return spent
@@ -266,14 +268,14 @@ def _epsilon(history: History, delta: float, name: AccountantName) -> float:
     if any(noise_multiplier == 0 for noise_multiplier, _, _ in history):
         return math.inf
     logger = logging.getLogger("absl")
-    logger.addFilter(_is_no_note)
+    logger.addFilter(_keep_record)
     try:
         by_rdp = _composed("rdp", history).get_epsilon(delta)
     finally:
-        logger.removeFilter(_is_no_note)
+        logger.removeFilter(_keep_record)
     if name == "rdp" or by_rdp > _PLD_UP_TO:
         return float(by_rdp)
-    return min(float(_composed("pld", history).get_epsilon(delta)), float(by_rdp))  # two valid bounds
+    return min(float(_composed("pld", history).get_epsilon(delta)), float(by_rdp))  # both are valid bounds
 
 
 def _composed(name: AccountantName, history: History) -> Any:
@@ -286,8 +288,8 @@ def _composed(name: AccountantName, history: History) -> Any:
     return composed
 
 
-def _is_no_note(record: logging.LogRecord) -> bool:
-    """Leave out notes on Rényi orders that are left out: the bound is a minimum over orders and stays one without."""
+def _keep_record(record: logging.LogRecord) -> bool:
+    """Filter log records about excluded Rényi orders: the bound is a minimum over orders, and valid without them."""
     return "Excluding this order" not in record.getMessage()
 
 
@@ -301,10 +303,10 @@ def _dp_accounting() -> ModuleType:
 
 
 def check_accountant(name: str) -> AccountantName:
-    """Return ``name``.
+    """Return ``name`` after checking that it is the name of an accountant.
 
     Raises:
-        InvalidValueError: If it is neither ``"pld"`` nor ``"rdp"``.
+        InvalidValueError: If ``name`` is neither ``"pld"`` nor ``"rdp"``.
     """
     if name == "pld" or name == "rdp":
         return name

@@ -1,4 +1,4 @@
-"""The spending of a private training: a target epsilon, or a noise multiplier without a limit."""
+"""The privacy budget of a private training: a target epsilon, or a noise multiplier without a limit."""
 
 import math
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from gradguard.private.accounting import AccountantName, check_accountant, noise
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyBudget:
-    """A target epsilon for a whole training; the noise follows from it, and steps beyond it are refused.
+    """A target epsilon for a whole training, which decides the noise; steps that would exceed it are refused.
 
     Attributes:
-        epsilon: Bound on what all ``epochs`` or ``steps`` spend together, above 0.
+        epsilon: Upper bound of the epsilon of all ``epochs`` or ``steps`` together, above 0.
         delta: Probability with which the guarantee may fail, well below 1 over the number of samples.
-        epochs: Number of epochs, of N divided by the batch size steps each; or else
-        steps: the number of steps. Trainers that plan their steps by themselves need neither.
+        epochs: Number of epochs, each of N divided by the batch size steps. Give either ``epochs`` or ``steps``.
+        steps: Number of steps. Trainers that plan their own steps need neither.
         accountant: ``"pld"`` or ``"rdp"``, see `epsilon`.
 
     Raises:
         InvalidValueError: If a number is out of its range, or both ``epochs`` and ``steps`` are given.
-        InvalidTypeError: If a number is none.
+        InvalidTypeError: If an argument that must be a number is not.
 
     Example:
         >>> from gradguard.private import PrivacyBudget
@@ -44,23 +44,23 @@ class PrivacyBudget:
                 check_whole(name, number)
         if self.epochs is not None and self.steps is not None:
             raise InvalidValueError(
-                f"epochs={self.epochs} and steps={self.steps} both say how long training is: give one of them."
+                f"epochs={self.epochs} and steps={self.steps} both set the length of training: give one of them."
             )
 
     def plan(self, sample_rate: float, steps_of_epoch: int) -> tuple[float, int | None]:
-        """Return the noise multiplier, and the number of steps that spend the target; None if nothing limits them.
+        """Return the noise multiplier, and the number of steps that spend the target (None without a limit).
 
         Args:
             sample_rate: Probability with which each sample joins a step.
-            steps_of_epoch: Accounted steps in an epoch.
+            steps_of_epoch: Number of accounted steps in an epoch.
 
         Raises:
-            InvalidValueError: If the number of steps is not known, or no noise is enough for them.
+            InvalidValueError: If the number of steps is unknown, or no noise multiplier suffices for it.
         """
         steps = self.steps if self.epochs is None else self.epochs * steps_of_epoch
         if steps is None:
             raise InvalidValueError(
-                "PrivacyBudget needs epochs=... or steps=..., to know how many steps share its epsilon."
+                "PrivacyBudget needs epochs=... or steps=...: the number of steps that share its epsilon."
             )
         multiplier = noise_multiplier_for(self.epsilon, self.delta, sample_rate, steps, self.accountant)
         return multiplier, steps if math.isfinite(self.epsilon) else None
@@ -68,17 +68,17 @@ class PrivacyBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedNoise:
-    r"""A noise multiplier for as many steps as are taken; `PrivateTraining.epsilon` tells what they have spent.
+    r"""A noise multiplier for an unlimited number of steps; `PrivateTraining.epsilon` returns the epsilon spent so far.
 
     Attributes:
         noise_multiplier: :math:`\sigma`, the standard deviation of the noise over the sensitivity of the sum, >= 0.
         delta: Probability with which the guarantee may fail, well below 1 over the number of samples.
         accountant: ``"pld"`` or ``"rdp"``, see `epsilon`.
-        epsilon: Infinity: nothing limits the steps.
+        epsilon: Always infinity, because the number of steps has no limit.
 
     Raises:
         InvalidValueError: If a number is out of its range.
-        InvalidTypeError: If a number is none.
+        InvalidTypeError: If an argument that must be a number is not.
 
     Example:
         >>> from gradguard.private import FixedNoise
@@ -96,7 +96,7 @@ class FixedNoise:
         _check(self.delta, self.accountant)
 
     def plan(self, sample_rate: float, steps_of_epoch: int) -> tuple[float, int | None]:
-        """Return the noise multiplier and None: see `PrivacyBudget.plan`."""
+        """Return the noise multiplier, and None for the number of steps; see `PrivacyBudget.plan`."""
         del sample_rate, steps_of_epoch
         return self.noise_multiplier, None
 

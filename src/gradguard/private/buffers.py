@@ -1,4 +1,4 @@
-"""Buffers that data gets into: nothing clips them and nothing adds noise to them, and they are saved with the model."""
+"""Checks for buffers that collect data: they are saved with the model, without clipping and without noise."""
 
 import warnings
 
@@ -10,10 +10,12 @@ from gradguard.torch_private import buffer_slots, instance_norms
 
 
 def refuse_running_statistics(module: nn.Module) -> None:
-    """Check that no layer keeps statistics of the samples.
+    """Check that no instance normalization tracks running statistics of the samples.
+
+    The clipper itself refuses BatchNorm.
 
     Raises:
-        UnsupportedGradientError: If an instance normalization does, in training mode. (BatchNorm is refused anyway.)
+        UnsupportedGradientError: If an instance normalization in training mode tracks running statistics.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, instance_norms()) and layer.training and layer.running_mean is not None:
@@ -25,9 +27,9 @@ def refuse_running_statistics(module: nn.Module) -> None:
 
 
 class BufferWatch:
-    """Warns, once for each, of floating-point buffers that change between a batch and its step.
+    """Warn, once per buffer, of floating-point buffers that change between a batch and its step.
 
-    It looks at which tensor a buffer is and at the tensor's version, so nothing is copied and no value is read.
+    The watch compares the identity and the version of each buffer; it copies nothing and reads no values.
 
     Args:
         module: The model.
@@ -36,40 +38,41 @@ class BufferWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = _buffers_of(module)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def begin(self) -> None:
-        """A batch is handed out.
+        """Record all buffers, before a batch is yielded.
 
         Raises:
-            UnsupportedGradientError: If a layer has begun to keep statistics: the model was set to training mode.
+            UnsupportedGradientError: If an instance normalization tracks statistics by now, after ``.train()`` for
+                example.
         """
         refuse_running_statistics(self._module)
         self._before = _buffers_of(self._module)
 
     def check(self) -> None:
-        """The batch has gone through the model."""
+        """Warn of buffers that changed since `begin`, after the batch went through the model."""
         now = _buffers_of(self._module)
         changed = []
         for name, (buffer, version) in now.items():
             before, old_version = self._before.get(name, (buffer, version))
-            if name in self._told or (buffer is before and version == old_version):
+            if name in self._warned or (buffer is before and version == old_version):
                 continue
             if buffer is not None and buffer.is_floating_point():
                 changed.append(name)
         if not changed:
             return
-        self._told.update(changed)
+        self._warned.update(changed)
         warnings.warn(
-            f"buffer {', '.join(map(repr, changed))} of the model changed in a training step. If what it holds "
-            f"comes from the samples, epsilon does not cover it: it has no noise, later gradients may depend on it, "
-            f"and it is saved with the model. Keep it constant in training, or update it from parameters only.",
+            f"buffer {', '.join(map(repr, changed))} of the model changed in a training step. If its values come "
+            f"from the samples, epsilon does not cover them: they have no noise, later gradients may depend on them, "
+            f"and they are saved with the model. Keep it constant in training, or update it from parameters only.",
             stacklevel=4,
         )
 
 
 def _buffers_of(module: nn.Module) -> dict[str, tuple[Tensor | None, int]]:
-    """Each buffer, and how often it was written into."""
+    """Return each buffer by name, and how often it was written in place."""
     return {
         f"{prefix}.{slot}".lstrip("."): (buffer, 0 if buffer is None else changes_of(buffer))
         for prefix, layer in module.named_modules()

@@ -1,4 +1,4 @@
-"""The user's DataLoader with Poisson batches in it: it yields micro-batches and never an empty one."""
+"""The user's DataLoader with Poisson batches: it yields micro-batches, and never an empty one."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.data import (
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.private.sampling import MicroBatches, PoissonBatches, SampledMicroBatch
 
-_KEPT = (
+_COPIED_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -29,23 +29,23 @@ _KEPT = (
 
 
 Planned = Iterator[tuple[SampledMicroBatch, Any]]
-"""Micro-batches, each with its batch of data; with None where it has none."""
+"""Micro-batches, each with its batch of data, or with None for a micro-batch without data."""
 
 
 class PrivateLoader:
-    """Yields what the user's loader would, batch by batch, while the training object keeps count.
+    """Yield batches of the user's data set, while the training object counts them.
 
-    ``len`` is the number of logical batches in an epoch. Where these are cut into micro-batches more are yielded, and
-    where they are empty, fewer: a progress bar counts steps best by what ``private.step()`` returns. With
-    ``gradient_accumulation_steps`` it is the number of batches that are yielded, always.
+    ``len`` is the number of logical batches in an epoch. More batches are yielded if logical batches are cut into
+    micro-batches, and fewer if some are empty. A progress bar should count steps by the result of ``private.step()``.
+    With ``gradient_accumulation_steps``, ``len`` is exactly the number of yielded batches.
 
     Args:
-        loader: The DataLoader to take the data set, ``collate_fn``, workers and all other options from.
-        batches: The batches to draw; None takes the batches of ``loader`` as they come.
-        max_size: Largest micro-batch.
-        stand_in: Whether a sample that does not count is yielded instead of an empty micro-batch.
-        handed_out: Called with what is planned at the start of a pass; yields what the user gets.
-        parts: Into how many micro-batches each logical batch is cut; None: as ``max_size`` needs.
+        loader: The DataLoader with the data set, ``collate_fn``, workers and all other options.
+        batches: The batches to draw; None uses the batches of ``loader`` unchanged.
+        max_size: The largest size of a micro-batch.
+        stand_in: Whether to yield a sample that does not count instead of an empty micro-batch.
+        handed_out: Called with the planned micro-batches at the start of a pass; yields the batches for the user.
+        parts: The number of micro-batches of each logical batch; None for as many as ``max_size`` needs.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PrivateLoader:
         self._cutter = MicroBatches(source, max_size, 0 if stand_in else None, parts)
         self._length = (len(batches) if batches is not None else len(loader)) * (parts or 1)
         self._handed_out = handed_out
-        options = {name: getattr(loader, name) for name in _KEPT}
+        options = {name: getattr(loader, name) for name in _COPIED_OPTIONS}
         if loader.pin_memory_device:
             options["pin_memory_device"] = loader.pin_memory_device
         self.loader = DataLoader(loader.dataset, batch_sampler=self._cutter, **options)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ class PrivateLoader:
 
     def _planned(self) -> Planned:
         items = iter(self.loader)
-        plan = self._cutter.plan  # workers run ahead, so what was planned waits here for its data
+        plan = self._cutter.plan  # workers run ahead, so planned micro-batches wait here for their data
         for item in items:
             while not plan[0].has_data:
                 yield plan.popleft(), None
@@ -85,23 +85,27 @@ class PrivateLoader:
 
 
 def check_loader(loader: DataLoader, poisson_sampling: bool, world_size: int) -> int:
-    """Return the number of samples of a DataLoader whose order and batches may be replaced or accounted for.
+    """Check that a DataLoader's batches can be replaced or accounted for.
+
+    Returns:
+        The number of samples of its data set.
 
     Raises:
-        InvalidTypeError: If it is no DataLoader.
-        InvalidValueError: If it does not batch by itself, or draws samples in a way that would silently change.
-        UnsupportedGradientError: If its data set is iterable, so that no sample can be drawn by its number.
+        InvalidTypeError: If ``loader`` is no DataLoader.
+        InvalidValueError: If ``loader`` has no ``batch_size``, or a sampler whose order would be lost silently.
+        UnsupportedGradientError: If its data set is iterable, where samples cannot be drawn by index, or if it keeps
+            its own batches in several processes.
     """
     if not isinstance(loader, DataLoader):
         raise InvalidTypeError(f"loader: expected a torch.utils.data.DataLoader, got {type(loader).__name__}.")
     if isinstance(loader.dataset, IterableDataset):
         raise UnsupportedGradientError(
             "an IterableDataset cannot be sampled: privacy by sampling needs every sample to join a batch with the "
-            "same probability, so samples must be found by their number. Use a data set with __getitem__ and __len__."
+            "same probability, so samples must be read by index. Use a data set with __getitem__ and __len__."
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise InvalidValueError(
-            "loader: expected one made with batch_size=..., from which the sampling rate follows; got one with "
+            "loader: expected a DataLoader made with batch_size=..., which decides the sampling rate; got one with "
             "a batch_sampler of its own or without batches."
         )
     sampler = loader.sampler
@@ -114,11 +118,11 @@ def check_loader(loader: DataLoader, poisson_sampling: bool, world_size: int) ->
         )
     if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
         raise InvalidValueError(
-            "loader: its RandomSampler draws with replacement or another number than all samples; expected "
-            "shuffle=True, which draws each sample once in an epoch."
+            "loader: its RandomSampler draws with replacement, or more or fewer samples than the data set has; "
+            "expected shuffle=True, which draws each sample once in an epoch."
         )
     if not poisson_sampling and world_size > 1:
         raise UnsupportedGradientError(
-            "poisson_sampling=False is not accounted for over several processes: use poisson_sampling=True."
+            "poisson_sampling=False is not accounted for with several processes: use poisson_sampling=True."
         )
     return len(loader.dataset)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Poisson sampling: each sample joins each batch independently, which is what the accounting of privacy assumes."""
+"""Poisson sampling: each sample joins each batch independently, as the accounting of privacy assumes."""
 
 import hashlib
 from collections import deque
@@ -16,30 +16,30 @@ from gradguard.private.noise import key_from, keyed_generator
 
 
 class PoissonBatches(Sampler[list[int]]):
-    r"""Batches whose size is random: each of n samples joins each batch with probability q, whatever else happens.
+    r"""Draw batches of random size: each of n samples joins each batch with probability q, independently.
 
-    A batch has nq samples on average, with variance nq(1 − q), **and may be empty**: a ``DataLoader`` whose
-    ``collate_fn`` cannot take an empty list needs `make_private`, which deals with empty batches itself. Shuffled
-    batches of a fixed size are something else: with them the same noise may protect ten times less (Chua et al.).
+    A batch has nq samples on average, with variance nq(1 − q), **and may be empty**. A ``DataLoader`` whose
+    ``collate_fn`` cannot handle an empty list needs `make_private`, which handles empty batches itself. Shuffled
+    batches of a fixed size differ: with them the same noise may protect ten times less (Chua et al.).
 
-    Which samples step number t draws follows from a key and t alone. The key comes from the operating system, or from
-    ``seed``; it is not saved, because which samples were drawn must stay secret. So a resumed run without a seed draws
-    new batches, which are as good, and with a seed the batches that it would have drawn.
+    The samples of step number t depend on a key and t alone. The key comes from the operating system, or from ``seed``.
+    It is not saved, because the drawn samples must stay secret. A resumed run without a seed therefore draws new
+    batches, which protect equally well. With a seed it draws the same batches as an uninterrupted run.
 
-    **Several processes** draw the same sample from the same key, and take each an equal part of it, to within one.
-    The union is one Poisson sample with the same q. Give all of them the same ``seed`` or ``key``.
+    **Several processes** draw the same sample from the same key, and each process takes an equal part of it, to within
+    one sample. The union is one Poisson sample with the same q. Give all processes the same ``seed`` or ``key``.
 
     Args:
         size: Number of samples n, at least 1.
         sample_rate: Probability q, above 0, at most 1.
-        steps: Batches in an epoch; None: 1/q, rounded.
+        steps: Number of batches in an epoch; None for 1/q, rounded.
         seed: An integer from 0 to 2^64 - 1 for repeatable batches, or None.
         rank: Number of this process.
         world_size: Number of processes.
         key: 32 secret bytes instead of a seed.
 
     Raises:
-        InvalidValueError: If a number is out of its range, or there are several processes and neither seed nor key.
+        InvalidValueError: If a number is out of its range, or several processes have neither seed nor key.
         InvalidTypeError: If an argument is of another type.
 
     Attributes:
@@ -73,7 +73,7 @@ class PoissonBatches(Sampler[list[int]]):
         if world_size > 1 and seed is None and key is None:
             raise InvalidValueError(
                 f"world_size={world_size} without seed or key: all processes must draw the same sample, of which each "
-                f"takes a part. Give all of them the same."
+                f"takes a part. Give all processes the same seed or key."
             )
         self.rank, self.world_size = rank, world_size
         self._repeatable = seed is not None
@@ -83,7 +83,7 @@ class PoissonBatches(Sampler[list[int]]):
     def draw(self, step: int) -> Tensor:
         """Return the indices of all processes' samples in batch number ``step``, in ascending order."""
         generator = keyed_generator(hashlib.sha256(self._key + step.to_bytes(8, "little")).digest())
-        # float64: the 24 bits of a float32 would change a small rate by as much as a thousandth.
+        # In float64, because the 24 bits of float32 would change a small rate by up to a thousandth.
         return (
             torch.rand(self.size, dtype=torch.float64, generator=generator, device="cpu")
             .lt(self.sample_rate)
@@ -92,7 +92,7 @@ class PoissonBatches(Sampler[list[int]]):
         )
 
     def remaining(self) -> Iterator[tuple[list[int], int]]:
-        """Yield this process's part of each batch that is left in the epoch, and the largest part of any process."""
+        """Yield this process's part of each batch left in the epoch, and the size of the largest part of all."""
         for step in range(self.step, self.step + self.steps - self.position):
             indices = self.draw(step)
             yield indices[self.rank :: self.world_size].tolist(), -(-len(indices) // self.world_size)
@@ -115,42 +115,43 @@ class PoissonBatches(Sampler[list[int]]):
         self.start_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the sampler stands. There is no secret in it."""
+        """Return the position of the sampler, which contains no secret."""
         return {"step": self.step, "position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where a saved sampler stood; the next epoch that is iterated over is only the rest of that one.
+        """Go to the position of a saved sampler; the next iteration yields the rest of its epoch only.
 
-        Without a seed all batches from here on are new: what was drawn before is not drawn again.
+        Without a seed, all batches from here on are new draws.
 
         Raises:
-            InvalidValueError: If the state is not one of this kind, or of longer epochs.
+            InvalidValueError: If the state does not belong to a sampler of this kind, or its position is beyond the
+                epoch.
         """
         if set(state_dict) != {"step", "position"} or not 0 <= state_dict["position"] <= self.steps:
             raise InvalidValueError(
                 f"expected the state of a PoissonBatches with {self.steps} batches in an epoch, got {state_dict}."
             )
         self.step, self.position = int(state_dict["step"]), int(state_dict["position"])
-        if not self._repeatable:  # from the key, not from the operating system: all processes must do the same
+        if not self._repeatable:  # from the old key, not the operating system, so all processes get the same new key
             self._key = hashlib.sha256(self._key + b"resumed").digest()
 
 
 class MicroBatches:
-    """Cuts each logical batch into parts of at most ``max_size``, and remembers what it did; a batch sampler.
+    """A batch sampler that cuts each logical batch into parts of at most ``max_size``, and records the parts.
 
-    Every process cuts its part of a batch into the same number of micro-batches, so that models whose forward talks
-    to other processes do not wait for ever; some may be empty then.
+    Every process cuts its part of a batch into the same number of micro-batches. Otherwise a model whose forward makes
+    collectives would wait without end. Some micro-batches may be empty.
 
     Args:
-        source: Called at the start of a pass; gives this process's indices of each batch and the largest part of any
-            process.
-        max_size: None does not cut.
-        stand_in: An index that is yielded instead of an empty micro-batch; None yields nothing then.
-        parts: Into how many micro-batches each batch is cut, whatever its size; None: as many as ``max_size`` needs.
+        source: Called at the start of a pass; yields this process's indices of each batch and the size of the largest
+            part of any process.
+        max_size: The largest size of a micro-batch; None for no limit.
+        stand_in: An index to yield instead of an empty micro-batch; None to yield nothing.
+        parts: The number of micro-batches of each batch, whatever its size; None for as many as ``max_size`` needs.
 
     Attributes:
-        plan: For each micro-batch that was handed out or left out, in order: its size, whether a batch of data comes
-            with it, and whether it ends a logical batch.
+        plan: For each micro-batch, yielded or not, in order: its size, whether it has a batch of data, and whether it
+            ends a logical batch.
     """
 
     def __init__(self, source: Any, max_size: int | None, stand_in: int | None, parts: int | None = None) -> None:
@@ -158,13 +159,18 @@ class MicroBatches:
         self.plan: deque[SampledMicroBatch] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.plan = deque()  # a new one: an iterator that was left early may still add to the old one
+        self.plan = deque()  # a new deque, because an iterator that was left early may still append to the old one
         return self._cut(self.plan)
 
     def _cut(self, plan: "deque[SampledMicroBatch]") -> Iterator[list[int]]:
         for indices, largest in self._source():
-            parts = self._parts or max(1, -(-largest // (self._max_size or max(1, largest))))
-            stand_in = [] if self._stand_in is None or not (largest or self._parts) else [self._stand_in]
+            parts = self._parts
+            if not parts:
+                limit = self._max_size or max(1, largest)
+                parts = max(1, -(-largest // limit))  # rounded up
+            stand_in: list[int] = []
+            if self._stand_in is not None and (largest or self._parts):
+                stand_in = [self._stand_in]
             for k in range(parts):
                 part = indices[k::parts]
                 shown = part or stand_in
@@ -175,12 +181,12 @@ class MicroBatches:
 
 @dataclass(frozen=True, slots=True)
 class SampledMicroBatch:
-    """The facts of one micro-batch.
+    """The properties of one micro-batch.
 
     Attributes:
         size: Number of samples that were drawn.
-        has_data: Whether the loader yields something; a stand-in where ``size`` is 0.
-        ends: Whether it is the last of its logical batch.
+        has_data: Whether the loader yields a batch for it, which is a stand-in if ``size`` is 0.
+        ends: Whether it is the last micro-batch of its logical batch.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""Private training in one call."""
+"""The set-up of private training in one call."""
 
 import warnings
 from contextlib import ExitStack
@@ -43,44 +43,45 @@ def make_private(
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
 
-    with the sensitivity S of the sum (of a `FlatNormClipper` its ``max_norm``), and the *expected* batch size qN; for
-    ``loss_reduction="sum"`` without it.
+    with the sensitivity S of the sum (for a `FlatNormClipper` its ``max_norm``), the noise multiplier σ, and the
+    *expected* batch size qN. For ``loss_reduction="sum"`` the sum is not divided by qN.
 
     **Guarantees.** The trained parameters are (epsilon, delta) differentially private with respect to adding or
-    removing one sample of the data set, with `PrivateTraining.epsilon` at ``privacy.delta``; epsilon never exceeds that
-    of a `PrivacyBudget`. Losses, accuracies on training data and `PrivateTraining.statistics` are **not** covered, nor
-    is the choice of the options here from the data.
+    removing one sample of the data set, with `PrivateTraining.epsilon` at ``privacy.delta``. Epsilon never exceeds the
+    target of a `PrivacyBudget`. The guarantee does **not** cover losses, accuracies on training data and
+    `PrivateTraining.statistics`, nor a choice of these options from the data.
 
     Args:
-        model: A module that `PerSampleGradientClipper` takes, also in DistributedDataParallel or sharded by
-            ``fully_shard``: each sample's gradient is then clipped to a norm of 1. Or a `PerSampleGradientClipper` of
-            that module, not used yet, with another rule, ``loss_reduction``, ``batch_first``, ``mode`` or ``scaler``;
-            it is taken over, and an error here detaches it. The scale of a GradScaler stays where it is, because a
-            scale that follows overflows would tell of single samples: choose ``init_scale``; samples that overflow
-            count as zero.
-        optimizer: Any optimizer of the model's parameters; its ``step`` is called by ``private.step()`` alone.
-        loader: A DataLoader with ``batch_size`` and ``shuffle``. Its data set, ``collate_fn`` and workers are kept;
-            its batch size is the expected size of a logical batch, for each process if there are several.
-        privacy: A `PrivacyBudget` for the whole training, from which the noise follows, or a `FixedNoise`.
-        max_physical_batch_size: The most samples that the loader yields at once, for each process; larger logical
-            batches come in several parts.
-        gradient_accumulation_steps: For trainers that count batches: each logical batch comes in exactly so many
-            parts, whose expected size is the loader's batch size. Where a part has no samples one that does not count
-            stands in. ``len`` of the loader is the number of parts.
-        poisson_sampling: False keeps the loader's own batches. Then no privacy is gained by sampling: each epoch is
-            accounted for as one use of every sample, and neighbouring data sets are those where one sample's
-            gradients are replaced by zeros. Needs ``shuffle=True`` or ``False``, and one process.
-        secure: Draw noise from the operating system, bit by bit, see `GaussianNoise`.
-        seed: Makes noise and batches repeatable, which is for tests; the same for all processes.
+        model: A module that `PerSampleGradientClipper` supports, also in DistributedDataParallel or sharded by
+            ``fully_shard``; each sample's gradient is then clipped to a norm of 1. Or an unused
+            `PerSampleGradientClipper` of the module, for another rule, ``loss_reduction``, ``batch_first``, ``mode`` or
+            ``scaler``. The returned training owns this clipper, and an error here detaches it. The scale of a
+            GradScaler stays constant, because a scale that adapts to overflows would reveal single samples: choose
+            ``init_scale``. Samples that overflow count as zero.
+        optimizer: Any optimizer of the model's parameters. ``private.step()`` calls its ``step``, or a trainer after
+            ``private.pre_step()``; any other call is an error.
+        loader: A DataLoader with ``batch_size`` and ``shuffle``. Its data set, ``collate_fn`` and workers are kept. Its
+            batch size is the expected size of a logical batch, for each process if there are several.
+        privacy: A `PrivacyBudget` for the whole training, which decides the noise, or a `FixedNoise`.
+        max_physical_batch_size: The most samples that the loader yields at once, for each process. Larger logical
+            batches are yielded in several parts.
+        gradient_accumulation_steps: For trainers that count batches: the exact number of parts of each logical batch.
+            The expected size of a part is the loader's batch size. For a part without samples, the loader yields a
+            sample that does not count. ``len`` of the loader is the number of parts.
+        poisson_sampling: False keeps the loader's own batches. Sampling then adds no privacy: each epoch is accounted
+            for as one use of every sample, and in a neighbouring data set one sample's gradients are replaced by
+            zeros. Needs ``shuffle=True`` or ``False``, and a single process.
+        secure: Whether to draw every bit of the noise from the operating system, see `GaussianNoise`.
+        seed: Makes noise and batches repeatable, for tests only; the same for all processes.
         process_group: The group of several processes that hold copies of ``model`` without DistributedDataParallel.
 
     Returns:
-        The training; loop over its ``loader`` and call its ``step()`` after each backward.
+        The training; iterate over its ``loader`` and call its ``step()`` after each backward.
 
     Raises:
-        InvalidValueError: If arguments contradict each other or are out of range; it says which.
+        InvalidValueError: If arguments contradict each other or are out of range.
         InvalidTypeError: If an argument is of another type.
-        UnsupportedGradientError: If the guarantee could not be kept, say for an ``IterableDataset`` or BatchNorm.
+        UnsupportedGradientError: If the guarantee cannot be kept, for example for an ``IterableDataset`` or BatchNorm.
         MissingPackageError: If dp-accounting is not installed: ``pip install gradguard[private]``.
 
     Example:
@@ -102,7 +103,7 @@ def make_private(
     Reference: Abadi et al., Deep learning with differential privacy, 2016, arXiv 1607.00133.
     """
     parts, largest = gradient_accumulation_steps, max_physical_batch_size
-    with ExitStack() as attached:  # what fails leaves model and optimizer as they were
+    with ExitStack() as attached:  # an error removes all hooks from model and optimizer
         clipper = model
         if not isinstance(clipper, PerSampleGradientClipper):
             clipper = PerSampleGradientClipper(clipper, FlatNormClipper(1.0))
@@ -123,24 +124,24 @@ def make_private(
             InvalidValueError,
             (
                 parts is not None and (largest is not None or not poisson_sampling),
-                f"gradient_accumulation_steps={parts} with {other}: it cuts Poisson batches by itself. Leave one of "
-                "them out.",
+                f"gradient_accumulation_steps={parts} with {other}: it cuts Poisson batches by itself. Leave out one "
+                "of the two.",
             ),
             (
                 not clipper._loss_check.reads,
                 "the clipper has loss_reduction='share' or check=False: a share of a loss depends on the other "
-                "samples, and a loss that is not looked at may. No bound of one sample's part would follow. Leave it "
-                "out.",
+                "samples, and an unchecked loss may depend on them. One sample's influence would not be bounded. Leave "
+                "this option out.",
             ),
             (
                 followed,
-                f"the QuantileNormClipper has followed {followed} steps, whose counts no accountant "
-                "has seen: make a new one.",
+                f"the QuantileNormClipper has adapted to {followed} steps already, whose counts were not accounted "
+                "for: make a new one.",
             ),
             (
                 clipper.statistics is not None,
-                "the clipper has clipped already, and its rule and what it knows of the loss follow samples whose part "
-                "had no noise: make a new PerSampleGradientClipper for private training.",
+                "the clipper has clipped already, so its rule and its check of the loss depend on samples without "
+                "noise: make a new PerSampleGradientClipper for private training.",
             ),
         )
         group = process_group if process_group is not None else clipper._group
@@ -156,12 +157,13 @@ def make_private(
         if others:
             raise InvalidValueError(
                 f"the optimizer has {len(others)} parameters, of shapes {others[:3]}, that are not the model's: their "
-                f"gradients would be neither clipped nor noised. Make one model that holds all that is trained."
+                f"gradients would be neither clipped nor noised. Make one model that holds all trained parameters."
             )
         refuse_running_statistics(module)
         if privacy.delta >= 1 / size:
             warnings.warn(
-                f"delta={privacy.delta} is not below 1 / {size} samples: publishing one sample whole would be allowed.",
+                f"delta={privacy.delta} is not below 1 / {size} samples: it would allow the publication of one whole "
+                "sample. Choose a delta well below.",
                 stacklevel=2,
             )
 
@@ -177,8 +179,8 @@ def make_private(
         if quantile is not None:
             if secure and quantile.generator is not None:
                 raise InvalidValueError(
-                    "secure=True with a QuantileNormClipper that has a generator: make it without one, then the noise "
-                    "on its count comes from the operating system."
+                    "secure=True with a QuantileNormClipper that has a generator: make the rule without a generator. "
+                    "The noise on its count then comes from the operating system."
                 )
             quantile.expected_batch_size = batch_size
             of_gradients = quantile.noise_multiplier_for_gradients(multiplier)
@@ -191,7 +193,7 @@ def make_private(
             clipper, optimizer, terms, ledger, noise, batches, group, for_trainer=parts is not None
         )
         attached.callback(private.detach)
-        # The forward of a sharded model waits for that of all other processes.
+        # The forward of a sharded model makes collectives, so every process must run it.
         stand_in = parts is not None or (world_size > 1 and is_sharded(next(module.parameters())))
         private.loader = PrivateLoader(loader, batches, largest, stand_in, private._hand_out, parts)
         attached.pop_all()

@@ -1,4 +1,4 @@
-"""Private training: clip, sum, add noise once, divide by what is expected, and keep count."""
+"""Private training: clip, sum, add noise once, divide by the expected batch size, and count the steps."""
 
 import hashlib
 import math
@@ -29,16 +29,16 @@ from gradguard.torch_private import version_of
 
 @dataclass(frozen=True)
 class Terms:
-    """The settings fixed before the first step.
+    """The settings that are fixed before the first step.
 
     Attributes:
         noise_multiplier: The accounted noise: standard deviation of the noise over the sensitivity of the sum.
-        gradient_noise_multiplier: Noise of the gradients; more, where a quantile clipper spends a part on its count.
+        gradient_noise_multiplier: The noise on the gradients; larger if a quantile clipper spends a part on its count.
         sample_rate: Probability with which each sample joins a logical batch; 1 for a whole pass without sampling.
-        divisor: The number that noised sums are divided by: the expected batch size, or 1.
+        divisor: The divisor of noised sums: the expected batch size, or 1.
         delta: Probability at which epsilon is reported.
-        planned: Number of accounted steps that spend the target epsilon; None where nothing limits them.
-        epsilon: The epsilon that they may spend; infinity without a limit.
+        planned: Number of accounted steps that spend the target epsilon; None without a limit.
+        epsilon: The epsilon that these steps may spend; infinity without a limit.
     """
 
     noise_multiplier: float
@@ -52,11 +52,11 @@ class Terms:
 
 @dataclass
 class _LogicalBatch:
-    """A logical batch while its micro-batches come.
+    """A logical batch, between its first micro-batch and its release.
 
     Attributes:
-        open: Those that were handed out and are not yet taken up, of the next logical batch too.
-        taken: Those that were taken up, and that `PrivateTraining.pre_step` has not released.
+        open: Micro-batches that the loader has yielded and that were not clipped yet; also of the next logical batch.
+        taken: Micro-batches that were clipped and that `PrivateTraining.pre_step` has not released.
     """
 
     open: deque[SampledMicroBatch] = field(default_factory=deque)
@@ -69,11 +69,11 @@ class _LogicalBatch:
 
 @dataclass(frozen=True)
 class _Released:
-    """The gradients of one step, which `PrivateTraining.pre_step` has filled in.
+    """The gradients of one step that `PrivateTraining.pre_step` has filled in.
 
     Attributes:
-        gradients: The gradient of each parameter, and its version then.
-        may_step: Whether the optimizer has not yet stepped by them.
+        gradients: The gradient of each parameter, and its version at the release.
+        may_step: Whether the optimizer may still step with these gradients.
     """
 
     gradients: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
@@ -85,25 +85,24 @@ class _Pass:
     """One pass over the loader.
 
     Attributes:
-        is_counted: Its steps were accounted for as one use of every sample, because nothing is sampled.
+        is_counted: Whether the whole pass is accounted for already, as one use of every sample, without sampling.
     """
 
     is_counted: bool = False
 
 
 class PrivateTraining:
-    """One private training run; `make_private` makes it.
+    """One private training run; create it by `make_private`.
 
-    In a loop of one's own `step` does all that follows a backward. Where a trainer steps the optimizer,
-    `clip_and_accumulate` follows each backward, and `pre_step` comes once before ``optimizer.step()``: the two that
-    `PerSampleGradientClipper` has.
+    In a loop of your own, call `step` after each backward. If a trainer steps the optimizer, call `clip_and_accumulate`
+    after each backward, and `pre_step` once before ``optimizer.step()``, as for a `PerSampleGradientClipper`.
 
     ==============================================  ===========================================================
     case                                            what happens
     ==============================================  ===========================================================
-    logical batch without samples                   a step with noise alone, while the loader goes on
-    epoch left early, within a logical batch        what was summed of that batch is dropped, and costs nothing
-    the model saw more or fewer rows than drawn     an error; nothing has changed
+    logical batch without samples                   a step with noise alone, between two batches of the loader
+    epoch left early, within a logical batch        the sums of that batch are dropped, and cost nothing
+    the model got more or fewer rows than drawn     an error; nothing has changed
     ``step()`` fails, first part of its batch       forward, backward and ``step()`` may be repeated: nothing is lost
     ``step()`` fails, a later part, or stepping     the logical batch is dropped, and the pass over the loader ends
     ``optimizer.step()`` without `pre_step`         an error; nothing has changed
@@ -113,7 +112,7 @@ class PrivateTraining:
     ==============================================  ===========================================================
 
     Attributes:
-        loader: Iterate over this one.
+        loader: The loader to iterate over in training.
         clipper: The `PerSampleGradientClipper`.
         optimizer: The optimizer.
         accountant: The `Accountant`.
@@ -139,10 +138,10 @@ class PrivateTraining:
         self.clipper, self.optimizer, self.terms = clipper, optimizer, terms
         self.accountant, self.noise, self.steps = accountant, noise, 0
         self._batches, self._group = batches, group
-        self._for_trainer = for_trainer  # one that fetches ahead, and never asks for a batch after the last
+        self._for_trainer = for_trainer  # a trainer fetches ahead, and never asks for a batch after the last
         self._batch = _LogicalBatch()
         self._released = _Released()
-        self._pass = _Pass()  # whose batches may be used; another one where that must not go on
+        self._pass = _Pass()  # the only pass that may go on; a new object ends all running passes
         self._resumed = False
         self._buffers = BufferWatch(clipper.module)
         clipper.step_advice = (
@@ -153,17 +152,17 @@ class PrivateTraining:
         self._hook = EveryStep(self._refuse_step, lambda optimizer: None, optimizer=optimizer)
 
     def step(self) -> bool:
-        """Take up the gradients of the batch that the loader gave last; call it after each backward.
+        """Clip and add up the gradients of the loader's last batch; call this method after each backward.
 
         At the end of a logical batch it adds the noise, divides by the expected batch size, calls
-        ``optimizer.step()`` and empties the gradients.
+        ``optimizer.step()`` and sets the gradients to None.
 
         Returns:
             Whether the optimizer has stepped.
 
         Raises:
-            InvalidValueError: If there is no such batch, if the model saw another number of samples than were drawn,
-                or if a ``.grad`` was filled by something else.
+            InvalidValueError: If the loader has yielded no batch since the last call, if the model got another number
+                of samples than were drawn, or if something else has filled a ``.grad``.
         """
         ends = self.clip_and_accumulate()
         if ends:
@@ -171,30 +170,30 @@ class PrivateTraining:
         return ends
 
     def clip_and_accumulate(self) -> bool:
-        """Take up the gradients of the batch that the loader gave (of several, the first); for trainers, see `step`.
+        """Clip and add up the gradients of the loader's first batch that was not used yet; for trainers, see `step`.
 
         Returns:
-            Whether the logical batch is complete, so that `pre_step` is next.
+            Whether the logical batch is complete; `pre_step` is then the next call.
 
         Raises:
-            InvalidValueError: As `step` does.
+            InvalidValueError: For the same reasons as in `step`.
         """
         batch = self._batch
         if not batch.open or batch.is_complete:
             raise InvalidValueError(
-                "private.step() without a batch: iterate over private.loader, and call it once after the backward of "
-                "each batch. After an error within a logical batch begin a new pass over the loader."
+                "private.step() without a batch: iterate over private.loader, and call private.step() once after the "
+                "backward of each batch. After an error within a logical batch, begin a new pass over the loader."
             )
         self._buffers.check()
         self._refuse_other_gradients()
-        # With a later part the earlier ones are lost too, and its other parts are not a Poisson sample.
-        with self._or_else(self._abandon if batch.taken else self.clipper.discard):
+        # If a later part fails, the earlier parts are lost too, because the remaining parts are no Poisson sample.
+        with self._on_error_call(self._abandon if batch.taken else self.clipper.discard):
             drawn, before = batch.open[0].size, self.clipper.statistics
             if drawn:
                 self.clipper.clip_and_accumulate()
                 after = self.clipper.statistics
                 _check_samples(0 if after is None or after is before else len(after.norms), drawn)
-            else:  # it only keeps this process in step with others
+            else:  # an empty part, whose stand-in only keeps this process in step with the others
                 self.clipper.skip_batch(after_backward=True)
         batch.taken.append(batch.open.popleft())
         return batch.is_complete
@@ -202,18 +201,18 @@ class PrivateTraining:
     def pre_step(self) -> None:
         """Add the noise, and fill every ``.grad`` for one ``optimizer.step()``; for trainers, see `step`.
 
-        The step is counted here. No other step of the optimizer is let through.
+        This method counts the step. Any further ``optimizer.step()`` is an error until the next call.
 
         Raises:
             InvalidValueError: If the logical batch is not complete.
         """
         if not self._batch.is_complete:
             raise InvalidValueError(
-                "the optimizer is to step within a logical batch, or without one: every part that private.loader "
-                "gives must be used before, and none twice. Let the trainer accumulate as many batches for a step as "
-                "the loader cuts a logical batch into."
+                "the optimizer is to step within a logical batch, or without one: each part that private.loader "
+                "yields must be used before the step, and none twice. Let the trainer accumulate as many batches for "
+                "a step as the loader cuts a logical batch into."
             )
-        with self._or_else(self._abandon):
+        with self._on_error_call(self._abandon):
             self._release()
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -231,28 +230,28 @@ class PrivateTraining:
         return self.clipper.statistics
 
     def detach(self) -> None:
-        """Give model and optimizer back as they were; calling it again does nothing."""
+        """Remove all hooks from model and optimizer; calling it again does nothing."""
         self._hook.remove()
         self.clipper.detach()
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs besides model and optimizer: counts and thresholds, and no secret.
+        """Return the state that a resumed run needs besides model and optimizer: counts and thresholds, and no secret.
 
-        It holds neither noise nor which samples were drawn, nor what either could be computed from.
+        The state contains neither the noise nor the drawn samples, nor anything that either could be computed from.
 
         Raises:
-            InvalidValueError: If a logical batch is open: what is summed of it has no noise yet.
+            InvalidValueError: If a logical batch is open: its sums have no noise yet.
         """
         if self._batch.open or self._batch.taken:
             raise InvalidValueError(
-                "state_dict() within a logical batch would save sums without noise: call it when private.step() has "
+                "state_dict() within a logical batch would save sums without noise: call it after private.step() has "
                 "returned True, or between epochs."
             )
         norm_clipper = dict(self.clipper.norm_clipper.state_dict())
         if "generator" in norm_clipper:
-            norm_clipper["generator"] = None  # the noise on a quantile's count
+            norm_clipper["generator"] = None  # secret: the noise on a quantile's count follows from it
         return {
             "steps": self.steps,
             "accountant": self.accountant.state_dict(),
@@ -261,14 +260,16 @@ class PrivateTraining:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state, in the middle of an epoch if it was saved there. All processes must do so.
+        """Continue from a saved state, also in the middle of an epoch. All processes must call this method.
 
-        Noise is fresh from here on, with ``seed`` too: the steps after an old checkpoint may have been done before,
-        and the same noise on them again would cancel in the difference. Steps done after the state was saved are not
-        counted in it: to publish their results too, count them with ``private.accountant.step``.
+        The noise is new from here on, even with a ``seed``. An earlier run may have done the steps after an old
+        checkpoint already; the same noise on them would cancel in the difference of both results. Steps that were taken
+        after the state was saved are not counted in it. If their results are published too, count them by
+        ``private.accountant.step``.
 
         Raises:
-            InvalidValueError: If the state is not one of a private training of this kind.
+            InvalidValueError: If the state does not belong to a private training of this kind, or the target epsilon
+                would be exceeded.
         """
         expected = {"steps", "accountant", "batches", "norm_clipper"}
         if set(state_dict) != expected or (state_dict["batches"] is None) != (self._batches is None):
@@ -276,7 +277,7 @@ class PrivateTraining:
                 f"expected the state of a private training {'without' if self._batches is None else 'with'} Poisson "
                 f"sampling, with the keys {sorted(expected)}, got {sorted(state_dict)}."
             )
-        self._abandon()  # batches that are drawn already belong to the state before
+        self._abandon()  # batches that were drawn already belong to the previous state
         if self._batches is not None:
             self._batches.load_state_dict(state_dict["batches"])
         self.accountant.load_state_dict(state_dict["accountant"])
@@ -305,8 +306,8 @@ class PrivateTraining:
             limit = self.terms.planned
             if limit is not None and self.accountant.steps >= limit and not own.is_counted:
                 raise InvalidValueError(
-                    f"the target epsilon is spent: noise was chosen for {limit} steps, and they are done. Give "
-                    f"PrivacyBudget more epochs, or make_private a FixedNoise instead."
+                    f"the target epsilon is spent: noise was chosen for {limit} steps, and all of them were taken. "
+                    f"Give PrivacyBudget more epochs, or pass a FixedNoise to make_private instead."
                 )
             if micro_batch.has_data:
                 self._buffers.begin()
@@ -330,19 +331,23 @@ class PrivateTraining:
             InvalidValueError,
             (
                 own is not self._pass,
-                "this pass over private.loader is over: another one was begun, load_state_dict() was called, or an "
-                "error lost a part of a logical batch, the rest of which must not be used alone. Begin a new pass: "
+                "this pass over private.loader is over: another pass was begun, load_state_dict() was called, or an "
+                "error lost a part of a logical batch, whose other parts must not be used alone. Begin a new pass: "
                 "for batch in private.loader.",
             ),
             (
                 not ahead and (self._batch.open or self._batch.is_complete),
-                "the loader was asked for the next batch, and private.step() was not called for the last one, or has "
-                "failed: every batch that was drawn must be used. Call it after each backward.",
+                "the loader was asked for the next batch, but private.step() was not called for the last one, or has "
+                "failed: every batch that was drawn must be used. Call private.step() after each backward.",
             ),
         )
 
     def _check_target(self) -> None:
-        """Steps that were taken with less noise than these are to have may have spent more than their share."""
+        """Check that loaded steps with other noise leave enough of the target epsilon for the planned steps.
+
+        Raises:
+            InvalidValueError: If they do not.
+        """
         terms = self.terms
         own = terms.noise_multiplier, terms.sample_rate
         if terms.planned is None or {entry[:2] for entry in self.accountant.history} <= {own}:
@@ -355,18 +360,18 @@ class PrivateTraining:
             raise InvalidValueError(
                 f"the saved steps had other noise or another sampling rate, {self.accountant.history}, and with "
                 f"{terms.planned} steps in all epsilon would be {spent:.4g}, above the target of {terms.epsilon:.4g}. "
-                "Resume with the noise, batch size and number of steps that it began with."
+                "Resume with the noise, batch size and number of steps of the saved run."
             )
 
     def _abandon(self) -> None:
-        """Drop the logical batch, and let no running pass go on."""
+        """Drop the logical batch, and end all running passes over the loader."""
         self.clipper.discard()
         self._batch = _LogicalBatch()
         self._pass = _Pass()
 
     @contextmanager
-    def _or_else(self, lost: Callable[[], None]) -> Iterator[None]:
-        """Call ``lost`` where the block does not come to its end."""
+    def _on_error_call(self, lost: Callable[[], None]) -> Iterator[None]:
+        """Call ``lost`` if the block raises."""
         try:
             yield
         except BaseException:
@@ -377,7 +382,7 @@ class PrivateTraining:
 
     def _finish(self) -> None:
         self.pre_step()
-        with self._or_else(self._abandon):
+        with self._on_error_call(self._abandon):
             try:
                 self.optimizer.step()
             finally:
@@ -386,11 +391,17 @@ class PrivateTraining:
 
     @torch.no_grad()
     def _release(self) -> None:
-        """Once a threshold moves or noise is drawn the step is paid for, whether or not it comes to its end."""
+        """Count the step, add noise to the sums, and fill in the gradients.
+
+        The step is counted before a threshold moves or noise is drawn, because it costs privacy even if it then fails.
+
+        Raises:
+            InvalidValueError: If the sensitivity is not finite, or other samples were clipped than drawn.
+        """
         terms, sensitivity = self.terms, self.clipper.sensitivity_of_step()  # before the threshold moves
         if terms.gradient_noise_multiplier and not math.isfinite(sensitivity):
             raise InvalidValueError(
-                f"the sensitivity is {sensitivity}: no noise hides a sample whose gradient is not bounded. Give a "
+                f"the sensitivity is {sensitivity}: no noise hides a sample whose gradient is not bounded. Set a "
                 f"finite max_norm."
             )
         self.steps += 1
@@ -417,15 +428,15 @@ class PrivateTraining:
         self._released = _Released(gradients, may_step=True)
 
     def _refuse_step(self, optimizer: Optimizer, evaluations: int) -> None:
-        """Let one step through after `pre_step`, with the gradients that it has filled in."""
+        """Refuse an optimizer step, unless it is the first after `pre_step` and uses its gradients unchanged."""
         del evaluations
         released, self._released = self._released, replace(self._released, may_step=False)
         if not released.may_step:
             raise InvalidValueError(
-                "optimizer.step() was called in a private training, where gradients have no noise yet: call "
-                "private.step() after each backward instead. It steps the optimizer at the end of each logical batch."
+                "optimizer.step() was called in a private training before the gradients had noise: call private.step() "
+                "after each backward instead. It steps the optimizer at the end of each logical batch."
             )
-        for parameter, grad, is_own in self._held(optimizer):
+        for parameter, grad, is_own in self._gradients_of(optimizer):
             if not is_own or version_of(grad) != released.gradients[parameter][1]:
                 raise InvalidValueError(
                     f"{self._name_of(parameter)}: .grad was filled or changed after the noise was added, by another "
@@ -434,16 +445,20 @@ class PrivateTraining:
                 )
 
     def _refuse_other_gradients(self) -> None:
-        """A gradient that was not clipped, of another loss or a parameter that is not followed, must not be used."""
-        for parameter, grad, is_own in self._held(self.optimizer):
-            if not is_own and bool((grad.to_dense() if grad.is_sparse else grad).any()):  # its own is of the last step
+        """Refuse a gradient that was not clipped, from another loss or of a parameter that the clipper does not follow.
+
+        Raises:
+            InvalidValueError: If a ``.grad`` is not zero and not from the last step.
+        """
+        for parameter, grad, is_own in self._gradients_of(self.optimizer):
+            if not is_own and bool((grad.to_dense() if grad.is_sparse else grad).any()):  # own: from the last step
                 raise InvalidValueError(
-                    f"{self._name_of(parameter)}: .grad is filled by something else than private.step(), so the step "
+                    f"{self._name_of(parameter)}: .grad was filled by something other than private.step(), so the step "
                     f"would not be private. Call optimizer.zero_grad() before the backward, and train with one loss."
                 )
 
-    def _held(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
-        """The parameters that have gradients, with these, and whether they are those of `pre_step`."""
+    def _gradients_of(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
+        """Yield each parameter with a gradient, its gradient, and whether `pre_step` has filled this gradient in."""
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 gradients = self._released.gradients
@@ -459,6 +474,6 @@ def _check_samples(seen: int, drawn: int) -> None:
     if seen != drawn:
         raise InvalidValueError(
             f"the model saw {seen} samples where {drawn} were drawn, so one sample may count more than once, or "
-            f"several as one, and the noise would be too small. Pass on the batches of private.loader as they are, "
-            f"with one row for each sample, in the first dimension (in the second with batch_first=False)."
+            f"several as one, and the noise would be too small. Pass the batches of private.loader to the model "
+            f"unchanged, with one row for each sample, in the first dimension (in the second with batch_first=False)."
         )

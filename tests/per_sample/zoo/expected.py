@@ -8,19 +8,19 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: it normalizes each sample by the others",
     },
     "rnn": {
-        "bfloat16": "refused: use its parameters or its output before the clipper sees it? Nothing",
+        "bfloat16": "refused: or its output before the clipper's hook gets it? Nothing",
     },
     "+= after batch norm": {
         "train": "refused: it normalizes each sample by the others",
     },
     "routed mixture of experts, dropout": {
-        "train": "refused: so each sample's share cannot be told",
+        "train": "refused: so each sample's share cannot be determined",
     },
     "capacity over the batch": {
-        "eval": "refused: Model gives a sample by itself something else than in the batch",
-        "train": "refused: Model gives a sample by itself something else than in the batch",
-        "float32": "refused: Model gives a sample by itself something else than in the batch",
-        "bfloat16": "refused: Model gives a sample by itself something else than in the batch",
+        "eval": "refused: Model treats a sample alone in another way than in the batch",
+        "train": "refused: Model treats a sample alone in another way than in the batch",
+        "float32": "refused: Model treats a sample alone in another way than in the batch",
+        "bfloat16": "refused: Model treats a sample alone in another way than in the batch",
     },
     "experts choose": {
         "eval": "refused: Expected one dimension that grows with the number of samples",
@@ -29,25 +29,25 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: Expected one dimension that grows with the number of samples",
     },
     "mixed up": {
-        "eval": "refused: weight is not what the sample gives by itself",
-        "train": "refused: weight is not what the sample gives by itself",
-        "float32": "refused: weight is not what the sample gives by itself",
-        "bfloat16": "refused: weight is not what the sample gives by itself",
+        "eval": "refused: weight is not the gradient of the sample alone",
+        "train": "refused: weight is not the gradient of the sample alone",
+        "float32": "refused: weight is not the gradient of the sample alone",
+        "bfloat16": "refused: weight is not the gradient of the sample alone",
     },
     "a running mean": {
-        "train": "refused: weight is not what the sample gives by itself",
+        "train": "refused: weight is not the gradient of the sample alone",
     },
     "attention over the batch": {
-        "eval": "refused: weight is not what the sample gives by itself",
-        "train": "refused: weight is not what the sample gives by itself",
-        "float32": "refused: weight is not what the sample gives by itself",
-        "bfloat16": "refused: weight is not what the sample gives by itself",
+        "eval": "refused: weight is not the gradient of the sample alone",
+        "train": "refused: weight is not the gradient of the sample alone",
+        "float32": "refused: weight is not the gradient of the sample alone",
+        "bfloat16": "refused: weight is not the gradient of the sample alone",
     },
     "centred over the batch": {
-        "eval": "refused: weight is not what the sample gives by itself",
-        "train": "refused: weight is not what the sample gives by itself",
-        "float32": "refused: weight is not what the sample gives by itself",
-        "bfloat16": "refused: weight is not what the sample gives by itself",
+        "eval": "refused: weight is not the gradient of the sample alone",
+        "train": "refused: weight is not the gradient of the sample alone",
+        "float32": "refused: weight is not the gradient of the sample alone",
+        "bfloat16": "refused: weight is not the gradient of the sample alone",
     },
     "two towers": {
         "eval": "refused: Expected one dimension that grows with the number of samples",
@@ -92,10 +92,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: the code of Beside that uses mu cannot be run again sample by sample",
     },
     "penalty beside the output: output": {
-        "eval": "refused: Beside makes a value from its parameters alone",
-        "train": "refused: Beside makes a value from its parameters alone",
-        "float32": "refused: Beside makes a value from its parameters alone",
-        "bfloat16": "refused: Beside makes a value from its parameters alone",
+        "eval": "refused: Beside computes a value from its parameters alone",
+        "train": "refused: Beside computes a value from its parameters alone",
+        "float32": "refused: Beside computes a value from its parameters alone",
+        "bfloat16": "refused: Beside computes a value from its parameters alone",
     },
     "penalty beside the output: closure": {
         "eval": "refused: the code of Model that uses mu cannot be run again sample by sample",
@@ -116,20 +116,20 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: and what comes of it is no sum of parts that are one sample's own",
     },
     "an activation in place inside a batch norm": {
-        "bfloat16": "refused: Move dropout and the like into a layer of its own",
+        "bfloat16": "refused: Move dropout and other random operations into a layer of their own",
     },
     "an activation in place behind a layer inside a batch norm": {
-        "bfloat16": "refused: Move dropout and the like into a layer of its own",
+        "bfloat16": "refused: Move dropout and other random operations into a layer of their own",
     },
     "scores of all pairs": {
-        "eval": "refused: samples in which no dimension is that of samples alone",
-        "train": "refused: samples in which no dimension is that of samples alone",
-        "float32": "refused: samples in which no dimension is that of samples alone",
-        "bfloat16": "refused: samples in which no dimension is that of samples alone",
+        "eval": "refused: in which no dimension belongs to samples alone",
+        "train": "refused: in which no dimension belongs to samples alone",
+        "float32": "refused: in which no dimension belongs to samples alone",
+        "bfloat16": "refused: in which no dimension belongs to samples alone",
     },
     "patches behind a batch norm": {
-        "eval": "refused: weight is not what the sample gives by itself",
-        "float32": "refused: weight is not what the sample gives by itself",
+        "eval": "refused: weight is not the gradient of the sample alone",
+        "float32": "refused: weight is not the gradient of the sample alone",
     },
     "functional_call with values of weights": {
         "eval": "refused: the module was called with another tensor in the place of its",
@@ -138,10 +138,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: the module was called with another tensor in the place of its",
     },
     "nllb-moe": {
-        "train": "refused: NllbMoeModel gives a sample by itself something else than in the batch",
+        "train": "refused: NllbMoeModel treats a sample alone in another way than in the batch",
     },
     "switch_transformers": {
-        "train": "refused: so each sample's share cannot be told",
+        "train": "refused: so each sample's share cannot be determined",
     },
     "cvt": {
         "train": "refused: it normalizes each sample by the others",
@@ -162,12 +162,12 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: it normalizes each sample by the others",
     },
     "timesformer": {
-        "train": "refused: TimesformerModel gives a sample by itself something else than in the",
+        "train": "refused: TimesformerModel treats a sample alone in another way than in the",
     },
     "wav2vec2-conformer": {
         "train": "refused: it normalizes each sample by the others",
     },
     "clip, loss over pairs": {
-        "eval": "refused: samples in which no dimension is that of samples alone",
+        "eval": "refused: in which no dimension belongs to samples alone",
     },
 }

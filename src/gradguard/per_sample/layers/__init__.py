@@ -1,1 +1,1 @@
-"""One rule for each kind of layer: from its input and its output's gradient to per-sample gradients."""
+"""Rules of layers: per-sample gradients from a layer's input and its output's gradient."""

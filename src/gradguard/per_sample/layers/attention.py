@@ -1,4 +1,4 @@
-"""``torch.nn.MultiheadAttention``: its projections and the attention between them, run a second time (`replay`)."""
+"""The rule of ``torch.nn.MultiheadAttention``: run its projections and its attention a second time (`layer_replay`)."""
 
 import math
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from gradguard.per_sample.layers.layer_replay import LayerReplay, replayed
 
 
 class _AttentionArguments(NamedTuple):
-    """The arguments of the layer's forward, in its order."""
+    """The arguments of the layer's forward, in order."""
 
     query: Tensor
     key: Tensor
@@ -30,8 +30,8 @@ def attention(call: LayerCall) -> Contributions:
     """Return the contribution to each wanted parameter of a ``torch.nn.MultiheadAttention``.
 
     Raises:
-        UnsupportedGradientError: If the input is unbatched, samples lie in another dimension than the layer's batch,
-            or the forward could not be repeated.
+        UnsupportedGradientError: If the input is unbatched, the samples are in another dimension than the layer's
+            batch, or a second run of the forward returns other outputs.
     """
     module = call.module
     assert isinstance(module, nn.MultiheadAttention)
@@ -52,11 +52,11 @@ def attention(call: LayerCall) -> Contributions:
 
 
 class _AttentionCall:
-    """One call of the layer, with time first: ``[T, rows, E]``.
+    """One call of the layer, computed with time first: ``[T, rows, E]``.
 
     Args:
         module: The layer.
-        arguments: Its arguments.
+        arguments: The arguments of the call.
     """
 
     def __init__(self, module: nn.MultiheadAttention, arguments: _AttentionArguments) -> None:
@@ -64,7 +64,7 @@ class _AttentionCall:
         self.dropout = module.dropout if module.training else 0.0
 
     def run(self, replay: LayerReplay) -> list[Tensor]:
-        """Return what the layer returns."""
+        """Return the tensors that the layer returns."""
         module, first = self.module, self.module.batch_first
         query, key, value = self._project(replay)
         rows = query.shape[1]
@@ -96,7 +96,7 @@ class _AttentionCall:
         return [replay.linear(x, name, bias, third) for third, (x, name) in enumerate(zip(inputs, names, strict=True))]
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """Return the mixed values ``[rows * heads, T, d]``, and the attention weights if they were asked for."""
+        """Return the attended values ``[rows * heads, T, d]``, and the attention weights if the call needs them."""
         heads = self.module.num_heads
         if not self.arguments.need_weights:
             if mask is not None:
@@ -111,12 +111,12 @@ class _AttentionCall:
 
     @property
     def _only_causal(self) -> bool:
-        """Whether torch drops the mask and trusts ``is_causal``."""
+        """Whether torch ignores ``attn_mask`` and applies ``is_causal``."""
         a = self.arguments
         return a.is_causal and a.key_padding_mask is None and not a.need_weights
 
     def _mask(self, length: int) -> Tensor | None:
-        """Both masks as one that is added, broadcastable to ``[rows * heads, T, length]``."""
+        """Return both masks as one additive mask, broadcastable to ``[rows * heads, T, length]``; None without any."""
         attention, padding = self.arguments.attn_mask, self.arguments.key_padding_mask
         masks = []
         if attention is not None and not self._only_causal:
@@ -127,7 +127,7 @@ class _AttentionCall:
         return sum(added[1:], added[0]) if added else None
 
     def _added(self, mask: Tensor, length: int) -> Tensor:
-        """A mask that is added; appended keys are never masked."""
+        """Return an additive mask of ``length`` keys; appended keys are never masked."""
         dtype = self.module.out_proj.weight.dtype
         if mask.dtype is torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
@@ -135,6 +135,6 @@ class _AttentionCall:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Whether two detached tensors are one; each may have been detached on its own."""
+    """Return whether two tensors, each detached separately, are the same view of the same memory."""
     layouts = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (first, second)]
     return layouts[0] == layouts[1]

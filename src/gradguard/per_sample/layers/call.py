@@ -1,4 +1,4 @@
-"""One call of a layer and the gradients of its outputs, as its rule gets them."""
+"""One call of a layer with the gradients of its outputs: the argument of the layer's rule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from gradguard.per_sample.contributions import Contributions, Materialized, wide
 
 
 class BatchAxis(NamedTuple):
-    """Where the samples lie in a tensor.
+    """The batch axis of a tensor.
 
     Attributes:
         dim: The dimension.
-        last: The samples vary fastest there, as in a ``[T, B]`` block flattened to ``[T * B]``. Otherwise sample i
-            owns one contiguous stretch, as in ``[B, T]`` flattened to ``[B * T]``.
-        flattened: Each sample has several entries there, or may have.
+        last: Whether the samples vary fastest in the dimension, as in ``[T, B]`` flattened to ``[T * B]``. Otherwise
+            each sample has one contiguous stretch, as in ``[B, T]`` flattened to ``[B * T]``.
+        flattened: Whether a sample may have several entries in the dimension.
     """
 
     dim: int
@@ -26,13 +26,13 @@ class BatchAxis(NamedTuple):
     flattened: bool = False
 
     def split(self, values: Tensor, batch_size: int) -> Tensor:
-        """Return ``[B, ...]``: in the place of the dimension, the entries that each sample has there."""
+        """Return ``values`` as ``[B, ...]``, with each sample's entries in the place of the dimension."""
         sizes = (-1, batch_size) if self.last else (batch_size, -1)
         return values.unflatten(self.dim, sizes).movedim(self.dim + self.last, 0)
 
 
 Axes = Sequence[BatchAxis | None]
-"""Where the samples lie in each of some tensors; None for one that belongs to no sample."""
+"""The batch axis of each of some tensors; None for a tensor that belongs to no sample."""
 
 
 @dataclass
@@ -41,16 +41,18 @@ class LayerCall:
 
     Attributes:
         module: The layer.
-        args: Its positional arguments; tensors are detached, otherwise as the layer got them.
-        kwargs: Its keyword arguments, likewise.
-        outputs: Tensor leaves of what it returned, in `tree_leaves` order, detached; None where a rule does not ask.
-        grads: The gradient of each of ``outputs``; None where none came.
+        args: The positional arguments of the call; tensors are detached, otherwise as the layer got them.
+        kwargs: The keyword arguments, likewise.
+        outputs: Tensor leaves of the layer's output, in `tree_leaves` order, detached; None for a rule that does not
+            replay the layer.
+        grads: The gradient of each of ``outputs``; None where autograd gave none.
         batch_size: Number of samples B.
-        axes: The batch axis of each tensor leaf of ``(args, kwargs)``; None where a leaf does not depend on samples.
+        axes: The batch axis of each tensor leaf of ``(args, kwargs)``; None for a leaf that does not depend on samples.
         grad_axes: The batch axis of each of ``outputs``.
         wanted: Names of the layer's parameters that are trained, such as ``"weight"`` or ``"out_proj.weight"``.
-        generator_state: The state of the device's random generator before the call; None where a rule does not ask.
-        precision: Machine epsilon of the autocast that it ran under; 0 for none.
+        generator_state: The state of the device's random generator before the call, for a rule that replays a layer
+            with dropout; otherwise None.
+        precision: Machine epsilon of the autocast dtype of the call; 0 for no autocast.
     """
 
     module: nn.Module
@@ -67,16 +69,16 @@ class LayerCall:
 
     @property
     def name(self) -> str:
-        """The layer's class, for messages."""
+        """The name of the layer's class, for messages."""
         return type(self.module).__name__
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among its arguments, in the order of ``axes``."""
+        """The tensor arguments, in the order of ``axes``."""
         return tensor_leaves((self.args, dict(self.kwargs)))
 
     def axis_of(self, tensor: Tensor) -> BatchAxis | None:
-        """Return the batch axis of one of its arguments."""
+        """Return the batch axis of a tensor argument."""
         return next((axis for leaf, axis in zip(self.tensors, self.axes, strict=True) if leaf is tensor), None)
 
     def input(self) -> Tensor:
@@ -87,7 +89,7 @@ class LayerCall:
         """Return the gradient of the first output with the samples first: ``[B, ...]``.
 
         Raises:
-            UnsupportedGradientError: If no gradient came.
+            UnsupportedGradientError: If the output got no gradient.
         """
         if self.grads[0] is None:
             raise UnsupportedGradientError(f"no gradient reached the output of {self.name}.")
@@ -95,21 +97,24 @@ class LayerCall:
 
     def _axis(self, axis: BatchAxis | None) -> BatchAxis:
         if axis is None:
-            raise UnsupportedGradientError(f"{self.name} got an input that no sample owns.")
+            raise UnsupportedGradientError(
+                f"{self.name} got an input, or returned an output, without a batch dimension, which belongs to no "
+                "single sample."
+            )
         return axis
 
 
 def samples_first(values: Tensor, axis: BatchAxis, batch_size: int) -> Tensor:
     """Return ``values`` as ``[B, ...]``.
 
-    A dimension that holds k entries for each sample (a flattened ``[B, T]``) becomes two, B and k: so the input
-    ``[B * T, d]`` of a linear layer becomes ``[B, T, d]``.
+    A dimension with k entries for each sample (a flattened ``[B, T]``) becomes two dimensions, B and k. For example,
+    the input ``[B * T, d]`` of a linear layer becomes ``[B, T, d]``.
     """
     return values.movedim(axis.dim, 0) if values.shape[axis.dim] == batch_size else axis.split(values, batch_size)
 
 
 def positions(values: Tensor) -> Tensor:
-    """Return ``[B, ..., d]`` as ``[B, T, d]``, all dimensions between flattened into positions; T = 1 if none."""
+    """Return ``[B, ..., d]`` as ``[B, T, d]``, with all middle dimensions flattened into positions; T = 1 if none."""
     if values.dim() == 2:
         return values.unsqueeze(1)
     return values.flatten(1, -2)
@@ -124,15 +129,16 @@ def zeros(call: LayerCall) -> Contributions:
 def sample_axis(call: LayerCall, dimensions: Mapping[str, tuple[Tensor, int]], layout: str) -> BatchAxis:
     """Return how the rows of the layer's batch dimension belong to samples.
 
-    A row is usually a sample; where a sample owns several rows (windows of an image), their number is a multiple of B.
+    Usually each sample is one row. Where a sample has several rows (windows of an image), the number of rows is a
+    multiple of B.
 
     Args:
         call: The call.
-        dimensions: Each tensor that holds samples, and the dimension where the layer takes its batch.
-        layout: The option that decides that dimension, for the message.
+        dimensions: Each input tensor, and the dimension that the layer takes as its batch.
+        layout: The option that decides this dimension, for the message.
 
     Raises:
-        UnsupportedGradientError: If the samples lie elsewhere, or the tensors disagree.
+        UnsupportedGradientError: If the samples are in another dimension, or the tensors differ in their rows.
     """
     known: set[bool] = set()
     sizes = {tensor.shape[dim] for tensor, dim in dimensions.values()}
@@ -140,7 +146,7 @@ def sample_axis(call: LayerCall, dimensions: Mapping[str, tuple[Tensor, int]], l
         axis = call.axis_of(tensor)
         if axis is not None and axis.dim % tensor.dim() != dim:
             raise UnsupportedGradientError(
-                f"the samples of the {name} of {call.name} lie in dimension {axis.dim}, but {layout} takes its "
+                f"the samples of the {name} of {call.name} are in dimension {axis.dim}, but {layout} takes its "
                 f"batch from dimension {dim}, so samples would be mixed. Transpose the {name}, or build the layer with "
                 "the other batch_first."
             )
@@ -156,6 +162,6 @@ def sample_axis(call: LayerCall, dimensions: Mapping[str, tuple[Tensor, int]], l
 
 
 def by_sample(values: Tensor, axis: BatchAxis, batch_size: int) -> Tensor:
-    """Return ``[T, rows, d]`` as ``[B, positions, d]``: all rows of one sample are positions of it."""
+    """Return ``[T, rows, d]`` as ``[B, positions, d]``; all rows of a sample become positions."""
     owned = samples_first(values.transpose(0, 1), axis, batch_size)
     return owned.flatten(1, 2) if owned.dim() == 4 else owned

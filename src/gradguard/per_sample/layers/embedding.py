@@ -1,4 +1,4 @@
-"""Embeddings: each sample adds its output's gradients to the rows of the table that it looked up."""
+"""The rules of embeddings: a sample's output gradients add to the rows of the table that it looked up."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,12 @@ from gradguard.per_sample.layers.call import LayerCall, samples_first
 
 
 def embedding(call: LayerCall) -> Contributions:
-    """``torch.nn.Embedding``: row ``ids[i, t]`` gets :math:`G_{it}`; the row at ``padding_idx`` gets nothing.
+    """Return the contribution of a ``torch.nn.Embedding`` with output gradients G.
+
+    :math:`G_{it}` is added to row ``ids[i, t]`` of sample i's gradient; the row at ``padding_idx`` gets nothing.
 
     Returns:
-        The weight's contribution. With ``sparse=True`` its sum is dense all the same.
+        The weight's contribution. Its sum is dense even with ``sparse=True``.
     """
     module = call.module
     assert isinstance(module, nn.Embedding)
@@ -31,13 +33,13 @@ def embedding(call: LayerCall) -> Contributions:
 
 
 def embedding_bag(call: LayerCall) -> Contributions:
-    """``torch.nn.EmbeddingBag`` of ``[B, T]`` bags: sum (weighted too), mean and max.
+    """Return the contribution of a ``torch.nn.EmbeddingBag`` of ``[B, T]`` bags: sum (weighted too), mean or max.
 
     Returns:
         The weight's contribution.
 
     Raises:
-        UnsupportedGradientError: If the bags come as one list with offsets, or samples do not lie in dimension 0.
+        UnsupportedGradientError: If the bags are one list with offsets, or samples are not in dimension 0.
     """
     module = call.module
     assert isinstance(module, nn.EmbeddingBag)
@@ -47,15 +49,16 @@ def embedding_bag(call: LayerCall) -> Contributions:
     if ids.dim() != 2 or module.include_last_offset:
         raise UnsupportedGradientError(
             f"EmbeddingBag got ids of shape {tuple(ids.shape)} and "
-            f"include_last_offset={module.include_last_offset}; which sample owns which id is known only of bags "
-            "[B, T] without offsets. Pad the bags to one length with padding_idx, and leave include_last_offset False."
+            f"include_last_offset={module.include_last_offset}; expected bags [B, T] without offsets, where each row "
+            "of ids belongs to one sample. Pad the bags to one length with padding_idx, and leave include_last_offset "
+            "False."
         )
     grad = call.grads[0]
     assert grad is not None
     if axis is None or axis.dim != 0 or call.grad_axes[0] is None or call.grad_axes[0].dim != 0:
         raise UnsupportedGradientError(
-            f"EmbeddingBag takes its samples in dimension 0, [B, T]; here they lie in dimension {axis and axis.dim} "
-            "of the ids. Move them there before the layer, with ids.movedim(dim, 0)."
+            f"EmbeddingBag expects its samples in dimension 0, [B, T]; here they are in dimension {axis and axis.dim} "
+            "of the ids. Move them to dimension 0 before the layer, with ids.movedim(dim, 0)."
         )
     if "weight" not in call.wanted:
         return {}
@@ -66,7 +69,7 @@ def embedding_bag(call: LayerCall) -> Contributions:
 
 
 class _BagArguments(NamedTuple):
-    """The arguments of the forward of an EmbeddingBag, in its order."""
+    """The arguments of the forward of an EmbeddingBag, in order."""
 
     input: Tensor
     offsets: Tensor | None = None
@@ -74,7 +77,7 @@ class _BagArguments(NamedTuple):
 
 
 def _of_entries(module: nn.EmbeddingBag, arguments: _BagArguments, grad: Tensor) -> Tensor:
-    """Return the gradient of each entry of each bag, ``[N, T, d]``: the layer, with a row of the table for each."""
+    """Return the gradient of each entry of each bag, ``[N, T, d]``, by a run of the layer with a row for each entry."""
     ids, weights = arguments.input, arguments.per_sample_weights
     own = torch.arange(ids.numel(), device=ids.device).view_as(ids)
     padding = None if module.padding_idx is None else ids.numel()
@@ -95,19 +98,20 @@ def _of_entries(module: nn.EmbeddingBag, arguments: _BagArguments, grad: Tensor)
 
 
 def refuse_coupling(module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Check that an embedding does not look at the ids of the whole batch, nor writes into its weights.
+    """Check that an embedding does not count the ids of the whole batch, nor write into its weights.
 
     Raises:
-        UnsupportedGradientError: If it does: run one by one, samples would still find rows rewritten for others.
+        UnsupportedGradientError: If it does. A loop over samples would not help, because a sample would still read rows
+            that were rewritten for other samples.
     """
     name = type(module).__name__
     if module.scale_grad_by_freq:
         raise UnsupportedGradientError(
-            f"{name}(scale_grad_by_freq=True) divides by how often an id occurs in the whole batch, so no sample has a "
+            f"{name}(scale_grad_by_freq=True) divides by the count of each id in the whole batch, so no sample has a "
             "gradient of its own. Set module.scale_grad_by_freq = False."
         )
     if module.max_norm is not None:
         raise UnsupportedGradientError(
-            f"{name}(max_norm={module.max_norm}) rewrites the rows that a batch looks up in its forward, unclipped. "
-            "Set module.max_norm = None."
+            f"{name}(max_norm={module.max_norm}) rewrites in its forward the rows that a batch looks up, without "
+            "clipping. Set module.max_norm = None."
         )

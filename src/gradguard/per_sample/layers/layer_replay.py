@@ -1,7 +1,7 @@
-r"""Layers whose forward is run a second time in backward: attention and recurrent layers.
+r"""Replay: run the forward of an attention or recurrent layer a second time in backward.
 
-All parameters of such a layer are weights and biases of linear maps inside it. The second run notes each of these maps;
-one backward through it gives the gradients of their results, and with the values that they were given,
+All parameters of such a layer are weights and biases of linear maps inside it. The second run records the inputs A of
+each map. One backward through this run computes the gradients G of the maps' results, and
 :math:`g_i = \sum_t G_{it} \otimes A_{it}`.
 """
 
@@ -25,9 +25,9 @@ class _Map(NamedTuple):
     """The parameters of one linear map, by name.
 
     Attributes:
-        weight: None for a bias that is repeated for each row.
-        bias: None for none.
-        third: Which part of packed parameters (``"in_proj_weight"``) it has; None for all.
+        weight: The weight; None for a bias that is repeated for each row.
+        bias: The bias; None for a map without one.
+        third: The part of packed parameters (``"in_proj_weight"``) that the map uses, 0 to 2; None for the whole.
     """
 
     weight: str | None
@@ -36,7 +36,9 @@ class _Map(NamedTuple):
 
 
 class LayerReplay:
-    """A second run of a layer's forward; tensors are ``[rows, d]``, or ``[T, rows, d]`` with time first.
+    """The linear maps in a second run of a layer's forward.
+
+    Tensors are ``[rows, d]``, or ``[T, rows, d]`` with time first.
 
     Args:
         call: The call of the layer.
@@ -47,17 +49,17 @@ class LayerReplay:
         self._uses: dict[_Map, list[tuple[Tensor, Tensor | None]]] = defaultdict(list)
 
     def linear(self, values: Tensor, weight: str, bias: str | None = None, third: int | None = None) -> Tensor:
-        """Return ``torch.nn.functional.linear`` of the layer's parameters of these names."""
+        """Apply ``torch.nn.functional.linear`` with the layer's parameters of these names, and record the map."""
         used = _Map(weight, bias, third)
         output = F.linear(values, self._rows(weight, third), None if bias is None else self._rows(bias, third))
         return self._noted(used, output, values.detach())
 
     def repeated(self, bias: str, rows: int) -> Tensor:
-        """Return a parameter ``[1, 1, d]`` once for each row."""
+        """Return a parameter ``[1, 1, d]`` expanded to all rows, and record its use."""
         return self._noted(_Map(None, bias), self._rows(bias, None).expand(1, rows, -1), None)
 
     def _rows(self, name: str, third: int | None) -> Tensor:
-        values = attrgetter(name)(self._call.module).detach()  # no parameter under an old-style weight_norm
+        values = attrgetter(name)(self._call.module).detach()  # with an old-style weight_norm it is no parameter
         return values.chunk(3)[third] if third is not None and name.startswith("in_proj_") else values
 
     def _noted(self, used: _Map, output: Tensor, values: Tensor | None) -> Tensor:
@@ -65,7 +67,7 @@ class LayerReplay:
         return output
 
     def contributions(self, outputs: list[Tensor], axis: BatchAxis) -> Contributions:
-        """Return those of the wanted parameters, by one backward from what the layer returned."""
+        """Return the contributions to the wanted parameters, by one backward from the outputs of the second run."""
         call = self._call
         reached = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, call.grads, strict=True) if grad is not None]
         maps = {used: uses for used, uses in self._uses.items() if call.wanted.intersection(used[:2])}
@@ -91,40 +93,40 @@ class LayerReplay:
         return contributions
 
     def _positions(self, values: list[Tensor], axis: BatchAxis) -> Tensor:
-        """Return what all uses of a map had as ``[B, positions, d]``."""
+        """Return the tensors of all uses of a map as ``[B, positions, d]``."""
         whole = values[0] if values[0].dim() == 3 else torch.stack(values)
         return by_sample(whole, axis, self._call.batch_size)
 
 
 class _Stacked(Recomputed):
-    """A weight whose blocks of rows act on different inputs."""
+    """The contribution to a weight whose blocks of rows act on different inputs."""
 
     def __init__(self, blocks: list[Outer]) -> None:
         self._blocks, self.batch_size, self.chunk = blocks, blocks[0].batch_size, blocks[0].batch_size
         self.shape = torch.Size((sum(block.shape[0] for block in blocks), blocks[0].shape[1]))
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return those of all blocks."""
+        """Return the gradients of samples ``start`` to ``stop``, concatenated from all blocks."""
         return torch.cat([block.rows(start, stop) for block in self._blocks], 1)
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
-        """Return those of all blocks."""
+        """Return the weighted sum, concatenated from all blocks."""
         return torch.cat([block.weighted_sum(factors, bad) for block in self._blocks])
 
 
 def replayed(
     call: LayerCall, axis: BatchAxis, dropout: float, forward: Callable[[LayerReplay], list[Tensor]]
 ) -> Contributions:
-    """Return the contribution to each wanted parameter of a layer whose forward is run again.
+    """Return the contribution to each wanted parameter of a layer, by running its forward again.
 
     Args:
         call: The call of the layer.
         axis: How rows belong to samples.
-        dropout: Rate of dropout of the forward; with 0 it drew no random numbers.
-        forward: Runs it again; returns the tensors that the layer returned.
+        dropout: Dropout rate of the forward; with 0 the forward drew no random numbers.
+        forward: Runs the forward again; returns the tensors that the layer returned.
 
     Raises:
-        UnsupportedGradientError: If the forward could not be repeated.
+        UnsupportedGradientError: If the second run returns other outputs than the first.
     """
     device = next(call.module.parameters()).device
     replay = LayerReplay(call)
@@ -136,14 +138,14 @@ def replayed(
 
 @contextmanager
 def _random_numbers_of(call: LayerCall, device: torch.device, dropout: float) -> Iterator[None]:
-    """Draw the random numbers that the forward drew, if it drew any."""
+    """Draw the same random numbers in a block as the forward, if it drew any."""
     if not dropout:
         yield
         return
     if call.generator_state is None:
         raise UnsupportedGradientError(
             f"the dropout of {call.name} could not be repeated: the random generator's state before the forward "
-            f"is not known. Set {call.name}.dropout = 0 and apply torch.nn.Dropout outside of it."
+            f"is not known. Set {call.name}.dropout = 0 and apply torch.nn.Dropout outside of the layer."
         )
     before = device_state(device)
     set_device_state(device, call.generator_state)
@@ -154,10 +156,10 @@ def _random_numbers_of(call: LayerCall, device: torch.device, dropout: float) ->
 
 
 def _require_same(call: LayerCall, repeated: list[Tensor]) -> None:
-    """Check that the forward was repeated up to rounding, sample by sample.
+    """Check that the second run returned the same outputs up to rounding, sample by sample.
 
     Raises:
-        UnsupportedGradientError: If it was not.
+        UnsupportedGradientError: If it did not.
     """
     recorded = [output for output in call.outputs if output is not None]
     if [output.shape for output in recorded] == [output.shape for output in repeated]:
@@ -167,15 +169,15 @@ def _require_same(call: LayerCall, repeated: list[Tensor]) -> None:
         if all(_agree(a.movedim(dim, 0), b.movedim(dim, 0), tolerance) for a, b, dim in pairs):
             return
     raise UnsupportedGradientError(
-        f"the forward of {call.name} could not be repeated: a second run in backward gave other outputs. Its "
+        f"the forward of {call.name} could not be repeated: a second run in backward gave other outputs. Either its "
         "parameters, inputs or mode were changed between forward and backward: call backward first. Or its dropout "
-        "draws numbers that cannot be drawn again: set its dropout to 0 and use torch.nn.Dropout. Or it "
-        "magnifies rounding errors until they drown its outputs, so that no gradient of it means anything."
+        "draws numbers that cannot be drawn again: set its dropout to 0 and use torch.nn.Dropout. Or the layer "
+        "amplifies rounding errors until they dominate its outputs, so its gradients are meaningless."
     )
 
 
 def _agree(recorded: Tensor, repeated: Tensor, tolerance: float) -> bool:
-    """Whether all samples agree; one that was not finite in the forward counts as zero later, whatever it holds."""
+    """Return whether all samples agree, except those that were not finite in the forward: these count as zero later."""
     if not recorded.numel():
         return True
     recorded, repeated = wide(recorded).flatten(1), wide(repeated.detach()).to(wide(recorded).dtype).flatten(1)
@@ -185,14 +187,14 @@ def _agree(recorded: Tensor, repeated: Tensor, tolerance: float) -> bool:
 
 
 def _rounding(values: Tensor, least: float) -> float:
-    """Return how far two runs may differ, as a share of the sample's largest output.
+    """Return the largest accepted difference of two runs, relative to the sample's largest output.
 
-    Kernels sum in another order, and a recurrence amplifies that. Accelerators multiply float32 in 10-bit mantissas
-    where PyTorch allows it, as it does by default inside cuDNN.
+    Kernels may sum in another order, and a recurrence amplifies the difference. Accelerators multiply float32 with
+    10-bit mantissas where PyTorch allows it, as it does by default inside cuDNN.
 
     Args:
         values: The values of the first run.
-        least: Machine epsilon of what was computed in on the way.
+        least: Machine epsilon of the autocast dtype of the call; 0 for no autocast.
     """
     precision = max(torch.finfo(values.dtype).eps, least)
     if not values.is_cpu and values.dtype is torch.float32:

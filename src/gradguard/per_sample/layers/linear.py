@@ -1,4 +1,4 @@
-"""Linear layers of any leading dimensions: the weight's per-sample gradient is a sum of outer products."""
+"""The rule of linear layers: the weight's per-sample gradient is a sum of outer products over positions."""
 
 from gradguard.per_sample.contributions import (
     Contributions,
@@ -11,7 +11,10 @@ from gradguard.per_sample.layers.call import LayerCall, positions
 
 
 def linear(call: LayerCall) -> Contributions:
-    r"""``torch.nn.Linear``: :math:`g_i = \sum_t G_{it} \otimes A_{it}`, and :math:`\sum_t G_{it}` for the bias."""
+    r"""Return the contributions of a ``torch.nn.Linear`` with inputs A and output gradients G.
+
+    The weight's gradient is :math:`g_i = \sum_t G_{it} \otimes A_{it}`, and the bias's :math:`\sum_t G_{it}`.
+    """
     grad = positions(call.grad())
     contributions: Contributions = {}
     if "weight" in call.wanted:
@@ -22,7 +25,7 @@ def linear(call: LayerCall) -> Contributions:
 
 
 def transposed_linear(call: LayerCall) -> Contributions:
-    """Hugging Face's ``Conv1D``, whose weight is ``[in, out]``."""
+    """Return the contributions of Hugging Face's ``Conv1D``, a linear layer whose weight is ``[in, out]``."""
     contributions = linear(call)
     if isinstance(weight := contributions.get("weight"), Outer):
         contributions["weight"] = Outer(weight.right, weight.left)

@@ -1,7 +1,7 @@
-"""Normalisation within a sample: the scale's per-sample gradient is a sum of normalised input times gradient.
+"""Rules of normalization within a sample: the scale's gradient is a sum of normalized input times output gradient.
 
-Batch normalisation is one of them in evaluation, by its running statistics; in training, where samples share theirs, it
-is refused before a rule is asked.
+Batch normalization in evaluation mode belongs here, because its running statistics are constants. In training mode its
+samples share statistics; the clipper refuses it before any rule runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,36 +20,41 @@ _DIMENSIONS = ((nn.InstanceNorm1d, 3), (nn.InstanceNorm2d, 4), (nn.InstanceNorm3
 
 
 def layer_norm(call: LayerCall) -> Contributions:
-    r"""``torch.nn.LayerNorm``: :math:`g_i = \sum_t \hat x_{it} \circ G_{it}`, and :math:`\sum_t G_{it}`."""
+    r"""Return the contributions of a ``torch.nn.LayerNorm`` with normalized inputs x̂ and output gradients G.
+
+    The weight's gradient is :math:`g_i = \sum_t \hat x_{it} \circ G_{it}`, and the bias's :math:`\sum_t G_{it}`.
+    """
     module: Any = call.module
     return layer_norm_over(call, list(module.normalized_shape), module.eps)
 
 
 def layer_norm_over(call: LayerCall, shape: list[int], eps: float) -> Contributions:
-    """``torch.nn.functional.layer_norm`` over the last dimensions, of ``shape``."""
+    """Return the contributions of ``torch.nn.functional.layer_norm`` over the last dimensions, of ``shape``."""
     return _over_last(call, shape, lambda values: torch.native_layer_norm(values, shape, None, None, eps)[0])
 
 
 def rms_norm(call: LayerCall) -> Contributions:
-    """``torch.nn.RMSNorm``, the same without a mean; ``eps=None`` is the smallest step of the computing dtype."""
+    """Return the contribution of a ``torch.nn.RMSNorm``; ``eps=None`` means machine epsilon of the computing dtype."""
     module: Any = call.module
     return rms_norm_over(call, list(module.normalized_shape), module.eps)
 
 
 def rms_norm_over(call: LayerCall, shape: list[int], eps: float | None) -> Contributions:
-    """``torch.nn.functional.rms_norm`` over the last dimensions, of ``shape``."""
+    """Return the contribution of ``torch.nn.functional.rms_norm`` over the last dimensions, of ``shape``."""
     return _over_last(call, shape, lambda values: torch.rms_norm(values, shape, None, eps))
 
 
 def group_norm(call: LayerCall) -> Contributions:
-    """``torch.nn.GroupNorm``: sums over positions, one number for each channel."""
+    """Return the contributions of a ``torch.nn.GroupNorm``: sums over positions, one number for each channel."""
     module: Any = call.module
-    # torch.nn.functional's own refuses a single value for each channel, which here is the forward's business.
+    # torch.nn.functional.group_norm refuses a single value for each channel; here only the forward should refuse it.
     return _over_positions(call, lambda x: torch.group_norm(x, module.num_groups, None, None, module.eps, False))
 
 
 def instance_norm(call: LayerCall) -> Contributions:
-    """``torch.nn.InstanceNorm1d`` to ``3d``: one group for each channel, or the running statistics in evaluation.
+    """Return the contributions of a ``torch.nn.InstanceNorm1d`` to ``3d``.
+
+    The statistics are those of each channel of a sample, or the running statistics in evaluation mode.
 
     Returns:
         The contributions of weight and bias.
@@ -71,7 +76,7 @@ def instance_norm(call: LayerCall) -> Contributions:
 
 
 def batch_norm(call: LayerCall) -> Contributions:
-    """``torch.nn.BatchNorm1d`` to ``3d`` in evaluation: the running statistics are constants."""
+    """Return the contributions of a ``torch.nn.BatchNorm1d`` to ``3d`` in evaluation mode, with running statistics."""
     module: Any = call.module
     mean, variance = wide(module.running_mean), wide(module.running_var)
     return _over_positions(call, lambda x: functional.batch_norm(x, mean, variance, eps=module.eps))
@@ -81,7 +86,7 @@ def _over_last(call: LayerCall, shape: list[int], normalise: Callable[[Tensor], 
     for axis in (call.axes[0], call.grad_axes[0]):
         if axis is not None and call.grads[0] is not None and axis.dim >= call.grads[0].dim() - len(shape):
             raise UnsupportedGradientError(
-                f"{call.name} normalises over its last {len(shape)} dimensions, and the samples lie "
+                f"{call.name} normalises over its last {len(shape)} dimensions, and the samples are "
                 f"in one of them, dimension {axis.dim}, so they share one mean. Move them to the front before the "
                 "layer, x.movedim(dim, 0)."
             )
@@ -97,7 +102,7 @@ def _over_positions(call: LayerCall, normalise: Callable[[Tensor], Tensor]) -> C
 
 
 def _affine(call: LayerCall, normalised: Callable[[], Tensor], grad: Tensor, over: Sequence[int]) -> Contributions:
-    """Return the contributions of what multiplies normalised inputs and is added to them, summed over dimensions."""
+    """Return the contributions of a weight and a bias of normalized inputs, summed over the dimensions ``over``."""
     factors = {"weight": lambda: normalised().mul_(grad), "bias": lambda: grad}
     values = {name: factor() for name, factor in factors.items() if name in call.wanted}
     return {name: Materialized(each.sum(list(over)) if over else each) for name, each in values.items()}

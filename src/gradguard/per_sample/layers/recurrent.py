@@ -1,4 +1,4 @@
-"""Recurrent layers and cells, unrolled over time a second time (`replay`)."""
+"""The rules of recurrent layers and cells, which unroll the layer over time a second time (`layer_replay`)."""
 
 from typing import Any, NamedTuple
 
@@ -17,14 +17,14 @@ State = tuple[Tensor, ...]
 
 
 class _RecurrentArguments(NamedTuple):
-    """The arguments of every recurrent forward, in its order."""
+    """The arguments of every recurrent forward, in order."""
 
     input: Any
     hx: Any = None
 
     @property
     def states(self) -> State:
-        """The given initial state, empty if none was given."""
+        """The initial state of the call; empty if it got none."""
         if self.hx is None:
             return ()
         return (self.hx,) if isinstance(self.hx, Tensor) else tuple(self.hx)
@@ -34,9 +34,9 @@ class _DirectedLayer:
     """One layer in one direction.
 
     Args:
-        replay: Where its linear maps are noted.
+        replay: Records the linear maps.
         module: The layer, or a cell.
-        suffix: The end of its parameters' names, such as ``"_l1_reverse"``.
+        suffix: The end of the parameters' names, such as ``"_l1_reverse"``.
     """
 
     def __init__(self, replay: LayerReplay, module: nn.RNNBase | nn.RNNCellBase, suffix: str = "") -> None:
@@ -48,7 +48,7 @@ class _DirectedLayer:
             rows, size = sequence.shape[1], self._module.hidden_size
             hidden = sequence.new_zeros(rows, _projection(self._module) or size)
             state = hidden, sequence.new_zeros(rows, size)
-        steps = self._linear("ih", sequence).unbind(0)  # the input's share for all times is one product
+        steps = self._linear("ih", sequence).unbind(0)  # one product of the input for all time steps
         reverse = self._suffix.endswith("_reverse")
         outputs: list[Tensor] = []
         for inputs in reversed(steps) if reverse else steps:
@@ -61,7 +61,7 @@ class _DirectedLayer:
         return self._replay.linear(values, f"weight_{side}{self._suffix}", bias)
 
     def _step(self, inputs: Tensor, hidden: Tensor, state: State) -> State:
-        """Advance by one time, from what both weights give."""
+        """Advance by one time step, from the products of the input and of the hidden state with their weights."""
         if isinstance(self._module, nn.LSTM | nn.LSTMCell):
             input_gate, forget_gate, new, output_gate = (inputs + hidden).chunk(4, 1)
             cell = torch.sigmoid(forget_gate) * state[1] + torch.sigmoid(input_gate) * torch.tanh(new)
@@ -78,7 +78,7 @@ class _DirectedLayer:
 
 
 def _projection(module: nn.RNNBase | nn.RNNCellBase) -> int:
-    """Return to how many numbers an LSTM projects its output; 0 for none."""
+    """Return the size to which an LSTM projects its output; 0 for no projection."""
     return module.proj_size if isinstance(module, nn.RNNBase) else 0
 
 
@@ -86,8 +86,8 @@ def recurrent(call: LayerCall) -> Contributions:
     """Return the contribution to each wanted parameter of a ``torch.nn.LSTM``, ``torch.nn.GRU`` or ``torch.nn.RNN``.
 
     Raises:
-        UnsupportedGradientError: If the input is packed or unbatched, samples lie in another dimension than the
-            layer's batch, or the forward could not be repeated.
+        UnsupportedGradientError: If the input is packed or unbatched, samples are in another dimension than the
+            layer's batch, or a second run of the forward returns other outputs.
     """
     module = call.module
     assert isinstance(module, nn.RNNBase)
@@ -105,7 +105,7 @@ def recurrent(call: LayerCall) -> Contributions:
 def _run_layers(
     replay: LayerReplay, module: nn.RNNBase, arguments: _RecurrentArguments, dropout: float
 ) -> list[Tensor]:
-    """Return what the layer returns."""
+    """Return the tensors that the layer returns."""
     dtype = module.get_parameter("weight_hh_l0").dtype
     sequence = arguments.input.transpose(0, 1) if module.batch_first else arguments.input
     sequence, given = sequence.to(dtype), [tensor.to(dtype) for tensor in arguments.states]
@@ -128,8 +128,8 @@ def recurrent_cell(call: LayerCall) -> Contributions:
     """Return the contribution to each wanted parameter of a ``torch.nn.LSTMCell``, ``GRUCell`` or ``RNNCell``.
 
     Raises:
-        UnsupportedGradientError: If the input is unbatched, samples lie in another dimension than the first, or the
-            forward could not be repeated.
+        UnsupportedGradientError: If the input is unbatched, samples are in another dimension than the first, or a
+            second run of the forward returns other outputs.
     """
     module = call.module
     assert isinstance(module, nn.RNNCellBase)
@@ -146,14 +146,14 @@ def recurrent_cell(call: LayerCall) -> Contributions:
 
 
 def _require_batched(call: LayerCall, values: Any, dims: int) -> None:
-    """Refuse inputs without a batch dimension of their own."""
+    """Refuse packed inputs, and inputs without a batch dimension."""
     if isinstance(values, PackedSequence):
         raise UnsupportedGradientError(
-            f"{call.name} got a PackedSequence, where each time has another number of samples; expected a padded "
-            "tensor. Pass the padded batch itself, and mask the loss where it is padding."
+            f"{call.name} got a PackedSequence, whose number of samples differs between time steps; expected a padded "
+            "tensor. Pass the padded batch itself, and mask the padding in the loss."
         )
     if values.dim() != dims:
         raise UnsupportedGradientError(
-            f"{call.name} got an unbatched input of shape {tuple(values.shape)}; expected {dims} dimensions, with "
-            f"samples. Type input.unsqueeze({0 if dims == 2 or call.module.batch_first else 1})."
+            f"{call.name} got an unbatched input of shape {tuple(values.shape)}; expected {dims} dimensions, one of "
+            f"them the batch. Type input.unsqueeze({0 if dims == 2 or call.module.batch_first else 1})."
         )

@@ -1,4 +1,4 @@
-"""Which rule belongs to which layer."""
+"""The table of layers and their rules."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,11 +16,12 @@ from gradguard.per_sample.layers.recurrent import recurrent, recurrent_cell
 
 
 class LayerRule(NamedTuple):
-    """How one kind of layer is handled.
+    """The rule of one kind of layer.
 
     Attributes:
-        contributions: From a call and the gradients of its outputs to the per-sample gradients of its parameters.
-        replays: The rule runs the layer's forward again, so it is given the outputs and the generator's state.
+        contributions: Computes the contributions to the layer's parameters from one call.
+        replays: Whether the rule runs the layer's forward again; the call then has the outputs, and with dropout the
+            generator's state.
     """
 
     contributions: Callable[[LayerCall], Contributions]
@@ -48,10 +49,10 @@ _RULES = {kind: LayerRule(rule, rule in _REPLAYING) for rule, kinds in _LAYERS.i
 
 
 def rule_for(module: nn.Module) -> LayerRule | None:
-    """Return the rule of ``module``, or None: then its own code is differentiated with torch.func.
+    """Return the rule of ``module``, or None if it has none; torch.func then differentiates its own code.
 
-    A subclass that keeps its base's ``forward`` keeps its rule. A parametrized layer has none, because its weight is
-    computed from other parameters.
+    A subclass that inherits its base's ``forward`` has the base's rule. A parametrized layer has no rule, because its
+    weight is computed from other parameters.
     """
     if hasattr(module, "parametrizations"):
         return None
