@@ -48,7 +48,8 @@ def with_parts_of(values: Tensor, parameter: Tensor) -> Tensor:
 
 def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each row of each tensor, shape ``[B, ...]``, as float64 of shape ``[B]``; in one pass."""
-    rows = [t.reshape(len(t), -1) if t.numel() else t.new_zeros(len(t), 1) for t in tensors]
+    # One that is no block of memory, such as the first token of each sample, would keep all from the compiled kernels.
+    rows = [t.reshape(len(t), -1).contiguous() if t.numel() else t.new_zeros(len(t), 1) for t in tensors]
     return unit_norms(rows, [ROWS] * len(rows))
 
 

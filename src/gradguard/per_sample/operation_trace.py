@@ -16,7 +16,7 @@ through it are known, only one that puts two functions next to each other which 
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from numbers import Number
 from types import FunctionType
 from typing import Any
@@ -64,14 +64,18 @@ _COMPARE = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "where"})
 class OperationTrace(TorchFunctionMode):
     """Notes the functions of torch that are called between `resume` and `pause`.
 
+    Args:
+        trained: Addresses of the trained parameters: each is noted as one, whether or not it requires grad meanwhile.
+
     Attributes:
         events: The calls, without numbers.
         numbers: The numbers in them, in order.
         by_value: Something that was done may depend on values, or on all of them together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trained: Set[int] = frozenset()) -> None:
         super().__init__()
+        self._trained = trained
         self.events: list[Any] = []
         self.numbers: list[Any] = []
         self.by_value = False
@@ -129,9 +133,10 @@ class OperationTrace(TorchFunctionMode):
         if kind is Tensor or kind is nn.Parameter:
             node = value.grad_fn
             if node is None:
-                if not value.requires_grad:
+                is_trained = value.requires_grad or id(value) in self._trained
+                if not is_trained:  # a trained one is written into by each step of an optimizer
                     self.numbers.append(changes_of(value))
-                return value.requires_grad
+                return is_trained
             since = len(self.events) - self._made.get(node, len(self.events))
             own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
             return since, value.output_nr, type(node) if own else None
