@@ -1,4 +1,4 @@
-"""What a step does beside its arithmetic is counted, not timed: runs of the model, and norms beside the compiled ones."""
+"""What a step does beside its arithmetic is counted, not timed: runs of the model, norms beside the compiled ones."""
 
 from types import SimpleNamespace
 from typing import ClassVar
@@ -52,7 +52,7 @@ def training():
 
 
 def test_weights_that_an_optimizer_changes_are_nothing_new(training):
-    """A table of positions is used by code that is looked at: its weights changed on each step, so three were trials."""
+    """A table of positions is used by code that is looked at; as its weights changed on each step, three were trials."""
     each = []
     for _ in range(9):
         Positions.runs.clear()
