@@ -52,7 +52,7 @@ def training():
 
 
 def test_weights_that_an_optimizer_changes_are_nothing_new(training):
-    """A table of positions is used by code that is looked at; as its weights changed on each step, three were trials."""
+    """A table of positions is used by code that is looked at: as its weights changed on each step, three were tried."""
     each = []
     for _ in range(9):
         Positions.runs.clear()
