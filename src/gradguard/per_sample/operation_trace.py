@@ -5,9 +5,9 @@ branch calls other functions, or the same with other numbers. So a forward that 
 found to treat samples apart, needs no further look; one that does anything else is looked at on that very step.
 
 What is read are the function, the modules that start, and the arguments: of a tensor, the `torch.autograd.Function`
-that made it, how long ago it was made, and, if it has no gradient, how often it was written into; of an array that is
-no tensor (NumPy's) what it holds. Layers with a rule of
-their own are not looked into. The shapes and the values of tensors are not read.
+that made it, how long ago it was made, and, if it has no gradient and is not trained, how often it was written into; of
+an array that is no tensor (NumPy's) what it holds. Layers with a rule of their own are not looked into. The shapes and
+the values of tensors are not read.
 
 Numbers that changed and passed several times, such as lengths and schedules, count no more. A model that does something
 else in each step (experts that get tokens or none, loops over a length) would be looked at for ever: once enough ways
