@@ -499,7 +499,7 @@ class CallTracker:
             return
         if not self.witness.is_active or not (rehearsal or rehearse is not None):
             return
-        self._trace = OperationTrace()
+        self._trace = OperationTrace({id(p) for name, p in self.parameters().items() if name in self.trained})
         if rehearsal:
             return
         self._witnessed = self._record(call) if self.witness.is_due else None

@@ -49,7 +49,8 @@ def with_parts_of(values: Tensor, parameter: Tensor) -> Tensor:
 
 def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each row of each tensor ``[B, ...]``, as float64 ``[B]``, in one pass over all tensors."""
-    rows = [t.reshape(len(t), -1) if t.numel() else t.new_zeros(len(t), 1) for t in tensors]
+    # One tensor that is not contiguous, such as the first token of each sample, keeps all from the compiled kernels.
+    rows = [t.reshape(len(t), -1).contiguous() if t.numel() else t.new_zeros(len(t), 1) for t in tensors]
     return unit_norms(rows, [ROWS] * len(rows))
 
 

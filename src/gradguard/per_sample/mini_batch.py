@@ -17,6 +17,7 @@ from gradguard.per_sample.contributions import (
     Contribution,
     Contributions,
     Materialized,
+    Recomputed,
     choose_method,
     kept_bytes,
     together,
@@ -293,12 +294,11 @@ class GradientCollector:
                     f"{sorted(layer.names)} are trained. Is the weight computed by an old-style hook (weight_norm, "
                     "spectral_norm, prune)? Use torch.nn.utils.parametrizations in its place."
                 )
-            # Before any contribution is materialized, which loses its summands.
-            sizes = [] if layer.leaves is None else [magnitude(c) for c in contributions.values()]
-            added = {
-                layer.names[name]: mini_batch.add(layer.names[name], contribution, device)
-                for name, contribution in contributions.items()
-            }
+            added, sizes = dict[str, Contribution](), list[Tensor]()
+            for name, contribution in contributions.items():
+                held = added[layer.names[name]] = mini_batch.add(layer.names[name], contribution, device)
+                if layer.leaves is not None:  # a recomputed contribution is measured as it is stored, not once more
+                    sizes.append(magnitude(held if isinstance(contribution, Recomputed) else contribution))
             if layer.leaves is not None:
                 floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
                 size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()

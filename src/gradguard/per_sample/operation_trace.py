@@ -5,9 +5,9 @@ Another branch calls other functions, or the same functions with other numbers. 
 verified forward therefore needs no further verification. A forward with another trace is verified on its own step.
 
 A trace contains the functions, the modules that start, and the arguments. Of a tensor it reads the
-`torch.autograd.Function` that made it and how many events ago; of a tensor without a gradient, how often it was written
-in place; of an array that is no tensor (NumPy's), its contents. It does not record the operations inside layers with a
-rule of their own. It reads neither shapes nor values of tensors.
+`torch.autograd.Function` that made it and how many events ago; of a tensor that has no gradient and is not trained, how
+often it was written in place; of an array that is no tensor (NumPy's), its contents. It does not record the operations
+inside layers with a rule of their own. It reads neither shapes nor values of tensors.
 
 Numbers that changed and were verified several times, such as lengths and schedules, are ignored from then on. A model
 that does something else in each step (experts that get tokens or none, loops over a length) would be verified without
@@ -17,7 +17,7 @@ never neighbours before.
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from numbers import Number
 from types import FunctionType
 from typing import Any
@@ -66,14 +66,18 @@ _COMPARE = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "where"})
 class OperationTrace(TorchFunctionMode):
     """Record the torch functions that are called between `resume` and `pause`.
 
+    Args:
+        trained: Addresses of the trained parameters: each is noted as one, whether or not it requires grad meanwhile.
+
     Attributes:
         events: The calls, without numbers.
         numbers: The numbers in the calls, in order.
         by_value: Whether a function's effect may depend on values, or on all values of a tensor together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trained: Set[int] = frozenset()) -> None:
         super().__init__()
+        self._trained = trained
         self.events: list[Any] = []
         self.numbers: list[Any] = []
         self.by_value = False
@@ -131,9 +135,10 @@ class OperationTrace(TorchFunctionMode):
         if kind is Tensor or kind is nn.Parameter:
             node = value.grad_fn
             if node is None:
-                if not value.requires_grad:
+                is_trained = value.requires_grad or id(value) in self._trained
+                if not is_trained:  # a trained one is written into by each step of an optimizer
                     self.numbers.append(changes_of(value))
-                return value.requires_grad
+                return is_trained
             since = len(self.events) - self._made.get(node, len(self.events))
             own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
             return since, value.output_nr, type(node) if own else None
