@@ -245,9 +245,9 @@ class Outputs:
     def _size(self, value: Value) -> float:
         """Return a magnitude of cotangents that no dtype between a value and the outputs rounds to 0.
 
-        The magnitude is tiny where possible: a hook that clips gradients, such as an error clip's, leaves the cotangents
-        alone, and gradients that `retain_grad` accumulates do not change. For float16 the magnitude is 1, because
-        float16 does not represent tiny numbers.
+        The magnitude is tiny where possible: a hook that clips gradients, such as an error clip's, leaves the
+        cotangents alone, and gradients that `retain_grad` accumulates do not change. For float16 the magnitude is 1,
+        because float16 does not represent tiny numbers.
         """
         ends = self._outputs
         nodes = walk([value.node], lambda one: [edge.node for edge in parents(one) if edge not in ends])
