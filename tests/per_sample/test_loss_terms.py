@@ -407,7 +407,7 @@ WRONG = {
         lambda d: F.cross_entropy(d.logits, d.classes, reduction="sum") / 12, [1 / 3] * B, "or for several mini-batches"
     ),
     "a sum over all samples of the step, by hand": (
-        lambda d: d.error.sum() / 12, [1 / 3] * B, "The clipper averages over all of these by itself"
+        lambda d: d.error.sum() / 12, [1 / 3] * B, "The clipper averages over all mini-batches by itself"
     ),
     "labels counted before the shift": (
         unshifted_count, [0.8] * B, "a sum over 16 rows was divided by 20, .* before the shift"
