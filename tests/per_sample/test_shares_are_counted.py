@@ -376,7 +376,7 @@ def test_a_schedule_is_exact():
 
 def test_a_tensor_is_no_constant():
     for number in (lambda out: out.detach().abs().mean(), lambda out: torch.tensor(0.3), lambda out: torch.tensor(3)):
-        with pytest.raises(UnsupportedGradientError, match=r"a tensor with the value .* multiplies it, .* such as the tensor's .item\(\)"):
+        with pytest.raises(UnsupportedGradientError, match=r"a tensor .* multiplies it, .* as the tensor's .item\(\)"):
             step(exact(), times(number), Batch([5] * 4, 0))
 
 
