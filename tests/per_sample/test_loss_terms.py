@@ -350,10 +350,10 @@ WRONG = {
         lambda d: d.error.sum((1, 2)).sum() / 10, [0.4] * B, "a sum over 140 rows was divided by 10, which is neither"
     ),
     "unequal labels": (
-        lambda d: F.cross_entropy(d.out.mT, d.labels), UNEQUAL, "a mean over 10 labels, of which samples have 1 to 4"
+        lambda d: F.cross_entropy(d.out.mT, d.labels), UNEQUAL, "a mean over 10 labels, and samples have 1 to 4"
     ),
     "unequal labels, flattened": (
-        lambda d: F.cross_entropy(d.out.flatten(0, 1), d.labels.flatten()), UNEQUAL, "of which samples have 1 to 4"
+        lambda d: F.cross_entropy(d.out.flatten(0, 1), d.labels.flatten()), UNEQUAL, "and samples have 1 to 4"
     ),
     "unequal labels, sum over their number": (
         lambda d: F.cross_entropy(d.out.mT, d.labels, reduction="sum") / (d.labels != -100).sum(), UNEQUAL, "10 labels"
@@ -362,7 +362,7 @@ WRONG = {
         lambda d: F.cross_entropy(d.out.mT, d.tokens, reduction="none")[d.mask].mean(), UNEQUAL, "Average within each"
     ),
     "unequal labels, chosen logits": (
-        lambda d: F.cross_entropy(d.out[d.mask], d.tokens[d.mask]), UNEQUAL, "10 labels, of which samples have 1 to 4"
+        lambda d: F.cross_entropy(d.out[d.mask], d.tokens[d.mask]), UNEQUAL, "10 labels, and samples have 1 to 4"
     ),
     "unequal labels, masked_select": (
         lambda d: F.cross_entropy(d.out.mT, d.tokens, reduction="none").masked_select(d.mask).mean(), UNEQUAL, "10"
@@ -375,7 +375,7 @@ WRONG = {
         lambda d: d.error.mean() + 0.01 * F.cross_entropy(d.out.mT, d.labels), UNEQUAL, "10 labels"
     ),
     "unequal mask": (
-        lambda d: (d.error.mean(2) * d.mask).sum() / d.mask.sum(), UNEQUAL, "a mean over 10 rows, of which samples"
+        lambda d: (d.error.mean(2) * d.mask).sum() / d.mask.sum(), UNEQUAL, "a mean over 10 rows, and samples"
     ),
     "unequal mask, broadcast": (
         lambda d: (d.error * d.mask[..., None]).sum() / (V * d.mask.sum()), UNEQUAL, "samples have 7 to 28"
