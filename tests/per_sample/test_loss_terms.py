@@ -531,7 +531,7 @@ class Identity(torch.autograd.Function):
 
 
 UNKNOWN = {
-    "a mean divided by a tensor": (lambda d: d.error.mean() / torch.tensor(2.0), "a tensor multiplies it, 0.5"),
+    "a mean divided by a tensor": (lambda d: d.error.mean() / torch.tensor(2.0), "a tensor with the value 0.5 mul"),
     "weights that may hold 1/B": (lambda d: (d.error.mean((1, 2)) * d.weight).sum() * 0.1, "may hold 1/4"),
     "a small constant": (lambda d: 0.01 * d.error.sum(), "multiplied by 0.01, which may hold 1/4"),
     "a constant": (lambda d: torch.ones(3, requires_grad=True).sum(), "does not depend on the module's outputs"),
