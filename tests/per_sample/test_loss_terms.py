@@ -614,7 +614,7 @@ def test_a_loss_in_which_samples_stay_apart_is_right(name, dtype):
 
 UNVERIFIED = {
     "custom function of the loss": (lambda d: Identity.apply(d.error.mean()), "IdentityBackward .* not known"),
-    "neighbours": (lambda d: (d.out[1:] * d.out[:-1]).mean(), r"\[3, 5, 7\], from Mul.* not tell the 4 samples apart"),
+    "neighbours": (lambda d: (d.out[1:] * d.out[:-1]).mean(), r"\[3, 5, 7\], from Mul.* not show which of the 4"),
     "distances of all pairs": (lambda d: F.pdist(d.out.flatten(1)).mean(), "PdistBackward0 .* not known"),
     "singular values": (lambda d: torch.linalg.svdvals(d.out.flatten(1).T[:3]).mean(), "Svd.* not known"),
 }

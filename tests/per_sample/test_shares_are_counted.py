@@ -370,7 +370,7 @@ def test_a_schedule_is_exact():
         batch = Batch([5] * (2 + number), number)
         loss = times(lambda out, factor=factor: clipper.constant(factor))
         assert_exact(step(clipper, loss, batch), loss, batch)
-    with pytest.raises(UnsupportedGradientError, match=r"from 0.0666667 to 0.266667 .* say clipper.constant\(number\)"):
+    with pytest.raises(UnsupportedGradientError, match=r"from 0.0666667 to 0.266667 .* write clipper.constant"):
         step(clipper, times(lambda out: 4.0), batch)
 
 
@@ -415,7 +415,7 @@ def test_padding_up_to_the_longest_is_no_sample_of_its_own(name):
         for key, value in vars(batch).items():
             setattr(batch, key, value[:, :4])
     with pytest.raises(
-        UnsupportedGradientError, match=r"the mean counts padding, up to a length that|as of padding up to"
+        UnsupportedGradientError, match=r"the mean counts padding up to a length that|as of padding up to"
     ):
         step(clipper, PADDED[name], batch)
 
