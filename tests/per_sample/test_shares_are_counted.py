@@ -1195,7 +1195,7 @@ def test_a_tensor_of_one_value_is_declared_in_private_training(name):
 def test_an_addition_beside_that_of_targets_is_refused_in_private_training():
     clipper = exact()
     clipper.refuse_ambiguous_losses()
-    with pytest.raises(UnsupportedGradientError, match=r"shows their sum alone.*per_sample_losses"):
+    with pytest.raises(UnsupportedGradientError, match=r"shows only their sum.*per_sample_losses"):
         step_on(clipper, lambda out, t: (out - t + t.mean()).square().mean(), targets(0))
     clipper.discard()
     step_on(clipper, lambda out, t: (out - (t - 1)).square().mean(), targets(0))

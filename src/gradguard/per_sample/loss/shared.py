@@ -679,7 +679,7 @@ class LossConstants:
                 yield SharedValue(("gradient", number), gradient, lambda: "unclear")
 
     def shared(self) -> Iterator[SharedValue]:
-        """Yield the values that all samples may share, each with a place that does not depend on the rest of the loss."""
+        """Yield the values that all samples may share; a value's place does not depend on the rest of the loss."""
         outputs, depends, size = self._outputs, self._depends, self._outputs.batch_size
         uses: defaultdict[Hashable, dict[Hashable, list[_Use]]] = defaultdict(dict)
 
