@@ -285,12 +285,12 @@ class Bounds:
 
     @property
     def are_whole(self) -> bool:
-        """Whether all known numbers may be whole numbers."""
+        """True if all known numbers may be whole numbers."""
         return not bool(((self.middle - self.middle.round()).abs() > self.rounding).any())
 
     @property
     def holds_zero(self) -> bool:
-        """Whether all the numbers may be 0."""
+        """True if all the numbers may be 0."""
         return not bool(((self.low > 0) | (self.high < 0)).any())
 
     @property
@@ -584,7 +584,7 @@ def _reading(value: Value, below: Sequence[Value]) -> Iterator[None]:
         with torch.enable_grad(), torch.autocast(kind, enabled=False), silent_taps(value.node):
             yield
     except (RuntimeError, TypeError) as error:
-        raise Unreadable(f"what is added to values from {value.node.name()} cannot be read") from error
+        raise Unreadable(f"the constant that is added to values from {value.node.name()} cannot be read") from error
     finally:
         for end in ends:
             end.remove()

@@ -280,7 +280,7 @@ class LossCheck:
 
     @property
     def is_private(self) -> bool:
-        """Whether numbers that the next batch may change are refused, as in private training."""
+        """True if numbers that the next batch may change are refused, as in private training."""
         return self._ledger.strict
 
     def refuse_ambiguous(self) -> None:

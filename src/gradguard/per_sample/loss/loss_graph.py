@@ -133,7 +133,7 @@ class Value(NamedTuple):
 
     @property
     def is_tap(self) -> bool:
-        """Whether the value passed a tap of the clipper: the operations behind it belong to the module."""
+        """True if the value passed a tap of the clipper: the operations behind it belong to the module."""
         return is_tap(self.node)
 
 
@@ -350,7 +350,7 @@ def saved(node: Node, name: str) -> Any:
     try:
         value = saved_value(node, name)
     except (AttributeError, RuntimeError) as error:
-        raise Unreadable(f"what {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
+        raise Unreadable(f"the values that {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
     return signed(value) if type(value) is int else value
 
 
@@ -412,7 +412,7 @@ def pull(value: Value, which: int, gradient: Tensor) -> Tensor:
             return passed.to(gradient).sum_to_size(shape)  # as the engine does where the forward has broadcast
     except (RuntimeError, TypeError, AttributeError) as error:
         words = str(error).split(".")[0]
-        raise Unreadable(f"what {value.node.name()} passes on cannot be read ({words})") from error
+        raise Unreadable(f"the gradients that {value.node.name()} passes on cannot be read ({words})") from error
 
 
 def _called(value: Value, which: int, gradient: Tensor) -> Tensor:
@@ -552,7 +552,7 @@ class Constant:
 
     @property
     def may_be_data(self) -> bool:
-        """Whether the number may have been computed from the batch, whatever its value."""
+        """True if the number may have been computed from the batch, whatever its value."""
         return self.origin in {"tensor", "whole"}
 
 

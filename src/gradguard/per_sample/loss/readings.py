@@ -45,7 +45,7 @@ class Reading:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the number is almost surely not the user's constant: a tensor, or a divisor below 1."""
+        """True if the number is almost surely not the user's constant: a tensor, or a divisor below 1."""
         constant = self.constant
         return constant is not None and (constant.origin == "tensor" or (constant.divides and abs(constant.value) > 1))
 

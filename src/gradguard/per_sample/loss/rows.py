@@ -127,7 +127,7 @@ class LossTerm:
 
     @property
     def mean_of_one(self) -> bool:
-        """Whether the term is a mean over the rows of one sample: the only one of several samples that has rows."""
+        """True if the term is a mean over the rows of one sample: the only one of several samples that has rows."""
         several = len(self.weights) > 1 and self.share is None
         return several and self.is_mean and int((self.weights > 0).sum()) == 1
 
@@ -313,7 +313,7 @@ class SampleRows:
 
     @property
     def _in_order(self) -> bool:
-        """Whether no operation between the rows and the module, or a layer inside it, changes the samples' order."""
+        """True if no operation between the rows and the module, or a layer inside it, changes the samples' order."""
         outputs = self._outputs
         edges = [self.path.value, *[edge for node in self.behind for edge in parents(node)]]
         ends = [end for end in edges if end in outputs.values or end.is_tap]
@@ -435,7 +435,7 @@ class SampleRows:
 
     @functools.cached_property
     def _is_inside(self) -> bool:
-        """Whether the rows are computed inside the module, which is checked by itself."""
+        """True if the rows are computed inside the module, which is checked by itself."""
         edges = [edge for node in [self.path.value.node, *self.behind] for edge in parents(node)]
         return self._outputs.values.isdisjoint([self.path.value, *edges])
 
@@ -592,7 +592,7 @@ class SampleRows:
 
     @property
     def _has_class_weights(self) -> bool:
-        """Whether the rows are reduced by a mean over labels of classes that have different weights."""
+        """True if the rows are reduced by a mean over labels of classes that have different weights."""
         if self.name not in LABELLED or self._fused != 1:
             return False
         weight = saved(self.path.value.node, "weight")

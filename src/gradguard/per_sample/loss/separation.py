@@ -48,7 +48,7 @@ class _Output(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Whether the tensor was changed in place since the call."""
+        """True if the tensor was changed in place since the call."""
         return version_of(self.values) != self.version
 
 
@@ -105,7 +105,7 @@ class Outputs:
 
     @property
     def are_changed(self) -> bool:
-        """Whether an output was changed in place without a record in the graph: its node is still the same."""
+        """True if an output was changed in place without a record in the graph: its node is still the same."""
         return any(one.is_written and Value.of(one.given).node is at.node for at, one in self._outputs.items())
 
     @property

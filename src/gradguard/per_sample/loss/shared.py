@@ -146,7 +146,7 @@ class Mixture:
 
     @functools.cached_property
     def is_coarse(self) -> bool:
-        """Whether the rounding of c is too large for weights to be meaningful."""
+        """True if the rounding of c is too large for weights to be meaningful."""
         total, rounding = (one[self.bounds.are_known] for one in (self.bounds.middle, self.bounds.rounding))
         return bool(len(total)) and bool((rounding > 1e-4 * total.abs().max()).any())
 
@@ -504,7 +504,7 @@ class LossConstants:
             )
         for end in self._ends:
             if self._whole(end) is None or not self._chains.are_told(end, self._outputs.values):
-                return f"its graph does not show what is added to values from {end.node.name()}"
+                return f"its graph does not show the constant that is added to values from {end.node.name()}"
             if end in self._mixed and all(end != value for _, value, _ in self._sums):
                 return self._mixed[end]
         return ""

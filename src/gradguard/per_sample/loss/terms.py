@@ -325,7 +325,7 @@ def explain(parts: LossParts, reduction: str) -> str:
             "Let clipper.per_sample_losses(loss_fn, outputs, targets) compute each sample's own loss, and take their "
             f"{reduction.removeprefix('token_')}: then the graph of the loss is not read."
         )
-        return f"whether the loss is the {declared} cannot be told: {parts.reason}. Nothing was clipped. {compute}"
+        return f"cannot verify that the loss is the {declared}: {parts.reason}. Nothing was clipped. {compute}"
     extent = ""
     if parts.factors is not None:
         smallest, largest = _extremes(parts.factors)
