@@ -70,9 +70,11 @@ class _KeptEntry(NamedTuple):
     average: Values | None = None
 
     def narrowed(self, other: "_KeptEntry", close: float) -> "_KeptEntry":
+        """Return the values that two entries have in common."""
         differs = self.changed(other, close)
         row, total, numbers, average = (
-            None if theirs is None or one else mine for mine, theirs, one in zip(self, other, differs, strict=True)
+            None if theirs is None or changed else own
+            for own, theirs, changed in zip(self, other, differs, strict=True)
         )
         # A tensor with one value for all rows acts as a number: where the rows' weight changed, the numbers did, too.
         return _KeptEntry(row, total, None if differs[0] else numbers, None if differs[1] else average)
@@ -80,8 +82,8 @@ class _KeptEntry(NamedTuple):
     def changed(self, other: "_KeptEntry", close: float) -> list[bool]:
         """Tell of each value whether both entries have it and the two differ."""
         return [
-            mine is not None and theirs is not None and not _same(mine, theirs, close)
-            for mine, theirs in zip(self, other, strict=True)
+            own is not None and theirs is not None and not _same(own, theirs, close)
+            for own, theirs in zip(self, other, strict=True)
         ]
 
 
@@ -121,7 +123,7 @@ class Page:
     divided_by: float = 1.0
 
 
-def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum: bool) -> Page:
+def page_of(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum: bool) -> Page:
     """Return the page of a batch: the weights of its rows in the scale of each sample's own loss.
 
     Args:
@@ -139,16 +141,17 @@ def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum
         of_kind = [each for each in rows if each.kind == kind]
         if all(each.by_shape and not each.size for each in of_kind):  # the loss is cut to a longest sample of no rows
             entries[kind] = Entry(_NOTHING, {returned: (0.0,)}, owned=False, read=False)
-        mine = [each for each in of_kind if bool((each.counts > 0).any())]
-        if not mine:
+        counting = [each for each in of_kind if bool((each.counts > 0).any())]
+        if not counting:
             continue
-        counts = torch.stack([each.counts for each in mine]).sum(0)
-        kept = _kept(mine, scale, counts)
-        counted = counts[counts > 0]
-        unequal = bool((counted != counted[0]).any())
-        by_shape = not unequal and _by_shape(mine)
-        shapes = {returned: (*(kept.numbers or ()), float(counted[0]))} if by_shape else {}
-        entries[kind] = Entry(kept, shapes, unequal and kept.total is not None, len(counted) > 1)
+        counts = torch.stack([each.counts for each in counting]).sum(0)
+        kept = _kept(counting, scale, counts)
+        above_zero = counts[counts > 0]
+        unequal = bool((above_zero != above_zero[0]).any())
+        by_shape = not unequal and _by_shape(counting)
+        shapes = {returned: (*(kept.numbers or ()), float(above_zero[0]))} if by_shape else {}
+        owned = unequal and kept.total is not None
+        entries[kind] = Entry(kept, shapes, owned=owned, read=len(above_zero) > 1)
     return Page(entries, max([each.precision for each in rows], default=0.0))
 
 
@@ -160,8 +163,9 @@ def _by_shape(rows: Sequence[RowWeights]) -> bool:
 
 
 def _kept(rows: Sequence[RowWeights], scale: Tensor, counts: Tensor) -> _KeptEntry:
-    has = counts > 0
-    total = (torch.stack([each.each for each in rows]).sum(0) * scale)[has]
+    """Return the four values of one kind of rows, each only if all samples agree on it."""
+    has_rows = counts > 0
+    total = (torch.stack([each.each for each in rows]).sum(0) * scale)[has_rows]
     numbers = [value for each in rows for value in (each.number * scale)[each.counts > 0].tolist()]
     averages = torch.stack([each.number * each.counts for each in rows]).sum(0) * scale
     weights = [
@@ -170,16 +174,17 @@ def _kept(rows: Sequence[RowWeights], scale: Tensor, counts: Tensor) -> _KeptEnt
         for value in each.distinct
         for factor in (scale[each.counts > 0].unique() if len(scale) else ())
     ]
-    known = all(each.distinct for each in rows)
+    weights_are_known = all(each.distinct for each in rows)
     return _KeptEntry(
-        _single(weights) if known else None,
-        _single(total.tolist()),
-        None if any(map(math.isnan, numbers)) else _distinct(numbers),
-        _single(averages[has].tolist()),
+        row=_single(weights) if weights_are_known else None,
+        total=_single(total.tolist()),
+        numbers=None if any(map(math.isnan, numbers)) else _distinct(numbers),
+        average=_single(averages[has_rows].tolist()),
     )
 
 
 def _distinct(values: Sequence[float]) -> Values | None:
+    """Return the distinct values in ascending order; None if there are more than `_MOST_VALUES`."""
     found: list[float] = []
     for value in sorted(values):
         if not found or not math.isclose(value, found[-1], rel_tol=_CLOSE):
@@ -190,6 +195,7 @@ def _distinct(values: Sequence[float]) -> Values | None:
 
 
 def _single(values: Sequence[float]) -> Values | None:
+    """Return the one value that all values are; None if they differ, or if there is none."""
     found = _distinct(values)
     return found if found is not None and len(found) == 1 else None
 
@@ -229,20 +235,25 @@ class Ledger:
         return self._divided_by.get(frozenset(page.entries), 1.0)
 
     def _merged(self, page: Page) -> Iterator[tuple[Kind, Entry | str]]:
+        """Yield the kinds of a page, each with its entry merged into the accepted ones, or with the objection."""
         # Entries of this page are merged as well: two kinds of one page may contradict each other.
         close, entries = _CLOSE + 2 * page.precision, {**self._entries}
         for kind, new in page.entries.items():
             old = entries.get(kind)
-            if old is not None or not (beside := _beside(entries, kind, new)):
-                found = [(kind, new if old is None else self._both(old, new, close))]
+            candidates = _beside(entries, kind, new) if old is None else []
+            if old is not None:
+                merged = [(kind, self._both(old, new, close))]
+            elif not candidates:
+                merged = [(kind, new)]
             else:
-                both = [(other, self._both(entries[other], new, close)) for other in beside]
+                both = [(other, self._both(entries[other], new, close)) for other in candidates]
                 other, together = next((one for one in both if isinstance(one[1], Entry)), both[0])
-                found = [(kind, together), (other, together)]
-            entries |= {key: entry for key, entry in found if isinstance(entry, Entry)}
-            yield from found
+                merged = [(kind, together), (other, together)]
+            entries |= {key: entry for key, entry in merged if isinstance(entry, Entry)}
+            yield from merged
 
     def _both(self, old: Entry, new: Entry, close: float) -> Entry | str:
+        """Merge two entries of one kind; return the objection if they contradict each other."""
         kept = old.kept.narrowed(new.kept, close)
         if _NOTHING in (old.kept, new.kept):
             kept = new.kept if old.kept == _NOTHING else old.kept
@@ -263,6 +274,7 @@ def _beside(entries: Mapping[Kind, Entry], kind: Kind, new: Entry) -> list[Kind]
 
 
 def _changed(old: _KeptEntry, new: _KeptEntry) -> str:
+    """Return the objection to values of which none has stayed the same."""
     differs = old.changed(new, _CLOSE)
     was, now = next(((a, b) for a, b, one in zip(old, new, differs, strict=True) if one and a and b), ((), ()))
     words = f", from {_shown(was)} to {_shown(now)} in the scale of its own loss" if was else ""

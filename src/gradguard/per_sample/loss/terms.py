@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import unrepeated
-from gradguard.per_sample.loss.ledger import Kind, Ledger, Page, RowWeights, written
+from gradguard.per_sample.loss.ledger import Kind, Ledger, Page, RowWeights, page_of
 from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     MEANS,
@@ -79,7 +79,7 @@ class _Loss:
 
     def page(self, factors: Tensor) -> Page:
         """Return the ledger's page of the loss if samples have these parts, as multiples of their own losses."""
-        return written(self.rows, factors, self.returned, self.reduction == "sum")
+        return page_of(self.rows, factors, self.returned, self.reduction == "sum")
 
     def readings(self, term: LossTerm) -> list[Reading]:
         """Return the possible meanings of a term's numbers."""
@@ -209,16 +209,19 @@ def _possible(loss: _Loss) -> list[Tensor]:
         if not bool(term.rows.any()):
             continue
         found = loss.readings(term)
-        counted = [one for one in found if one.what == "rows in the mean" and one.is_sure]
-        mine = list[Tensor]()  # the factors of the readings that agree with the declared reduction
-        for reading in counted or found:
+        sure = [reading for reading in found if reading.what == "rows in the mean" and reading.is_sure]
+        allowed = list[Tensor]()  # the factors of the readings that agree with the declared reduction
+        for reading in sure or found:
             with suppress(Refused):
-                mine.append(_by(reading, term, loss.reduction))
-        if not counted and found[0].what == "rows in the mean" and any(not _is_among(one, mine[:1]) for one in mine):
+                allowed.append(_by(reading, term, loss.reduction))
+        is_doubtful = not sure and found[0].what == "rows in the mean"
+        if is_doubtful and any(not _is_among(factors, allowed[:1]) for factors in allowed):
             return []  # the number may be the user's and new in this batch: earlier batches do not decide
         if loss.reduction != "token_mean":
-            mine = [ones] if any(_is_among(ones[term.weights > 0], [one[term.weights > 0]]) for one in mine) else []
-        common = mine if common is None else [factors for factors in common if _is_among(factors, mine)]
+            has_rows = term.weights > 0
+            agrees = any(_is_among(ones[has_rows], [factors[has_rows]]) for factors in allowed)
+            allowed = [ones] if agrees else []
+        common = allowed if common is None else [factors for factors in common if _is_among(factors, allowed)]
     distinct: list[Tensor] = []
     for factors in common or []:
         if not _is_among(factors, distinct):
@@ -227,6 +230,7 @@ def _possible(loss: _Loss) -> list[Tensor]:
 
 
 def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
+    """Tell whether factors equal one of several, within `_CLOSE`."""
     return any(torch.allclose(factors, other, rtol=_CLOSE, atol=0, equal_nan=True) for other in others)
 
 
@@ -234,8 +238,8 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     """Judge a loss by the possible meanings of its numbers, and by the ledger."""
     factors, divisors, refused = list[Tensor](), list[Mapping[Node, float]](), list[LossParts]()
     for term in loss.terms:
-        own = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
-        divisors.append(own)
+        of_term = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
+        divisors.append(of_term)
         if not bool((term.weights if ledger.strict else term.rows).any()):  # no sample has rows: nothing was selected
             continue
         try:
@@ -252,13 +256,14 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
             continue
         factors.append(parts)
         if reading.constant is not None and reading.constant.divides:
-            own[reading.constant.node] = 1.0
+            of_term[reading.constant.node] = 1.0
     if refused:
         return max(refused, key=lambda one: (one.verdict == "wrong", _distance(one.factors)))
     for other in factors[1:]:
         if not _is_among(other, factors[:1]):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    divided_by = math.prod(divisor for _, divisor in set.intersection(*[set(own.items()) for own in divisors]))
+    in_all_terms = set.intersection(*[set(of_term.items()) for of_term in divisors])
+    divided_by = math.prod(divisor for _, divisor in in_all_terms)
     multiplied = [abs(constant.value) for term in loss.terms for constant in term.constants if not constant.divides]
     if any(math.isclose(divided_by, factor, rel_tol=1e-6) for factor in multiplied):
         divided_by = 1.0  # a factor undoes the division, such as that of a trainer's adapter
@@ -413,32 +418,32 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[Ki
     taken = {i for members in together for i in members}
     joined = [term for i, term in enumerate(terms) if i not in taken]
     for members in together:
-        nodes, mine = shared[kinds[members[0]]], [terms[i] for i in members]
+        nodes, singles = shared[kinds[members[0]]], [terms[i] for i in members]
         above = [_above(found[i], nodes) for i in members]
         counts = torch.stack(
-            [(t.weights > 0) * (to[-1].input.shape.numel() if to else 1) for t, to in zip(mine, above, strict=True)]
-        ).sum(0, dtype=mine[0].weights.dtype)
+            [(t.weights > 0) * (to[-1].input.shape.numel() if to else 1) for t, to in zip(singles, above, strict=True)]
+        ).sum(0, dtype=singles[0].weights.dtype)
         mean = math.prod(step.mean for step in above[0] if step.operation in MEANS)
         size = float(counts.sum())
         if mean != 1 and not math.isclose(mean * size, 1):
             raise Unreadable("a mean of single samples' terms is over other values, too")
         share = counts * mean if mean != 1 else None
-        constants = tuple(constant for constant in mine[0].constants if nodes[constant.node] > 1)
-        of_one = int((counts > 0).sum()) == 1 and all(term.is_mean for term in mine)
+        constants = tuple(constant for constant in singles[0].constants if nodes[constant.node] > 1)
+        of_one = int((counts > 0).sum()) == 1 and all(term.is_mean for term in singles)
         joined.append(
             LossTerm(
-                counts,
-                size,
-                True,
-                False,
-                share,
-                [],
-                constants,
-                counts,
+                weights=counts,
+                size=size,
+                even=True,
+                labels=False,
+                share=share,
+                levels=[],
+                constants=constants,
+                rows=counts,
                 summed=counts,
-                width=mine[0].width,
+                width=singles[0].width,
                 is_mean=share is not None or of_one,
-                numbers=_numbers(mine),
+                numbers=_numbers(singles),
             )
         )
     return joined
