@@ -50,6 +50,7 @@ def _pass(saved: Sequence[Tensor], gradients: Gradients, task: int) -> None:
 
 
 def _failed(error: Exception) -> str:
+    """Return the reason for a loss whose reading raised an error."""
     return f"reading its graph failed ({str(error).split('.')[0]})"
 
 
@@ -361,6 +362,7 @@ class LossCheck:
             )
 
     def _look(self, roots: list[Root]) -> None:
+        """Read the loss of a backward that is about to begin, and store the verdict for `judge`."""
         calls = [call for call in self._calls if any(call.are_behind(root.value) for root in roots)]
         if not calls:  # the loss of another model, or of a trial run of this one
             return

@@ -314,6 +314,7 @@ def _is_by_data(node: Node) -> bool:
 
 
 def _shown(value: Any) -> Any:
+    """Return a description of a setting: of a tensor the shape and the extremes, of an object its class."""
     if isinstance(value, Tensor):
         if not value.numel() or value.is_complex() or value.dtype is torch.bool:
             return tuple(value.shape)
@@ -416,6 +417,7 @@ def pull(value: Value, which: int, gradient: Tensor) -> Tensor:
 
 
 def _called(value: Value, which: int, gradient: Tensor) -> Tensor:
+    """Call a value's node with a gradient of that value, and return the gradient of input ``which``."""
     grads: list[Tensor | None] = [None] * len(input_metadata_of(value.node))
     grads[value.number] = gradient
     passed: Any = value.node(*grads)  # type: ignore[operator]
@@ -483,6 +485,7 @@ class Dependence:
 
 
 def _nodes_below(node: Node) -> list[Node]:
+    """Return the nodes of an operation's inputs; none below a tap."""
     return [] if is_tap(node) else [value.node for value in parents(node)]
 
 
@@ -643,6 +646,7 @@ def paths(
 
 
 def _declared(constant: Constant, numbers: Sequence[float]) -> Constant:
+    """Return the constant, with the origin ``"declared"`` if it is one of these numbers."""
     # A declared number is a float. A whole number of the same value, such as the divisor of a mean, is a count.
     if constant.may_be_data or not any(math.isclose(constant.number, one, rel_tol=1e-12) for one in numbers):
         return constant

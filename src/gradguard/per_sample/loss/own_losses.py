@@ -81,6 +81,7 @@ def own_losses(
 
 
 def _versions(loss_fn: Any) -> list[tuple[int, int]]:
+    """Return the id and the version of each tensor that is bound to a function."""
     return [(id(tensor), version_of(tensor)) for tensor in _bound_tensors(loss_fn)]
 
 
@@ -97,6 +98,12 @@ def _refuse_numbers(tree: Any, batch_size: int) -> None:
 
 
 def _rows(tensor: Tensor, batch_size: int, batch_first: bool, place: int, time_first: set[int]) -> Sequence[Tensor]:
+    """Return one row for each sample of the argument tensor at position ``place``, with the dimension kept.
+
+    Raises:
+        InvalidValueError: If the tensor does not have B samples, or its dimension of samples is ambiguous.
+        UnsupportedGradientError: If the tensor is nested, sparse, or a transposed view.
+    """
     if tensor.is_nested or tensor.layout != torch.strided:
         raise UnsupportedGradientError(
             f"per_sample_losses: a {'nested' if tensor.is_nested else 'sparse'} tensor cannot be cut into rows. Pass a "

@@ -69,6 +69,7 @@ def readings(term: LossTerm, together: Mapping[Node, Tensor], reduction: str) ->
 def _of_sum(
     term: LossTerm, constants: Sequence[Constant], together: Mapping[Node, Tensor], token_mean: bool
 ) -> Iterator[Reading]:
+    """Yield the readings by which the numbers of a sum make it a mean over rows or samples."""
     batch_size, count = len(term.weights), float(term.weights.sum())
     if not term.even and math.isclose(count, 1, rel_tol=1e-5):
         yield Reading("count", term.weights / count)
@@ -92,6 +93,7 @@ def _of_sum(
 def _of_mean(
     term: LossTerm, constants: Sequence[Constant], together: Mapping[Node, Tensor], is_sum: bool
 ) -> Iterator[Reading]:
+    """Yield the readings by which the numbers of a mean change the rows that it averages, or make it a sum."""
     if math.isclose(abs(math.prod(constant.value for constant in constants)), 1, rel_tol=1e-6):
         return  # one constant undoes another, such as a trainer's division and its adapter's factor
     constants = [constant for constant in constants if abs(constant.value) != 1]

@@ -312,6 +312,7 @@ class Outputs:
         )
 
     def _is_multiple(self, first: Tensor, again: Tensor, second: Tensor, axis: BatchAxis, digit: int) -> bool:
+        """Tell whether ``second`` is ``first`` times each sample's power of two, up to rounding shown by ``again``."""
         exact = first is again or torch.equal(_finite(first), _finite(again))
         first, second = (samples_first(g, axis, self.batch_size) for g in (first, second))
         if torch.equal(second, first * self._powers(digit, first)):
@@ -360,8 +361,10 @@ def _along(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _finite(values: Tensor) -> Tensor:
+    """Return values with 0 for those that are not finite."""
     return values.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _sentence(error: Exception) -> str:
+    """Return the first sentence of an error's message."""
     return str(error).split(".")[0]

@@ -230,6 +230,7 @@ class _KeptValue:
     bounds: Bounds | None = None
 
     def is_same(self, one: SharedValue, samples: int) -> bool:
+        """Tell whether a value of a batch of ``samples`` samples may be this one."""
         if self.bounds is not None and one.bounds is not None:
             by_chance = _may_be_labels(self) and _may_be_labels(one) and min(samples, self.samples) < _MANY_SAMPLES
             return self.bounds.meets(one.bounds) or by_chance
@@ -345,11 +346,13 @@ def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
 
 
 def _kept(value: Tensor | float, samples: int, places: tuple[Hashable, ...] = ()) -> _KeptValue:
+    """Return a value of a batch of ``samples`` samples, with a copy of its content."""
     copied = value.detach().clone() if isinstance(value, Tensor) else value
     return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, samples, places)
 
 
 def _place(value: Tensor) -> Hashable:
+    """Return the identity of a tensor's memory: two tensors with the same one have the same content."""
     return value.data_ptr(), value.shape, value.stride(), value.dtype, version_of(value)
 
 
@@ -406,6 +409,7 @@ class LossConstants:
 
     @functools.cached_property
     def _chains(self) -> AffineChains:
+        """The affine operations above the known values of this loss."""
         return AffineChains(known_values([*self._nodes]) | self._outputs.held, self._depends)
 
     @functools.cached_property
@@ -454,6 +458,7 @@ class LossConstants:
         return not bounds.holds_zero
 
     def _is_comparable(self, value: Value) -> bool:
+        """Tell whether a value can be compared with the result of its operations, which put in no unsaved constant."""
         return self._depends(value.node) and value.shape.numel() > 0 and self._chains.put_nothing_unseen(value)
 
     @functools.cached_property
