@@ -418,7 +418,7 @@ class AffineChains:
         meta = value.meta
         return found if (found.shape, found.dtype, found.device) == (value.shape, meta.dtype, meta.device) else None
 
-    def are_told(self, value: Value, ends: Container[Value]) -> bool:
+    def constant_is_known(self, value: Value, ends: Container[Value]) -> bool:
         """Tell whether the constant in a value can be computed from known values, or the chain is inside the module.
 
         Args:

@@ -415,7 +415,7 @@ class SampleRows:
         if not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
             return
         outputs.coincide = True
-        chains = AffineChains(outputs.held | known_values(nodes), depends)
+        chains = AffineChains(outputs.tensors | known_values(nodes), depends)
         from_results = {parents(node)[0]: recovered(node) for node in nodes if operation(node) in INVERTIBLE}
         wholes = {one: bounds for one, bounds in from_results.items() if bool(bounds.middle.isfinite().all())}
         wholes |= {one: Bounds.exactly(values) for one, values in chains.known.items()}

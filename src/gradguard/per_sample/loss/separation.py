@@ -99,7 +99,7 @@ class Outputs:
                 self._outputs[Value.of(tensor)] = _Output(tensor, axis, tensor.detach(), version_of(tensor))
 
     @property
-    def held(self) -> dict[Value, Tensor]:
+    def tensors(self) -> dict[Value, Tensor]:
         """The tensors of the values, without those that were changed in place since."""
         return {value: output.values for value, output in self._outputs.items() if not output.is_written}
 

@@ -410,7 +410,7 @@ class LossConstants:
     @functools.cached_property
     def _chains(self) -> AffineChains:
         """The affine operations above the known values of this loss."""
-        return AffineChains(known_values([*self._nodes]) | self._outputs.held, self._depends)
+        return AffineChains(known_values([*self._nodes]) | self._outputs.tensors, self._depends)
 
     @functools.cached_property
     def _ends(self) -> list[Value]:
@@ -508,7 +508,7 @@ class LossConstants:
                 "output - output.detach()"
             )
         for end in self._ends:
-            if self._whole(end) is None or not self._chains.are_told(end, self._outputs.values):
+            if self._whole(end) is None or not self._chains.constant_is_known(end, self._outputs.values):
                 return f"its graph does not show the constant that is added to values from {end.node.name()}"
             if end in self._mixed and all(end != value for _, value, _ in self._sums):
                 return self._mixed[end]
@@ -696,6 +696,7 @@ class LossConstants:
             same = _place(value) if isinstance(value, Tensor) else value
             uses[place].setdefault(same, []).append(_Use(node, value, is_shared))
 
+        # Behind a nonlinear operation (`is_behind`) a number is no weight of rows, which the ledger compares.
         for node, is_behind in self._nodes.items():
             name, whole = operation(node), Value(node)
             look_at_all = look(whole, [1] * len(whole.shape))
@@ -728,9 +729,9 @@ class LossConstants:
             for setting, value in _numbers_of(node) if is_behind else ():
                 use(node, value, look_at_all, setting, outputs.values_of_each)
         for key, values in uses.items():
-            for number, of in enumerate(values.values()):
-                is_shared = functools.partial(_is_shared_by, outputs, of)
-                yield SharedValue(key, of[0].value, is_shared, among=(len(values), number))
+            for number, users in enumerate(values.values()):
+                is_shared = functools.partial(_is_shared_by, outputs, users)
+                yield SharedValue(key, users[0].value, is_shared, among=(len(values), number))
         yield from self._places_taken()
         if self._ends:  # else no unsaved constant was added, and nothing need be recomputed
             yield from self._added(look)
@@ -766,9 +767,9 @@ class LossConstants:
         for key, found in alike.items() if several else ():
             if len(found) > 1:
                 # In a loop over samples, each operation takes the position for one sample.
-                is_same, of_several = len({at for _, at in found}) == 1, functools.partial(_is_of_several, outputs)
-                of_each = functools.partial(of_several, [node for node, _ in found]) if is_same else lambda: False
-                yield SharedValue((key, "each"), found[0][1], of_each, places=(found[0][1],))
+                nodes, positions = [node for node, _ in found], {at for _, at in found}
+                is_shared = functools.partial(_is_of_several, outputs, nodes) if len(positions) == 1 else lambda: False
+                yield SharedValue((key, "each"), found[0][1], is_shared, places=(found[0][1],))
 
 
 def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
