@@ -179,8 +179,8 @@ class SharedValue:
             if they agree in one of these ways.
         mixture: A sum of several constants, to be compared by the constants that explain it, instead of a value.
         among: The number of values in this place, and the index of this one: a loop over samples has one for each.
-        seen: ``"several"`` if several samples have the same value, ``"each"`` if each has its own, ``"one"`` if only
-            one sample shows the value, so that either may be true.
+        seen: ``"several"`` if several samples have the same value, ``"each"`` if each has its own. ``"one"`` if only
+            one sample shows the value: then either may be true.
     """
 
     key: Hashable
