@@ -527,7 +527,7 @@ def test_in_private_training_no_weights_explain_a_sum(name, size):
     """Those that fit a first batch, as of one sample that counts, need not be those of the batches beside it."""
     clipper = clipper_of()
     clipper.refuse_ambiguous_losses()
-    with pytest.raises(UnsupportedGradientError, match=r"several numbers or tensors are added|weighed and summed"):
+    with pytest.raises(UnsupportedGradientError, match=r"several numbers or tensors are added|weighted and then"):
         step(clipper, IN_PRIVATE[name], Batch(size, 0))
 
 
@@ -583,7 +583,7 @@ def test_a_choice_by_a_mask_before_classes_are_normalized_is_refused():
         clipper_of(),
         lambda c, out, b: F.cross_entropy(torch.where(out.detach() > 0, out.exp(), out.exp() - b.y.mean(0)), b.labels),
     )
-    with pytest.raises(UnsupportedGradientError, match="is weighed and summed since"):
+    with pytest.raises(UnsupportedGradientError, match="is weighted and then summed"):
         step(clipper, loss, Batch(5, 0))
 
 

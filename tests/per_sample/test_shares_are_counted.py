@@ -273,7 +273,7 @@ def test_a_model_that_returns_a_mean_over_tokens_of_which_some_are_missing_later
 
 def test_terms_of_different_shares_are_refused():
     clipper = exact("token_mean")
-    with pytest.raises(UnsupportedGradientError, match="adds up terms of which a sample has different shares"):
+    with pytest.raises(UnsupportedGradientError, match="adds up terms in which a sample has different shares"):
         step(clipper, lambda out, batch: TOKENS["labels"](out, batch) + out.square().mean(), Batch([5, 2, 3, 1]))
 
 
@@ -370,13 +370,13 @@ def test_a_schedule_is_exact():
         batch = Batch([5] * (2 + number), number)
         loss = times(lambda out, factor=factor: clipper.constant(factor))
         assert_exact(step(clipper, loss, batch), loss, batch)
-    with pytest.raises(UnsupportedGradientError, match=r"from 0.0666667 to 0.266667 .* say clipper.constant\(number\)"):
+    with pytest.raises(UnsupportedGradientError, match=r"from 0.0666667 to 0.266667 .* write clipper.constant"):
         step(clipper, times(lambda out: 4.0), batch)
 
 
 def test_a_tensor_is_no_constant():
     for number in (lambda out: out.detach().abs().mean(), lambda out: torch.tensor(0.3), lambda out: torch.tensor(3)):
-        with pytest.raises(UnsupportedGradientError, match=r"a tensor multiplies it, .* such as its .item\(\)"):
+        with pytest.raises(UnsupportedGradientError, match=r"a tensor .* multiplies it, .* as the tensor's .item\(\)"):
             step(exact(), times(number), Batch([5] * 4, 0))
 
 
@@ -415,7 +415,7 @@ def test_padding_up_to_the_longest_is_no_sample_of_its_own(name):
         for key, value in vars(batch).items():
             setattr(batch, key, value[:, :4])
     with pytest.raises(
-        UnsupportedGradientError, match=r"the mean counts padding, up to a length that|as of padding up to"
+        UnsupportedGradientError, match=r"the mean counts padding up to a length that|as of padding up to"
     ):
         step(clipper, PADDED[name], batch)
 
@@ -1080,7 +1080,7 @@ def test_a_mean_and_a_variance_are_taken_apart_as_the_refusal_of_a_cut_says():
     batch = Batch([5, 5])
     out = model(batch.x)
     nll(out[..., :2], out[..., 2:], batch).backward()
-    with pytest.raises(UnsupportedGradientError, match=r"are taken by output\.chunk\(2, -1\)"):
+    with pytest.raises(UnsupportedGradientError, match=r"by output\.chunk\(2, -1\)"):
         clipper.clip_and_accumulate()
 
 
@@ -1195,7 +1195,7 @@ def test_a_tensor_of_one_value_is_declared_in_private_training(name):
 def test_an_addition_beside_that_of_targets_is_refused_in_private_training():
     clipper = exact()
     clipper.refuse_ambiguous_losses()
-    with pytest.raises(UnsupportedGradientError, match=r"shows their sum alone.*per_sample_losses"):
+    with pytest.raises(UnsupportedGradientError, match=r"shows only their sum.*per_sample_losses"):
         step_on(clipper, lambda out, t: (out - t + t.mean()).square().mean(), targets(0))
     clipper.discard()
     step_on(clipper, lambda out, t: (out - (t - 1)).square().mean(), targets(0))

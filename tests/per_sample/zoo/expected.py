@@ -110,10 +110,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bfloat16": "refused: or by code that the module does not call through a layer",
     },
     "load balance beside the output": {
-        "eval": "refused: and what comes of it is no sum of parts that are one sample's own",
-        "train": "refused: and what comes of it is no sum of parts that are one sample's own",
-        "float32": "refused: and what comes of it is no sum of parts that are one sample's own",
-        "bfloat16": "refused: and what comes of it is no sum of parts that are one sample's own",
+        "eval": "refused: and its result is no sum of parts of single samples",
+        "train": "refused: and its result is no sum of parts of single samples",
+        "float32": "refused: and its result is no sum of parts of single samples",
+        "bfloat16": "refused: and its result is no sum of parts of single samples",
     },
     "an activation in place inside a batch norm": {
         "bfloat16": "refused: Move dropout and other random operations into a layer of their own",

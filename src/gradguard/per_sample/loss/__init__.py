@@ -1,1 +1,1 @@
-"""Whether a loss is the mean, or the sum, of the samples' own: read from its graph when its backward begins."""
+"""Decide whether a loss is the mean, or the sum, of the samples' own losses, from its graph as its backward begins."""

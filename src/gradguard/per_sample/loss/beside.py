@@ -1,9 +1,10 @@
-r"""Finds constants in a loss that lie along as many entries as there are samples, and are the same for each sample.
+r"""Find the constants that a loss combines with values of the samples, those included that no operation saves.
 
-Outputs ``[B, T]`` beside targets ``[B]``: where T is B, PyTorch repeats the targets for every sample, along the wrong
-dimension, and each value belongs to two samples. Most operations save such a constant. What ``Add``, ``Where`` and the
-like put in is saved nowhere. Its value follows from values that are saved: let x be the values nearest below, and J
-their Jacobian. The operations between are affine, so the constant is :math:`v - J x`.
+Where T is B, PyTorch broadcasts targets ``[B]`` beside outputs ``[B, T]`` along the wrong dimension: it repeats the
+targets for every sample, and each value belongs to two samples. Most operations save such a constant. ``Add``,
+``Where`` and some others save nothing of the constant that they put in. Its value follows from other saved values: let
+v be a saved value, x the nearest saved values below v, and J the Jacobian of v with respect to x. The operations in
+between are affine, so the constant is :math:`v - J x`.
 """
 
 import contextlib
@@ -45,19 +46,19 @@ TAKES_BESIDE = operations(
     "ClampMin ClampMax Dot MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
     "SoftMarginLoss Logaddexp Logaddexp2 SpecialXlog1Py NativeLayerNorm"
 )
-"""Operations whose constants are broadcast beside values."""
+"""Operations that broadcast their constants beside values."""
 
 _PRODUCTS = PRODUCTS - {"Dot"} | operations("Addmm Baddbmm Addmv")
 _ADDING_UNSEEN = operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
 """Affine operations that do not save what they add."""
 
 _BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices Convolution ConvolutionOverrideable")
-"""Operations that choose or put values, whose constants lie beside none, and those that only a module may take."""
+"""Operations whose constants lie beside no value: they select or put values, or occur in modules only."""
 
 _TAKEN = operations(
     "Gather Take TakeAlongDim Topk Sort Max Min Amax Amin Median Kthvalue Cumsum Flip Roll Repeat Diagonal Tril Triu"
 )
-"""Operations that are linear once they have chosen what they take, beside those that a loss is read through."""
+"""Operations that are linear once their selection is fixed, and through which a loss is not read otherwise."""
 
 _WEIGHING = operations("Mul Div Where MaskedFill Index Gather TakeAlongDim")
 _SUMMING = operations("Sum Mean Nansum Cumsum")
@@ -67,14 +68,14 @@ INVERTIBLE: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Te
     "Sqrt": (torch.sqrt, torch.square), "Relu": (torch.relu, torch.clone),
     "Reciprocal": (torch.reciprocal, torch.reciprocal),
 }  # fmt: skip
-"""Operations that save their results alone, each of which rises or falls throughout: the function, its inverse."""
+"""Monotone operations that save only their result, each with its function and the inverse."""
 
 _RANGES = {"Exp": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Sqrt": (0.0, math.inf)}
-"""The results that operations have, where there are others."""
+"""The range of results of operations whose results are bounded."""
 
 
 _Again = Callable[[Tensor, Node, int], Tensor]
-"""Does an operation again, of a value that is its only one of the samples, and which of its inputs that is."""
+"""Repeats an operation: takes its only input that depends on the samples, its node, and that input's position."""
 
 _RETRACED: Mapping[str, _Again] = {
     **dict.fromkeys(RESHAPING, lambda x, node, _: x.reshape(shape_of(node))),
@@ -93,20 +94,20 @@ _RETRACED: Mapping[str, _Again] = {
     "Mul": lambda x, node, which: x * saved(node, "self" if which else "other"),
     "Div": lambda x, node, _: x / saved(node, "other"),
 }
-"""Operations on one value, and how they are done again."""
+"""Operations on one value, and functions that repeat them."""
 
 
 def _without_constant(x: Tensor, node: Node, which: int) -> Tensor:
-    """Return what an addition makes of one of its two inputs alone."""
+    """Return an addition's result from one of its two inputs, with 0 for the other."""
     name = operation(node)
     x = x * saved(node, "alpha") if which == (0 if name == "Rsub" else 1) else x
     return (-x if (name, which) in {("Sub", 1), ("Rsub", 0)} else x).expand(shape_of(node))
 
 
 def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, Tensor]]:
-    """Yield the constants that an operation saved, each with the value of the samples that it lies beside.
+    """Yield the constants that an operation saved, each with the value of the samples beside which it lies.
 
-    Dimensions of a constant are those of the value, from the first on; more of them are new in the result.
+    The dimensions of a constant are those of the value, from the first on; any further ones are new in the result.
     """
     name = operation(node)
     inputs = depends.inputs(node)
@@ -147,25 +148,25 @@ def adds_unseen(node: Node, depends: Dependence) -> bool:
 
 
 def hides_constant(node: Node, depends: Dependence) -> bool:
-    """Tell whether an operation takes a constant of any size that it need not save, in a way that is not known."""
+    """Tell whether an operation of an unknown kind takes a constant, of any size, that it may not save."""
     known = operation(node) in TAKES_BESIDE | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
     return not known and 0 < len(depends.inputs(node)) < len(node.next_functions)
 
 
 def is_affine(node: Node, depends: Dependence) -> bool:
-    """Tell whether a value is a linear function of one value of the samples, or of several, and a constant."""
+    """Tell whether an operation's result is an affine function of its inputs that depend on the samples."""
     return is_linear(node, depends) or (operation(node) in _ADDING_UNSEEN and len(depends.inputs(node)) == 1)
 
 
 def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
-    """Return the values of the samples that operations saved or that follow from these, by where they were computed."""
+    """Return the tensors of the samples' values that operations saved, or that saved tensors determine."""
     found, copied = dict[Value, Tensor](), dict[Value, Tensor]()
     for node in nodes:
         for tensor in saved_tensors(node):
             if tensor.requires_grad:
                 value = Value.of(tensor)
                 found[value] = tensor.detach()
-                if value.operation == "Clone":  # of what an operation in place has written over
+                if value.operation == "Clone":  # the original was overwritten in place afterwards
                     copied[parents(value.node)[0]] = tensor.detach()
         if (again := _again(node)) is not None:
             found.setdefault(Value(node), again)
@@ -173,7 +174,7 @@ def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
 
 
 def _again(node: Node) -> Tensor | None:
-    """Return the result of a function of torch's where the operation saved all that it takes."""
+    """Compute an operation's result again with torch's function, if the operation saved all arguments; else None."""
     for function, names, tensors in _functions(operation(node)) if operation(node) not in _TAKEN else ():
         given = saved_all(node, names) if len(names) >= len(node.next_functions) else None
         if given is None or any(tensors[i] != isinstance(one, Tensor) for i, one in enumerate(given) if i in tensors):
@@ -189,7 +190,7 @@ def _again(node: Node) -> Tensor | None:
 
 
 def _signed(value: Any) -> Any:
-    """Return what a node saved as it was given: whole numbers below 0 are kept as unsigned ones."""
+    """Return a saved argument with its sign: nodes store negative whole numbers as unsigned ones."""
     if isinstance(value, list | tuple):
         return [_signed(one) for one in value]
     return signed(value) if type(value) is int else value
@@ -200,10 +201,11 @@ _KINDS = {"Tensor", "number", "int", "float"}
 
 @functools.cache
 def _functions(name: str) -> list[tuple[Callable[..., Any], tuple[str, ...], Mapping[int, bool]]]:
-    """Return the forms of torch's function that an operation is called after.
+    """Return the overloads of the torch function that an operation is named after.
 
     Returns:
-        Each with the names of its arguments, and which of them are tensors or numbers.
+        Each overload with the names of its arguments, and whether an argument is a tensor, by position, for those that
+        are tensors or numbers.
     """
     words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     packets = [getattr(torch.ops.aten, one, None) for one in dict.fromkeys((name.lower(), words, f"{words}_forward"))]
@@ -222,11 +224,11 @@ def _functions(name: str) -> list[tuple[Callable[..., Any], tuple[str, ...], Map
 
 @dataclass(frozen=True)
 class Bounds:
-    """Numbers that are known but for rounding, or not at all.
+    """Intervals that contain numbers which are known up to rounding; infinite where a number is unknown.
 
     Attributes:
-        low: The least that they may be.
-        high: The most.
+        low: Lower ends of the intervals.
+        high: Upper ends of the intervals.
     """
 
     low: Tensor
@@ -234,7 +236,7 @@ class Bounds:
 
     @classmethod
     def around(cls, values: Tensor, rounding: Tensor) -> "Bounds":
-        """Return those of values, of which NaN are not known."""
+        """Return the bounds of values with some rounding; a NaN is unknown."""
         return cls.between(values - rounding, values + rounding)
 
     @classmethod
@@ -243,17 +245,17 @@ class Bounds:
         return cls(values, values)
 
     def widened(self, rounding: Tensor) -> "Bounds":
-        """Return those of numbers that are known less exactly."""
+        """Return the bounds with a further rounding on each side."""
         return Bounds(self.low - rounding, self.high + rounding)
 
     @classmethod
     def between(cls, low: Tensor, high: Tensor) -> "Bounds":
-        """Return bounds in these tensors, which are changed: NaN bounds nothing."""
+        """Return bounds in these tensors, and change them in place: a NaN becomes infinite."""
         endless = torch.inf
         return cls(low.nan_to_num_(-endless, endless, -endless), high.nan_to_num_(endless, endless, -endless))
 
     def alike(self, dim: int) -> "Bounds":
-        """Return those of the numbers along a dimension, which are the same."""
+        """Return the common bounds of numbers that are equal along a dimension."""
         return Bounds(self.low.amax(dim, keepdim=True), self.high.amin(dim, keepdim=True))
 
     def minus(self, values: Tensor) -> "Bounds":
@@ -262,20 +264,20 @@ class Bounds:
         return Bounds(low, low if self.low is self.high else self.high.to(_wide(self.high)) - values)
 
     def meets(self, other: "Bounds") -> bool:
-        """Tell whether the same numbers may be within both."""
+        """Tell whether some numbers satisfy both bounds."""
         try:
             both = self.within(other)
-        except RuntimeError:  # of other shapes
+        except RuntimeError:  # the shapes differ
             return False
         return not bool((both.low > both.high).any())
 
     def within(self, other: "Bounds") -> "Bounds":
-        """Return the bounds of numbers that are within both; NaN bounds nothing."""
+        """Return the intersection with other bounds; a NaN bounds nothing."""
         return Bounds(torch.fmax(self.low, other.low), torch.fmin(self.high, other.high))
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """The sizes, 1 where numbers along a dimension may be the same."""
+        """The shape, with 1 for each dimension along which the numbers may be equal."""
         if not self.low.numel() or bool(self.low.max() <= self.high.min()):
             return [1] * self.low.dim()
         differ = [bool((self.low.amax(dim) > self.high.amin(dim)).any()) for dim in range(self.low.dim())]
@@ -283,27 +285,27 @@ class Bounds:
 
     @property
     def are_whole(self) -> bool:
-        """Whether all that are known may be whole numbers."""
+        """True if all known numbers may be whole numbers."""
         return not bool(((self.middle - self.middle.round()).abs() > self.rounding).any())
 
     @property
     def holds_zero(self) -> bool:
-        """Whether all the numbers may be 0."""
+        """True if all the numbers may be 0."""
         return not bool(((self.low > 0) | (self.high < 0)).any())
 
     @property
     def are_known(self) -> Tensor:
-        """Which of the numbers have two bounds."""
+        """Mask of the numbers that are bounded on both sides."""
         return (self.low > -torch.inf) & (self.high < torch.inf)
 
     @property
     def middle(self) -> Tensor:
-        """The numbers; NaN where they are not known."""
+        """The middles of the bounds; infinite or NaN where a number is unknown."""
         return self.low if self.low is self.high else (self.low + self.high) / 2
 
     @property
     def rounding(self) -> Tensor:
-        """How far the numbers may be from `middle`."""
+        """Largest distance of each number from `middle`."""
         return (self.high - self.low) / 2
 
 
@@ -312,9 +314,9 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def recovered(node: Node) -> Bounds:
-    """Return the value that an operation of `INVERTIBLE` took, as it follows from the result.
+    """Return bounds of the input of an operation of `INVERTIBLE`, computed from its result.
 
-    A rounded result is that of all values between two: what it does not show, as where a function is flat, is within.
+    A whole interval of inputs gives the same rounded result. Where the function is flat, the interval is wide.
     """
     name, result = operation(node), saved(node, "result").detach()
     limits, wide, inverse = torch.finfo(result.dtype), result.to(_wide(result)), INVERTIBLE[name][1]
@@ -323,7 +325,7 @@ def recovered(node: Node) -> Bounds:
     one, other = (inverse(each.clamp(least, most)) for each in (wide - rounding, wide + rounding))
     low, high = torch.minimum(one, other), torch.maximum(one, other)
     if name == "Relu":
-        low = low.where(wide > 0, -math.inf)  # what it leaves out is at most 0
+        low = low.where(wide > 0, -math.inf)  # relu maps every number up to 0 to 0
     elif name == "Reciprocal":
         low, high = low.where(wide != 0, -math.inf), high.where(wide != 0, math.inf)
     return Bounds.between(low.to(result.dtype), high.to(result.dtype))
@@ -331,12 +333,12 @@ def recovered(node: Node) -> Bounds:
 
 @dataclass(frozen=True)
 class Added:
-    """A constant that was added to known values, and how far it may be from what was added.
+    """A constant that was added to known values, with the rounding of its computation.
 
     Attributes:
-        difference: The value less what the operations make of the known ones.
-        each: The rounding of each element, where its parts do not cancel.
-        most: The rounding where they do.
+        difference: The value minus the result of the operations on the known values.
+        each: The rounding of each element, if no larger intermediate values cancel.
+        most: The rounding if larger intermediate values may cancel.
     """
 
     difference: Bounds
@@ -345,23 +347,23 @@ class Added:
 
     @property
     def bounds(self) -> Bounds:
-        """The bounds of the constant, where its parts may cancel."""
+        """The bounds of the constant if larger intermediate values may cancel."""
         return self.difference.widened(self.most)
 
 
 class AffineChains:
-    r"""The affine operations from known values on, and the constants that they add.
+    r"""The chains of affine operations above known values, and the constants that these operations add.
 
     Args:
-        known: The values that are known, through which nothing is followed.
-        depends: Knows which values depend on the samples.
+        known: The known tensors by their values; chains end there.
+        depends: Tells which operations depend on the samples.
     """
 
     def __init__(self, known: Mapping[Value, Tensor], depends: Dependence) -> None:
         self.known, self._depends = known, depends
 
     def below(self, value: Value) -> list[Node]:
-        """Return the affine operations from a value to the known ones that are nearest."""
+        """Return the affine operations between a value and the nearest known values below it."""
 
         def ends(place: Value) -> bool:
             moves = place.operation in _TAKEN or is_affine(place.node, self._depends)
@@ -371,30 +373,30 @@ class AffineChains:
         return [place.node for place in places if not ends(place)]
 
     def nearest(self, value: Value) -> list[Value]:
-        """Return the nearest values that a value is an affine function of."""
+        """Return the nearest values below a value, known or not, of which the value is an affine function."""
         nodes = dict.fromkeys(self.below(value))
         edges = dict.fromkeys([value, *[edge for node in nodes for edge in self._depends.below(node)]])
         return [edge for edge in edges if (edge in self.known and edge != value) or edge.node not in nodes]
 
     def add_unseen(self, value: Value) -> bool:
-        """Tell whether a constant that is not saved was added to a value, or to one that it is a function of."""
+        """Tell whether a chain below a value adds a constant that is not saved."""
         return any(adds_unseen(node, self._depends) for node in self.below(value))
 
     def put_nothing_unseen(self, value: Value) -> bool:
-        """Tell whether operations made a value of known ones, none of which may put in what it does not save."""
+        """Tell whether there is a chain below a value, and none of its operations may put in an unsaved constant."""
         depends, nodes = self._depends, self.below(value)
         puts = (operation(n) == "MaskedFill" or adds_unseen(n, depends) or hides_constant(n, depends) for n in nodes)
         return bool(nodes) and not any(puts)
 
     def retraced(self, value: Value, adds: bool = True) -> Tensor | None:
-        """Return what the operations make of the nearest known value, when done again; None where that is not known.
+        """Repeat the operations from the nearest known value up to a value.
 
         Args:
-            value: Where they lead to.
-            adds: None, too, where one adds a constant; else it is left out.
+            value: The value at the top of the chain.
+            adds: Return None where an operation adds a constant; if False, leave the constant out.
 
         Returns:
-            The result, which may be a view of the known value.
+            The result, which may be a view of the known value; None where an operation cannot be repeated.
         """
         steps, place = list[tuple[_Again, Node, int]](), value
         while place not in self.known or place == value:
@@ -416,27 +418,27 @@ class AffineChains:
         meta = value.meta
         return found if (found.shape, found.dtype, found.device) == (value.shape, meta.dtype, meta.device) else None
 
-    def are_told(self, value: Value, ends: Container[Value]) -> bool:
-        """Tell whether what was added to a value follows from known values, or lies within the module.
+    def constant_is_known(self, value: Value, ends: Container[Value]) -> bool:
+        """Tell whether the constant in a value can be computed from known values, or the chain is inside the module.
 
         Args:
-            value: Where it was computed.
+            value: The value.
             ends: The values that the module returned.
 
         Returns:
-            Whether it is so.
+            The answer.
         """
         return all(edge in self.known or (edge.is_tap and edge not in ends) for edge in self.nearest(value))
 
     def added(self, value: Value, whole: Bounds) -> "Added | None":
-        """Return the constant in a value; None if it cannot be told.
+        """Return the constant in a value; None if a value at the bottom of its chain is not known.
 
         Args:
-            value: Where it was computed.
-            whole: The value, without rounding where an operation saved it.
+            value: The value.
+            whole: Bounds of the value's tensor, exact where an operation saved it.
 
         Raises:
-            Unreadable: If a backward from there cannot be run.
+            Unreadable: If a backward from the value cannot be run.
         """
         below, known = self.nearest(value), self.known
         if any(one not in known for one in below):
@@ -452,14 +454,14 @@ class AffineChains:
         most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
         is_one = sum(adds_unseen(node, self._depends) for node in chain) == 1
         if is_one and _SUMMING.isdisjoint(map(operation, chain)):
-            most = each  # nothing that is larger than the value has been there
+            most = each  # no intermediate value was larger than the value
         return Added(whole.minus(linear), each, most)
 
     def _linear(self, value: Value, like: Tensor, below: Sequence[Value]) -> Tensor:
-        """Return what the operations make of known values but for the constants that they add, by derivatives.
+        """Return J x: the result of the operations on known values without added constants, by two backwards.
 
         Raises:
-            Unreadable: If a backward from there cannot be run.
+            Unreadable: If a backward from the value cannot be run.
         """
         cotangent = torch.zeros_like(like, requires_grad=True)
         with _reading(value, below):
@@ -474,21 +476,23 @@ class AffineChains:
             return torch.autograd.grad(product.sum(), cotangent)[0]
 
     def where_added(self, part: Value, value: Value, constant: Bounds) -> Bounds:
-        """Return the constant in a value as it was where an operation added it to a part of the value.
+        """Return the constant in a value as it was where an operation added it, in a part of the value.
 
-        Operations since then have chosen and scaled elements. With :math:`J` for what they do, the constant c was
+        The operations above the part have selected and scaled elements. With their Jacobian :math:`J` and the constant
+        c in the value, the constant in the part was
 
         .. math:: s = (J^T c) / (J^T J 1)
 
-        where each of its elements comes from one of s, or from a plain sum of them. What no element takes is not known.
+        where each element of c comes from one element of s, or from a plain sum of elements. An element of s that no
+        element of c takes is unknown.
 
         Args:
-            part: Where it was added.
-            value: Where it is seen.
-            constant: As it is there.
+            part: The result of the operation that added the constant.
+            value: The value in which the constant is known.
+            constant: The constant in the value.
 
         Raises:
-            Unreadable: If a backward from there cannot be run.
+            Unreadable: If a backward from the value cannot be run.
         """
         is_known = constant.are_known
         middle, rounding = (torch.where(is_known, one, 0.0) for one in (constant.middle, constant.rounding))
@@ -499,14 +503,14 @@ class AffineChains:
         return Bounds.around(found, errors / weights + 16 * torch.finfo(found.dtype).eps * found.abs())
 
     def reached(self, part: Value, value: Value) -> Tensor:
-        """Return what each element of a value gains where 1 is added to a part of it by the operation of the part.
+        """Return the increase of each element of a value if the operation of a part adds 1 to that part.
 
         Raises:
-            Unreadable: If a backward from there cannot be run.
+            Unreadable: If a backward from the value cannot be run.
         """
         meta, inputs = value.meta, self._depends.inputs(part.node)
         one: Tensor | float = 1.0
-        if part.operation == "Where" and len(inputs) == 1:  # where the mask takes the constant
+        if part.operation == "Where" and len(inputs) == 1:  # 1 where the mask selects the constant
             mask = saved(part.node, "condition").broadcast_to(part.shape)
             one = (~mask if inputs == [0] else mask).to(meta.dtype)
         if part == value:
@@ -517,7 +521,7 @@ class AffineChains:
             return torch.autograd.grad((pulled * one).sum(), cotangent)[0]
 
     def summed_in(self, value: Value, constant: Tensor) -> Iterator[Tensor]:
-        """Yield a constant, as it is or as an operation before a value would sum it up, in the value's shape."""
+        """Yield a constant in a value's shape: as it is, or summed like an operation below the value would."""
         shape = value.shape
         if constant.shape == shape:
             yield constant
@@ -529,20 +533,20 @@ class AffineChains:
                     yield summed
 
     def parts_of(self, value: Value) -> list[Value]:
-        """Return the values that an operation has added an unseen constant to, and others have changed since."""
+        """Return the results of operations below a value that add an unsaved constant, without the value itself."""
         nodes = dict.fromkeys(self.below(value))
         return [Value(node) for node in nodes if adds_unseen(node, self._depends) and node is not value.node]
 
     def is_weighed_and_summed(self, part: Value, value: Value, is_summed: bool) -> bool:
-        """Tell whether a part of a value is multiplied by several numbers, or chosen from, and that is added up.
+        """Tell whether a part of a value is weighted by several numbers, or selected from, and then summed.
 
         Args:
-            part: Where something was added.
-            value: Where it is seen.
-            is_summed: Whether the value itself is known but for a sum, as where it is normalized.
+            part: The result of an operation that added a constant.
+            value: The value in which the constant is known.
+            is_summed: Whether the value itself is known up to a number of each row only, as before `log_softmax`.
 
         Returns:
-            Whether it is so.
+            The answer.
         """
         nodes = {*self.below(value)}
 
@@ -550,7 +554,7 @@ class AffineChains:
             return [edge.node for edge in parents(node) if edge.node in nodes]
 
         def combine(node: Node, found: list[int]) -> int:
-            """-1 of what the part does not reach, 0 where it is as it was, 1 where weighed, 2 where summed since."""
+            """Return -1 where the part does not arrive, 0 unchanged, 1 weighted, 2 weighted and then summed."""
             name, state = operation(node), max(found, default=-1)
             if state >= 0 and (name in _PRODUCTS or (name in _SUMMING and state)):
                 return 2
@@ -568,30 +572,31 @@ def _pulled(value: Value, part: Value, cotangent: Tensor, *, again: bool = False
 
 @contextlib.contextmanager
 def _reading(value: Value, below: Sequence[Value]) -> Iterator[None]:
-    """Run backwards from a value to known ones and no further, with nothing of the user's called.
+    """Let backwards in this block run from a value to known ones and no further, without the clipper's taps.
 
     Raises:
-        Unreadable: If one cannot be run.
+        Unreadable: If such a backward cannot be run.
     """
+    # A known value may be a function of another known one: its node passes on no gradient.
     ends = [node.register_prehook(functools.partial(_without, number)) for node, number in below]
     try:
         kind = value.meta.device.type
         with torch.enable_grad(), torch.autocast(kind, enabled=False), silent_taps(value.node):
             yield
     except (RuntimeError, TypeError) as error:
-        raise Unreadable(f"what is added to values from {value.node.name()} cannot be read") from error
+        raise Unreadable(f"the constant that is added to values from {value.node.name()} cannot be read") from error
     finally:
-        for end in ends:  # a known value may be a function of another one
+        for end in ends:
             end.remove()
 
 
 def _without(number: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the gradients of an operation's results, 0 for one of them."""
+    """Return the gradients of an operation's results, with 0 for result ``number``."""
     return tuple(torch.zeros_like(one) if i == number else one for i, one in enumerate(gradients))
 
 
 def places_of(shape: Sequence[int], batch_size: int) -> list[int]:
-    """Return the dimensions along which the samples may lie; 0 also where others are flattened into it."""
+    """Return the dimensions along which the samples may lie; 0 also if other dimensions are flattened into it."""
     return [
         dim
         for dim, size in enumerate(shape)
@@ -600,10 +605,10 @@ def places_of(shape: Sequence[int], batch_size: int) -> list[int]:
 
 
 def own_sizes(constant: Tensor) -> list[int]:
-    """Return the sizes of a constant, 1 where it is repeated; copies of values count."""
+    """Return the sizes of a constant, 1 along expanded dimensions; dimensions of copied values keep their size."""
     return [1 if stride == 0 else size for size, stride in zip(constant.shape, constant.stride(), strict=True)]
 
 
 def unrepeated(constant: Tensor) -> Tensor:
-    """Return a constant with one of the values that it repeats along a dimension."""
+    """Return a view of a constant with one entry along each expanded dimension."""
     return constant[tuple(slice(size) for size in own_sizes(constant))]

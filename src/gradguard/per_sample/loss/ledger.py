@@ -1,19 +1,19 @@
-r"""What rows weigh in a loss, from batch to batch: who else is in a batch must not change it.
+r"""Compare the weights of rows in a loss from batch to batch: the other samples of a batch must not change them.
 
 Let row r of sample i be multiplied by :math:`o_{ir}` in B times the loss (in the loss itself, where it is a sum). The
 sample's own loss is :math:`\sum_r o_{ir} \ell_{ir}`, so the :math:`o_{ir}` must come from the sample alone. One batch
-cannot show that they do. A second one can show that they do not: for each kind of row four values are written down of
-which at least one stays what it is in every batch that is accepted, the same one in all of them.
+cannot show that they do. A second batch can show that they do not. For each kind of row the ledger records four values.
+At least one of the four must stay constant over all accepted batches.
 
-- The *row*: what each row weighs, as in a sum over a sample's rows.
-- The *total*: what all rows of a sample weigh together, as in a mean over its own rows, however many they are.
-- The *numbers*: what rows are multiplied by apart from weights of the user's, which are each row's own.
-- The *average*: these numbers times the sample's count of rows, as in a weighted mean over its own rows.
+- The *row*: the weight of each row, constant for a sum over a sample's rows.
+- The *total*: the weight of all rows of a sample together, constant for a mean over the sample's own rows.
+- The *numbers*: the factors of rows apart from the user's weights, which are each row's own.
+- The *average*: these numbers times the sample's count of rows, constant for a weighted mean over its own rows.
 
-It needs no opinion of what a number is: a count, a constant and a length are all written down alike. So of two batches
-that are accepted none gives a sample another gradient than the other, as long as the rows that it has are its own. They
-are not where the loss cuts or pads to the longest. There all samples have as many rows, by the shape alone, and
-then the numbers must stay what they are, too.
+The ledger does not decide whether a number is a count, a constant or a length: it records all of them in the same way.
+So two accepted batches never give one sample two different gradients, as long as the sample's rows are its own. They
+are not where the loss cuts or pads to the longest sample. There the shape alone gives all samples the same number of
+rows, and then the numbers and the number of rows must stay constant, too.
 """
 
 import math
@@ -27,27 +27,28 @@ from torch import Tensor
 Values = tuple[float, ...]
 
 Kind = tuple[str, ...]
-"""The operations that rows come from, and those that add them up, after "to"."""
+"""The operations that compute rows, then "to", then the operations that add the rows up."""
 
 _MOST_VALUES = 8
-"""More distinct weights than these are the user's."""
+"""If rows have more distinct weights than this, the weights are the user's and are not recorded."""
 
 _CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
 class RowWeights:
-    """The weights of the rows where one path ends.
+    """The weights of the rows at the end of one path through the graph.
 
     Attributes:
-        kind: The operations that make them.
+        kind: The operations that compute the rows and add them up.
         each: The sum of each sample's weights [B].
         counts: How many of each sample's rows count [B].
-        distinct: The weights that rows have; empty if there are many.
-        number: The factor of the rows apart from tensors of weights; NaN where these are in the same operation.
-        precision: How far the numbers may be from what was meant, relatively.
-        size: How many rows there are, with those that do not count.
-        by_shape: Whether nothing but shapes decides how many rows count; None if all that there are would have to.
+        distinct: The distinct weights of rows; empty if there are many.
+        number: The factor of the rows apart from tensors of weights; NaN in a mean over labels with class weights.
+        precision: The relative error that the numbers may have.
+        size: The number of rows, including those that do not count.
+        by_shape: Whether shapes alone decide how many rows count; None if a mask or missing labels leave rows out: then
+            they do only if all paths of this kind together cover every row.
     """
 
     kind: Kind
@@ -61,7 +62,7 @@ class RowWeights:
 
 
 class _KeptEntry(NamedTuple):
-    """The values that have stayed the same; None for those that have not."""
+    """The values that have stayed the same over the batches; None for a value that has not."""
 
     row: Values | None = None
     total: Values | None = None
@@ -69,18 +70,20 @@ class _KeptEntry(NamedTuple):
     average: Values | None = None
 
     def narrowed(self, other: "_KeptEntry", close: float) -> "_KeptEntry":
+        """Return the values that two entries have in common."""
         differs = self.changed(other, close)
         row, total, numbers, average = (
-            None if theirs is None or one else mine for mine, theirs, one in zip(self, other, differs, strict=True)
+            None if theirs is None or changed else own
+            for own, theirs, changed in zip(self, other, differs, strict=True)
         )
-        # A tensor that has one value for all rows is a number.
+        # A tensor with one value for all rows acts as a number: where the rows' weight changed, the numbers did, too.
         return _KeptEntry(row, total, None if differs[0] else numbers, None if differs[1] else average)
 
     def changed(self, other: "_KeptEntry", close: float) -> list[bool]:
-        """Tell of each value whether both have it, and it is another."""
+        """Tell of each value whether both entries have it and the two differ."""
         return [
-            mine is not None and theirs is not None and not _same(mine, theirs, close)
-            for mine, theirs in zip(self, other, strict=True)
+            own is not None and theirs is not None and not _same(own, theirs, close)
+            for own, theirs in zip(self, other, strict=True)
         ]
 
 
@@ -89,14 +92,14 @@ _NOTHING = _KeptEntry()
 
 @dataclass(frozen=True)
 class Entry:
-    """One kind of rows, as far as no batch has contradicted another.
+    """The record of one kind of rows over batches that do not contradict each other.
 
     Attributes:
         kept: The values that have stayed the same.
-        shapes: The numbers, and how many rows a sample has, where nothing but shapes decides that, by what the module
-            returned.
-        owned: Whether samples of one batch had different numbers of rows, which did not change what they weigh.
-        read: Whether a batch in which several samples had rows was judged, too.
+        shapes: The numbers, followed by the rows of each sample, where shapes alone decide how many rows there are; by
+            the number of values of each sample that the module returned.
+        owned: Whether samples of one batch had different numbers of rows and nevertheless the same total weight.
+        read: Whether some batch had rows of several samples.
     """
 
     kept: _KeptEntry
@@ -110,9 +113,9 @@ class Page:
     """One batch in the ledger.
 
     Attributes:
-        entries: The weights of the rows of each kind.
-        precision: How far numbers may be from what was meant, relatively.
-        divided_by: The number that the whole loss is divided by besides.
+        entries: The record of each kind of rows.
+        precision: The relative error that numbers may have.
+        divided_by: A further number by which the whole loss is divided, such as the number of mini-batches; else 1.
     """
 
     entries: Mapping[Kind, Entry]
@@ -120,47 +123,49 @@ class Page:
     divided_by: float = 1.0
 
 
-def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum: bool) -> Page:
-    """Return what rows weigh in a batch.
+def page_of(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum: bool) -> Page:
+    """Return the page of a batch: the weights of its rows in the scale of each sample's own loss.
 
     Args:
-        rows: Their weights in its loss.
+        rows: The weights of the rows in the batch's loss.
         factors: Each sample's part in the loss, as a multiple of its own loss [B].
         returned: How many values of each sample the module returned.
         is_sum: Whether the loss is a sum over samples, not a mean.
 
     Returns:
-        The batch's page.
+        The page.
     """
     scale = (1.0 if is_sum else float(len(factors))) / factors.nan_to_num(1.0).where(factors != 0, 1.0)
     entries: dict[Kind, Entry] = {}
     for kind in {each.kind: None for each in rows}:
         of_kind = [each for each in rows if each.kind == kind]
-        if all(each.by_shape and not each.size for each in of_kind):  # cut to a longest sample that has no rows
+        if all(each.by_shape and not each.size for each in of_kind):  # the loss is cut to a longest sample of no rows
             entries[kind] = Entry(_NOTHING, {returned: (0.0,)}, owned=False, read=False)
-        mine = [each for each in of_kind if bool((each.counts > 0).any())]
-        if not mine:
+        counting = [each for each in of_kind if bool((each.counts > 0).any())]
+        if not counting:
             continue
-        counts = torch.stack([each.counts for each in mine]).sum(0)
-        kept = _kept(mine, scale, counts)
-        counted = counts[counts > 0]
-        unequal = bool((counted != counted[0]).any())
-        by_shape = not unequal and _by_shape(mine)
-        shapes = {returned: (*(kept.numbers or ()), float(counted[0]))} if by_shape else {}
-        entries[kind] = Entry(kept, shapes, unequal and kept.total is not None, len(counted) > 1)
+        counts = torch.stack([each.counts for each in counting]).sum(0)
+        kept = _kept(counting, scale, counts)
+        above_zero = counts[counts > 0]
+        unequal = bool((above_zero != above_zero[0]).any())
+        by_shape = not unequal and _by_shape(counting)
+        shapes = {returned: (*(kept.numbers or ()), float(above_zero[0]))} if by_shape else {}
+        owned = unequal and kept.total is not None
+        entries[kind] = Entry(kept, shapes, owned=owned, read=len(above_zero) > 1)
     return Page(entries, max([each.precision for each in rows], default=0.0))
 
 
 def _by_shape(rows: Sequence[RowWeights]) -> bool:
-    """Tell whether nothing but shapes decides how many rows of a kind there are."""
-    # Masks may divide the rows among several paths, as a product with labels and another with 1 - labels.
+    """Tell whether shapes alone decide how many rows of a kind there are."""
+    # Masks may divide the rows among several paths, as with `labels` in one product and `1 - labels` in another.
     counted, size = sum(float(each.counts.sum()) for each in rows), max(each.size for each in rows)
     return all(each.by_shape or (each.by_shape is None and counted % size == 0) for each in rows)
 
 
 def _kept(rows: Sequence[RowWeights], scale: Tensor, counts: Tensor) -> _KeptEntry:
-    has = counts > 0
-    total = (torch.stack([each.each for each in rows]).sum(0) * scale)[has]
+    """Return the four values of one kind of rows, each only if all samples agree on it."""
+    has_rows = counts > 0
+    total = (torch.stack([each.each for each in rows]).sum(0) * scale)[has_rows]
     numbers = [value for each in rows for value in (each.number * scale)[each.counts > 0].tolist()]
     averages = torch.stack([each.number * each.counts for each in rows]).sum(0) * scale
     weights = [
@@ -169,16 +174,17 @@ def _kept(rows: Sequence[RowWeights], scale: Tensor, counts: Tensor) -> _KeptEnt
         for value in each.distinct
         for factor in (scale[each.counts > 0].unique() if len(scale) else ())
     ]
-    known = all(each.distinct for each in rows)
+    weights_are_known = all(each.distinct for each in rows)
     return _KeptEntry(
-        _single(weights) if known else None,
-        _single(total.tolist()),
-        None if any(map(math.isnan, numbers)) else _distinct(numbers),
-        _single(averages[has].tolist()),
+        row=_single(weights) if weights_are_known else None,
+        total=_single(total.tolist()),
+        numbers=None if any(map(math.isnan, numbers)) else _distinct(numbers),
+        average=_single(averages[has_rows].tolist()),
     )
 
 
 def _distinct(values: Sequence[float]) -> Values | None:
+    """Return the distinct values in ascending order; None if there are more than `_MOST_VALUES`."""
     found: list[float] = []
     for value in sorted(values):
         if not found or not math.isclose(value, found[-1], rel_tol=_CLOSE):
@@ -189,6 +195,7 @@ def _distinct(values: Sequence[float]) -> Values | None:
 
 
 def _single(values: Sequence[float]) -> Values | None:
+    """Return the one value that all values are; None if they differ, or if there is none."""
     found = _distinct(values)
     return found if found is not None and len(found) == 1 else None
 
@@ -198,10 +205,10 @@ def _same(one: Values, other: Values, close: float) -> bool:
 
 
 class Ledger:
-    """The pages of all batches that were accepted, each kind of rows by itself.
+    """The merged pages of all accepted batches, with one entry for each kind of rows.
 
     Args:
-        strict: Let no length change either, that of what the module returns included.
+        strict: Refuse a change of the number of rows even if the module returns values of another size.
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -210,37 +217,43 @@ class Ledger:
         self._divided_by: dict[frozenset[Kind], float] = {}
 
     def knows(self, kinds: Sequence[Kind]) -> bool:
-        """Tell whether a batch of several samples with rows of these kinds was accepted."""
+        """Tell whether, for each of these kinds, a batch with rows of several samples was accepted."""
         return all(kind in self._entries and self._entries[kind].read for kind in kinds)
 
     def objection(self, page: Page) -> str:
-        """Return why a batch contradicts those before; "" if it does not."""
+        """Return the reason why a batch contradicts the accepted ones; "" if it does not."""
         return next((words for _, words in self._merged(page) if isinstance(words, str)), "")
 
     def add(self, page: Page) -> None:
-        """Add a batch that was accepted."""
+        """Add an accepted batch."""
         merged = [*self._merged(page)]
         self._entries |= {kind: entry for kind, entry in merged if isinstance(entry, Entry)}
         self._divided_by[frozenset(page.entries)] = page.divided_by
 
     def divided_by(self, page: Page) -> float:
-        """Return what losses of the same kinds of rows are divided by."""
+        """Return the further divisor of the last accepted loss with the same kinds of rows; 1 if there is none."""
         return self._divided_by.get(frozenset(page.entries), 1.0)
 
     def _merged(self, page: Page) -> Iterator[tuple[Kind, Entry | str]]:
-        close, entries = _CLOSE + 2 * page.precision, {**self._entries}  # kinds of one page may contradict each other
+        """Yield the kinds of a page, each with its entry merged into the accepted ones, or with the objection."""
+        # Entries of this page are merged as well: two kinds of one page may contradict each other.
+        close, entries = _CLOSE + 2 * page.precision, {**self._entries}
         for kind, new in page.entries.items():
             old = entries.get(kind)
-            if old is not None or not (beside := _beside(entries, kind, new)):
-                found = [(kind, new if old is None else self._both(old, new, close))]
+            candidates = _beside(entries, kind, new) if old is None else []
+            if old is not None:
+                merged = [(kind, self._both(old, new, close))]
+            elif not candidates:
+                merged = [(kind, new)]
             else:
-                both = [(other, self._both(entries[other], new, close)) for other in beside]
+                both = [(other, self._both(entries[other], new, close)) for other in candidates]
                 other, together = next((one for one in both if isinstance(one[1], Entry)), both[0])
-                found = [(kind, together), (other, together)]
-            entries |= {key: entry for key, entry in found if isinstance(entry, Entry)}
-            yield from found
+                merged = [(kind, together), (other, together)]
+            entries |= {key: entry for key, entry in merged if isinstance(entry, Entry)}
+            yield from merged
 
     def _both(self, old: Entry, new: Entry, close: float) -> Entry | str:
+        """Merge two entries of one kind; return the objection if they contradict each other."""
         kept = old.kept.narrowed(new.kept, close)
         if _NOTHING in (old.kept, new.kept):
             kept = new.kept if old.kept == _NOTHING else old.kept
@@ -254,21 +267,22 @@ class Ledger:
 
 
 def _beside(entries: Mapping[Kind, Entry], kind: Kind, new: Entry) -> list[Kind]:
-    """Return the kinds of the same rows that may be these: one sample's are added up by other operations."""
+    """Return the kinds that may be the same rows, added up by other operations as in a batch of one sample."""
     rows = kind[: kind.index("to")]
     of_rows = [other for other in entries if other[: other.index("to")] == rows]
     return [other for other in of_rows if not (new.read and entries[other].read)]
 
 
 def _changed(old: _KeptEntry, new: _KeptEntry) -> str:
+    """Return the objection to values of which none has stayed the same."""
     differs = old.changed(new, _CLOSE)
     was, now = next(((a, b) for a, b, one in zip(old, new, differs, strict=True) if one and a and b), ((), ()))
     words = f", from {_shown(was)} to {_shown(now)} in the scale of its own loss" if was else ""
     return (
-        f"what a sample's rows weigh has changed since an earlier batch{words}. Is a number in the loss, a tensor of "
-        "weights, or a length, as of padding up to the longest sample, computed from the batch? Divide by the number "
-        "of samples, len(loss), or average over each sample's own rows first. If it is a number of a schedule, say "
-        "clipper.constant(number) where it stands in the loss"
+        f"the weight of a sample's rows has changed since an earlier batch{words}. Is a number in the loss, a tensor "
+        "of weights, or a length, as of padding up to the longest sample, computed from the batch? Divide by the "
+        "number of samples, len(loss), or average over each sample's own rows first. If a schedule changes a number, "
+        "write clipper.constant(number) where the number stands in the loss"
     )
 
 
@@ -277,7 +291,8 @@ def _shown(values: Values) -> str:
 
 
 PADDED = (
-    "the mean counts padding, up to a length that changes from batch to batch, so that every sample's part depends on "
-    "the longest. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length. Where "
-    "nothing is padded a number in the loss is another, as mixup's: say clipper.constant(number) where it stands"
+    "the mean counts padding up to a length that changes from batch to batch, so every sample's part depends on the "
+    "longest sample. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length. If "
+    "nothing is padded, a number in the loss has changed, such as mixup's: write clipper.constant(number) where the "
+    "number stands in the loss"
 )

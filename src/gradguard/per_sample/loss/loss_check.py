@@ -1,4 +1,4 @@
-"""Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
+"""Read the loss of a step before its backward frees the graph, and judge the loss after the backward."""
 
 import itertools
 from collections import defaultdict
@@ -21,46 +21,47 @@ from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_pa
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 
 _NOT_SEEN = (
-    "its backward was not seen to begin from what the module returned. Was torch.autograd.backward looked up before "
-    "the forward, or given a GradientEdge, or run in another thread, or was a view that it returned changed in place? "
-    "Call loss.backward() after the forward, and compute with output * 2 rather than output.mul_(2)"
+    "no backward was observed that begins from the module's outputs. Was torch.autograd.backward looked up before the "
+    "forward, or given a GradientEdge, or run in another thread, or was a view that the module returned changed in "
+    "place? Call loss.backward() after the forward, and compute with output * 2 rather than output.mul_(2)"
 )
 
 _MOST_CALLS = 16
-"""Calls whose outputs are kept, and so their graphs, until a backward begins from one of them."""
+"""Calls whose outputs, and so whose graphs, are kept alive until a backward begins from one of them."""
 
 
 _MOST_KNOWN_CALLS = 4
-"""Calls that are kept once a loss has been verified, so that calls without a backward hold little."""
+"""Calls that are kept alive once a loss has been verified, so that calls without a backward hold little memory."""
 
 _MOST_STRUCTURES = 10_000
-"""Makes of losses that are remembered."""
+"""Number of accepted structures of losses that are remembered."""
 
 
 _READING_ERRORS = RuntimeError, ValueError, TypeError, IndexError, AttributeError
 
 
 def is_read_at_once(tensor: Tensor) -> bool:
-    """Whether nothing waits where the host reads ``tensor``."""
+    """Tell whether the host can read ``tensor`` without a host sync."""
     return tensor.is_cpu
 
 
 def _pass(saved: Sequence[Tensor], gradients: Gradients, task: int) -> None:
-    """Let gradients pass a tap that is there for who reads the graph."""
+    """Do nothing: the backward of a tap that only marks a place in the graph."""
 
 
 def _failed(error: Exception) -> str:
+    """Return the reason for a loss whose reading raised an error."""
     return f"reading its graph failed ({str(error).split('.')[0]})"
 
 
 @dataclass
 class _Known:
-    """A loss that was found to be right.
+    """An accepted loss.
 
     Attributes:
-        numbers: The scalars in it.
+        numbers: The scalars in the loss.
         parts: The verdict.
-        label_owners: The samples of each operation's labels, where it takes their mean; else None.
+        label_owners: The samples of each operation's labels where the operation takes the labels' mean; else None.
         complete: Whether no label was missing.
     """
 
@@ -72,13 +73,13 @@ class _Known:
 
 @dataclass(frozen=True)
 class _SeenLoss:
-    """A loss that was looked at.
+    """A loss that was read.
 
     Attributes:
-        make: How it is computed.
+        make: How the loss is computed.
         parts: The verdict.
         complete: Whether no label was missing.
-        conclusive: Whether gradients could show that samples meet.
+        conclusive: Whether the gradients of this batch could have shown samples that meet.
     """
 
     make: Make
@@ -88,34 +89,34 @@ class _SeenLoss:
 
 
 class LossCheck:
-    """Whether each sample's part in the loss is its own loss.
+    """Checks whether each sample's part in the loss is the sample's own loss.
 
     Args:
-        reduction: The loss over samples as the user has said it: ``"mean"``, ``"sum"`` or ``"token_mean"``.
-        batch_first: Whether the batch is the first dimension of what the module is called with.
-        scale: Gives what a GradScaler multiplies the loss by.
-        reads: Look at losses at all; else every one is accepted.
+        reduction: The reduction over samples that the user declared: ``"mean"``, ``"sum"`` or ``"token_mean"``.
+        batch_first: Whether the samples lie along the first dimension of the module's arguments.
+        scale: Returns the factor by which a GradScaler multiplies the loss.
+        reads: Read losses; if False, every loss is accepted.
 
     Attributes:
-        reads: As it was given.
-        factors: Each sample's part in the loss that was judged last, as a multiple of its own loss, ``[B]``; NaN for a
-            sample without a row; None where it is not known.
-        labels_agree: A bool on the device: whether each sample has as many labels as the others, as the verdict takes
-            for granted; None where it was looked at. It is read before the next forward.
+        reads: As passed.
+        factors: Each sample's part in the last judged loss, as a multiple of the sample's own loss, ``[B]``; NaN for a
+            sample without a row; None if unknown.
+        labels_agree: A bool on the device: whether all samples have the same number of labels, which the verdict
+            assumes; None if there is nothing to read later. It is read before the next forward.
     """
 
     def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float], reads: bool = True) -> None:
         self._reduction, self._batch_first, self._scale, self.reads = reduction, batch_first, scale, reads
         self._roots = BackwardRoots(self._look)
         self._calls: list[Outputs] = []
-        self._exceeded = 0  # how many calls were kept where there were more; 0 where there were not
+        self._exceeded = 0  # the limit of kept calls, if more calls were made; else 0
         self._verifying = False
-        self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
+        self._known: dict[bytes, _Known] = {}  # accepted losses, by their structure
         self._ledger = Ledger()
         self._declared: list[float] = []
         self._shared = SharedValues()
         self._own_operations: set[frozenset[str]] = set()
-        self._between: dict[Hashable, LossCheck] = {}  # by the module and the place among the tensors it is given
+        self._between: dict[Hashable, LossCheck] = {}  # by the module and the position of the argument
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
@@ -124,27 +125,28 @@ class LossCheck:
         self._divided_by = 1.0
 
     def start(self, batch_size: int, output_axes: Axes, verifying: bool, pulls: bool = True) -> None:
-        """Look at the next backward.
+        """Begin to watch for the next backward.
 
         Args:
             batch_size: Number of samples.
-            output_axes: Where they are in what the module returned.
-            verifying: Read its loss in any case; else only if none that is computed like it has been verified.
-            pulls: Whether backwards may be run to see whether samples meet.
+            output_axes: The axis of the samples in each tensor that the module returned.
+            verifying: Read the loss of that backward in any case; else only if no loss of the same structure was
+                verified.
+            pulls: Whether extra backwards may be run to find out whether samples meet.
 
         Raises:
-            UnsupportedGradientError: If samples had different numbers of labels in the mini-batch before.
+            UnsupportedGradientError: If samples had different numbers of labels in the previous mini-batch.
         """
         if not self.reads:
             return
-        unread, self._unread = self._unread, None  # what nobody waited for
+        unread, self._unread = self._unread, None  # the comparison of label counts, copied without a host sync
         if unread is not None and unread[1] is not None:
             unread[1].synchronize()
         if unread is not None and not bool(unread[0]):
             raise UnsupportedGradientError(
                 "the loss is the mean over labels, and in the mini-batch before this one samples had different numbers "
-                "of them, so that each sample's part depended on the others: nothing of it was added. Average within "
-                "each sample first, and then over samples, or say loss_reduction='token_mean'"
+                "of labels, so each sample's part depended on the others: nothing of that mini-batch was added. "
+                "Average within each sample first, and then over samples, or pass loss_reduction='token_mean'"
             )
         self.factors = self.labels_agree = None
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
@@ -159,25 +161,25 @@ class LossCheck:
         self._roots.start()
 
     def add_outputs(self, tensors: Sequence[Tensor], axes: Axes) -> None:
-        """Learn what a call returned, if the next backward is looked at.
+        """Record the tensors that a call returned, if the next backward is watched.
 
         Args:
             tensors: The tensors.
-            axes: Where the samples are in each.
+            axes: The axis of the samples in each tensor.
         """
         if self._calls:
             self._calls[-1].add(tensors, axes)
 
     def look_between(self, module: nn.Module, batch: Batch, verifying: bool) -> None:
-        """Check what a call is given that was computed from what earlier calls returned: rows stay their samples' own.
+        """Check a call's arguments that were computed from the outputs of earlier calls: no row may mix samples.
 
         Args:
             module: The module that is called.
-            batch: The arguments that it is given.
-            verifying: Read them in any case; else only what is computed like nothing that has been verified.
+            batch: The call's arguments.
+            verifying: Read the arguments in any case; else only those of a structure that was not verified.
 
         Raises:
-            UnsupportedGradientError: If a row depends on other samples, or may.
+            UnsupportedGradientError: If a row depends on other samples, or may depend on them.
         """
         if not self._calls:
             return
@@ -197,18 +199,21 @@ class LossCheck:
             check._calls, check._verifying = calls, verifying
             if words := check._objection_to_input(tensor, dim):
                 raise UnsupportedGradientError(
-                    f"samples may meet between two calls of the module: what {type(module).__name__} is given is "
-                    f"computed from what an earlier call returned, and {words}. Nothing was clipped. Compute it in the "
-                    "forward of one module, which is tried with samples alone."
+                    f"samples may meet between two calls of the module: an argument of {type(module).__name__} is "
+                    f"computed from the outputs of an earlier call, and {words}. Nothing was clipped. Compute it in "
+                    "the forward of one module, which is tried with samples alone."
                 )
 
     def _objection_to_input(self, tensor: Tensor, dim: int | None) -> str:
-        """Say why rows of a tensor may not be their samples' own, by a mean of something of each; "" if they are."""
+        """Return why rows of a tensor may depend on other samples; "" if they do not.
+
+        The tensor is judged as the loss ``tensor.asinh().mean()``, after a check of each row's derivatives.
+        """
         outputs = of_several(self._calls)
         if outputs is None:
             return "the calls had different numbers of samples"
         if dim is None or tensor.shape[dim] != outputs.batch_size:
-            return "it has no dimension of the samples"
+            return "no dimension of that argument holds the samples"
         samples = torch.arange(outputs.batch_size, device=tensor.device).view(-1, *[1] * (tensor.dim() - dim - 1))
         try:
             if not outputs.are_separate(Value.of(tensor), samples):
@@ -217,7 +222,7 @@ class LossCheck:
             return str(error)
         with torch.enable_grad(), torch.autocast(tensor.device.type, enabled=False):
             value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            mean = value.asinh().mean()  # whose derivative is never 0, and which keeps the values
+            mean = value.asinh().mean()  # asinh has no derivative of 0, and saves its input in the graph
         self._look([Root(Value.of(mean), torch.ones_like(mean))])
         parts = None if self._seen is None else self._seen.parts
         if parts is not None and parts.verdict != "right" and parts.reason != NO_PART:
@@ -229,13 +234,13 @@ class LossCheck:
         return ""
 
     def own_losses(self, losses: Sequence[Tensor], watched: int, due: bool) -> Tensor:
-        """Take the samples' own losses for something that the module has returned: their graph is not read.
+        """Stack the samples' own losses, and treat the result as an output of the module: their graph is not read.
 
         Args:
-            losses: The loss of each sample, computed from its own rows.
-            watched: The sample whose loss is looked at: must it depend on its own outputs only? All where the step is
-                verified.
-            due: Look at it; else only where it comes from the outputs by other operations than any before.
+            losses: The loss of each sample, computed from the sample's own rows.
+            watched: Index of the sample whose loss is checked to depend on its own outputs only. On a verified step all
+                samples are checked.
+            due: Check the watched loss; if False, check it only where operations compute it that no earlier one had.
 
         Returns:
             The losses [B].
@@ -258,55 +263,59 @@ class LossCheck:
         if separate is False:
             raise UnsupportedGradientError(
                 "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
-                "the outputs of the whole batch, instead of the rows that it is given? Or do samples lie along another "
-                "dimension of what it is given?"
+                "the outputs of the whole batch instead of the rows that it is given? Or do the samples lie along "
+                "another dimension of the outputs?"
             )
         [joined] = tap(_pass, (), torch.zeros((), device=joined.device, requires_grad=True), [joined])
         self._calls[-1].add([joined], [BatchAxis(0)])
         return joined
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching, and remove the listener for backwards."""
         self.stop()
         self._roots.stop()
 
     def stop(self) -> None:
-        """Look at no backward until `start`."""
+        """Watch no backward until `start`."""
         self._calls, self._exceeded, self._verifying = [], 0, False  # calls keep their graphs alive
 
     @property
     def is_private(self) -> bool:
-        """Whether numbers that may be others in the next batch are refused."""
+        """True if numbers that the next batch may change are refused, as in private training."""
         return self._ledger.strict
 
     def refuse_ambiguous(self) -> None:
-        """Refuse numbers that may be others in the next batch, instead of waiting for it."""
+        """Refuse numbers that the next batch may change, instead of waiting for the next batch."""
         self._ledger.strict = self._shared.strict = self.reads
 
     def declare(self, value: Tensor | float) -> None:
-        """Take a value in the loss for one that is not computed from the batch, until the next loss is judged."""
+        """Declare that a value in the loss is not computed from the batch, until the next loss is judged."""
         self._shared.declared.append(value)
         if not isinstance(value, Tensor):
             self._declared.append(float(value))
 
     def look_at_bound(self, loss_fn: Callable[..., Tensor], batch_size: int) -> None:
-        """Check that what is bound to a function of one sample's loss is what it was in the batches before.
+        """Check that the values bound to a function of one sample's loss are those of the earlier batches.
+
+        Parameters are left out, because they are trained.
 
         Raises:
-            UnsupportedGradientError: If something is not, or may be another in the next batch where that counts.
+            UnsupportedGradientError: If a bound value has changed or, in private training, if the next batch may change
+                it.
         """
         bound = [SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter)]
-        if words := self._shared.objection(bound, batch_size):  # weights of layers are trained
+        if words := self._shared.objection(bound, batch_size):
             raise UnsupportedGradientError(f"per_sample_losses: {words}.")
 
     def judge(self) -> bool:
-        """Judge the loss that was looked at.
+        """Judge the loss that was read.
 
         Returns:
-            Whether it could be seen; False where gradients were not finite or all zero: look at the next one, too.
+            Whether the batch was conclusive; False where gradients were not finite or all zero: the next loss must be
+            read, too.
 
         Raises:
-            UnsupportedGradientError: If it is not what it is said to be.
+            UnsupportedGradientError: If the loss does not have the declared reduction, or that cannot be decided.
         """
         seen, self._seen = self._seen, None
         if seen is None and self._calls:
@@ -328,7 +337,7 @@ class LossCheck:
             self._constant_sizes[make.kind] |= parts.repeated
         known = self._known.get(make.structure) if make.structure is not None else None
         if seen.conclusive and make.structure is not None and (known is None or known.parts is not parts):
-            if len(self._known) == _MOST_STRUCTURES:  # one that changes at each step is read at each step
+            if len(self._known) == _MOST_STRUCTURES:  # a loss whose structure changes at each step fills the cache
                 self._known.clear()
             owners = [parts.label_owners.get(node) for node in make.labelled]
             parts = replace(parts, label_owners={}, page=None)  # nodes would keep the graph alive
@@ -336,33 +345,33 @@ class LossCheck:
         return seen.conclusive
 
     def refuse_divided(self, mini_batches: int, known: float) -> None:
-        """Check that the losses of a step are not divided by the number of its mini-batches.
+        """Check that the losses of a step are not divided by the number of the step's mini-batches.
 
         Args:
-            mini_batches: Their number.
-            known: The number that a trainer divides each loss by, which its adapter undoes in backward.
+            mini_batches: Number of mini-batches.
+            known: The number by which a trainer divides each loss; the trainer's adapter undoes it in backward.
 
         Raises:
-            InvalidValueError: If they are: their average would be divided by it twice.
+            InvalidValueError: If the losses are divided by it: the gradients' average would be divided twice.
         """
         if known == 1 and mini_batches > 1 and self._divided_by == mini_batches and self._reduction == "mean":
             raise InvalidValueError(
-                f"each loss was divided by {mini_batches}, and {mini_batches} mini-batches were accumulated: norms "
-                "were compared, and gradients averaged, as so many times too small, because the clipper averages over "
-                "all samples by itself. Call backward on the loss as it is, without the division; discard() begins the "
-                "step again."
+                f"each loss was divided by {mini_batches}, and {mini_batches} mini-batches were accumulated. The "
+                f"clipper averages over all samples by itself, so norms and gradients were {mini_batches} times too "
+                "small. Call backward on the loss without the division; discard() begins the step again."
             )
 
     def _look(self, roots: list[Root]) -> None:
+        """Read the loss of a backward that is about to begin, and store the verdict for `judge`."""
         calls = [call for call in self._calls if any(call.are_behind(root.value) for root in roots)]
-        if not calls:  # another model's loss, or a trial of this one
+        if not calls:  # the loss of another model, or of a trial run of this one
             return
         make = make_of(roots, set().union(*[call.values for call in calls]))
         outputs = of_several(calls)
         if outputs is not None:
             outputs.declared = self._shared.declared
         words = ""
-        if outputs is not None:  # which constant in the loss is another than in the batches before
+        if outputs is not None:  # compare the constants in the loss with those of earlier batches
             try:
                 constants = LossConstants(roots, outputs)
                 shared = itertools.chain(constants.given() if self._shared.strict else (), constants.shared())
@@ -388,7 +397,7 @@ class LossCheck:
             found = LossParts(
                 "unverified",
                 f"it comes after more than {self._exceeded} calls of the module whose outputs may be in it. Run calls "
-                "that no backward follows, as of a validation, under torch.no_grad()",
+                "without a backward, such as a validation, under torch.no_grad()",
             )
         elif outputs is None:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
@@ -411,7 +420,7 @@ class LossCheck:
             self.stop()
 
     def _labels(self, make: Make, known: _Known) -> bool:
-        """Whether each sample has as many labels as before, or it will be read later from `labels_agree`."""
+        """Tell whether a known verdict holds for this batch's labels, or will be settled later by `labels_agree`."""
         agreeing: list[Tensor] = []
         for node, owner in zip(make.labelled, known.label_owners, strict=True):
             there = has_label(node)

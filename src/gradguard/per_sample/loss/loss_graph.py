@@ -1,7 +1,11 @@
-"""The roots of a backward, and how the autograd graph between there and the module's outputs is read.
+"""Find the roots of a backward, and read the autograd graph between these roots and the module's outputs.
 
-The user computes the loss where nobody looks, and it cannot be computed again. But while its graph is alive each node
-says what operation it is, and, called with a gradient, what it passes on.
+The clipper does not run the code that computes the loss, and cannot run it again. But while the loss's graph is alive,
+each node names its operation, and a node that is called with a gradient returns the gradients of its inputs.
+
+In this package the operations that a value was computed from are *below* or *behind* the value, down to the module; the
+operations that use the value are *above* it, up to the loss. *The user's* numbers and tensors are those that do not
+depend on the module's outputs.
 """
 
 import functools
@@ -31,26 +35,26 @@ from gradguard.torch_private import (
 
 
 def operations(names: str) -> frozenset[str]:
-    """Return the names of operations, written one after the other."""
+    """Return the set of operation names in a string that separates them by spaces."""
     return frozenset(names.split())
 
 
-# What operations do to the rows of the samples, each in one line.
+# Operations by what they do to the rows of the samples.
 
 ELEMENTWISE = operations("Add Sub Rsub Neg Mul Div Clone Alias ToCopy CopyBackwards Where MaskedFill Expand")
-"""Linear operations that leave every element in its place, broadcast at most."""
+"""Linear operations that leave every element in its place; they may broadcast it."""
 
 RESHAPING = operations("View UnsafeView ReshapeAlias Squeeze Unsqueeze")
 TURNING = operations("Permute Transpose T")
 JOINING = operations("Stack Cat")
 TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
-"""Operations that take places along a dimension, which their settings, or the numbers of their results, tell."""
+"""Operations that take positions along a dimension; their settings, or the result's number, give the positions."""
 
 SELECTING = operations("Index IndexSelect MaskedSelect")
 """Operations that choose rows by a tensor."""
 
 MOVING = RESHAPING | TURNING | JOINING | TAKING | SELECTING
-"""Linear operations that move elements, or choose some."""
+"""Linear operations that move elements, or select some of them."""
 
 MEANS = frozenset(["Mean"])
 PRODUCTS = operations("Dot Mv Mm Bmm")
@@ -58,13 +62,13 @@ ADDING = PRODUCTS | operations("Sum Nansum")
 """Linear operations that add elements up."""
 
 LABELLED = frozenset(["NllLoss", "NllLoss2D"])
-"""Losses with a label in each row, which may be missing."""
+"""Losses with a label in each row; a label may be missing (``ignore_index``)."""
 
 _WEIGHTING = PRODUCTS | operations("Mul Div Where MaskedFill")
-"""Linear operations whose factors, or choice of elements, are tensors of the user's."""
+"""Linear operations that multiply, or select elements, by the user's tensors."""
 
 _LINEAR = ELEMENTWISE | MOVING | MEANS | ADDING
-_OPERATION = re.compile(r"(\w+?)Backward\d*")  # with a number unless it is a function of somebody's own, or compiled
+_OPERATION = re.compile(r"(\w+?)Backward\d*")  # custom and compiled functions have no number
 _TOO_MANY = 5_000
 _Place = TypeVar("_Place", bound=Hashable)
 _Found = TypeVar("_Found")
@@ -74,11 +78,11 @@ Verdict = Literal["right", "wrong", "unknown", "unverified"]
 
 
 class Refused(Exception):  # noqa: N818
-    """A loss may be something else than it is said to be; the message says why. It never leaves this package.
+    """A loss may not have the reduction that the user declared. The exception never leaves this package.
 
     Args:
-        words: Why.
-        factors: Each sample's part in it, as a multiple of its own loss [B], if that is known.
+        words: The reason.
+        factors: Each sample's part in the loss, as a multiple of the sample's own loss [B]; None if unknown.
     """
 
     verdict: Verdict = "unknown"
@@ -95,46 +99,46 @@ class Unreadable(Refused):
 
 
 class Coupled(Refused):
-    """The loss is no sum, or mean, of the samples' own."""
+    """The loss is neither the sum nor the mean of the samples' own losses."""
 
     verdict = "wrong"
 
 
 class Value(NamedTuple):
-    """A value in the graph: one of the results of an operation, whose node autograd has put there."""
+    """A value in the graph: result ``number`` of the operation that ``node`` records."""
 
     node: Node
     number: int = 0
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Value":
-        """Return where a tensor was computed."""
+        """Return the value that a tensor holds."""
         edge = get_gradient_edge(tensor)
         return cls(edge.node, edge.output_nr)
 
     @property
     def meta(self) -> Any:
-        """Its shape, dtype and device."""
+        """Metadata of the value: shape, dtype and device."""
         return input_metadata_of(self.node)[self.number]
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape."""
+        """Shape of the value."""
         return torch.Size(self.meta.shape)
 
     @property
     def operation(self) -> str:
-        """The operation that it is a result of; see `operation`."""
+        """Name of the operation that computed the value; see `operation`."""
         return operation(self.node)
 
     @property
     def is_tap(self) -> bool:
-        """Whether it is a value of the module that the clipper sees: what lies behind it is the module's."""
+        """True if the value passed a tap of the clipper: the operations behind it belong to the module."""
         return is_tap(self.node)
 
 
 class Root(NamedTuple):
-    """A value that a backward starts from, and the gradient that it starts with."""
+    """A value that a backward starts from, and the gradient that the backward starts with there."""
 
     value: Value
     gradient: Tensor
@@ -143,7 +147,8 @@ class Root(NamedTuple):
 class BackwardRoots:
     """Calls ``look`` with the roots of each backward that this thread is about to run, from `start` to `stop`.
 
-    A backward within a backward, as checkpoints run it, is not one that a loss begins; `torch.autograd.grad` is none.
+    A backward within a backward, such as a checkpoint's, does not start from a loss and is ignored. So is
+    `torch.autograd.grad`.
     """
 
     def __init__(self, look: Callable[[list[Root]], None]) -> None:
@@ -152,11 +157,12 @@ class BackwardRoots:
         self._end: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Begin, or go on with this thread."""
+        """Begin to report backwards; after another `start`, report those of the calling thread instead."""
         self._thread = threading.get_ident()
         if self._end is not None:
             return
-        found = weakref.ref(self, lambda _: end())  # a clipper that is dropped between forward and backward is freed
+        # The listener must not keep alive a clipper that is dropped between forward and backward.
+        found = weakref.ref(self, lambda _: end())
 
         def begins(backward: Backward) -> None:
             own = found()
@@ -167,7 +173,7 @@ class BackwardRoots:
             roots = list[Root]()
             for tensor, grad in zip(backward.roots, backward.gradients, strict=True):
                 if grad is None or not isinstance(tensor, Tensor) or not tensor.requires_grad:
-                    return  # the engine refuses it, or it does not start from tensors
+                    return  # the engine raises for such a root, or the root is a GradientEdge
                 roots.append(Root(Value.of(tensor), grad.detach()))
             if roots:
                 own._look(roots)
@@ -175,21 +181,21 @@ class BackwardRoots:
         end = self._end = call_before_backwards(begins)
 
     def stop(self) -> None:
-        """End; again does nothing."""
+        """Stop reporting backwards. A second call does nothing."""
         if self._end is not None:
             self._end()
             self._end = None
 
 
 class Make(NamedTuple):
-    """How a loss is computed, and the numbers that decide what each sample's share in it is.
+    """How a loss is computed, and the numbers that decide each sample's share in the loss.
 
     Attributes:
-        kind: The names of the operations, but of those that are there in some batches only, as where a part is all.
-        structure: A digest of their settings and shapes, too; None if data decide which samples an operation puts
-            together.
+        kind: The sorted names of the operations, without those that occur in some batches only (a slice of all rows).
+        structure: A digest of the operations, their settings and shapes; None if data decide which rows an operation
+            takes, or if the graph is too large.
         numbers: The scalars by which values are multiplied or divided.
-        labelled: The operations that take labels, of which some may be missing.
+        labelled: The operations that take labels; a label may be missing.
     """
 
     kind: tuple[str, ...] = ()
@@ -201,14 +207,14 @@ class Make(NamedTuple):
 def make_of(roots: Sequence[Root], ends: Container[Value]) -> Make:
     """Return how a loss is computed from ``ends``, the values of samples that the module returned.
 
-    A loss that the module itself returns is followed to the layers inside. Tensors by which values are multiplied, and
-    labels, are not looked at: the next batch changes them.
+    Where the module itself returns the loss, the graph is followed to the layers inside the module. Of tensors that
+    multiply values, and of labels, nothing enters the result: the next batch changes them.
     """
     places: dict[Node, int] = {}
     pending: list[Node] = []
 
-    def told_of(node: Node | None, number: int) -> Any:
-        """Return a value's number among the nodes, or its shape where samples begin."""
+    def reference(node: Node | None, number: int) -> Any:
+        """Return the position of the value's node in the description, or the shape where the value is an output."""
         if node is None:
             return None
         value = Value(node, number)
@@ -219,8 +225,8 @@ def make_of(roots: Sequence[Root], ends: Container[Value]) -> Make:
             pending.append(node)
         return places[node], number
 
-    told: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
-    told += [told_of(*root.value) for root in roots]
+    description: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
+    description += [reference(*root.value) for root in roots]
     numbers = [float(root.gradient) for root in roots if not root.gradient.dim()]
     labelled: list[Node] = []
     by_data = False
@@ -232,27 +238,27 @@ def make_of(roots: Sequence[Root], ends: Container[Value]) -> Make:
         if operation(node) in LABELLED:
             labelled.append(node)
         numbers += scalars(node)
-        # The name, the shapes, and what decides how it puts elements together.
+        # The name, the shapes, and the settings that decide how the operation combines elements.
         own: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
         own += [(name, _shown(value)) for name, value in saved_settings(node).items()]
-        if hasattr(node, "saved_tensors"):  # a function of the user's: the class, and what it keeps
-            held = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
-            own += [id(type(node)), held]
+        if hasattr(node, "saved_tensors"):  # an autograd.Function: its class, and the attributes of its ctx
+            attributes = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
+            own += [id(type(node)), attributes]
         elif operation(node) in LABELLED:
             own.append(saved_constant(node, "weight") is None)
-        told += [own, [told_of(*edge) for edge in node.next_functions]]
-    structure = None if by_data else hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
+        description += [own, [reference(*edge) for edge in node.next_functions]]
+    structure = None if by_data else hashlib.blake2b(repr(description).encode(), digest_size=16).digest()
     kind = tuple(sorted({node.name() for node in places if operation(node) not in _NOT_TELLING}))
     return Make(kind, structure, tuple(numbers), tuple(labelled))
 
 
 def data_put_rows(node: Node) -> bool:
-    """Tell whether an operation puts rows, or adds them up, where tensors of the user's say."""
+    """Tell whether tensors of the user's decide where an operation puts rows, or which rows it adds up."""
     return operation(node) not in _CHOOSING_ROWS and _is_by_data(node)
 
 
 def data_choose_rows(nodes: Iterable[Node]) -> bool:
-    """Tell whether operations take rows that tensors of the user's decide, and put none in between."""
+    """Tell whether some operations take rows by tensors of the user's, and none of the others puts or pads rows."""
     names, by_data = set[str](), set[str]()
     for node in nodes:
         names.add(node.name())
@@ -263,7 +269,7 @@ def data_choose_rows(nodes: Iterable[Node]) -> bool:
 
 
 def scalars(node: Node) -> list[float]:
-    """Return the scalars by which a node multiplies or divides values that have a gradient."""
+    """Return the scalars by which a node multiplies values that have a gradient; of an addition its ``alpha``."""
     name = operation(node)
     if name in {"Add", "Sub", "Rsub"}:
         return [float(saved_constant(node, "alpha"))]
@@ -273,15 +279,15 @@ def scalars(node: Node) -> list[float]:
     try:
         constant, _ = _multiplier(node, which)
     except Unreadable:
-        return [math.nan]  # equal to no number, so that the loss is read again
+        return [math.nan]  # NaN equals no earlier number, so the loss is read again
     return [] if constant is None else [constant.value]
 
 
 _NOT_TELLING = operations("Slice Alias Clone View UnsafeView ReshapeAlias")
-"""Operations that come and go with the sizes of a batch."""
+"""Operations that occur in the graph or not depending on the sizes of a batch."""
 
 _LOOPED = _NOT_TELLING | MOVING - {"IndexSelect"} | {"Expand"}
-"""Operations that put the samples' values elsewhere, of which a loop over samples has others than a matrix."""
+"""Operations that only move the samples' values; a loop over samples uses others of them than a batched loss."""
 
 _BY_INDEX = operations(
     "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
@@ -291,7 +297,7 @@ _BY_POSITION = operations("Index IndexPut IndexPutImpl MaskedSelect Take Put Mas
 
 
 def _is_by_data(node: Node) -> bool:
-    """Whether tensors of the user's decide what an operation takes along any dimension but the last."""
+    """Tell whether tensors of the user's decide what an operation takes along any dimension but the last."""
     name = operation(node)
     if name in _BY_POSITION:
         try:
@@ -308,6 +314,7 @@ def _is_by_data(node: Node) -> bool:
 
 
 def _shown(value: Any) -> Any:
+    """Return a description of a setting: of a tensor the shape and the extremes, of an object its class."""
     if isinstance(value, Tensor):
         if not value.numel() or value.is_complex() or value.dtype is torch.bool:
             return tuple(value.shape)
@@ -319,12 +326,12 @@ def _shown(value: Any) -> Any:
 
 
 def is_tap(node: Node) -> bool:
-    """Tell whether a node is one by which the clipper sees a value of the module."""
+    """Tell whether a node is a tap: the identity operation by which the clipper reads a value of the module."""
     return node.name() == "TapBackward"
 
 
 def operation(node: Node) -> str:
-    """Return the operation of a node, ``"Mul"`` for ``MulBackward0``; a custom function's node has its whole name."""
+    """Return the operation of a node, ``"Mul"`` for ``MulBackward0``; for a custom function the node's whole name."""
     name = node.name()
     return name if hasattr(node, "saved_tensors") else _without_backward(name)
 
@@ -336,25 +343,25 @@ def _without_backward(name: str) -> str:
 
 
 def saved(node: Node, name: str) -> Any:
-    """Return what the forward operation of a node saved; whole numbers with their sign.
+    """Return a value that the forward operation of a node saved; whole numbers with their sign.
 
     Raises:
-        Unreadable: If it is gone, because a backward has freed the graph, or was never there.
+        Unreadable: If a backward has freed the saved value, or the operation saves none of this name.
     """
     try:
         value = saved_value(node, name)
     except (AttributeError, RuntimeError) as error:
-        raise Unreadable(f"what {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
+        raise Unreadable(f"the values that {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
     return signed(value) if type(value) is int else value
 
 
 def signed(dim: int) -> int:
-    """Return a number that a node saved: it keeps dimensions that are counted from the end as unsigned numbers."""
+    """Return a saved number with its sign: nodes store negative dimensions as unsigned 64-bit numbers."""
     return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
 def dims_of(node: Node) -> list[int] | None:
-    """The dimensions along which an operation works; None for all."""
+    """Return the dimensions along which an operation works; None for all."""
     dims = saved_constant(node, "dim")
     if dims is None or isinstance(dims, float) or (isinstance(dims, Sequence) and not dims):
         return None
@@ -367,12 +374,16 @@ def shape_of(node: Node) -> torch.Size:
 
 
 def parents(node: Node) -> list[Value]:
-    """Return the values that a node was computed from, without those that need no gradient."""
+    """Return the inputs of a node's operation that need a gradient."""
     return [Value(child, number) for child, number in node.next_functions if child is not None]
 
 
 def input_of(node: Node, which: int) -> Value:
-    """Return an input of a node that needs a gradient."""
+    """Return input ``which`` of a node.
+
+    Raises:
+        Unreadable: If that input needs no gradient.
+    """
     child, number = node.next_functions[which]
     if child is None:
         raise Unreadable(f"input {which} of {node.name()} needs no gradient")
@@ -380,18 +391,18 @@ def input_of(node: Node, which: int) -> Value:
 
 
 def pull(value: Value, which: int, gradient: Tensor) -> Tensor:
-    """Return what a linear operation passes on to its input ``which``, for a gradient of its result.
+    """Return the gradient of input ``which`` of a linear operation, for a gradient of the operation's result.
 
     Raises:
-        Unreadable: If its backward operation cannot be called.
+        Unreadable: If the node cannot be called.
     """
-    if value.operation in {"ToCopy", "CopyBackwards", "Clone", "Alias"}:  # a cast would round
+    if value.operation in {"ToCopy", "CopyBackwards", "Clone", "Alias"}:  # calling the node of a cast would round
         return gradient
     try:
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             try:
                 passed = _called(value, which, gradient)
-            except RuntimeError:  # some take their own dtype alone: four parts of it hold some 30 bits
+            except RuntimeError:  # some nodes take their own dtype only: four parts of that dtype hold some 30 bits
                 parts, left = list[Tensor](), gradient
                 for _ in range(4):
                     part = left.to(value.meta.dtype)
@@ -399,13 +410,14 @@ def pull(value: Value, which: int, gradient: Tensor) -> Tensor:
                     left = left - part.to(left)
                 passed = torch.stack(parts).sum(0)
             shape = input_of(value.node, which).shape
-            return passed.to(gradient).sum_to_size(shape)  # the engine does this where forward has broadcast
+            return passed.to(gradient).sum_to_size(shape)  # as the engine does where the forward has broadcast
     except (RuntimeError, TypeError, AttributeError) as error:
         words = str(error).split(".")[0]
-        raise Unreadable(f"what {value.node.name()} passes on cannot be read ({words})") from error
+        raise Unreadable(f"the gradients that {value.node.name()} passes on cannot be read ({words})") from error
 
 
 def _called(value: Value, which: int, gradient: Tensor) -> Tensor:
+    """Call a value's node with a gradient of that value, and return the gradient of input ``which``."""
     grads: list[Tensor | None] = [None] * len(input_metadata_of(value.node))
     grads[value.number] = gradient
     passed: Any = value.node(*grads)  # type: ignore[operator]
@@ -413,7 +425,7 @@ def _called(value: Value, which: int, gradient: Tensor) -> Tensor:
 
 
 def walk(starts: Iterable[_Place], onward: Callable[[_Place], Iterable[_Place]]) -> Iterator[_Place]:
-    """Yield the places that are reached from ``starts``, each once and before those behind it."""
+    """Yield each place that can be reached from ``starts`` once, the starts included."""
     pending = [*starts]
     seen = {*pending}
     while pending:
@@ -429,13 +441,16 @@ def fold(
     combine: Callable[[_Place, list[_Found]], _Found],
     known: dict[_Place, _Found],
 ) -> _Found:
-    """Return what a place is found to be by what is found of the places below it, and so on down.
+    """Compute a result for a place from the results of the places below it, bottom-up and without recursion.
 
     Args:
         start: The place.
-        below: Gives the places that one follows from.
-        combine: Gives what is found of a place, by what was found of those below.
-        known: The places that are found already; the rest is added.
+        below: Returns the places below a place.
+        combine: Computes the result of a place from the results of the places below it.
+        known: Results that are computed already, by place; the new ones are added.
+
+    Returns:
+        The result for ``start``.
     """
     pending = [start]
     while pending:
@@ -451,7 +466,7 @@ def fold(
 
 
 class Dependence:
-    """Knows which values depend on the samples: those with a tap behind them."""
+    """Finds, and caches, which operations depend on the samples: those with a tap behind them."""
 
     def __init__(self) -> None:
         self._known: dict[Node, bool] = {}
@@ -461,26 +476,28 @@ class Dependence:
         return fold(node, _nodes_below, lambda top, found: is_tap(top) or any(found), self._known)
 
     def below(self, node: Node) -> list[Value]:
-        """Return the values of the samples that a node was computed from."""
+        """Return the inputs of a node that depend on the samples."""
         return [value for value in parents(node) if self(value.node)]
 
     def inputs(self, node: Node) -> list[int]:
-        """Return the places of these values among the inputs of the node."""
+        """Return the positions of the inputs of a node that depend on the samples."""
         return [k for k, (child, _) in enumerate(node.next_functions) if child is not None and self(child)]
 
 
 def _nodes_below(node: Node) -> list[Node]:
+    """Return the nodes of an operation's inputs; none below a tap."""
     return [] if is_tap(node) else [value.node for value in parents(node)]
 
 
 class ValuePlaces:
-    """Knows where an operation acts on the samples' values: by the operations below it, down to the module.
+    """Identifies the place of a value in a loss by the operations below the value, down to the module.
 
-    What is above it, how many samples there are, and whether a loop or a matrix holds them, makes no difference.
+    The operations above the value, the number of samples, and whether a loop or one batched tensor computes the loss
+    make no difference.
 
     Args:
         ends: The values that the module returned.
-        depends: Knows which values depend on the samples.
+        depends: Tells which operations depend on the samples.
     """
 
     def __init__(self, ends: Container[Value], depends: Dependence) -> None:
@@ -488,7 +505,7 @@ class ValuePlaces:
         self._known: dict[Value, frozenset[int]] = {}
 
     def of(self, value: Value) -> frozenset[int]:
-        """Return a value's place."""
+        """Return the place of a value."""
         return fold(value, self._below, self._joined, self._known)
 
     def _below(self, value: Value) -> list[Value]:
@@ -496,7 +513,8 @@ class ValuePlaces:
 
     def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
         name = value.operation
-        if self._is_end(value) or name in _LOOPED or (name == "Add" and len(found) > 1):  # as many as there are samples
+        # A loop over samples has an addition for each sample, a batched loss has none.
+        if self._is_end(value) or name in _LOOPED or (name == "Add" and len(found) > 1):
             return frozenset().union(*found)
         return frozenset([hash((name, *found))])
 
@@ -510,12 +528,18 @@ class Constant:
 
     Attributes:
         node: The operation.
-        value: The number.
-        divides: Whether the code divided by its inverse.
-        precision: How far it may be from what was meant, relatively.
-        origin: Its kind in the code: a tensor; a whole number, which a schedule seldom is and a count always, or a
-            weight that is trained; a float; a number of a function of torch's; a number that the user has said is not
-            computed from the batch; what the weights of all rows have in common; or what backward starts with.
+        value: The factor.
+        divides: Whether the code divided, by ``1 / value``.
+        precision: The relative error that the number may have.
+        origin: Where the number comes from.
+
+            - ``"tensor"``: a tensor.
+            - ``"whole"``: a whole number, which a count always is and a schedule's number seldom; or a trained weight.
+            - ``"float"``: a float.
+            - ``"torch"``: a number of a function of torch's.
+            - ``"declared"``: a number that the user has declared as not computed from the batch.
+            - ``"weights"``: the weight that all rows have in common.
+            - ``"gradient"``: the gradient that backward starts with.
     """
 
     node: Node
@@ -526,51 +550,53 @@ class Constant:
 
     @property
     def number(self) -> float:
-        """The number as it stands in the code."""
+        """The number as the code has it: the divisor where the code divides."""
         return 1 / self.value if self.divides else self.value
 
     @property
     def may_be_data(self) -> bool:
-        """Whether it may have been computed from the batch, whatever its value."""
+        """True if the number may have been computed from the batch, whatever its value."""
         return self.origin in {"tensor", "whole"}
 
 
 @dataclass(frozen=True)
 class LinearStep:
-    """A linear operation on the way from a root to rows: its result, and which of its inputs is on the way."""
+    """A linear operation on a path from a root to rows: its result, and which of its inputs is on the path."""
 
     value: Value
     which: int
 
     @property
     def operation(self) -> str:
-        """Its name."""
+        """Name of the operation."""
         return self.value.operation
 
     @property
     def input(self) -> Value:
-        """The input."""
+        """The operation's input on the path."""
         return input_of(self.value.node, self.which)
 
     @property
     def mean(self) -> float:
-        """The factor of a mean."""
+        """The factor of the operation as a mean: 1 over the number of elements that each result averages."""
         return self.value.shape.numel() / max(1, self.input.shape.numel())
 
 
 @dataclass(frozen=True)
 class Path:
-    """One way from a root through linear operations to a value where that ends.
+    """One path from a root down through linear operations, to the value where no linear operation follows.
 
     Attributes:
-        value: The value.
+        value: The value at the end of the path.
         coefficient: The gradient of the root with respect to that value.
         steps: The operations that move elements or add them up, from the value up to the root.
         constants: The scalar factors, from the root down.
-        output: The path as far as the value that the module returned, if it has come by one with samples.
-        weighing: The operations that multiplied, divided or masked what it has come by, by a tensor of several values.
-        factor: The product of all numbers that have multiplied it: constants, means, and what backward starts with.
-        single: The product of tensors of one value that have a dimension: a number, or the weight of the only sample.
+        output: The path as far as the first value with samples that the module returned; None if there is none.
+        weighing: The operations on the path that multiply, divide or mask by a tensor of several values.
+        factor: The product of all numbers on the path: constants, means, the ``alpha`` of additions, and a scalar
+            gradient that backward starts with.
+        single: The product of tensors with one value and at least one dimension: numbers, or weights of the only
+            sample.
     """
 
     value: Value
@@ -589,16 +615,16 @@ def paths(
     outputs: Container[Value] = (),
     declared: Sequence[float] = (),
 ) -> Iterator[Path]:
-    """Yield every path to values that depend on the samples.
+    """Yield every path from the roots to values that depend on the samples.
 
     Args:
         roots: The values that backward starts from.
-        depends: Knows which values depend on the samples.
+        depends: Tells which operations depend on the samples.
         outputs: Values with samples that the module returned.
-        declared: Numbers in the loss that are no counts.
+        declared: Numbers that the user has declared as not computed from the batch.
 
     Raises:
-        Unreadable: If a node cannot be read, or there are too many.
+        Unreadable: If a node cannot be read, or there are more than 5,000 of them.
     """
     pending = [
         Path(value, gradient.to(wide_dtype(gradient.device)), factor=1.0 if gradient.dim() else abs(float(gradient)))
@@ -620,21 +646,22 @@ def paths(
 
 
 def _declared(constant: Constant, numbers: Sequence[float]) -> Constant:
-    # A declared number is a float: a whole number of the same value, such as a mean's own divisor, is a count.
+    """Return the constant, with the origin ``"declared"`` if it is one of these numbers."""
+    # A declared number is a float. A whole number of the same value, such as the divisor of a mean, is a count.
     if constant.may_be_data or not any(math.isclose(constant.number, one, rel_tol=1e-12) for one in numbers):
         return constant
     return replace(constant, origin="declared")
 
 
 def declared_at(node: Node, depends: Dependence, numbers: Sequence[float]) -> list[Constant]:
-    """Return the declared numbers that an operation multiplies or divides values of the samples by."""
+    """Return the declared numbers by which an operation multiplies or divides values of the samples."""
     found = [_multiplier(node, which)[0] for which in depends.inputs(node)]
     constants = [_declared(constant, numbers) for constant in found if constant is not None]
     return [constant for constant in constants if constant.origin == "declared"]
 
 
 def is_linear(node: Node, depends: Dependence) -> bool:
-    """Tell whether an operation is linear in those of its inputs that depend on the samples."""
+    """Tell whether an operation is linear in its inputs that depend on the samples."""
     name, inputs = operation(node), depends.inputs(node)
     if name not in _LINEAR or (name == "Div" and inputs != [0]):
         return False
@@ -642,12 +669,12 @@ def is_linear(node: Node, depends: Dependence) -> bool:
 
 
 def _onward(path: Path, depends: Dependence) -> list[Path] | None:
-    """The paths behind the value where ``path`` ends; None if that is the result of no linear operation."""
+    """Extend a path by one operation; return None if the path's last value is not the result of a linear one."""
     value, node = path.value, path.value.node
-    if value.is_tap and not value.shape:  # a loss within the module; a tap's last inputs are its outputs
+    if value.is_tap and not value.shape:  # a loss inside the module; the last inputs of a tap are its outputs
         outputs = len(input_metadata_of(node))
         child, number = node.next_functions[len(node.next_functions) - outputs + value.number]
-        # None of a call that runs sample by sample, which compares the number with the samples'
+        # There is no child where the call runs sample by sample: that run compares the number with the samples' own.
         return [] if child is None else [replace(path, value=Value(child, number))]
     name = value.operation
     if not is_linear(node, depends) or (name in PRODUCTS and value.shape.numel() != 1):
@@ -680,7 +707,7 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
 
 
 def is_tensor(number: Any) -> bool:
-    """Whether a number is a tensor; torch holds Python's as tensors that promote no dtype."""
+    """Tell whether a saved number was a tensor: torch stores Python numbers as tensors that promote no dtype."""
     if not isinstance(number, Tensor):
         return False
     least = torch.float16 if number.is_floating_point() else torch.int8
@@ -688,10 +715,10 @@ def is_tensor(number: Any) -> bool:
 
 
 def _multiplier(node: Node, which: int) -> tuple[Constant | None, float]:
-    """Return the one value that a node multiplies or divides by.
+    """Return the single number by which a node multiplies or divides.
 
     Returns:
-        The scalar, or None; what the only value of another tensor multiplies by, or 1.
+        The scalar as a `Constant`, or None; and the factor of a tensor with dimensions and one value, or 1.
     """
     name = operation(node)
     if name not in {"Mul", "Div"}:
@@ -702,18 +729,17 @@ def _multiplier(node: Node, which: int) -> tuple[Constant | None, float]:
         return None, 1.0
     if tensor and other.dim():
         other = other.detach()
-    value = float(
-        other.tolist() if tensor and not other.dim() else other
-    )  # under a dispatch mode no other way reads it
+    # Under a dispatch mode only tolist() reads the value of a tensor.
+    value = float(other.tolist() if tensor and not other.dim() else other)
     if value == 0:
         return None, 1.0
     multiplies = 1 / value if divides else value
-    if tensor and other.dim():  # one value of each sample, in a batch of one, is no constant
+    if tensor and other.dim():  # in a batch of one sample, a weight for each sample has one value, too
         return None, abs(multiplies)
     precision = torch.finfo(other.dtype).eps if tensor and other.is_floating_point() else 0.0
     trained = len(node.next_functions) == 2 and node.next_functions[1 - which][0] is not None
     if is_tensor(other):
-        origin = "whole" if trained else "tensor"  # a weight of a task that is learnt is the user's
+        origin = "whole" if trained else "tensor"  # a trained weight, such as a task's, is the user's
     elif tensor:
         origin = "float" if other.is_floating_point() else "whole"
     else:

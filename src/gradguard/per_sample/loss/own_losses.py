@@ -1,8 +1,9 @@
-"""Computes each sample's loss from its own rows alone, by a function that the user gives.
+"""Compute each sample's loss from the sample's own rows alone, with a function that the user passes.
 
-What the graph of a loss cannot show (targets that were transposed, a mask made of another sample's numbers) cannot
-happen then, for the function gets no other sample's rows. What it takes from elsewhere is looked at: each value must
-depend on its own sample's outputs, and a tensor that the function was not given may be made of the batch.
+The function gets no other sample's rows. So mistakes that the graph of a loss does not show (transposed targets, a mask
+made of another sample's numbers) cannot happen. Everything else that the function takes is checked. Each loss must
+depend on its own sample's outputs only. A tensor that was neither passed nor bound to the function may be made of the
+batch, and is refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,19 +31,21 @@ def own_losses(
     """Return each sample's loss, a scalar each.
 
     Args:
-        loss_fn: Called once for each sample.
+        loss_fn: Function of one sample's loss, called once for each sample.
         args: Positional arguments; of each tensor the function gets one sample's row, with the dimension kept.
-        kwargs: Keyword arguments, likewise.
+        kwargs: Keyword arguments, cut in the same way.
         batch_size: Number of samples B.
-        batch_first: Whether they are the first dimension of tensors, or the second of those that have two.
-        watched: The sample in whose loss is looked at what the function takes from elsewhere; -1 for none.
-        time_first: Which arguments were seen to be ``[T, B, ...]`` where T and B differed; new ones are added.
+        batch_first: Whether samples lie along the first dimension of a tensor; else along the second, where a tensor
+            has two.
+        watched: Index of the sample in whose call the tensors that the function takes are checked; -1 for none.
+        time_first: Positions of the arguments that were ``[T, B, ...]`` in a batch where T and B differed; new ones are
+            added.
 
     Raises:
         InvalidTypeError: If the function returns no tensor.
-        InvalidValueError: If a tensor has not B rows, or a loss is not one number.
-        UnsupportedGradientError: If the function takes a tensor that may be made of the batch, or changes one that is
-            bound to it.
+        InvalidValueError: If a tensor does not have B rows, or a loss is not one number.
+        UnsupportedGradientError: If the function takes a tensor that may be made of the batch, or changes a tensor that
+            is bound to it.
     """
     _refuse_numbers((tuple(args), dict(kwargs)), batch_size)
     given = Skeleton((tuple(args), dict(kwargs)))
@@ -51,7 +54,7 @@ def own_losses(
     rows = [_rows(tensor, batch_size, batch_first, place, seen) for place, tensor in enumerate(given.tensors)]
     losses: list[Tensor] = []
     for sample in range(batch_size):
-        own = [row[sample].clone() for row in rows]  # which the function may change
+        own = [row[sample].clone() for row in rows]  # the function may change its arguments in place
         own_args, own_kwargs = given.fill(own)
         if sample == watched and batch_size > 1:
             known = [*own, *_bound_tensors(loss_fn)]
@@ -66,38 +69,45 @@ def own_losses(
         if loss.numel() != 1:
             raise InvalidValueError(
                 "per_sample_losses: expected one number from the function, the loss of the one sample that it was "
-                f"given, got a tensor of shape {list(loss.shape)}. Reduce it there, as by .mean()."
+                f"given, got a tensor of shape {list(loss.shape)}. Reduce the loss inside the function, as by .mean()."
             )
         losses.append(loss.reshape(()))
     if batch_size > 1 and _versions(loss_fn) != bound:
         raise UnsupportedGradientError(
             "per_sample_losses: the function changes a tensor that is bound to it, such as a running mean. So the loss "
-            "of a sample depends on those before it. Change it between steps, outside of the function."
+            "of a sample depends on the samples before it. Change that tensor between steps, outside of the function."
         )
     return losses
 
 
 def _versions(loss_fn: Any) -> list[tuple[int, int]]:
+    """Return the id and the version of each tensor that is bound to a function."""
     return [(id(tensor), version_of(tensor)) for tensor in _bound_tensors(loss_fn)]
 
 
 def _refuse_numbers(tree: Any, batch_size: int) -> None:
-    """Refuse a list of B numbers or texts, which would go whole to each sample."""
+    """Refuse a list of B numbers or strings: the function would get the whole list for each sample."""
     is_list = isinstance(tree, list | tuple)
     if is_list and len(tree) == batch_size > 1 and all(isinstance(one, int | float | str) for one in tree):
         raise InvalidValueError(
             f"per_sample_losses: {tree!r:.80} has one entry for each of the {batch_size} samples, and only tensors are "
-            "cut into rows. Make it a tensor; or bind it, if it is the same for all samples, by functools.partial."
+            "cut into rows. Make it a tensor; or, if it is the same for all samples, bind it by functools.partial."
         )
     for one in tree.values() if isinstance(tree, Mapping) else tree if is_list else ():
         _refuse_numbers(one, batch_size)
 
 
 def _rows(tensor: Tensor, batch_size: int, batch_first: bool, place: int, time_first: set[int]) -> Sequence[Tensor]:
+    """Return one row for each sample of the argument tensor at position ``place``, with the dimension kept.
+
+    Raises:
+        InvalidValueError: If the tensor does not have B samples, or its dimension of samples is ambiguous.
+        UnsupportedGradientError: If the tensor is nested, sparse, or a transposed view.
+    """
     if tensor.is_nested or tensor.layout != torch.strided:
         raise UnsupportedGradientError(
-            f"per_sample_losses: a {'nested' if tensor.is_nested else 'sparse'} tensor is not cut into rows. Give it "
-            "as a padded, dense one, as by .to_padded_tensor(0.0) or .to_dense()."
+            f"per_sample_losses: a {'nested' if tensor.is_nested else 'sparse'} tensor cannot be cut into rows. Pass a "
+            "padded or dense tensor, as by .to_padded_tensor(0.0) or .to_dense()."
         )
     dim = 0 if batch_first or tensor.dim() < 2 else 1
     if dim and not tensor.requires_grad and tensor.shape[1] == batch_size > 1:
@@ -105,61 +115,61 @@ def _rows(tensor: Tensor, batch_size: int, batch_first: bool, place: int, time_f
             time_first.add(place)
         elif place not in time_first:
             raise InvalidValueError(
-                f"per_sample_losses: a tensor of shape {list(tensor.shape)} is [T, B, ...] or [B, ...], which cannot "
-                f"be told where both are {batch_size}. Begin with a batch in which they differ."
+                f"per_sample_losses: a tensor of shape {list(tensor.shape)} may be [T, B, ...] or [B, ...]: both sizes "
+                f"are {batch_size}. Begin with a batch in which T and B differ."
             )
     if not tensor.dim() or tensor.shape[dim] != batch_size:
         raise InvalidValueError(
             f"per_sample_losses: expected tensors with {batch_size} samples along dimension {dim}, got one of shape "
-            f"{list(tensor.shape)}. Bind what is the same for all samples to the function, as by "
+            f"{list(tensor.shape)}. Bind a tensor that is the same for all samples to the function, as by "
             "functools.partial(loss_fn, weight=weight)."
         )
     square = dim == 0 and tensor.shape[:2] == (batch_size, batch_size) and not tensor.requires_grad
     if square and 0 < tensor.stride(0) < tensor.stride(1):
         raise UnsupportedGradientError(
-            f"per_sample_losses: a tensor of shape {list(tensor.shape)} is a transposed view, as target.T, so that its "
-            "rows are of other samples. Leave it as it came from the loader; if its rows are samples, copy it, "
+            f"per_sample_losses: a tensor of shape {list(tensor.shape)} is a transposed view, such as target.T, so its "
+            "rows may not be samples. Pass the tensor as the loader returned it; if its rows are samples, copy it by "
             ".contiguous()."
         )
     return tensor.split(1, dim)
 
 
 def _bound_tensors(loss_fn: Any) -> list[Tensor]:
-    """Return the tensors that are bound to a function: a module's, and those that `functools.partial` gives."""
+    """Return the tensors bound to a function: those of a module, and arguments bound by `functools.partial`."""
     return [one for _, one in bound_values(loss_fn) if isinstance(one, Tensor)]
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses tensors that a function neither was given nor has made: they may be made of the batch.
+    """Refuses tensors that a function neither was passed nor computed: they may be made of the batch.
 
     Args:
-        known: The tensors that it was given.
+        known: The tensors that the function was passed, or that are bound to it.
         batch_size: Number of samples, for the message.
     """
 
     def __init__(self, known: Sequence[Tensor], batch_size: int) -> None:
         super().__init__()
-        self._known = {id(tensor): tensor for tensor in known}  # held, so that no other gets their identities
+        self._known = {id(tensor): tensor for tensor in known}  # keeps the tensors alive, so that no id is reused
         self._batch_size = batch_size
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Look at what a function of torch takes, and call it.
+        """Check the tensors that a function of torch takes, and call the function.
 
         Returns:
-            Its result.
+            The function's result.
 
         Raises:
-            UnsupportedGradientError: If it takes such a tensor.
+            UnsupportedGradientError: If it takes an unknown tensor that is no parameter.
         """
         for tensor in tensor_leaves((tuple(args), dict(kwargs or {}))):
             if id(tensor) not in self._known and not isinstance(tensor, nn.Parameter):
                 raise UnsupportedGradientError(
                     f"per_sample_losses: the function takes a tensor of shape {list(tensor.shape)} that it was not "
-                    f"given, and that may be made of the {self._batch_size} samples. Give it as an argument, which is "
-                    "cut into rows. If it is the same for all batches, bind it: functools.partial(loss_fn, "
-                    "weight=weight), or call .item() on a number."
+                    f"given, and that may be made of the {self._batch_size} samples. Pass the tensor as an argument of "
+                    "per_sample_losses, which cuts it into rows. If it is the same for all batches, bind it: "
+                    "functools.partial(loss_fn, weight=weight), or call .item() on a number."
                 )
         result = func(*args, **(kwargs or {}))
         self._known.update((id(made), made) for made in tensor_leaves(result))

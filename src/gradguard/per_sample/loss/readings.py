@@ -1,10 +1,10 @@
-r"""What the numbers in a loss may be: the user's own, or counts of the batch.
+r"""List the possible meanings of the numbers in a loss: the user's own constants, or counts of the batch.
 
 A sum that is divided by 4 in a batch of 4 samples may be the mean over samples, or have the user's own divisor 4. One
-batch cannot tell. So for each term of a loss there is a list of *readings*, each of which says which number is which
-count, and with it what each sample's share of the term is. Readings that give samples different shares relative to one
-another are never chosen between: the loss is refused. A number that was taken for a count and is none is found in the
-next batch, by the ledger.
+batch cannot decide. So each term of a loss has a list of *readings*. A reading says which number is which count, and
+thereby each sample's share of the term. Where two readings give samples different shares relative to one another,
+neither is chosen: the loss is refused. Where a number is read as a count and is none, the ledger finds it in a later
+batch.
 """
 
 import math
@@ -20,17 +20,22 @@ from gradguard.per_sample.loss.loss_graph import Constant
 from gradguard.per_sample.loss.rows import LossTerm
 
 Meaning = Literal["own", "count", "samples", "rows in the mean", "times rows", "times samples"]
-"""The meaning of a number: the user's own; the number of rows, or of samples, by which a sum is divided; 1 over the
-part of a mean's rows that count; a count that multiplies a mean, which makes it a sum."""
+"""Meaning of a number.
+
+- ``"own"``: the user's own constant.
+- ``"count"``, ``"samples"``: the number of rows, or of samples, by which a sum is divided.
+- ``"rows in the mean"``: 1 over the fraction of a mean's rows that count.
+- ``"times rows"``, ``"times samples"``: a count that multiplies a mean, and so turns the mean into a sum.
+"""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One possibility of what the numbers of a term are: at most one of them is a count.
+    """One possible meaning of the numbers of a term: at most one of them is a count.
 
     Attributes:
         what: The meaning of the number.
-        share: Each sample's share of the mean that the term is then [B]; None if it is none.
+        share: Each sample's share of the term if this meaning makes the term a mean [B]; None if it does not.
         constant: The number; None if all are the user's own.
     """
 
@@ -40,18 +45,18 @@ class Reading:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the number is hardly a constant of the user's: a tensor, or a divisor below 1."""
-        one = self.constant
-        return one is not None and (one.origin == "tensor" or (one.divides and abs(one.value) > 1))
+        """True if the number is almost surely not the user's constant: a tensor, or a divisor below 1."""
+        constant = self.constant
+        return constant is not None and (constant.origin == "tensor" or (constant.divides and abs(constant.value) > 1))
 
 
 def readings(term: LossTerm, together: Mapping[Node, Tensor], reduction: str) -> list[Reading]:
-    """Return what the numbers of a term may be in this batch, the likeliest first and the user's own last.
+    """Return the possible meanings of a term's numbers in this batch: the likeliest first, the user's own last.
 
     Args:
         term: The term.
-        together: The weights of all terms that share a constant, by its node.
-        reduction: The loss over samples as the user has said it.
+        together: The summed weights of all terms that share a constant, by the constant's node.
+        reduction: The reduction over samples that the user declared.
     """
     constants = [constant for constant in term.constants if constant.origin != "declared"]
     if term.share is None:
@@ -64,6 +69,7 @@ def readings(term: LossTerm, together: Mapping[Node, Tensor], reduction: str) ->
 def _of_sum(
     term: LossTerm, constants: Sequence[Constant], together: Mapping[Node, Tensor], token_mean: bool
 ) -> Iterator[Reading]:
+    """Yield the readings by which the numbers of a sum make it a mean over rows or samples."""
     batch_size, count = len(term.weights), float(term.weights.sum())
     if not term.even and math.isclose(count, 1, rel_tol=1e-5):
         yield Reading("count", term.weights / count)
@@ -87,8 +93,9 @@ def _of_sum(
 def _of_mean(
     term: LossTerm, constants: Sequence[Constant], together: Mapping[Node, Tensor], is_sum: bool
 ) -> Iterator[Reading]:
+    """Yield the readings by which the numbers of a mean change the rows that it averages, or make it a sum."""
     if math.isclose(abs(math.prod(constant.value for constant in constants)), 1, rel_tol=1e-6):
-        return  # one undoes another, as a trainer's and its adapter's
+        return  # one constant undoes another, such as a trainer's division and its adapter's factor
     constants = [constant for constant in constants if abs(constant.value) != 1]
     levels = [(term.weights, term.size), *[(level.counts, level.size) for level in term.levels]]
     averaged = term.size if term.mean is None else float(term.mean[1].sum())
@@ -108,6 +115,6 @@ def _of_mean(
 
 
 def same_shares(found: Sequence[Reading]) -> bool:
-    """Tell whether readings that make a mean of a sum give samples the same shares."""
+    """Tell whether all readings that make the term a mean give samples the same shares."""
     shares = [reading.share for reading in found if reading.share is not None]
     return all(torch.allclose(share, shares[0], rtol=1e-4, atol=0) for share in shares[1:])

@@ -1,4 +1,4 @@
-"""The terms of a loss: which rows each reduces, which sample a row belongs to, and what mixes samples."""
+"""Read the terms of a loss: the rows that each reduces, the sample of each row, and operations that mix samples."""
 
 import functools
 import math
@@ -60,51 +60,53 @@ _WITH_REDUCTION = operations(
     "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
     "SoftMarginLoss MultiMarginLoss MultilabelMarginLoss"
 )
-"""Losses that are reduced in the same operation; in what they save, 0 is none, 1 the mean, and 2 the sum."""
+"""Losses that reduce their rows in the same operation; their saved ``reduction`` is 0 for none, 1 mean, 2 sum."""
 
 _ROW_EACH = frozenset(["MultiMarginLoss", "MultilabelMarginLoss"])
+"""Losses of `_WITH_REDUCTION` whose last input dimension holds the classes of one row."""
 
 _OVER_DIMS = operations(
     "Sum Mean Var Std VarMean StdMean Logsumexp Softmax LogSoftmax Cumsum Max Min Amax Amin Prod Norm "
     "LinalgVectorNorm Median Topk Sort Kthvalue Nansum"
 )
-"""Operations that mix what lies along some dimensions."""
+"""Operations that mix the elements along some dimensions."""
 
 _FUNCTIONS = operations(
     "Pow Exp Log Abs Relu Sigmoid Tanh Softplus LogSigmoid Square Sqrt Rsqrt Reciprocal Log1P Expm1 Clamp ClampMin "
     "ClampMax Maximum Minimum"
 )
 _NONLINEAR = _OVER_DIMS | _FUNCTIONS | PRODUCTS | {"Mul", "Div"}
-"""Operations which, after a reduction over the batch, leave nothing that is one sample's."""
+"""Operations after which, if a reduction over the batch precedes them, no value belongs to one sample."""
 
 _CHOOSING = operations(
     "Max Min Amax Amin Median Nanmedian Mode Topk Sort Kthvalue Cummax Cummin Maximum Minimum Fmax Fmin "
     "Aminmax ScatterReduce IndexReduce SegmentReduce Dist Unique Unique2 UniqueDim Bucketize "
     "MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D"
 )
-"""Operations after which a value may come from one sample because of what the others are."""
+"""Operations that select a value by comparing it with others, possibly those of other samples."""
 
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One term: how often each sample's rows stand in it, and what it was reduced and multiplied by.
+    """One term of a loss: the weights of each sample's rows, and the reductions and constants of the term.
 
     Attributes:
-        weights: The sum of each sample's weights [B], constants left out: the number of its rows, where not weighted.
-        size: The number of all rows, with those that do not count.
-        even: Whether the weights are 0 or 1.
+        weights: The sum of the weights of each sample's rows [B], without constants; the number of rows where these are
+            not weighted.
+        size: The number of all rows, including those that do not count.
+        even: Whether every weight is 0 or 1.
         labels: Whether rows are labels.
         share: Each sample's share of the mean that reduces the batch [B]; None where a sum reduces it.
-        levels: The numbers of values that rows are summed to within samples.
+        levels: The counts of values that the rows are summed to within samples.
         constants: The constants, from the root down.
-        mean: The mean that reduces the batch, and how many of each sample's values it takes of this term [B].
-        rows: The number of all rows of each sample [B], with those that do not count.
-        inner: How many values rows have, if they are along the first dimension, the first two, and so on.
-        class_weights: Whether it is a mean over labels of classes that have different weights.
+        mean: The mean that reduces the batch, and how many values of each sample it takes from this term [B].
+        rows: The number of all rows of each sample [B], including those that do not count.
+        inner: How many values a row has if rows lie along the first dimension, along the first two, and so on.
+        class_weights: Whether the term is a mean over labels of classes that have different weights.
         summed: The weights of the values that the last sum adds up, by sample [B].
-        width: How many values of rows sums within samples add up to one of these.
+        width: How many row values the sums within samples add up to one such value.
         is_mean: Whether the last operation that adds rows up is a mean.
-        numbers: The constants on each way to the rows: in a loop over samples each may have its own.
+        numbers: The constants on each path to the rows: in a loop over samples each path may have its own.
     """
 
     weights: Tensor
@@ -125,19 +127,19 @@ class LossTerm:
 
     @property
     def mean_of_one(self) -> bool:
-        """Whether it is a mean over the rows of one sample, the only one of several that has any."""
+        """True if the term is a mean over the rows of one sample: the only one of several samples that has rows."""
         several = len(self.weights) > 1 and self.share is None
         return several and self.is_mean and int((self.weights > 0).sum()) == 1
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The rows where a path ends, and whose they are. It depends on how a loss is made, not on the numbers in it.
+    """The sample of each row at the end of a path. It depends on the structure of a loss, not on the numbers in it.
 
     Attributes:
-        name: The operation that reduces the rows by itself, or another; "" for values that the module returned.
+        name: The operation that computes the rows; "" for values that the module returned.
         samples: The sample of each row; can be broadcast to the rows.
-        sure: Whether it is known to be, or only likely.
+        sure: Whether the samples are known; else they are only likely.
     """
 
     name: str
@@ -146,24 +148,24 @@ class Owner:
 
 
 class SampleRows:
-    """The rows where a path ends, and whose they are.
+    """The rows at the end of a path, and the sample of each row.
 
     Args:
-        path: From the loss to the rows.
+        path: The path from the loss to the rows.
         outputs: The values that the module returned.
-        owner: Whose they are, if that is known of a loss that is made in the same way.
-        is_output: Take the values at the end of the path as the rows, whatever operation made them.
+        owner: The samples of the rows, if they are known from a loss of the same structure.
+        is_output: Take the values at the end of the path as the rows, whatever operation computes them.
 
     Attributes:
-        path: As it was given.
-        name: The operation that makes the rows; "" for values that the module returned.
-        shape: Their shape.
-        behind: The operations from there to the module.
-        owner: Whose they are.
+        path: As passed.
+        name: The operation that computes the rows; "" for values that the module returned.
+        shape: Shape of the rows.
+        behind: The operations between the rows and the module.
+        owner: The samples of the rows.
 
     Raises:
-        Coupled: If samples are mixed there.
-        Unreadable: If rows cannot be told from one another.
+        Coupled: If an operation mixes samples in the rows.
+        Unreadable: If the sample of a row cannot be found out.
     """
 
     def __init__(self, path: Path, outputs: Outputs, owner: Owner | None, is_output: bool = False) -> None:
@@ -177,7 +179,7 @@ class SampleRows:
         self._refuse_constants()
 
     def _shape(self) -> torch.Size:
-        """The shape of the rows: of labels, or of what a loss takes that reduces it in the same operation."""
+        """Return the shape of the rows: that of the labels, or of the input of a loss that also reduces its rows."""
         node = self.path.value.node
         if self.name in LABELLED:
             return saved(node, "target").shape
@@ -188,15 +190,15 @@ class SampleRows:
         return shape[:-1] if self.name in _ROW_EACH and len(shape) > 1 else shape
 
     def _owner(self) -> Owner:
-        """Find the sample of each row among those that sizes name, or else by derivatives.
+        """Map each row to its sample: check the layouts that the sizes allow, else infer the samples from derivatives.
 
         Returns:
-            It.
+            The owner.
 
         Raises:
-            Coupled: If no row belongs to one sample.
-            Silent: If rows have no derivative that would tell.
-            Unreadable: If that cannot be told.
+            Coupled: If rows belong to several samples each.
+            Silent: If rows have a derivative of 0, which does not show their sample.
+            Unreadable: If the samples cannot be found out.
         """
         outputs, known = self._outputs, self.name in _NONLINEAR | _WITH_REDUCTION
         size, rows, node = outputs.batch_size, self.shape[:1].numel(), self.path.value.node
@@ -206,7 +208,7 @@ class SampleRows:
         either_order = (False, True) if candidates and rows > size and rows % size == 0 else ()
         for samples in [*candidates, *[_numbered(node, self.shape, 0, size, first) for first in either_order]]:
             found = self._apart(samples)
-            if all(one is None for one in found):  # within the module, which was looked at by itself
+            if all(one is None for one in found):  # the rows are inside the module, which is checked by itself
                 sure = size == 1 or (len(candidates) == 1 and self._in_order)
             elif False not in found:
                 sure = self._are_shown(samples)
@@ -214,8 +216,8 @@ class SampleRows:
                 continue
             self._refuse_broadcast()
             return Owner(self.name, samples, sure)
-        is_told = candidates or not all(one is None for one in self._apart(torch.zeros((), device="cpu")))
-        if is_told and len(self._values) == 1 and not self._passes(_CHOOSING):
+        depends = candidates or not all(one is None for one in self._apart(torch.zeros((), device="cpu")))
+        if depends and len(self._values) == 1 and not self._passes(_CHOOSING):
             try:
                 measured = self._measured(*self._values)
                 if all(self._apart(measured)):
@@ -228,17 +230,18 @@ class SampleRows:
         if candidates:
             raise Coupled(
                 f"the values that it is computed from, of shape {list(self.shape)} from {node.name()}, depend on "
-                "several samples each: what a sample adds to the gradient depends on the others. Leave that term out, "
-                "or compute it for each sample and average"
+                "several samples each, so a sample's gradient depends on the other samples. Leave that term out, or "
+                "compute it for each sample and average"
             )
         raise Unreadable(
-            f"values of shape {list(self.shape)}, from {node.name()}, do not tell the {size} samples apart"
+            f"values of shape {list(self.shape)}, from {node.name()}, do not show which of the {size} samples each "
+            "belongs to"
             if known
             else f"the operation {node.name()} between the loss and the samples is not known"
         )
 
     def _candidates(self) -> list[Tensor]:
-        """The samples that rows may belong to, the likeliest first."""
+        """Return the layouts of samples that the sizes of the rows allow, the likeliest first."""
         node, shape, outputs = self.path.value.node, self.shape, self._outputs
         if selected := self._selections:
             first, *others = [_chosen_samples(one, shape, outputs) for one in selected]
@@ -249,7 +252,7 @@ class SampleRows:
 
     @functools.cached_property
     def _selections(self) -> list[Node]:
-        """The operations that chose these rows from others, as ``logits[mask]``; none if a way to them has none."""
+        """The operations that selected these rows, such as ``logits[mask]``; none if a path below has no selection."""
         node, shape = self.path.value.node, self.shape
         found: list[Node] = []
         pending, seen = [node] if shape else [], {node}
@@ -266,7 +269,7 @@ class SampleRows:
         return found
 
     def _apart(self, samples: Tensor) -> list[bool | None]:
-        """Tell of each value that holds the rows whether it is of these samples."""
+        """Tell of each value that holds the rows whether it depends on these samples only; None if on no output."""
         found = []
         for value in self._values:
             shape, own = value.shape, samples
@@ -277,18 +280,18 @@ class SampleRows:
 
     @property
     def _values(self) -> list[Value]:
-        """The values that hold the rows: those that a loss is computed from that reduces them itself."""
+        """The values that hold the rows: the inputs of a loss that also reduces its rows, else the last value."""
         return self._depends.below(self.path.value.node) if self.name in _WITH_REDUCTION else [self.path.value]
 
     def _are_shown(self, samples: Tensor) -> bool:
-        """Find out whether each row of a list shows by its derivative whose it is, or all are in the order of samples.
+        """Tell whether the samples of the rows are certain: by the order of the samples, or by each row's derivative.
 
         Returns:
-            Whether they do; False where one has no derivative.
+            The answer; False where a row has a derivative of 0.
 
         Raises:
-            Silent: If that was chosen by data: a derivative of 0 contradicts nothing.
-            Unreadable: If rows are of other samples, or that cannot be told.
+            Silent: If such a row was selected by data: then neither order nor derivative shows its sample.
+            Unreadable: If rows belong to other samples, or their samples cannot be found out.
         """
         is_chosen = self._passes(SELECTING)
         is_list = is_chosen or samples.numel() > self._outputs.batch_size
@@ -301,26 +304,26 @@ class SampleRows:
                 raise
             return False
         if not all(torch.equal(one, samples.broadcast_to(self.shape).to(one)) for one in shown):
-            raise Unreadable(f"values of shape {list(self.shape)} belong to other samples than their order says")
+            raise Unreadable(f"values of shape {list(self.shape)} are not in the order of the samples")
         return True
 
     def _passes(self, names: frozenset[str]) -> bool:
-        """Tell whether one of these operations stands between the rows and the module."""
+        """Tell whether one of these operations is between the rows and the module."""
         return not names.isdisjoint(map(operation, self.behind))
 
     @property
     def _in_order(self) -> bool:
-        """Whether nothing between the rows and the module, or a layer inside it, changes the order of samples."""
+        """True if no operation between the rows and the module, or a layer inside it, changes the samples' order."""
         outputs = self._outputs
         edges = [self.path.value, *[edge for node in self.behind for edge in parents(node)]]
         ends = [end for end in edges if end in outputs.values or end.is_tap]
         in_front = all(end.shape[:1] == (outputs.batch_size,) for end in ends if end.shape)
-        chosen = self._selections  # whose rows are known
+        chosen = self._selections  # the samples of selected rows are known
         still = all(operation(n) in _IN_ORDER or n in chosen or _turns_rows_only(n) for n in self.behind)
         return outputs.batch_first and in_front and still
 
     def _measured(self, value: Value) -> Tensor:
-        """The sample of each row, as derivatives of a value that holds them show it."""
+        """Return the sample of each row, inferred from derivatives of a value that holds the rows."""
         samples = self._outputs.samples_of(value)
         return samples if samples.shape == self.shape else samples.select(self._dim_of_classes(samples.shape), 0)
 
@@ -328,10 +331,10 @@ class SampleRows:
         return 1 if self.name in LABELLED and len(values) > 1 else -1
 
     def _refuse_mixing(self) -> None:
-        """Look behind the value where the path ends, as far as the module, for what mixes samples.
+        """Check that no operation between the end of the path and the module mixes samples.
 
         Raises:
-            Coupled: If something does.
+            Coupled: If one does.
         """
         if self.path.value in self._outputs.values:
             return
@@ -339,13 +342,13 @@ class SampleRows:
             reduces = node is self.path.value.node and self.name in _WITH_REDUCTION
             if not reduces and self._mixes(node):
                 raise Coupled(
-                    f"{node.name()} mixes samples, and what comes of it is no sum of parts that are one sample's own: "
-                    "what a sample adds to the gradient depends on the others. Leave that term out, or compute it for "
-                    "each sample and average"
+                    f"{node.name()} mixes samples, and its result is no sum of parts of single samples, so a sample's "
+                    "gradient depends on the other samples. Leave that term out, or compute it for each sample and "
+                    "average"
                 )
 
     def _mixes(self, node: Node) -> bool:
-        """Tell whether an operation puts samples together, by sizes, and no derivatives show that it does not."""
+        """Tell whether an operation mixes samples: sizes say that it may, and derivatives do not show the contrary."""
         name, outputs = operation(node), self._outputs
         behind = self._depends.below(node)
         if not behind:
@@ -380,13 +383,13 @@ class SampleRows:
         return [*[step.value.node for step in self.path.steps], *self.behind]
 
     def _refuse_constants(self) -> None:
-        """Check that no constant lies along as many entries as there are samples, and is the same for each of them.
+        """Check that no constant has B entries along a dimension other than the samples', the same for every sample.
 
-        That is how outputs ``[B, T]`` and targets ``[B]`` make losses of two samples each, where T is B.
+        Where T is B, outputs ``[B, T]`` and targets ``[B]`` make such losses: each depends on two samples.
 
         Raises:
-            Coupled: If one does.
-            Unreadable: If it cannot be told.
+            Coupled: If there is such a constant.
+            Unreadable: If that cannot be decided.
         """
         depends, nodes, outputs = self._depends, [*self._nodes, *self.path.weighing], self._outputs
         for node in nodes:
@@ -394,7 +397,7 @@ class SampleRows:
                 shape, sizes = value.shape, own_sizes(constant)
                 if any(map(SharedValue("", constant).is_of, outputs.declared)):
                     continue
-                outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
+                outputs.coincide |= self._is_doubtful(shape, shape)  # the next batch's constant may have other sizes
                 if self._is_doubtful(shape, sizes):
                     self._refuse_transposed(node, value, constant)
                     varying = Bounds.exactly(constant.double()).sizes
@@ -412,7 +415,7 @@ class SampleRows:
         if not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
             return
         outputs.coincide = True
-        chains = AffineChains(outputs.held | known_values(nodes), depends)
+        chains = AffineChains(outputs.tensors | known_values(nodes), depends)
         from_results = {parents(node)[0]: recovered(node) for node in nodes if operation(node) in INVERTIBLE}
         wholes = {one: bounds for one, bounds in from_results.items() if bool(bounds.middle.isfinite().all())}
         wholes |= {one: Bounds.exactly(values) for one, values in chains.known.items()}
@@ -426,18 +429,18 @@ class SampleRows:
                 self._refuse_constant(value.node, value)
 
     def _learn(self, sizes: Sequence[int]) -> None:
-        """Remember sizes of constants that are made of no samples; beside a single sample any may be."""
+        """Remember sizes of constants that are not made of samples. A batch of one sample shows none."""
         if self._outputs.batch_size > 1:
             self._outputs.repeated.update(size for size in sizes if size > 1)
 
     @functools.cached_property
     def _is_inside(self) -> bool:
-        """Whether the rows are computed within the module, which was looked at by itself."""
+        """True if the rows are computed inside the module, which is checked by itself."""
         edges = [edge for node in [self.path.value.node, *self.behind] for edge in parents(node)]
         return self._outputs.values.isdisjoint([self.path.value, *edges])
 
     def _is_doubtful(self, shape: torch.Size, constant: Sequence[int]) -> bool:
-        """Tell whether a constant of some sizes beside a value may lie along others of B entries than the samples."""
+        """Tell whether a constant beside a value may lie along a dimension of B entries that is not the samples'."""
         batch_size, places = self._outputs.batch_size, places_of(shape, self._outputs.batch_size)
         sized = {dim for dim, size in enumerate(constant) if size == batch_size}
         known = batch_size == 1 or batch_size in self._outputs.constant_sizes or self._is_inside
@@ -446,17 +449,17 @@ class SampleRows:
     def _refuse_constant(
         self, node: Node, value: Value, sizes: Sequence[int] | None = None, surely: Sequence[int] = ()
     ) -> None:
-        """Check that a constant beside a value is one of each sample, or lies along nothing of as many entries.
+        """Check that a constant beside a value has its own entry for each sample, or lies along no dimension of size B.
 
         Args:
-            node: The operation that puts it there.
+            node: The operation that takes the constant.
             value: The value.
-            sizes: The constant's, 1 where it is repeated; None where the graph does not keep them.
-            surely: These sizes, but larger than 1 only where rounding cannot be the cause.
+            sizes: Sizes of the constant, 1 where it is repeated; None where the graph does not keep them.
+            surely: These sizes, but larger than 1 only where entries differ by more than rounding.
 
         Raises:
-            Coupled: If it is neither.
-            Unreadable: If it may be neither, and its sizes are not known.
+            Coupled: If the constant is the same for every sample along another dimension of size B.
+            Unreadable: If it may be, and its sizes are not known.
         """
         shape, batch_size = value.shape, self._outputs.batch_size
         if not self._is_doubtful(shape, shape if sizes is None else sizes):
@@ -467,58 +470,61 @@ class SampleRows:
         samples = self._dim_of_samples(value, places)
         if sizes is None and [dim for dim, size in enumerate(shape) if size == batch_size] != [samples]:
             raise Unreadable(
-                f"{node.name()} takes a constant beside values of shape {list(shape)}, and the graph does not keep its "
-                f"shape: if it has {batch_size} entries, one of each sample, then each value belongs to two samples. "
-                "Begin with a batch of another size, or let clipper.per_sample_losses compute the losses"
+                f"{node.name()} takes a constant beside values of shape {list(shape)}, and the graph does not keep the "
+                f"constant's shape. If the constant has {batch_size} entries, one of each sample, then each value "
+                "belongs to two samples. Begin with a batch of another size, or let clipper.per_sample_losses compute "
+                "the losses"
             )
         one = sizes is not None and (samples is None or surely[samples] == 1)
         if one and self._outputs.only_sample(value) is None:
             raise Coupled(
                 f"{node.name()} puts a constant of {batch_size} entries, the same ones for every sample, beside values "
-                f"of shape {list(shape)}. Is it made of the {batch_size} samples? Then each value belongs to two of "
-                "them: give it a dimension for the samples, as by target.unsqueeze(1). If it is not, begin with a "
-                "batch of another size, or let clipper.per_sample_losses compute each sample's loss from its own rows"
+                f"of shape {list(shape)}. Is the constant made of the {batch_size} samples? Then each value belongs to "
+                "two samples: give the constant a dimension for the samples, as by target.unsqueeze(1). If it is not, "
+                "begin with a batch of another size, or let clipper.per_sample_losses compute each sample's loss from "
+                "its own rows"
             )
 
     def _refuse_transposed(self, node: Node, value: Value, constant: Tensor) -> None:
-        """Check that a constant is no transposed view whose samples lie along another dimension than the value's.
+        """Check that a constant is no transposed view, whose samples lie along another dimension than the value's.
 
         Raises:
-            Coupled: If it is.
+            Coupled: If it is such a view.
         """
         places = [dim for dim in places_of(value.shape, len(constant)) if constant.shape[dim] == len(constant)]
         if len(places) < 2 or constant.is_contiguous():
             return
-        outermost = max(places, key=constant.stride)  # of a batch the samples are
+        outermost = max(places, key=constant.stride)  # in memory, a batch has its samples outermost
         samples = self._dim_of_samples(value, places)
         if samples is not None and samples != outermost and constant.stride(outermost) > constant.stride(samples) > 0:
             raise Coupled(
-                f"{node.name()} puts a transposed constant of shape {list(constant.shape)} beside values whose samples "
-                f"lie along dimension {samples}, as target.T: so each value belongs to two samples. Leave it as it "
-                "came from the loader; if its samples lie there, copy it, .contiguous()"
+                f"{node.name()} puts a transposed constant of shape {list(constant.shape)}, such as target.T, beside "
+                f"values whose samples lie along dimension {samples}: so each value belongs to two samples. Use the "
+                f"tensor as the loader returned it; if its samples lie along dimension {samples}, copy it by "
+                ".contiguous()"
             )
 
     def _dim_of_samples(self, value: Value, places: Sequence[int]) -> int | None:
-        """Find the dimension of the samples by derivatives; None if there is none."""
+        """Return the dimension of the samples, found by derivatives; None if no dimension holds them."""
         shape, size = value.shape, self._outputs.batch_size
         orders = ((dim, _numbered(value.node, shape, dim, size, first)) for dim in places for first in (True, False))
-        # Within the module, which was looked at by itself, the likeliest.
+        # Inside the module, where the answer is None, this takes the likeliest: the module is checked by itself.
         return next((dim for dim, one in orders if self._outputs.are_separate(value, one) is not False), None)
 
     def _refuse_broadcast(self) -> None:
-        """Check that no value of the samples is repeated along a constant of as many entries as there are samples.
+        """Check that no value of the samples is repeated along a constant of B entries.
 
-        That is how outputs ``[B, 1]`` and targets ``[B]`` make ``[B, B]`` losses, each of two samples.
+        Outputs ``[B, 1]`` and targets ``[B]`` make such ``[B, B]`` losses: each depends on two samples.
 
         Raises:
-            Coupled: If one is.
+            Coupled: If a value is repeated so.
         """
         outputs, nodes = self._outputs, self._nodes
         elsewhere = {edge.node for n in nodes if operation(n) not in _BROADCASTING for edge in parents(n)}
         beside = {edge.node for n in nodes if operation(n) in _BROADCASTING for edge in parents(n)} - elsewhere
         for node in nodes:
             name, shape = operation(node), shape_of(node)
-            if name not in _BROADCASTING or (name == "Expand" and node in beside):  # looked at there
+            if name not in _BROADCASTING or (name == "Expand" and node in beside):  # its user is checked instead
                 continue
             before = map(_before_expand, self._depends.below(node))
             padded = [(1,) * (len(shape) - len(one)) + one for one in before]
@@ -529,13 +535,13 @@ class SampleRows:
                 if size == outputs.batch_size > 1 and size not in outputs.constant_sizes:
                     raise Coupled(
                         f"{node.name()} repeats outputs along a constant of {size} entries, which makes values of "
-                        f"shape {list(shape)}. Is the constant made of the {size} samples? Then each value "
-                        "belongs to two of them: give outputs and targets the same shape, as by output.squeeze(1). If "
-                        "it is not, begin with a batch of another size"
+                        f"shape {list(shape)}. Is the constant made of the {size} samples? Then each value belongs to "
+                        "two samples: give outputs and targets the same shape, as by output.squeeze(1). If the "
+                        "constant is not made of them, begin with a batch of another size"
                     )
 
     def cut(self) -> str:
-        """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
+        """Return the name of an operation that cuts, fills or puts rows where other samples may decide; "" if none."""
         declared = {one for one in self._outputs.declared if not isinstance(one, Tensor)}
         for node in self._nodes:
             fills = operation(node) in {"Alias", _COPIES, "ConstantPadNd"}
@@ -544,7 +550,7 @@ class SampleRows:
         return ""
 
     def _places_of_cuts(self, node: Node) -> list[int]:
-        """The places where an operation cuts each sample, as it counts them; the first, last and middle are none."""
+        """Return the positions where an operation cuts each sample, without the first, the last and the middle one."""
         name = operation(node)
         if name not in TAKING - {"Select", "Unbind"}:
             return []
@@ -565,7 +571,7 @@ class SampleRows:
 
     @functools.cached_property
     def _weighed(self) -> tuple[Tensor, Tensor | float]:
-        """Each row's weight in the loss, and how much it counts by itself: with class weights, its label's.
+        """Each row's weight in the loss, and the part that its label decides: the class weight; 0 if it is missing.
 
         Weights have a size of 1 along a dimension where they are repeated.
         """
@@ -581,19 +587,19 @@ class SampleRows:
 
     @property
     def _fused(self) -> int:
-        """How the operation that makes the rows reduces them: 0 not, 1 by a mean, 2 by a sum."""
+        """How the operation that computes the rows reduces them: 0 not at all, 1 by a mean, 2 by a sum."""
         return int(saved(self.path.value.node, "reduction")) if self.name in _WITH_REDUCTION else 0
 
     @property
     def _has_class_weights(self) -> bool:
-        """Whether the rows are reduced by a mean over labels of classes that have different weights."""
+        """True if the rows are reduced by a mean over labels of classes that have different weights."""
         if self.name not in LABELLED or self._fused != 1:
             return False
         weight = saved(self.path.value.node, "weight")
         return weight is not None and not torch.equal(weight, weight[:1].expand_as(weight))
 
     def term(self, scale: float) -> LossTerm:
-        """Count each sample's rows, and their weights, in a loss that a GradScaler multiplied by ``scale``.
+        """Return the term of these rows: each sample's rows and weights, in a loss multiplied by a GradScaler's scale.
 
         Returns:
             The term.
@@ -630,7 +636,7 @@ class SampleRows:
             levels, mean = _levels(path.steps, shape, samples, there, batch_size)
             share = None if mean is None else mean[1] / mean[1].sum()
             summed, width = self._summed(sums * inner, levels)
-        # Two weights by turns may add up to their number by chance.
+        # With only two distinct weights, their sum may equal the number of rows by chance.
         if (
             share is not None
             and not even
@@ -639,7 +645,7 @@ class SampleRows:
         ):
             raise Coupled(
                 "the weights in the mean add up to the number of rows: they were divided by their own mean over the "
-                "batch, so that every sample's weight depends on the others. Use weights that do not depend on the "
+                "batch, so every sample's weight depends on the other samples. Use weights that do not depend on the "
                 "batch"
             )
         constants = _without(scale, path.constants)
@@ -656,7 +662,7 @@ class SampleRows:
             constants = (
                 *constants,
                 Constant(path.value.node, largest, False, 1e-6, "weights" if path.weighing else "gradient"),
-            )  # as of gradient=torch.full((B,), 1 / B)
+            )  # for example from gradient=torch.full((B,), 1 / B)
         inner = inner if share is None else 1.0
         weights, size, rows = sums * inner, size * inner, rows * inner
         reduced = fused == 1 or self._adding[-1:] in (["Mean"],)
@@ -679,14 +685,14 @@ class SampleRows:
         )
 
     def _summed(self, sums: Tensor, levels: Sequence["Summands"]) -> tuple[Tensor, float]:
-        """Return the weights of the values that the last sum adds up, and how many values of rows each is the sum of.
+        """Return the weights of the values that the last sum adds up, and how many row values make one such value.
 
         Args:
             sums: The weights of the rows, by sample [B].
-            levels: The values on the way to the operation that adds up samples.
+            levels: The values between the rows and the operation that adds up samples.
 
         Returns:
-            The weights by sample [B], NaN where samples are added up before; the number.
+            The weights by sample [B], NaN where an earlier operation adds up samples; and the number of row values.
         """
         steps = [step for step in self.path.steps if step.operation not in ELEMENTWISE]
         adding = [i for i, step in enumerate(steps) if step.operation in MEANS | ADDING]
@@ -697,7 +703,7 @@ class SampleRows:
         return sums / width, width
 
     def weights(self, scale: float) -> RowWeights:
-        """Weigh the rows in a loss that a GradScaler multiplied by ``scale``."""
+        """Return the weights of the rows for the ledger, in a loss that a GradScaler multiplied by ``scale``."""
         path, samples, batch_size = self.path, self.owner.samples, self._outputs.batch_size
         weights, counting = self._weighed
         there = weights > 0
@@ -724,30 +730,32 @@ class SampleRows:
         )
 
     def _by_shape(self, nodes: Sequence[Node], weighed: Tensor) -> bool | None:
-        """Tell whether nothing but shapes decides how many rows count; None if only where all that there are do."""
+        """Tell whether shapes alone decide how many rows count; None if a mask or missing labels leave rows out."""
         if data_choose_rows(nodes):
             return False
         labelled = self.name in LABELLED
         if not (self.path.weighing or labelled) or bool(weighed.all()):
             return True
-        # As many values along the last dimension of every row, as a product with a one-hot target has.
+        # A product with a one-hot target leaves the same number of values along the last dimension of every row.
         weighed = weighed.broadcast_to(self.shape)
         counts = weighed.sum(-1) if weighed.dim() else weighed
-        of_each = counts.numel() > self._outputs.batch_size  # else a mask leaves some samples out
+        of_each = counts.numel() > self._outputs.batch_size  # else a mask may leave whole samples out
         return True if not labelled and of_each and bool((counts == counts.flatten()[:1]).all()) else None
 
 
 _FEW = 64
+"""Most distinct weights that are listed."""
+
 _SOME = 4096
-"""Weights that are looked at first: more than `_FEW` distinct ones are seldom among all of a loss alone."""
+"""Number of weights that are examined first: they usually show whether all weights have more than `_FEW` values."""
 
 _COPIES = "torch::autograd::CopySlices"
 _WITH_SIZES = ELEMENTWISE | MOVING | {_COPIES} | operations("ConstantPadNd Gather AsStrided")
-"""Operations that come and go with the sizes of a batch."""
+"""Operations that occur in the graph or not depending on the sizes of a batch."""
 
 
 def _extremes_above_zero(weights: Tensor) -> tuple[float, float] | None:
-    """Return the smallest and the largest weight that is not 0; None where all are."""
+    """Return the smallest and the largest weight above 0; None if all weights are 0."""
     if not weights.numel():
         return None
     if math.isnan(largest := float(weights.max())):
@@ -758,7 +766,7 @@ def _extremes_above_zero(weights: Tensor) -> tuple[float, float] | None:
 
 
 def _distinct_above_zero(weights: Tensor) -> list[float]:
-    """Return the distinct weights that are not 0, in order; none where there are more than `_FEW`."""
+    """Return the distinct weights above 0 in ascending order; an empty list if there are more than `_FEW`."""
     if (extremes := _extremes_above_zero(weights)) is None:
         return []
     if extremes[0] == extremes[1]:
@@ -771,7 +779,7 @@ def _distinct_above_zero(weights: Tensor) -> list[float]:
 
 
 def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:
-    """The constants without the one of a GradScaler, or of a trainer."""
+    """Return the constants without the factor ``scale`` of a GradScaler, or of a trainer."""
     for k, constant in enumerate(constants):
         if scale != 1 and math.isclose(constant.value, scale, rel_tol=1e-6):
             return constants[:k] + constants[k + 1 :]
@@ -779,7 +787,7 @@ def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, .
 
 
 def has_label(node: Node) -> Tensor:
-    """Return which labels of an operation of `LABELLED` are there."""
+    """Return a mask of the labels that are not ``ignore_index``, of an operation of `LABELLED`."""
     return saved(node, "target") != saved(node, "ignore_index")
 
 
@@ -787,7 +795,7 @@ def has_label(node: Node) -> Tensor:
 
 
 def _axes(shape: torch.Size, outputs: Outputs) -> list[int]:
-    """The dimensions that may be the samples', the likeliest first; 0 also where others are flattened into it."""
+    """Return the dimensions that may hold the samples, the likeliest first; 0 also if others are flattened into it."""
     if not shape:
         return []
     usual, batch_size = outputs.usual_dim(shape), outputs.batch_size
@@ -798,7 +806,7 @@ def _axes(shape: torch.Size, outputs: Outputs) -> list[int]:
 
 
 def _numbered(node: Node, shape: torch.Size, axis: int, batch_size: int, batch_first: bool) -> Tensor:
-    """The number of the sample that each element belongs to, as a view that can be broadcast to ``shape``."""
+    """Return the index of each element's sample along ``axis``, as a view that can be broadcast to ``shape``."""
     places = torch.arange(shape[axis], device=_device(node))
     if shape[axis] != batch_size:
         places = places // (shape[axis] // batch_size) if batch_first else places % batch_size
@@ -815,11 +823,11 @@ _IN_ORDER = (
         "Gather Mm Addmm Bmm"
     )
 )
-"""Operations that leave the samples in their order, where the values of each lie side by side."""
+"""Operations that keep the samples in their order, if each sample's values are adjacent."""
 
 
 def _turns_rows_only(node: Node) -> bool:
-    """Whether an operation exchanges or takes away dimensions, but not the first."""
+    """Tell whether an operation exchanges or removes dimensions other than the first."""
     if operation(node) == "Permute":
         return saved(node, "dims")[0] == 0
     if operation(node) == "Select":
@@ -831,7 +839,7 @@ def _turns_rows_only(node: Node) -> bool:
 
 
 def _chosen_samples(node: Node, shape: torch.Size, outputs: Outputs) -> list[Tensor]:
-    """The samples that the rows of a selection may be of, for each dimension that may be the samples'."""
+    """Return the samples of a selection's rows, for each dimension that may hold the samples."""
     before, found = parents(node)[0].shape, []
     for axis in _axes(before, outputs):
         numbers = _numbered(node, before, axis, outputs.batch_size, outputs.batch_first).broadcast_to(before)
@@ -856,13 +864,13 @@ def _device(node: Node) -> torch.device:
 
 
 def by_sample(samples: Tensor, values: Tensor, batch_size: int, shape: Sequence[int] | None = None) -> Tensor:
-    """Add values up by the sample that each belongs to.
+    """Add up the values of each sample.
 
     Args:
-        samples: The sample of each value; can be broadcast to their shape.
-        values: The values, or which of them count; can be broadcast to their shape.
+        samples: The sample of each value; can be broadcast to the values' shape.
+        values: The values, or a mask of those that count; can be broadcast to ``shape``.
         batch_size: Number of samples.
-        shape: The shape of the values, where they are repeated.
+        shape: The full shape of the values; None for ``values.shape``.
 
     Returns:
         The sums [B].
@@ -883,12 +891,12 @@ def by_sample(samples: Tensor, values: Tensor, batch_size: int, shape: Sequence[
 
 @dataclass(frozen=True)
 class Summands:
-    """Values on the way from the rows up, before samples are added up.
+    """Values between the rows and the operation that adds up samples.
 
     Attributes:
-        counts: How many of each sample's contribute [B].
-        rows: How many there are of each sample [B].
-        size: How many there are.
+        counts: How many values of each sample contribute [B].
+        rows: How many values each sample has [B].
+        size: How many values there are in all.
     """
 
     counts: Tensor
@@ -899,21 +907,21 @@ class Summands:
 def _levels(
     steps: Sequence[LinearStep], shape: Sequence[int], samples: Tensor, rows: Tensor, batch_size: int
 ) -> tuple[list[Summands], tuple[Node, Tensor] | None]:
-    """Pass the numbers of the samples up from the rows, until an operation adds different samples up.
+    """Follow each row's sample from the rows up, until an operation adds up different samples.
 
     Args:
-        steps: From the rows up to the root.
+        steps: The operations from the rows up to the root.
         shape: The shape of the rows.
-        samples: The sample of each row; can be broadcast to their shape.
-        rows: Which rows contribute; can be broadcast to their shape.
+        samples: The sample of each row; can be broadcast to ``shape``.
+        rows: A mask of the rows that contribute; can be broadcast to ``shape``.
         batch_size: Number of samples.
 
     Returns:
-        The levels where each value is still of one sample; the mean that reduces the batch with the number of
-        values of each sample that it takes [B], None if a sum reduces it, or nothing.
+        The levels where each value still belongs to one sample; and the mean that reduces the batch, with how many
+        values of each sample it takes [B]; None if a sum reduces the batch, or no operation does.
 
     Raises:
-        Unreadable: If some samples are added up, and others elsewhere.
+        Unreadable: If a mean reduces the samples in several groups.
     """
     levels: list[Summands] = []
     samples = unrepeated(samples.broadcast_to(shape))
@@ -939,7 +947,7 @@ def _levels(
                 every = torch.ones([1] * len(before), dtype=torch.float64, device=samples.device)
                 return levels, (step.value.node, by_sample(samples, every, batch_size, before))
         samples, rows = samples.broadcast_to(before), rows.broadcast_to(before)
-        # Of each element that the operation takes: whether it is taken, and the position that it is added to.
+        # For each input element: whether the operation takes it, and the output position to which it is added.
         one = torch.ones(shape, dtype=torch.float64, device=_device(step.value.node))
         weight = pull(step.value, step.which, one)
         place = pull(step.value, step.which, one.flatten().cumsum(0).view(shape))
@@ -963,7 +971,7 @@ def _levels(
 
 
 def _dims_added_up(step: LinearStep) -> list[int]:
-    """Return the dimensions along which a sum or a mean adds everything up; none of another operation."""
+    """Return the dimensions along which a sum or a mean reduces; none for another operation."""
     before = len(step.input.shape)
     if step.operation not in {"Sum", "Mean"} or not before:
         return []
@@ -972,7 +980,7 @@ def _dims_added_up(step: LinearStep) -> list[int]:
 
 
 def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tensor:
-    """How many of each sample's elements a mean takes, which must be as many for each of its results."""
+    """Return how many elements of each sample a mean takes [B]; the counts must be equal for each of its results."""
     counts = torch.zeros(batch_size, dtype=torch.float64, device=target.device)
     for i in range(batch_size):
         count = target[samples == i].bincount(minlength=size)
@@ -988,11 +996,11 @@ def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tenso
 _BROADCASTING = operations(
     "Expand Add Sub Rsub Mul Div Where MaskedFill Maximum Minimum Fmax Fmin Pow Lerp Xlogy Hypot Atan2"
 )
-"""Operations that repeat a value along the dimensions of another, which may be a constant."""
+"""Operations that repeat a value along the dimensions of another value or of a constant."""
 
 
 def _before_expand(value: Value) -> torch.Size:
-    """The shape of a value before it was expanded."""
+    """Return the shape of a value before it was expanded."""
     while value.operation == "Expand":
         [value] = parents(value.node)
     return value.shape

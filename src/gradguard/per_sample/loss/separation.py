@@ -1,10 +1,10 @@
-r"""Tells whether values that a loss is computed from belong to one sample each, by what they pass on in backward.
+r"""Tell whether each value that a loss is computed from depends on one sample only, by backwards from these values.
 
-Let rows r be computed from a module's outputs o with Jacobian J, and row k be said to be sample s(k)'s. Of any
-cotangent c, sample i's outputs get :math:`g_i = (J^T c)_i`. Multiply the cotangent of each sample's rows by a power of
-two of its own, :math:`c'_k = 2^{d(s(k))} c_k`: where every row depends on its own sample alone,
-:math:`g'_i = 2^{d(i)} g_i`, to the last bit, whatever the operations between are. A row that depends on another sample
-breaks it, unless both have the same d; so d runs through the digits of the sample's number.
+Let rows r be computed from a module's outputs o with Jacobian J, and let row k be claimed to be sample s(k)'s. For a
+cotangent c, sample i's outputs get :math:`g_i = (J^T c)_i`. Multiply the cotangent of each sample's rows by that
+sample's power of two, :math:`c'_k = 2^{d(s(k))} c_k`. Where every row depends on its own sample alone,
+:math:`g'_i = 2^{d(i)} g_i` to the last bit, whatever the operations in between. A row that depends on another sample
+breaks this equality, unless both samples have the same d; so d runs through the digits of the sample's number.
 """
 
 import functools
@@ -27,10 +27,10 @@ _BASE = 1 << _BITS
 
 
 class Silent(Unreadable):
-    """Values whose derivative is 0 do not tell which sample they are of.
+    """Some values have a derivative of 0, which does not show to which sample they belong.
 
     Attributes:
-        samples: The sample of each value that tells it, and -1 of others.
+        samples: The sample of each value; -1 where the derivative is 0.
     """
 
     def __init__(self, samples: Tensor, message: str) -> None:
@@ -39,7 +39,7 @@ class Silent(Unreadable):
 
 
 class _Output(NamedTuple):
-    """A tensor that a call has returned: itself, where its samples are, its values, and its version then."""
+    """A tensor that a call returned, the axis of its samples, its detached values, and its version at that time."""
 
     given: Tensor
     axis: BatchAxis
@@ -48,7 +48,7 @@ class _Output(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Whether it was changed in place since."""
+        """True if the tensor was changed in place since the call."""
         return version_of(self.values) != self.version
 
 
@@ -57,17 +57,19 @@ class Outputs:
 
     Args:
         batch_size: Number of samples B.
-        batch_first: Whether they are the first dimension of the outputs, as far as is known.
-        pulls: Whether backwards may be run to see whether samples meet; not where they wait for other processes.
+        batch_first: Whether samples are assumed to lie along the first dimension of the outputs.
+        pulls: Whether extra backwards may be run to find out whether samples meet; not where a backward waits for other
+            processes.
 
     Attributes:
-        conclusive: False once `are_separate` had nothing to go by: gradients that are not finite, or of one sample.
+        conclusive: False once `are_separate` could decide nothing: gradients were not finite, or of one sample only.
         constant_sizes: Sizes of constants that are known not to be made of the samples.
         repeated: Sizes of constants along which values were repeated.
-        values_of_each: How many values there are of each sample.
-        declared: Values that the user has said are not made of the samples.
-        depends: Knows which values depend on the samples.
-        coincide: Whether a constant in the loss is each sample's own only because of its shape, which may change.
+        values_of_each: Number of values of each sample.
+        declared: Values that the user has declared as not made of the samples.
+        depends: Tells which operations depend on the samples.
+        coincide: Whether a constant in the loss counts as each sample's own because of its shape only; the next batch
+            may have another shape.
     """
 
     def __init__(self, batch_size: int, batch_first: bool = True, pulls: bool = True) -> None:
@@ -83,11 +85,11 @@ class Outputs:
         self._numbers: list[Value] = []
 
     def add(self, tensors: Sequence[Tensor], axes: Axes) -> None:
-        """Add what a call has returned.
+        """Add the tensors that a call returned.
 
         Args:
             tensors: The tensors.
-            axes: Where the samples are in each; None for one that belongs to no sample.
+            axes: The axis of the samples in each tensor; None for a tensor that belongs to no sample.
         """
         for tensor, axis in zip(tensors, axes, strict=True):
             if tensor.requires_grad and axis is None:
@@ -97,13 +99,13 @@ class Outputs:
                 self._outputs[Value.of(tensor)] = _Output(tensor, axis, tensor.detach(), version_of(tensor))
 
     @property
-    def held(self) -> dict[Value, Tensor]:
-        """The values themselves, but for those that were changed in place."""
+    def tensors(self) -> dict[Value, Tensor]:
+        """The tensors of the values, without those that were changed in place since."""
         return {value: output.values for value, output in self._outputs.items() if not output.is_written}
 
     @property
     def are_changed(self) -> bool:
-        """Whether one was changed in place by an operation that its graph does not record: it names the same one."""
+        """True if an output was changed in place without a record in the graph: its node is still the same."""
         return any(one.is_written and Value.of(one.given).node is at.node for at, one in self._outputs.items())
 
     @property
@@ -113,15 +115,15 @@ class Outputs:
 
     @property
     def axes(self) -> dict[Value, BatchAxis]:
-        """Where the samples are in each of the values with samples."""
+        """The axis of the samples in each of the values with samples."""
         return {value: output.axis for value, output in self._outputs.items()}
 
     def usual_dim(self, shape: Sequence[int]) -> int:
-        """Return where samples usually are in values of a shape."""
+        """Return the dimension along which samples usually lie in values of a shape."""
         return 0 if self.batch_first or len(shape) == 1 else 1
 
     def are_behind(self, value: Value) -> bool:
-        """Tell whether a backward from a value comes by."""
+        """Tell whether a backward from a value reaches any of these outputs."""
         return bool(_reached(value, dict.fromkeys([*self._outputs, *self._numbers])))
 
     def operations_behind(self, value: Tensor) -> frozenset[str]:
@@ -131,24 +133,24 @@ class Outputs:
         return frozenset({node.name() for node in nodes if node not in ends})
 
     def and_of(self, other: "Outputs") -> "Outputs":
-        """Return these and the ones of another call."""
+        """Return these outputs together with those of another call."""
         both = Outputs(self.batch_size, self.batch_first and other.batch_first, self._pulls and other._pulls)
         both._outputs, both._numbers = self._outputs | other._outputs, self._numbers + other._numbers
         both.values_of_each = self.values_of_each + other.values_of_each
         return both
 
     def are_separate(self, value: Value, samples: Tensor) -> bool | None:
-        """Tell whether each element of a value depends on the outputs of the sample that it is said to belong to.
+        """Tell whether each element of a value depends only on the outputs of the sample that it is claimed to be of.
 
         Args:
             value: The value.
-            samples: The sample of each element; can be broadcast to the value's shape.
+            samples: The claimed sample of each element; can be broadcast to the value's shape.
 
         Returns:
-            None where the value does not depend on these outputs at all, or no backward may be run.
+            The answer; None where the value does not depend on these outputs at all, or no backward may be run.
 
         Raises:
-            Unreadable: If a backward from there cannot be run.
+            Unreadable: If a backward from the value cannot be run.
         """
         if not self._pulls:
             return None
@@ -159,7 +161,7 @@ class Outputs:
             return None
         are_finite = all(bool(gradient.isfinite().all()) for gradient in once.values())
         tells = are_finite and len(self._samples_in(once)) >= min(2, len(samples.unique()))
-        self.conclusive = self.conclusive and tells  # two samples, if as many are said, would show that they meet
+        self.conclusive = self.conclusive and tells  # samples that meet show only if two of them have a gradient
         for digit in range(self._digits):
             multiplied = self._pull(value, cotangent * _power(samples, digit).to(cotangent.dtype))
             if self._are_multiples(once, once, multiplied, digit):
@@ -169,26 +171,27 @@ class Outputs:
         return True
 
     def samples_of(self, value: Value) -> Tensor:
-        """Return the sample that each element of a value seems to depend on, from derivatives of J^T c.
+        """Return the sample on which each element of a value seems to depend, from derivatives of J^T c.
 
-        An element whose derivative is 0, as of a sample that is classified perfectly, tells of no sample.
+        An element whose derivative is 0, such as the loss of a perfectly classified sample, shows no sample.
 
         Raises:
-            Silent: If the derivative of one is 0.
-            Unreadable: If one depends on none or several, or an operation cannot be differentiated twice.
+            Silent: If the derivative of an element is 0.
+            Unreadable: If an element depends on no sample or on several, or an operation cannot be differentiated
+                twice.
         """
         if not self._pulls:
             raise Unreadable("a sharded model's backward cannot be run twice")
         meta, name = value.meta, value.node.name()
         if value.shape.numel() == 1 and (reached := self._samples_reached(value)):
-            if len(reached) > 1:  # a derivative of one number may look like that of one of them
+            if len(reached) > 1:  # the derivative of a single number may look like the derivative of one sample
                 raise Unreadable(f"the value from {name} depends on {len(reached)} samples")
             return torch.full(meta.shape, reached[0], device=meta.device)
         cotangent = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device, requires_grad=True)
         pulled = self._pull(value, cotangent, create_graph=True)
         used = {at: gradient for at, gradient in pulled.items() if gradient.requires_grad}
         if not used:
-            raise Unreadable(f"values from {name} do not tell the samples apart")
+            raise Unreadable(f"the gradients of values from {name} do not show which sample each value belongs to")
         size = self._size(value)
         gradients, directions = [*used.values()], [_normal(one, size) for one in used.values()]
         try:
@@ -208,23 +211,26 @@ class Outputs:
         near = all(bool(((a - b).abs() < 0.05).all()) for a, b in zip(exponents, digits, strict=True))
         samples = torch.stack([each * _BASE**digit for digit, each in enumerate(digits)]).sum(0)
         if not near or not bool(((samples >= 0) & (samples < self.batch_size)).all()):
-            raise Unreadable(f"values from {name} do not tell the {self.batch_size} samples apart")
+            raise Unreadable(
+                f"the gradients of values from {name} do not show to which of the {self.batch_size} samples each value "
+                "belongs"
+            )
         if not bool(tells.all()):
             raise Silent(
                 samples.long().where(tells, -1),
                 f"{int((~tells).sum())} of the {one.numel()} values from {name} have a derivative of 0 in this "
-                "batch, as the loss of a sample that is classified perfectly has, so that they do not tell which "
-                "sample they are of. Leave samples in their order, or begin with another batch",
+                "batch, as the loss of a perfectly classified sample has, so their gradients do not show which sample "
+                "they belong to. Leave the samples in their order, or begin with another batch",
             )
         return samples.long()
 
     @property
     def _digits(self) -> int:
-        """How many digits tell the samples apart."""
+        """Number of digits, in base 8, of the largest sample's number."""
         return max(1, math.ceil((self.batch_size - 1).bit_length() / _BITS))
 
     def _powers(self, digit: int, like: Tensor) -> Tensor:
-        """The power of two of each sample, to be broadcast to a tensor with the samples first."""
+        """Return the power of two of each sample, to be broadcast to a tensor with the samples first."""
         return _along(_power(torch.arange(self.batch_size, device=like.device), digit).to(like.dtype), like)
 
     def only_sample(self, value: Value) -> int | None:
@@ -237,10 +243,11 @@ class Outputs:
         return self._samples_in(self._pull(value, _normal(value.meta, self._size(value))))
 
     def _size(self, value: Value) -> float:
-        """Return a size of numbers that none of the dtypes between a value and the outputs takes for 0.
+        """Return a magnitude of cotangents that no dtype between a value and the outputs rounds to 0.
 
-        They are so small that a hook that clips gradients, as error clip's, leaves them alone, and that what
-        `retain_grad` adds up does not show them; float16 would not hold them.
+        The magnitude is tiny where possible: a hook that clips gradients, such as an error clip's, leaves the
+        cotangents alone, and gradients that `retain_grad` accumulates do not change. For float16 the magnitude is 1,
+        because float16 does not represent tiny numbers.
         """
         ends = self._outputs
         nodes = walk([value.node], lambda one: [edge.node for edge in parents(one) if edge not in ends])
@@ -277,7 +284,7 @@ class Outputs:
             words = f"a backward from {value.node.name()} cannot be run twice ({_sentence(error)})"
             raise Unreadable(words) from error
         finally:
-            for tensor, gradient in retained:  # to which these gradients were added, too
+            for tensor, gradient in retained:  # this backward has added to them
                 tensor.grad = gradient
         return {at: one for at, one in zip(reached, found, strict=True) if one is not None}
 
@@ -288,13 +295,24 @@ class Outputs:
         multiplied: Mapping[Value, Tensor],
         digit: int,
     ) -> bool:
-        """Tell whether samples' parts are multiples; what ``again`` has otherwise than ``once`` is rounding."""
+        """Tell whether each sample's gradients were multiplied by its power of two.
+
+        Args:
+            once: The gradients of a cotangent.
+            again: The gradients of the same cotangent, ``once`` itself or another run: what differs is rounding.
+            multiplied: The gradients of the cotangent times each sample's power of two.
+            digit: The digit of the samples' numbers that gives the powers.
+
+        Returns:
+            The answer.
+        """
         return once.keys() <= again.keys() & multiplied.keys() and all(
             self._is_multiple(first, again[at], multiplied[at], self._outputs[at].axis, digit)
             for at, first in once.items()
         )
 
     def _is_multiple(self, first: Tensor, again: Tensor, second: Tensor, axis: BatchAxis, digit: int) -> bool:
+        """Tell whether ``second`` is ``first`` times each sample's power of two, up to rounding shown by ``again``."""
         exact = first is again or torch.equal(_finite(first), _finite(again))
         first, second = (samples_first(g, axis, self.batch_size) for g in (first, second))
         if torch.equal(second, first * self._powers(digit, first)):
@@ -302,8 +320,8 @@ class Outputs:
         first, second = _finite(first), _finite(second)
         expected = first * self._powers(digit, first)
         limits = torch.finfo(first.dtype)
-        bar = _BASE * 2.0**_BASE * limits.smallest_normal * limits.eps  # products below the normal numbers are rounded
-        if not exact:  # a kernel that adds up in any order
+        bar = _BASE * 2.0**_BASE * limits.smallest_normal * limits.eps  # subnormal products are rounded
+        if not exact:  # the kernel adds in an order that changes from run to run
             bar = bar + 16 * limits.eps * _along(expected.abs().flatten(1).amax(1), expected)
         return bool(((second - expected).abs() <= bar).all())
 
@@ -316,7 +334,7 @@ def of_several(calls: Sequence[Outputs]) -> Outputs | None:
 
 
 def _reached(value: Value, ends: Mapping[Value, object]) -> list[Value]:
-    """The ends that are on the way back from a value, without what lies behind others alone."""
+    """Return the ends that a backward from a value reaches, without those that it reaches only through other ends."""
     if value in ends:
         return [value]
     nodes = walk([value.node], lambda one: [edge.node for edge in parents(one) if edge not in ends])
@@ -328,23 +346,25 @@ _SIZES = {torch.float16: 1.0, torch.complex32: 1.0, torch.float64: 2.0**-200, to
 
 
 def _normal(like: Any, size: float) -> Tensor:
-    """Random numbers of a shape, dtype and device that leave the generators of the program as they are."""
+    """Return normal random numbers like a tensor, times ``size``, without using the program's generators."""
     return seeded_normal(like.shape, like.dtype, like.device).mul_(size)
 
 
 def _power(samples: Tensor, digit: int) -> Tensor:
-    """The power of two by which what is a sample's is multiplied, for one digit of its number."""
+    """Return the power of two that belongs to one digit of each sample's number."""
     return 2.0 ** (samples // _BASE**digit % _BASE)
 
 
 def _along(values: Tensor, like: Tensor) -> Tensor:
-    """One value for each sample, to be broadcast to a tensor with the samples first."""
+    """Reshape one value for each sample so that it broadcasts to a tensor with the samples first."""
     return values.view(-1, *[1] * (like.dim() - 1))
 
 
 def _finite(values: Tensor) -> Tensor:
+    """Return values with 0 for those that are not finite."""
     return values.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _sentence(error: Exception) -> str:
+    """Return the first sentence of an error's message."""
     return str(error).split(".")[0]

@@ -1,8 +1,9 @@
-"""Compares what all samples of a batch share in a loss, beside their own rows, with what it was in batches before.
+"""Compare the values that all samples of a batch share in a loss with those of earlier batches.
 
-Weights of classes, a temperature, the columns of a matrix: they are constants, or they were made of the batch, and no
-value tells which. But a constant is the same in the next batch. So everything that a loss takes, and that no sample
-owns, is compared with what it was in the batches before. What has changed is refused, unless the user declares it.
+Class weights, a temperature or a list of columns may be constants, or may be computed from the batch: one value does
+not show which. But a constant is the same in the next batch. So every value that a loss takes, and that is not each
+sample's own, is compared with its values in earlier batches. A value that has changed is refused, unless the user
+declares it by ``clipper.constant``.
 """
 
 import contextlib
@@ -71,13 +72,13 @@ _SHOWING = operations(
     "Acos Asin Acosh Asinh Atanh Erfc Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Logcumsumexp "
     "Cumprod Cummax Cummin Xlogy Atan2 Logaddexp Logaddexp2 Digamma LinalgSvd"
 )
-"""Operations that save every constant that they take, or whose constant follows from values that are known."""
+"""Operations that save every constant that they take, or whose constant follows from known values."""
 
 _ENDING = operations("Mean Sum NllLoss MseLoss BinaryCrossEntropyWithLogits")
-"""Operations of the losses where no value lies between what the module returned and a function that saves it."""
+"""Operations of losses without an intermediate value: each takes the module's outputs and saves them."""
 
 _IN_CACHE = 1 << 17
-"""Numbers that are compared at once: what is computed of them stays in the processor's cache."""
+"""Numbers that are compared at once, so that intermediate results stay in the processor's cache."""
 
 _ADDING_UP = ADDING | MEANS | operations("Addmm Baddbmm Addmv IndexAdd ScatterAdd")
 
@@ -85,30 +86,30 @@ _NUMBERS = frozenset(
     ["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale", "lambd", "alpha",
      "input_scale", "negative_slope", "beta", "other", "self"]
 )  # fmt: skip
-"""Settings of operations that may be whole numbers, and are no sizes or places."""
+"""Settings of operations that may be whole numbers, but are neither sizes nor positions."""
 
 
 Unsettled = Literal["own here", "unclear"]
-"""One batch shows that a value is each sample's own, which says nothing of the next, or does not tell."""
+"""Answer of one batch only: a value is each sample's own in this batch (the next may differ), or that is unclear."""
 
 IsShared = Callable[[], bool | Unsettled]
-"""Looks whether samples share a value."""
+"""Finds out whether samples share a value."""
 
 _MOST_ELEMENTS = 4096
-"""Elements by which weights are found, and that are kept; all of a batch are compared."""
+"""Elements of a batch that are kept, and from which weights are computed; all elements of a batch are compared."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    r"""A sum of constants that no operation saved, as known constants of the samples explain it.
+    r"""A sum of unsaved constants, to be explained by known constants of the samples.
 
-    The sum is :math:`c = A w`, where each column of A is a constant of the samples' own that the graph keeps, or what
-    each element gains where an operation adds 1. Where one w explains all batches, no c tells of another sample.
+    The sum is :math:`c = A w`. Each column of A is a constant of the samples' own that the graph keeps, or the increase
+    of each element where an operation adds 1. If one w explains all batches, no sample's c depends on another sample.
 
     Attributes:
-        constants: A, a row for each element, and its first column of ones; a column with NaN explains nothing.
-        bounds: Where c lies.
-        words: The refusal where it is not explained.
+        constants: A, with a row for each element; its first column is 1, and a column with NaN explains nothing.
+        bounds: Bounds of c.
+        words: The refusal if c is not explained.
     """
 
     constants: Tensor
@@ -117,17 +118,17 @@ class Mixture:
 
     @functools.cached_property
     def columns(self) -> Tensor:
-        """A, with 0 for a column that explains nothing."""
+        """A, with 0 in columns that explain nothing."""
         return self.constants.where(~self.constants.isnan().any(0), 0.0)
 
     def joined(self, other: "Mixture") -> "Mixture":
-        """Return the elements of two batches, of as many constants."""
+        """Return a mixture of the elements of two batches that have the same number of constants."""
         both = zip((self.constants, *self._ends), (other.constants, *other._ends), strict=True)
         constants, low, high = map(torch.cat, both)
         return Mixture(constants, Bounds(low, high), other.words)
 
     def thinned(self) -> "Mixture":
-        """Return some of the elements, in memory of their own."""
+        """Return a mixture of at most some 4,096 of the elements, copied."""
         step = 1 + len(self.constants) // _MOST_ELEMENTS
         constants, low, high = (one[::step].clone() for one in (self.constants, *self._ends))
         return Mixture(constants, Bounds(low, high), self.words)
@@ -138,25 +139,25 @@ class Mixture:
 
     @functools.cached_property
     def weights(self) -> Tensor:
-        """The weights w, by the elements that are known."""
+        """The weights w that fit the known elements by least squares."""
         is_known, total = self.bounds.are_known, self.bounds.middle
         found = torch.linalg.lstsq(self.columns[is_known].cpu(), total[is_known, None].cpu(), driver="gelsd")
         return found.solution[:, 0].to(total)
 
     @functools.cached_property
     def is_coarse(self) -> bool:
-        """Whether c is rounded so much that weights which explain it would say little."""
+        """True if the rounding of c is too large for weights to be meaningful."""
         total, rounding = (one[self.bounds.are_known] for one in (self.bounds.middle, self.bounds.rounding))
         return bool(len(total)) and bool((rounding > 1e-4 * total.abs().max()).any())
 
     @property
     def refusal(self) -> str:
-        """The words, and what to do about values that are too coarse."""
+        """The words of the refusal, with advice if the values are too coarse."""
         coarse = ", or compute the loss of output.float(): 16 bits are too coarse"
         return self.words + (coarse if self.is_coarse else "")
 
     def is_explained(self, weights: Tensor) -> bool:
-        """Tell whether weights give c, which is known well enough; what is known of an element may be its least."""
+        """Tell whether weights give c within its bounds, which must not be too coarse; a bound may be one-sided."""
         found = self.columns @ weights
         most = self.bounds.middle.nan_to_num(0.0, 0.0, 0.0).abs()
         near = 7 * self.bounds.rounding.nan_to_num(0.0, 0.0, 0.0) + 1e-9 * (self.columns.abs() @ weights.abs() + most)
@@ -166,19 +167,20 @@ class Mixture:
 
 @dataclass(frozen=True)
 class SharedValue:
-    """Something that a loss takes, and that all samples seem to share.
+    """A value that a loss takes, and that all samples seem to share.
 
     Attributes:
-        key: Where it stands in the loss.
-        value: It.
-        is_shared: Looks whether samples do share it, which takes time: whether they do, if that holds for all batches,
-            and else whether it is each sample's own in this one.
-        bounds: Where it lies, if it is known but for rounding.
-        places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
-            same in one of these ways is the same.
-        mixture: A sum of several constants, which is compared by what explains it; the value is none then.
-        among: How many values there are in its place, and which of them it is: a loop over samples has one of each.
-        seen: How many samples have it: several that have the same, each another, or one alone, of which both may be so.
+        key: The value's place in the loss.
+        value: The value; NaN where it is not known.
+        is_shared: Finds out whether samples do share the value, which takes time. The answer is a bool if it holds for
+            all batches, else `Unsettled`.
+        bounds: Bounds of a value that is known up to rounding.
+        places: A position along a dimension counted from the front, from the end, and so on. Two positions are the same
+            if they agree in one of these ways.
+        mixture: A sum of several constants, to be compared by the constants that explain it, instead of a value.
+        among: The number of values in this place, and the index of this one: a loop over samples has one for each.
+        seen: ``"several"`` if several samples have the same value, ``"each"`` if each has its own. ``"one"`` if only
+            one sample shows the value: then either may be true.
     """
 
     key: Hashable
@@ -191,7 +193,7 @@ class SharedValue:
     among: tuple[int, int] = (1, 0)
 
     def is_of(self, declared: Tensor | float) -> bool:
-        """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
+        """Tell whether this is a declared value, a view or a copy of one, its negative, or 1 over a declared number."""
         storages = [one.untyped_storage().data_ptr() for one in (self.value, declared) if isinstance(one, Tensor)]
         if len(storages) == 2 and storages[0] == storages[1]:
             return True
@@ -199,7 +201,7 @@ class SharedValue:
         return any(map(self.is_equal, (declared, -declared, *divisor)))
 
     def is_equal(self, other: Tensor | float) -> bool:
-        """Tell whether it is the same as another, but for rounding; a number is one of every element."""
+        """Tell whether this value equals another up to rounding; a number is compared with every element."""
         mine, theirs = (
             one.detach() if isinstance(one, Tensor) else torch.tensor(one, device="cpu") for one in (self.value, other)
         )
@@ -207,7 +209,7 @@ class SharedValue:
             return False
         mine = mine.flatten().float() if mine.dtype is torch.bool else mine.flatten()
         theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
-        if self.bounds is not None:  # what is not known must not contradict what is
+        if self.bounds is not None:  # one-sided bounds must hold, too, and at least one element must be known
             low, high, rounding = (one.flatten() for one in (self.bounds.low, self.bounds.high, self.bounds.rounding))
             near = rounding.nan_to_num(0.0, 0.0) + 1e-12 * theirs.abs()
             is_within = (theirs >= low - near) & (theirs <= high + near)
@@ -218,16 +220,17 @@ class SharedValue:
 
 @dataclass(frozen=True)
 class _KeptValue:
-    """A value as it was: the tensor, which keeps its memory from being used again, and a copy, as it may change."""
+    """A value of an earlier batch: the tensor, kept so that its memory is not reused, and a copy of its content."""
 
     value: Tensor | float
     copied: Tensor | float
     place: Hashable
-    samples: int  # of the largest batch that had it
+    samples: int  # size of the largest batch that had the value
     places: tuple[Hashable, ...] = ()
     bounds: Bounds | None = None
 
     def is_same(self, one: SharedValue, samples: int) -> bool:
+        """Tell whether a value of a batch of ``samples`` samples may be this one."""
         if self.bounds is not None and one.bounds is not None:
             by_chance = _may_be_labels(self) and _may_be_labels(one) and min(samples, self.samples) < _MANY_SAMPLES
             return self.bounds.meets(one.bounds) or by_chance
@@ -237,45 +240,45 @@ class _KeptValue:
         return is_there or one.is_equal(self.copied)
 
     def narrowed(self, one: SharedValue) -> "_KeptValue":
-        """Return it within the bounds of a later batch, too; labels of other batches say nothing of these."""
+        """Return the value with its bounds narrowed by a later batch, if the two bounds meet."""
         if one.bounds is None or (self.bounds is not None and not self.bounds.meets(one.bounds)):
             return self
         return replace(self, bounds=one.bounds if self.bounds is None else self.bounds.within(one.bounds))
 
 
 class SharedValues:
-    """The values that samples have shared in the batches that were accepted.
+    """The values that samples shared in the accepted batches.
 
     Attributes:
-        strict: Take no tensor that was not declared, for another batch might have given another.
-        declared: Values that are the user's own, until `end`.
+        strict: Accept no undeclared tensor, because another batch might have given another tensor.
+        declared: Values that the user declared as not computed from the batch, until `end`.
     """
 
     def __init__(self) -> None:
         self.strict = False
         self._kept: dict[Hashable, list[_KeptValue]] = {}
-        self._owned: set[Hashable] = set()  # kinds of loss and places of what was seen to be each sample's own
-        self._of_each: set[Hashable] = set()  # those where samples of a batch had values of their own
+        self._owned: set[Hashable] = set()  # kinds of loss, and places, whose value is each sample's own
+        self._of_each: set[Hashable] = set()  # kinds and places where the samples of some batch had different values
         self._mixtures: dict[Hashable, Mixture] = {}
         self._new_mixtures: dict[Hashable, Mixture] = {}
         self.declared: list[Tensor | float] = []
         self._new: dict[Hashable, list[_KeptValue]] = {}
 
     def end(self, accepted: bool) -> None:
-        """A loss was judged: nothing is declared for the next, which must have the values of one that was accepted."""
+        """Finish a loss: keep its values if it was accepted, and forget the declarations."""
         self._kept |= self._new if accepted else {}
         self._mixtures |= self._new_mixtures if accepted else {}
         self._new, self._new_mixtures = {}, {}
         self.declared.clear()
 
     def objection(self, found: Iterable[SharedValue], batch_size: int, kind: Hashable = None) -> str:
-        """Return why the values of a batch cannot be accepted; "" if they can.
+        """Return the reason why the values of a batch cannot be accepted; "" if they can.
 
         Args:
             found: The values.
             batch_size: Number of samples.
-            kind: Tells losses of other operations apart: that a value is each sample's own is known of one kind alone,
-                and that samples share one is held against all.
+            kind: The kind of loss. That a value is each sample's own holds for one kind only; shared values are
+                compared across all kinds.
         """
         for one in found:
             if one.mixture is not None:
@@ -299,27 +302,28 @@ class SharedValues:
                 new[same] = replace(old.narrowed(one), samples=max(old.samples, batch_size))
             elif kept is None:
                 new.append(_kept(one.value, batch_size, one.places).narrowed(one))
-            elif max(batch_size, *[old.samples for old in kept]) == 1:  # each is its only sample's own, or it changes
+            elif max(batch_size, *[old.samples for old in kept]) == 1:  # each sample's own, or a changing shared value
                 self._new[one.key] = [_kept(math.nan, 1)]
             elif (is_shared := one.is_shared()) is True or (is_shared == "unclear" and self.strict):
                 return _words(kept[-1], one)
             elif is_shared is False:
                 self._owned.add(place)
                 if self._owned.issuperset((kind, one.key, (one.among[0], i)) for i in range(one.among[0])):
-                    self._owned.add((kind, one.key, ()))  # so is that of a sample alone
+                    self._owned.add((kind, one.key, ()))  # in a batch of one sample the value is its own, too
         return ""
 
     def _unexplained(self, key: Hashable, mixture: Mixture, batch_size: int, are_alike: bool) -> str:
-        """Return the refusal of a sum that known constants do not explain with weights that fit all batches.
+        """Return the refusal of a sum if no weights of known constants explain it in all batches; "" if some do.
 
-        In private training a number alone is taken: weights of other constants that fit the first batch need not be
-        those of its neighbours.
+        In private training only a single number may explain the sum: weights of other constants that fit the first
+        batch need not fit a neighbouring batch.
 
         Args:
-            key: Where it is.
+            key: The place of the sum.
             mixture: The sum and the constants.
             batch_size: Number of samples.
-            are_alike: Whether all samples have the same sum: the first such batch, or one of one, shows no weights.
+            are_alike: Whether all samples have the same sum. The first such batch, like one of a single sample, is
+                accepted: it does not determine the weights.
         """
         before = self._mixtures.get(key)
         if self.strict:
@@ -333,32 +337,34 @@ class SharedValues:
 
 
 _MANY_SAMPLES = 8
-"""Samples that have no label in common by chance, and another in an earlier batch of as many."""
+"""With this many samples, it is no chance if two batches each have one label that all their samples share."""
 
 
 def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
-    """Tell whether it may be whole numbers, which targets and masks of all samples may be, and alike by chance."""
+    """Tell whether a value may be whole numbers: such targets or masks may be equal for all samples by chance."""
     return one.bounds is not None and one.bounds.are_whole
 
 
 def _kept(value: Tensor | float, samples: int, places: tuple[Hashable, ...] = ()) -> _KeptValue:
+    """Return a value of a batch of ``samples`` samples, with a copy of its content."""
     copied = value.detach().clone() if isinstance(value, Tensor) else value
     return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, samples, places)
 
 
 def _place(value: Tensor) -> Hashable:
+    """Return the identity of a tensor's memory: two tensors with the same one have the same content."""
     return value.data_ptr(), value.shape, value.stride(), value.dtype, version_of(value)
 
 
 def _words(kept: _KeptValue, shared: SharedValue) -> str:
-    """Say what is wrong with a value that all samples share."""
+    """Return the refusal of a value that all samples share and that has changed."""
     value = shared.value
     if shared.places:
         return (
             f"the place {value:.6g} that the loss takes of all samples, such as a column, was {kept.copied:.6g} in an "
-            "earlier batch. Was it chosen by the batch? Then what a sample gives depends on the others. If it is "
-            "yours, write int(clipper.constant(place)); if each sample has its own, take them by gather, or let "
-            "clipper.per_sample_losses compute each sample's loss"
+            "earlier batch. Did the batch decide it? Then a sample's gradient depends on the other samples. If the "
+            "place is yours, write int(clipper.constant(place)). If each sample has a place of its own, take them by "
+            "gather, or let clipper.per_sample_losses compute each sample's loss"
         )
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the number {value:.6g}"
     said = "has changed since an earlier batch"
@@ -367,19 +373,20 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
     given = "value" if not isinstance(value, Tensor) or value.dim() else "value.item()"
     return (
         f"{what}, which all samples share in the loss, {said}. Was it computed from the batch, such as weights of "
-        "classes, a mean or a length? Then what a sample gives depends on the others: compute it from the sample's own "
-        f"rows, or once for all batches. If it is yours, say clipper.constant({given}) where it stands in the loss"
+        "classes, a mean or a length? Then a sample's gradient depends on the other samples: compute it from the "
+        f"sample's own rows, or once for all batches. If it is yours, write clipper.constant({given}) where it stands "
+        "in the loss"
     )
 
 
-# What a graph shows
+# Shared values in the graph of a loss
 
 
 _Look = Callable[[Value, Sequence[int]], IsShared]
 
 
 class _Use(NamedTuple):
-    """An operation that takes a value, and what looks whether samples share it there."""
+    """An operation that takes a value, and a function that finds out whether samples share the value there."""
 
     node: Node
     value: Tensor | float
@@ -387,7 +394,7 @@ class _Use(NamedTuple):
 
 
 class LossConstants:
-    """The values that a loss takes beside the rows of the samples, as its graph shows them, but for weights of rows.
+    """The constants of a loss, read from its graph: all values beside the samples' own, without weights of rows.
 
     Args:
         roots: The values that backward starts from.
@@ -402,11 +409,12 @@ class LossConstants:
 
     @functools.cached_property
     def _chains(self) -> AffineChains:
-        return AffineChains(known_values([*self._nodes]) | self._outputs.held, self._depends)
+        """The affine operations above the known values of this loss."""
+        return AffineChains(known_values([*self._nodes]) | self._outputs.tensors, self._depends)
 
     @functools.cached_property
     def _ends(self) -> list[Value]:
-        """The known values, and those that functions take, to which constants were added that no operation saved."""
+        """The known values, and inputs of functions that are not affine, to which an unsaved constant was added."""
         if not any(adds_unseen(node, self._depends) for node in self._nodes):
             return []
         edges = [(edge, is_affine(node, self._depends)) for node in self._nodes for edge in parents(node)]
@@ -414,7 +422,7 @@ class LossConstants:
         return [end for end in ends if self._chains.add_unseen(end)]
 
     def _are_changed(self) -> bool:
-        """Tell whether a value of known ones is another than operations make of them that add no constant."""
+        """Tell whether a known value differs from the result of its operations: it was changed without a record."""
         if self._outputs.are_changed:
             return True
         if all(operation(node) in _ENDING for node in self._nodes):  # nothing lies between outputs and functions
@@ -423,7 +431,7 @@ class LossConstants:
         return any(map(self._is_changed, values)) or any(map(self._is_taken_changed, self._with_results))
 
     def _is_changed(self, value: Value) -> bool:
-        """Tell whether a value that an operation saved is another than operations make of known ones."""
+        """Tell whether a value that an operation saved differs from the result of its operations on known values."""
         if value in self._outputs.values or not self._is_comparable(value):
             return False
         again, saved_value = self._chains.retraced(value), self._chains.known[value]
@@ -433,7 +441,7 @@ class LossConstants:
         return apart is not None and not apart.bounds.holds_zero
 
     def _is_taken_changed(self, node: Node) -> bool:
-        """Tell whether an operation that saved its result alone was given another value, or its result was changed."""
+        """Tell whether a result that was saved without its input differs from the result of its operations."""
         [value], chains = parents(node), self._chains
         base = chains.known.get(value)
         if not self._depends(value.node) or (base is None and not self._is_comparable(value)):
@@ -450,79 +458,82 @@ class LossConstants:
         return not bounds.holds_zero
 
     def _is_comparable(self, value: Value) -> bool:
+        """Tell whether a value can be compared with the result of its operations, which put in no unsaved constant."""
         return self._depends(value.node) and value.shape.numel() > 0 and self._chains.put_nothing_unseen(value)
 
     @functools.cached_property
     def _with_results(self) -> list[Node]:
-        """The operations that saved their results alone."""
+        """The operations that saved their result but not their input."""
         return [node for node in self._nodes if operation(node) == "LogSoftmax" or operation(node) in INVERTIBLE]
 
     def _whole_of(self, node: Node) -> Bounds:
-        """Return what one of these took, as its result tells it; of `log_softmax` the result."""
+        """Return bounds of such an operation's input, computed from its result; for `log_softmax` the result itself."""
         return Bounds.exactly(saved(node, "result").detach()) if operation(node) == "LogSoftmax" else recovered(node)
 
     @functools.cached_property
     def _users(self) -> dict[Value, Node]:
-        """The operation that saved its result alone, from which a value follows that is not known."""
+        """For each input that only such an operation's result determines, the operation."""
         by_kind = sorted(self._with_results, key=lambda node: operation(node) != "LogSoftmax")
         users = {parents(node)[0]: node for node in by_kind}
         return {value: node for value, node in users.items() if value not in self._chains.known}
 
     @functools.cached_property
     def _normalized(self) -> dict[Value, int]:
-        """The dimension along which a value is known but for a number of each row."""
+        """The inputs of `log_softmax`, which are known up to a number of each row, with the dimension of the rows."""
         return {value: saved(node, "dim") for value, node in self._users.items() if operation(node) == "LogSoftmax"}
 
     def _whole(self, value: Value) -> Bounds | None:
-        """Return the bounds of a value; None if it does not follow from what operations saved."""
+        """Return the bounds of a value; None if no saved tensor determines it."""
         if value not in self._bounds and (value in self._chains.known or value in self._users):
             exact = self._chains.known.get(value)
             self._bounds[value] = self._whole_of(self._users[value]) if exact is None else Bounds.exactly(exact)
         return self._bounds.get(value)
 
     def _constant_in(self, value: Value) -> Bounds | None:
-        """Return what was added to known values in a value; None if that cannot be told."""
+        """Return bounds of the constant that was added to known values in a value; None if it is unknown."""
         if (whole := self._whole(value)) is None or (apart := self._chains.added(value, whole)) is None:
             return None
         dim = self._normalized.get(value)
         return apart.bounds if dim is None else _but_for_a_number(apart.bounds, whole.middle, dim)
 
     def hidden(self) -> str:
-        """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
+        """Return the reason why the graph may hide a constant of the loss; "" if it hides none."""
         for node in self._nodes:
             if operation(node) not in _SHOWING:
                 return f"its graph does not show all numbers that {node.name()} takes"
         if self._are_changed():
             return (
-                "a value in it was changed in place where its graph does not record it, as under torch.no_grad(), by "
-                ".detach() or .data, or by an eps of torch's. Compute it anew instead, as in output - output.detach()"
+                "a value in it was changed in place where its graph does not record the change, as under "
+                "torch.no_grad(), by .detach() or .data, or by an eps of torch's. Compute a new tensor instead, as in "
+                "output - output.detach()"
             )
         for end in self._ends:
-            if self._whole(end) is None or not self._chains.are_told(end, self._outputs.values):
-                return f"its graph does not show what is added to values from {end.node.name()}"
+            if self._whole(end) is None or not self._chains.constant_is_known(end, self._outputs.values):
+                return f"its graph does not show the constant that is added to values from {end.node.name()}"
             if end in self._mixed and all(end != value for _, value, _ in self._sums):
                 return self._mixed[end]
         return ""
 
     def _is_each_own(self, value: Value, bounds: Bounds) -> bool:
-        """Tell whether samples may have constants of their own in a value."""
+        """Tell whether samples may have different constants in a value."""
         places = _places_of_rows(value, self._outputs)
         return self._outputs.batch_size == 1 or any(bounds.sizes[dim] > 1 for dim in places)
 
     @functools.cached_property
     def _mixed(self) -> dict[Value, str]:
-        """The values to which several constants were added, or one that was weighed and summed since; how to avoid it.
+        """The values for which the graph shows only a sum of constants, each with a refusal that says how to avoid it.
 
-        The graph shows the sum of these constants alone.
+        Either several constants were added, or one was weighted and then summed.
         """
         found, sums = dict[Value, str](), {end: bounds for _, end, bounds in self._sums}
         for end, parts in self._parts.items():
             is_summed = end in self._normalized
             if any(self._chains.is_weighed_and_summed(one, end, is_summed) for one in parts):
                 found[end] = (
-                    f"what is added to values before {end.node.name()} is weighed and summed since, and its graph "
-                    "shows the sum alone. Sum apart, as in (output * mask).sum(-1) - (target * mask).sum(-1), or write "
-                    "the loss of one sample and call clipper.per_sample_losses"
+                    f"a constant that is added to values before {end.node.name()} is weighted and then summed, and its "
+                    "graph shows only the sum. Sum outputs and constants separately, as in "
+                    "(output * mask).sum(-1) - (target * mask).sum(-1), or write the loss of one sample and call "
+                    "clipper.per_sample_losses"
                 )
             elif (
                 end in sums
@@ -531,14 +542,14 @@ class LossConstants:
             ):
                 found[end] = (
                     f"several numbers or tensors are added to values before {end.node.name()}, and its graph shows "
-                    "their sum alone. Add up what is no output first, as in output - (target - 1), "
-                    "p.sum(1) + (y.sum(1) + 1) or (a - b) - (reference_a - reference_b), or write the loss of one "
-                    "sample and call clipper.per_sample_losses"
+                    "only their sum. Add up the numbers and tensors that are no outputs first, as in "
+                    "output - (target - 1), p.sum(1) + (y.sum(1) + 1) or (a - b) - (reference_a - reference_b), or "
+                    "write the loss of one sample and call clipper.per_sample_losses"
                 )
         return found
 
     def _additions(self, value: Value) -> int:
-        """Return how many unseen constants are added to an element of a value at most, from the known values on."""
+        """Return the largest number of unsaved constants that are added to one element of a value."""
         known, depends = self._chains.known, self._depends
 
         def below(top: Value) -> list[Value]:
@@ -550,10 +561,10 @@ class LossConstants:
                 return 0
             node = top.node
             together = max(found) if top.operation in JOINING else sum(found)
-            is_number = node.name() in {"AddBackward1", "SubBackward1"}  # of a function of torch's, as its eps
+            is_number = node.name() in {"AddBackward1", "SubBackward1"}  # a number of a torch function, such as an eps
             if is_number or not adds_unseen(node, depends):
                 return together
-            if top == value and top.operation == "Where":  # 0 where it is not of the samples' values: a mask
+            if top == value and top.operation == "Where":  # if it puts in 0, it is a mask and adds nothing
                 whole, mask = self._whole(value), saved(node, "condition")
                 own = mask if depends.inputs(node) == [0] else ~mask
                 if whole is not None and bool(
@@ -565,14 +576,14 @@ class LossConstants:
         return fold(value, below, combine, {})
 
     def _mixtures(self) -> Iterator[SharedValue]:
-        """Yield the constants in values of `_mixed`, as other constants of the samples explain them."""
+        """Yield the sums of constants in the values of `_mixed`, with the constants that may explain them."""
         chains = self._chains
         for place, end, bounds in self._sums if self._mixed else ():
             if end not in self._mixed:
                 continue
             beside = [one.nan_to_num(0.0) for node in self._nodes for _, one in constants_beside(node, self._depends)]
             for _, value, other in self._sums:
-                if value not in self._mixed:  # a statistic, which is no sample's own, explains nothing
+                if value not in self._mixed:  # a constant that is no sample's own, such as a statistic, is no column
                     own = self._is_each_own(value, other)
                     beside.append(other.middle.nan_to_num(0.0) if own else torch.full_like(other.low, math.nan))
             parts = [*([end] if adds_unseen(end.node, self._depends) else []), *self._parts[end]]
@@ -589,7 +600,7 @@ class LossConstants:
 
     @functools.cached_property
     def _sums(self) -> list[tuple[Hashable, Value, Bounds]]:
-        """The sums of the unseen constants in values, each after its place."""
+        """The sums of unsaved constants in values: the place, the value, and bounds of the sum."""
         sums = list[tuple[Hashable, Value, Bounds]]()
         for end in self._ends:
             below = self._places.of(end)
@@ -601,7 +612,11 @@ class LossConstants:
         return sums
 
     def _subtracted(self, value: Value) -> Bounds | None:
-        """Return the constant that one operation adds to or subtracts from known values: `added` in one pass."""
+        """Return bounds of the constant that a single `Add` or `Sub` adds to known values, faster than `added`.
+
+        Returns:
+            The bounds; None where a value is not computed so.
+        """
         node, known = value.node, self._chains.known
         if value not in known or value.operation not in {"Add", "Sub"} or scalars(node) != [1.0]:
             return None
@@ -616,13 +631,14 @@ class LossConstants:
 
     @functools.cached_property
     def _parts(self) -> dict[Value, list[Value]]:
-        """By the values of `_ends`: where the constants were added, if operations have changed the sums since."""
+        """For each value of `_ends`, the values below it to which constants were added before further operations."""
         return {end: self._chains.parts_of(end) for end in self._ends}
 
     def _added(self, look: _Look) -> Iterator[SharedValue]:
-        """Yield the constants that operations add and do not save, where they may be alike for all samples.
+        """Yield the constants that operations add without saving them, where all samples may have the same one.
 
-        They are seen in values, and where they were added, if operations have changed the sums since.
+        Each constant is computed in the value of `_ends`. Where further operations follow the addition, it is also
+        computed in the value to which it was added.
         """
         summands = [
             ((place, number), part, self._chains.where_added(part, end, bounds))
@@ -637,7 +653,7 @@ class LossConstants:
             if value in self._mixed and self._outputs.batch_size > 1:
                 continue
             sizes, shape, places = bounds.sizes, value.shape, _places_of_rows(value, self._outputs)
-            if not shape:  # one sample's, in a loop
+            if not shape:  # the value of one sample, in a loop over samples
                 alone[place].append(bounds)
                 continue
             keys = {dim: ("added", place, shape[:dim], shape[dim + 1 :]) for dim in places}
@@ -661,14 +677,14 @@ class LossConstants:
             yield SharedValue(("added", place, "alone"), (low + high) / 2, lambda: True, bounds, seen=seen)
 
     def given(self) -> Iterator[SharedValue]:
-        """Yield the gradients that backward was given, but for those of a sum and of a mean over values."""
+        """Yield the gradients that were passed to backward, without all 1 (a sum) and all 1/n (a mean)."""
         for number, (_, gradient) in enumerate(self._roots):
             wanted = [1.0, 1 / max(1, gradient.numel())]
             if not any(bool(((gradient - one).abs() <= 1e-6 * one).all()) for one in wanted):
                 yield SharedValue(("gradient", number), gradient, lambda: "unclear")
 
     def shared(self) -> Iterator[SharedValue]:
-        """Yield what all samples may share, by where it acts on their values: whatever else the loss is made of."""
+        """Yield the values that all samples may share; a value's place does not depend on the rest of the loss."""
         outputs, depends, size = self._outputs, self._depends, self._outputs.batch_size
         uses: defaultdict[Hashable, dict[Hashable, list[_Use]]] = defaultdict(dict)
 
@@ -680,6 +696,7 @@ class LossConstants:
             same = _place(value) if isinstance(value, Tensor) else value
             uses[place].setdefault(same, []).append(_Use(node, value, is_shared))
 
+        # Behind a nonlinear operation (`is_behind`) a number is no weight of rows, which the ledger compares.
         for node, is_behind in self._nodes.items():
             name, whole = operation(node), Value(node)
             look_at_all = look(whole, [1] * len(whole.shape))
@@ -698,7 +715,7 @@ class LossConstants:
                 by_chance = is_one and size < _MANY_SAMPLES
                 if not _is_of_parameter(constant):
                     use(node, constant, (lambda: "unclear") if by_chance else look(value, sizes), i, constant.shape)
-            # tensors without a dimension, but for factors of rows; no numbers of Python
+            # Tensors without a dimension, except factors of rows. Python's numbers are read from the settings below.
             takes = name in TAKES_BESIDE and (is_behind or name not in {"Mul", "Div"})
             given = [one for one in (saved_tensors(node) if takes else ()) if not (one.dim() or one.requires_grad)]
             singles = [
@@ -712,16 +729,16 @@ class LossConstants:
             for setting, value in _numbers_of(node) if is_behind else ():
                 use(node, value, look_at_all, setting, outputs.values_of_each)
         for key, values in uses.items():
-            for number, of in enumerate(values.values()):
-                is_shared = functools.partial(_is_shared_by, outputs, of)
-                yield SharedValue(key, of[0].value, is_shared, among=(len(values), number))
+            for number, users in enumerate(values.values()):
+                is_shared = functools.partial(_is_shared_by, outputs, users)
+                yield SharedValue(key, users[0].value, is_shared, among=(len(values), number))
         yield from self._places_taken()
-        if self._ends:  # else nothing is added unseen, and no value need be computed again to know
+        if self._ends:  # else no unsaved constant was added, and nothing need be recomputed
             yield from self._added(look)
             yield from self._mixtures()
 
     def _places_taken(self) -> Iterator[SharedValue]:
-        """Yield the places that operations take along a dimension, such as a column, each for who uses the result."""
+        """Yield the positions that operations take along a dimension, such as a column, for each user of the result."""
         counted: Counter[Hashable] = Counter()
         alike: defaultdict[Hashable, list[tuple[Node, float]]] = defaultdict(list)
         outputs = self._outputs
@@ -749,16 +766,17 @@ class LossConstants:
                     alike[place, which].append((node, at))
         for key, found in alike.items() if several else ():
             if len(found) > 1:
-                # for one sample each, as in a loop over samples
-                is_same, of_several = len({at for _, at in found}) == 1, functools.partial(_is_of_several, outputs)
-                of_each = functools.partial(of_several, [node for node, _ in found]) if is_same else lambda: False
-                yield SharedValue((key, "each"), found[0][1], of_each, places=(found[0][1],))
+                # In a loop over samples, each operation takes the position for one sample.
+                nodes, positions = [node for node, _ in found], {at for _, at in found}
+                is_shared = functools.partial(_is_of_several, outputs, nodes) if len(positions) == 1 else lambda: False
+                yield SharedValue((key, "each"), found[0][1], is_shared, places=(found[0][1],))
 
 
 def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
-    """Return what was added before `log_softmax` but for a number of each row, which its result does not show.
+    """Return bounds of a constant added before `log_softmax`, up to a number of each row.
 
-    Nor does it show how large its inputs were, by which they are rounded: up to 64 is allowed for.
+    The result of `log_softmax` shows neither this number nor the magnitude of the inputs, on which their rounding
+    depends: a magnitude up to 64 times that of the result is allowed for.
     """
     mean, most = bounds.middle.mean(dim, keepdim=True), (result.abs() + bounds.middle.abs()).amax(dim, keepdim=True)
     unseen = bounds.rounding.amax(dim, keepdim=True) + 64 * torch.finfo(result.dtype).eps * (1 + most)
@@ -766,7 +784,7 @@ def _but_for_a_number(bounds: Bounds, result: Tensor, dim: int) -> Bounds:
 
 
 def _is_result(node: Node, values: Tensor) -> bool:
-    """Tell whether the result that an operation saved is that of some values, but for the rounding of its kernels."""
+    """Tell whether an operation's saved result is its result for some values, up to the rounding of kernels."""
     result = saved(node, "result").detach()
     if operation(node) == "LogSoftmax":
         return _are_normalized(result, values, saved(node, "dim"))
@@ -778,13 +796,13 @@ def _is_result(node: Node, values: Tensor) -> bool:
 
 
 def _are_normalized(result: Tensor, values: Tensor, dim: int) -> bool:
-    """Tell whether a result is that of `log_softmax` of values, but for its rounding."""
+    """Tell whether a result equals `log_softmax` of values up to rounding."""
     result, values = (one.movedim(dim, -1).reshape(-1, one.shape[dim]) for one in (result, values))
     rows = max(1, _IN_CACHE // max(1, result.shape[-1])) if result.device.type == "cpu" else max(1, len(result))
     wide = torch.promote_types(result.dtype, torch.float32)
     own, eps = torch.finfo(result.dtype).eps, torch.finfo(wide).eps
     for some, given in zip(result.split(rows), values.split(rows), strict=True):
-        if own == eps:  # the same number everywhere in a row: in one pass, if all is finite
+        if own == eps:  # if all is finite, result and values differ by one number in each row
             apart = some - given
             low, high = apart.amin(-1), apart.amax(-1)  # `aminmax` of rows takes ten times as long
             most = torch.stack([-some.amin(-1), -low, high]).amax(0)
@@ -800,7 +818,7 @@ def _are_normalized(result: Tensor, values: Tensor, dim: int) -> bool:
 
 
 def _is_reduced(value: Value, outputs: Outputs) -> bool:
-    """Tell whether samples may be added up in a value, so that a dimension of as many entries is none of theirs."""
+    """Tell whether an operation below a value may add up samples: then a dimension of size B need not hold them."""
     ends = outputs.values
 
     def onward(place: Value) -> list[Value]:
@@ -819,14 +837,14 @@ def _is_reduced(value: Value, outputs: Outputs) -> bool:
 
 
 def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
-    """Return the dimensions along which samples may lie, or rows that were chosen of them."""
+    """Return the dimensions along which samples, or rows selected from them, may lie."""
     shape = value.shape
     places = places_of(shape, outputs.batch_size)
     return [*places, 0] if 0 not in places and shape and shape[0] else places
 
 
 def _are_of_several(bounds: Bounds, dim: int) -> bool:
-    """Tell whether numbers that are alike along a dimension are known twice there, and are alike by no chance."""
+    """Tell whether equal numbers along a dimension are known for enough samples to be equal not just by chance."""
     known, alike = bounds.are_known, bounds.alike(dim)
     for other in range(known.dim()):
         if other != dim and alike.sizes[other] == 1:
@@ -836,12 +854,16 @@ def _are_of_several(bounds: Bounds, dim: int) -> bool:
 
 
 def _taken(value: Value, dim: int, size: int) -> list[tuple[str, float, tuple[Hashable, ...]]]:
-    """Return the places that an operation takes of ``size`` along a dimension, in the ways of `SharedValue`."""
+    """Return the positions that an operation takes of ``size`` along a dimension.
+
+    Returns:
+        Each position's name, its value, and the ways in which it is counted, as in ``SharedValue.places``.
+    """
     (node, number), name = value, value.operation
     if name in {"Select", "Unbind"}:
         at = number if name == "Unbind" else saved(node, "index") % size
         return [("at", float(at), (at, at - size))]
-    if name == "Slice":  # an end is a length, up to which values are padded: that is judged by itself
+    if name == "Slice":  # the end is left out: it is a length, and lengths are judged by the ledger
         start, _, step = slice(saved(node, "start"), None, saved(node, "step")).indices(size)
         return [("from", float(start), (start, start - size, object())), ("step", float(step), ())]
     part: Hashable = object()
@@ -858,7 +880,7 @@ def _taken(value: Value, dim: int, size: int) -> list[tuple[str, float, tuple[Ha
 
 
 def _is_for_several(outputs: Outputs, value: Value, dim: int, among: Sequence[int]) -> bool:
-    """Tell whether a result is of several samples, and what was taken lies along another dimension than these."""
+    """Tell whether a result belongs to several samples, and was taken along a dimension that does not hold them."""
     if _is_shared(outputs, value, [1] * len(value.shape), lambda: False) is not True:
         return False
     try:
@@ -869,12 +891,12 @@ def _is_for_several(outputs: Outputs, value: Value, dim: int, among: Sequence[in
 
 
 def _is_of_parameter(constant: Tensor) -> bool:
-    """Tell whether a constant is the weight of a layer, or a view of one: it may be trained elsewhere."""
+    """Tell whether a constant is a parameter or a view of one: another optimizer may train it."""
     return isinstance(constant, nn.Parameter) or isinstance(base_of(constant), nn.Parameter)
 
 
 def _nodes(roots: Sequence[Root], outputs: Outputs) -> dict[Node, bool]:
-    """Return the operations between a loss and the module, each with whether one way to it is behind no linear one."""
+    """Return the operations between a loss and the module, each with whether a path to it, or itself, is nonlinear."""
     pending = [(root.value, False) for root in roots]
     found: dict[Node, bool] = {}
     while pending:
@@ -891,7 +913,7 @@ def _nodes(roots: Sequence[Root], outputs: Outputs) -> dict[Node, bool]:
 
 
 def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
-    """Yield the numbers that an operation takes, but for sizes and places."""
+    """Yield the numbers that an operation takes, without sizes and positions."""
     yield from enumerate(scalars(node))
     for name, value in [
         *saved_settings(node).items(),
@@ -906,7 +928,7 @@ def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
 
 
 def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
-    """Yield the lists of places that an operation takes, with their sizes along the result, 1 where one is repeated."""
+    """Yield the index tensors of an operation, with their sizes along the result: 1 where an index is repeated."""
     name, alike = operation(node), [1] * len(shape_of(node))
     if name == "Gather":
         index = saved(node, "index")
@@ -920,14 +942,14 @@ def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
 
 
 def _is_one_number(constant: Tensor) -> bool:
-    """Tell whether a constant of several elements is one number in all of them, and no label."""
+    """Tell whether all elements of a constant are one number that is not whole, and so is no label."""
     first = constant.flatten()[:1]
     is_a_number = constant.numel() > 1 and constant.is_floating_point()
     return is_a_number and bool((constant == first).all() & (first != first.round()))
 
 
 def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:
-    """Tell whether samples share a value: in one of the operations that take it, or as several take it, one of each."""
+    """Tell whether samples share a value: within one operation, or across operations of one sample each."""
     found: list[bool | Unsettled] = [use.is_shared() for use in uses]
     if True in found or (len(uses) > 1 and _is_of_several(outputs, [use.node for use in uses])):
         return True
@@ -935,24 +957,24 @@ def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:
 
 
 def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:
-    """Tell whether operations act on values of different samples."""
+    """Tell whether operations act on different samples each."""
     return len({outputs.only_sample(Value(node)) for node in nodes}) > 1
 
 
 def _is_shared(
     outputs: Outputs, value: Value, sizes: Sequence[int], is_reduced: Callable[[], bool] | None = None
 ) -> bool | Unsettled:
-    """Tell whether an element of a constant of some sizes lies beside values of several samples.
+    """Tell whether an element of a constant lies beside values of several samples.
 
     Args:
         outputs: The values that the module returned.
         value: The values.
         sizes: The sizes of the constant, 1 where it is the same along a dimension.
-        is_reduced: Tells whether samples may have been added up in the values: then one batch, in which each column
-            has one sample, says nothing of the next. Without it `_is_reduced` does.
+        is_reduced: Tells whether samples may have been added up in the values; `_is_reduced` by default. If so, a batch
+            in which each column has one sample does not settle the next batch.
 
     Returns:
-        Whether it does, or what this batch alone shows.
+        The answer, or what this batch alone shows.
     """
     is_reduced = is_reduced or functools.partial(_is_reduced, value, outputs)
     try:
@@ -975,18 +997,18 @@ def _is_shared(
     return "own here" if any(bool((~tells | (samples == row)).all()) for row in along) else "unclear"
 
 
-# What is bound to a function
+# Values bound to a function
 
 
 _DEEPEST = 4
-"""Functions within functions that are looked into."""
+"""Depth of nested functions that are searched."""
 
 
 def bound_values(loss_fn: Any, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[Hashable, Tensor | float]]:
     """Yield the tensors and numbers that are bound to a function, each with its place.
 
-    A module has its parameters and buffers, `functools.partial` what it gives. Code takes numbers from what it closes
-    over, from its file, and from the object that it is a method of.
+    Of a module these are parameters and buffers, of `functools.partial` the bound arguments. Of Python code they are
+    the numbers in its closure, its defaults, its module's globals, and the object whose method it is.
     """
     if isinstance(loss_fn, functools.partial):
         yield from bound_values(loss_fn.func, (*place, "func"))
@@ -1004,14 +1026,14 @@ def bound_values(loss_fn: Any, place: tuple[Hashable, ...] = ()) -> Iterator[tup
 
 
 def _numbers_in(code: Any, place: tuple[Hashable, ...]) -> Iterator[tuple[Hashable, float]]:
-    """Yield the numbers that code takes from elsewhere; torch's own takes none."""
+    """Yield the numbers that code takes from outside its arguments; torch's own functions are skipped."""
     function = getattr(code, "__func__", code)
     if not isinstance(function, FunctionType) or (function.__module__ or "").startswith("torch.nn.functional"):
         return
     named = {**function.__globals__, **getattr(getattr(code, "__self__", None), "__dict__", {})}
     taken = {name: named[name] for name in function.__code__.co_names if name in named}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not filled yet
+        with contextlib.suppress(ValueError):  # the cell is still empty
             taken[name] = cell.cell_contents
     taken |= {str(i): value for i, value in enumerate(function.__defaults__ or ())}
     for name, value in (taken | (function.__kwdefaults__ or {})).items():
