@@ -329,7 +329,7 @@ def test_arguments_are_checked(options, error, words):
         ([1.0, 2.0], InvalidTypeError, "values is list"),
         (torch.tensor([1, 2]), InvalidTypeError, "values is torch.int64"),
         (torch.tensor(1.0), InvalidValueError, r"shape \[\]: expected \[2\]"),
-        (torch.ones(3), InvalidValueError, r"shape \[3\]: expected \[2\].*as on the steps before"),
+        (torch.ones(3), InvalidValueError, r"shape \[3\]: expected \[2\].*as on earlier steps"),
         (torch.ones(0), InvalidValueError, r"shape \[0\]"),
     ],
 )
