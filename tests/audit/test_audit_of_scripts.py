@@ -95,7 +95,7 @@ SCRIPTS = {
                 "acts within the step"),
     "not finite": (train("clip_grad_norm_(model.parameters(), 0.1)",
                          loss="model(torch.full((6, 4), torch.inf)).sum().backward()"), 3, "is not finite"),
-    "no step": ("print('nothing')", 3, "no clip and no optimizer step was seen"),
+    "no step": ("print('nothing')", 3, "no clip and no optimizer step was observed"),
     "it fails": (train("raise ValueError('no clip today')"), 2, ""),
     "of no module": (train("clip_grad_norm_([w], 0.1)", setup="w = torch.ones(5, requires_grad=True); "
                            "optimizer = torch.optim.SGD([w], 0.1)", loss="(w * torch.randn(5)).sum().backward()"),

@@ -224,7 +224,7 @@ def test_no_more_memory_is_taken_than_the_file_has(tmp_path):
     folder.mkdir()
     for length in (2**63, 2**40, 2**20):
         (folder / FILE).write_bytes(length.to_bytes(8, "little") + b"{}" * 40)
-        with pytest.raises(InvalidValueError, match="its header has no length that can be meant, or it is cut off"):
+        with pytest.raises(InvalidValueError, match="its header has an implausible length, or it is cut off"):
             gg.Snapshot.load(folder, *small())
 
 
