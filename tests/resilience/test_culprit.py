@@ -71,7 +71,7 @@ def test_few_losses_blame_nobody(earlier, last, blamed):
     assert [one.number for one in found.blamed] == ([] if blamed is None else [blamed])
     if blamed is None:
         assert "only" in found.reason
-        assert "8 tell what is usual" in found.reason
+        assert "8 are needed to define the usual level" in found.reason
 
 
 def test_spikes_before_it_do_not_hide_it():

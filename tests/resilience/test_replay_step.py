@@ -136,7 +136,7 @@ class Run:
     ("cause", "code", "told", "words"),
     [
         ("data", 0, "data", "the weights before step 20, too, the batch stands out"),
-        ("weights", 0, "weights", "other batches, too, are far above what they were"),
+        ("weights", 0, "weights", "other batches, too, are far above their earlier losses"),
         ("hardware", 1, None, "the spike does not come back: on the same weights, batch and random numbers"),
     ],
 )

@@ -602,7 +602,7 @@ class TestStructuresThatChange:
     def test_layers_without_numbers_are_refused(self):
         for model in (nn.LazyLinear(2), nn.Linear(2, 2, device="meta")):
             snapshot = Snapshot(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-            with pytest.raises(UnsupportedGradientError, match=r"needs the numbers of every tensor"):
+            with pytest.raises(UnsupportedGradientError, match=r"needs the data of every tensor"):
                 snapshot.take()
 
     def test_a_take_that_fails_leaves_nothing_to_restore(self):

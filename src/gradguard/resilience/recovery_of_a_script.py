@@ -125,7 +125,7 @@ class GuardEachOptimizer(Listener):
                 guard.record_loss(loss)
         elif _spikes_of(guard).norm_is_hidden:
             self.refused[type(optimizer).__name__] = (
-                "a GradScaler and the script's clip hide its norm, and with several optimizers it is not known to which "
+                "a GradScaler and the script's clip hide its norm, and with several optimizers it is unknown to which "
                 "the loss belongs. Put gradguard.Guard(optimizer, clipper, spikes=gradguard.SkipSpikes()) into the "
                 "script."
             )
