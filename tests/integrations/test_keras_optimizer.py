@@ -310,7 +310,7 @@ def test_a_model_with_a_guard_says_how_to_load_it(tmp_path):
         (
             lambda: guard(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), gg.ClipByMedian()),
             ValueError,
-            "guard the one inside",
+            "guard the inner one",
         ),
         (
             lambda: guard(guard(keras.optimizers.SGD(), gg.ClipByMedian()), gg.ClipByMedian()),

@@ -217,7 +217,7 @@ REFUSED = {
     ),
     "own clip": (OwnClip, {}, InvalidValueError, "OwnClip has a configure_gradient_clipping of its own"),
     "by hand": (Manual, {}, UnsupportedGradientError, "Manual optimizes by hand"),
-    "LBFGS": (Lbfgs, {}, UnsupportedGradientError, "LBFGS asks for the gradients several times"),
+    "LBFGS": (Lbfgs, {}, UnsupportedGradientError, "LBFGS evaluates the gradients several times"),
 }
 
 

@@ -177,7 +177,7 @@ def test_a_buffer_that_is_no_tensor_is_refused(tmp_path, value):
     snapshot.save(tmp_path / "a")
     gg.Snapshot.load(tmp_path / "a", *run()).restore()
     rewritten(tmp_path / "a" / FILE, change)
-    with pytest.raises(InvalidValueError, match="a buffer is no tensor"):
+    with pytest.raises(InvalidValueError, match="a buffer is not a tensor"):
         gg.Snapshot.load(tmp_path / "a", *run())
 
 
