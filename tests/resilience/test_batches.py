@@ -161,7 +161,11 @@ def begun():
 REFUSED = {
     "iterable": (lambda: DataLoader(Endless()), InvalidTypeError, r"iterable.*ids_of=lambda batch"),
     "a list": (lambda: [1, 2], InvalidTypeError, r"the loader is list: expected a torch.utils.data.DataLoader"),
-    "dispatched": (lambda: DataLoaderDispatcher(DATA), InvalidTypeError, r"dispatch_batches=True.*leave it out"),
+    "dispatched": (
+        lambda: DataLoaderDispatcher(DATA),
+        InvalidTypeError,
+        r"dispatch_batches=True.*omit dispatch_batches",
+    ),
     "begun": (begun, InvalidValueError, r"has begun already: make SampleIds"),
 }
 

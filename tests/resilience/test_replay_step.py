@@ -247,7 +247,7 @@ def test_files_that_cannot_be_read(script, tmp_path, capsys):
         with pytest.raises(RecordError, match=r"is not a file of gradguard\.resilience\.write_evidence"):
             read_evidence(name)
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
-    with pytest.raises(RecordError, match="is not what"):
+    with pytest.raises(RecordError, match="is not a file of"):
         read_evidence("other.pt")
     writer = PlainWriter("step")
     with (tmp_path / "new.pt").open("wb") as file:

@@ -131,7 +131,7 @@ class SpikeDetector(Detector):
         self.window, self.recent = check_whole("window", window), check_whole("recent", recent)
         self.warmup, self.cap = check_whole("warmup", warmup, 1, window), check_whole("cap", cap, 1, window)
         self.alone = check_number("alone", alone, "a finite number > 0")
-        check_number("alone", alone, "at least 1, which treats each step that stands out as a spike")
+        check_number("alone", alone, "at least 1, which calls each that stands out a spike")
 
     def __repr__(self) -> str:
         """Return the call that makes an equal detector."""
