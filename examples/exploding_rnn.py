@@ -1,9 +1,9 @@
 """Train a chaotic recurrent network over 800 time steps: plain, with norm clip, with error clip, with both.
 
-The task is an echo: output the input of three steps ago. The recurrent weights are orthogonal times 2.5, so the state is
-chaotic, and each backward step makes the gradient about 1.2 times as large. After 465 of 800 steps it overflows. Then
-the gradients of the weights are NaN, and no later clip helps. The error clip bounds the gradient of each intermediate
-value during backward. It takes about half a minute on two CPU cores; `--steps 10` takes a few seconds::
+The task is an echo: output the input of three steps ago. The recurrent weights are orthogonal times 2.5, so the state
+is chaotic, and each backward step makes the gradient about 1.2 times as large. After 465 of 800 steps it overflows.
+Then the gradients of the weights are NaN, and no later clip helps. The error clip bounds the gradient of each
+intermediate value during backward. It takes half a minute on two CPU cores; `--steps 10` takes a few seconds::
 
     python examples/exploding_rnn.py
 """
