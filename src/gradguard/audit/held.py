@@ -332,7 +332,9 @@ def relation(one: HeldPiece, other: HeldPiece, said: Claim | None = None) -> Rel
     if not one.weight.is_close(other.weight, APART):
         return "distinct"
     if one.weight.spread > 0 and one.weight.is_close(other.weight, 1e-6):
-        return "same" if alike else "unknown" if is_claimed else "differ"
+        if alike:
+            return "same"
+        return "unknown" if is_claimed else "differ"
     if not alike:
         return "distinct" if is_claimed else "unknown"
     scalar = one.numel == 1 and not is_claimed

@@ -127,10 +127,10 @@ class BlockFile:
             self._file.close()
             raise
 
-    def _block(self, told: Any, begin: int) -> Block:
-        if _object(told).keys() != _DESCRIPTION.keys():
+    def _block(self, description: Any, begin: int) -> Block:
+        if _object(description).keys() != _DESCRIPTION.keys():
             raise ValueError("a block lacks a field of its description, or has another one")
-        dtype, shape, (start, end) = (rule(told[name]) for name, rule in _DESCRIPTION.items())
+        dtype, shape, (start, end) = (rule(description[name]) for name, rule in _DESCRIPTION.items())
         length = _ITEMSIZE.get(dtype, math.nan) * math.prod(shape)
         if not start <= end <= self._size - begin or end - start != length:
             raise ValueError("a block's size differs from its dtype and shape, or it is cut off")

@@ -405,13 +405,11 @@ class PerSampleCallback(PerSampleJob, LightningClip):
             ),
             (
                 _scaler_of(trainer) is not None or trainer.precision == "16-mixed",
-                'precision="16-mixed": Lightning unscales gradients before the clipped ones exist. Use '
-                '"bf16-mixed".',
+                'precision="16-mixed": Lightning unscales gradients before the clipped ones exist. Use "bf16-mixed".',
             ),
             (
                 getattr(module, "_compiler_ctx", None) is not None,
-                f"{name} is compiled: the layers inside cannot be followed. Pass the module before "
-                "torch.compile.",
+                f"{name} is compiled: the layers inside cannot be followed. Pass the module before torch.compile.",
             ),
         )
 

@@ -117,11 +117,11 @@ class BadSamples:
     def _write(self, file: Path, new: Iterable[BadSample]) -> None:
         """Append to the file; if the disk refuses, the run continues and the next call writes the lines."""
         self._unwritten += new
-        told = [{k: v for k, v in asdict(one).items() if v not in (None, "")} for one in self._unwritten]
+        lines = [{k: v for k, v in asdict(one).items() if v not in (None, "")} for one in self._unwritten]
         try:
             before = _text_of(file) if file.exists() else ""
             begin = "\n" if before and not before.endswith("\n") else ""  # a file written by hand may lack the last one
-            write_whole(file, (before + begin + "".join(f"{json.dumps(one)}\n" for one in told)).encode())
+            write_whole(file, (before + begin + "".join(f"{json.dumps(one)}\n" for one in lines)).encode())
         except (OSError, RecordError) as error:
             warnings.warn(
                 f"gradguard: {len(self._unwritten)} bad samples were not written to {str(file)!r} ({error}). The next "
@@ -167,8 +167,8 @@ def _read(line: str, file: Path, number: int) -> BadSample | None:
     if not line.startswith("{"):
         return BadSample(int(line) if _WHOLE.fullmatch(line) else line)
     try:
-        told = decode_json(line.encode())
-        one = BadSample(**{k: v for k, v in told.items() if k in ("id", "reason", "step", "rank")})
+        fields = decode_json(line.encode())
+        one = BadSample(**{k: v for k, v in fields.items() if k in ("id", "reason", "step", "rank")})
         checked_ids([one.id])
     except (ValueError, TypeError) as error:
         raise RecordError(

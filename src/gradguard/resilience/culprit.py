@@ -196,9 +196,9 @@ def _of_all_ranks(batches: Batches, steps: Sequence[int], group: Any) -> tuple[l
             own.append(batches.of_step(step))
         except GradguardError as error:
             own.append(str(error))
-    told = gather((own, finite(earlier)), group, _TASK)
-    of_steps = list(zip(*(of_rank for of_rank, _ in told), strict=True))
-    return of_steps, [loss for _, losses in told for loss in losses]
+    gathered = gather((own, finite(earlier)), group, _TASK)
+    of_steps = list(zip(*(of_rank for of_rank, _ in gathered), strict=True))
+    return of_steps, [loss for _, losses in gathered for loss in losses]
 
 
 def finite(values: Iterable[float | None]) -> list[float]:

@@ -413,11 +413,11 @@ class SpikeRecovery:
         if recent < self.budget:
             return event
         self._note(event)
-        told = "\n  ".join(str(e) for e in self.events[-40:])
+        story = "\n  ".join(str(e) for e in self.events[-40:])
         raise SpikeError(
             f"{recent + 1} roll-backs within 1,000 steps, but budget={self.budget}: going back does not cure this "
             f"run. It is at step {self.steps}, with the weights after step {event.to_step}, which are good. What "
-            f"happened:\n  {told}\nCheck the samples that the events name, or lower the learning rate."
+            f"happened:\n  {story}\nCheck the samples that the events name, or lower the learning rate."
         )
 
     def _event(

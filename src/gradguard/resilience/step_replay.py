@@ -239,12 +239,12 @@ def _does_not_come_back(evidence: StepEvidence, at: StateResult) -> _Judgement:
 
 def _raised(evidence: StepEvidence, at: StateResult, older: StateResult | None) -> bool | None:
     """Tell whether the other batches are far above their losses on older weights, or in training shortly before."""
-    told = [] if older is None else [*_above(at, older)]
+    excess = [] if older is None else [*_above(at, older)]
     recorded = finite(one.loss for one in evidence.others if one.step < evidence.step)
     comparable = at.step == evidence.step and all(one.loss is not None for one in evidence.suspects)
     if comparable and len(recorded) >= FEWEST:  # the suspects' losses show whether the step computes training's loss
-        told.append(median(deviations(one.loss, recorded) for one in at.others))
-    return max(told) > FAR if told else None
+        excess.append(median(deviations(one.loss, recorded) for one in at.others))
+    return max(excess) > FAR if excess else None
 
 
 def _above(here: StateResult, there: StateResult) -> list[float]:

@@ -198,8 +198,8 @@ class SpikeDetector(Detector):
             state["steps"][-1] = ORDINARY
         self._before = before, self._verdict
         no = torch.zeros((), dtype=torch.bool, device="cpu")
-        told = torch.tensor(judged, dtype=torch.float64, device="cpu")
-        return SpikeVerdict(no, told, state["in_a_row"].clone(), no, no)
+        judged_scores = torch.tensor(judged, dtype=torch.float64, device="cpu")
+        return SpikeVerdict(no, judged_scores, state["in_a_row"].clone(), no, no)
 
     def _score_on_host(
         self, value: float, ring: list[float], count: int, weights: Sequence[float], weight: float

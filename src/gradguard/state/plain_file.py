@@ -63,12 +63,12 @@ class _Kind(NamedTuple):
     """How values of one type are encoded as simpler ones, and decoded from them."""
 
     type: type
-    told: Callable[[Any], Any]
-    made: Callable[[Any], Any]
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
 
 
 def _fields(kind: Any) -> _Kind:
-    return _Kind(kind, list, lambda told: kind(*told))
+    return _Kind(kind, list, lambda encoded: kind(*encoded))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -95,7 +95,7 @@ def checked_device(text: str) -> torch.device:
     return device
 
 
-def _pairs(value: Mapping[Any, Any]) -> list[Any]:
+def _encode_mapping(value: Mapping[Any, Any]) -> list[Any]:
     for key in value:
         for part in key if type(key) is tuple else [key]:
             if type(part) not in (type(None), bool, int, float, str, bytes):
@@ -103,17 +103,17 @@ def _pairs(value: Mapping[Any, Any]) -> list[Any]:
     return [[key, one] for key, one in value.items()]
 
 
-def _ordered(told: Any) -> OrderedDict[Any, Any]:
-    pairs, attributes = told
+def _decode_ordered_dict(encoded: Any) -> OrderedDict[Any, Any]:
+    pairs, attributes = encoded
     made = OrderedDict(pairs)
     vars(made).update(attributes)
     return made
 
 
-def _told_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
+def _encode_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
     if value.default_factory not in _FACTORIES.values():
         raise PlainError(f"a defaultdict of {value.default_factory}")
-    return [getattr(value.default_factory, "__name__", "None"), _pairs(value)]
+    return [getattr(value.default_factory, "__name__", "None"), _encode_mapping(value)]
 
 
 _KINDS = {
@@ -121,20 +121,22 @@ _KINDS = {
     "set": _Kind(set, list, set),
     "frozenset": _Kind(frozenset, list, frozenset),
     "size": _Kind(torch.Size, list, torch.Size),
-    "deque": _Kind(deque, lambda value: [value.maxlen, list(value)], lambda told: deque(told[1], told[0])),
-    "complex": _Kind(complex, lambda value: [value.real, value.imag], lambda told: complex(*told)),
+    "deque": _Kind(deque, lambda value: [value.maxlen, list(value)], lambda encoded: deque(encoded[1], encoded[0])),
+    "complex": _Kind(complex, lambda value: [value.real, value.imag], lambda encoded: complex(*encoded)),
     "bytes": _Kind(bytes, bytes.hex, bytes.fromhex),
     "dtype": _Kind(torch.dtype, dtype_name, _DTYPES.__getitem__),
     "device": _Kind(torch.device, str, checked_device),
-    "mapping": _Kind(dict, _pairs, dict),
-    "counter": _Kind(Counter, _pairs, lambda told: Counter(dict(told))),
-    "ordered dict": _Kind(OrderedDict, lambda value: [_pairs(value), vars(value)], _ordered),
-    "defaultdict": _Kind(defaultdict, _told_defaultdict, lambda told: defaultdict(_FACTORIES[told[0]], told[1])),
+    "mapping": _Kind(dict, _encode_mapping, dict),
+    "counter": _Kind(Counter, _encode_mapping, lambda encoded: Counter(dict(encoded))),
+    "ordered dict": _Kind(OrderedDict, lambda value: [_encode_mapping(value), vars(value)], _decode_ordered_dict),
+    "defaultdict": _Kind(
+        defaultdict, _encode_defaultdict, lambda encoded: defaultdict(_FACTORIES[encoded[0]], encoded[1])
+    ),
     "sparse": _fields(StoredSparse),
     "shard": _fields(StoredShard),
 }
 _NAMES = {kind.type: name for name, kind in _KINDS.items()}
-_AS_THEY_ARE = (type(None), bool, int, float, str)
+_JSON_TYPES = (type(None), bool, int, float, str)
 """Types that JSON represents; floats include NaN and infinity, as Python writes them."""
 
 
@@ -183,12 +185,12 @@ class PlainWriter:
         Raises:
             PlainError: If a value cannot be encoded; the message names it.
         """
-        told = self._encoded(content)
+        encoded = self._encoded(content)
         tensors = [
             [list(one.like.shape), list(one.like.stride()), dtype_name(one.like.dtype), one.device, one.checksum]
             for one, _ in self._tensors
         ]
-        document = {**about, "tensors": tensors, "content": told}
+        document = {**about, "tensors": tensors, "content": encoded}
         if is_deep(document):
             raise PlainError("containers that are nested too deeply")
         return json.dumps(document, separators=(",", ":"))
@@ -196,25 +198,25 @@ class PlainWriter:
     def _encoded(self, value: Any) -> Any:
         if type(value) is list:
             return list(map(self._encoded, value))
-        if type(value) in _AS_THEY_ARE:
+        if type(value) in _JSON_TYPES:
             return value
-        kind, content = self._told(value)
+        kind, content = self._encoding(value)
         return {kind: self._encoded(content)}
 
-    def _told(self, value: Any) -> tuple[str, Any]:
+    def _encoding(self, value: Any) -> tuple[str, Any]:
         """Return the kind of a value, and simpler values that encode it."""
         if isinstance(value, StoredTensor):
             return "tensor", value.number
         if type(value) in _NAMES:
             name = _NAMES[type(value)]
-            return name, _KINDS[name].told(value)
+            return name, _KINDS[name].encode(value)
         if type(value) is Tensor:
             if value.is_nested or value.is_meta:
                 raise PlainError(
                     "a nested tensor" if value.is_nested else "a tensor without numbers, on the meta device"
                 )
             memory = value.detach().resolve_conj().resolve_neg().cpu()
-            return self._told(self.add(memory, str(value.device)))
+            return self._encoding(self.add(memory, str(value.device)))
         if is_array(value):
             array = sys.modules["numpy"].asarray(value)  # here an empty string has room for one character
             raw = torch.from_numpy(array.reshape(-1).view("u1").copy())
@@ -279,19 +281,19 @@ class PlainReader:
 
     def content(self) -> Any:
         """Return the values, with entries of the file in place of tensors; invalid content may raise any error."""
-        return self._made(self._content)
+        return self._decoded(self._content)
 
-    def _made(self, told: Any) -> Any:
-        if type(told) is list:
-            return list(map(self._made, told))
-        if type(told) is not dict:
-            return told
-        ((kind, content),) = told.items()
-        content = self._made(content)
+    def _decoded(self, encoded: Any) -> Any:
+        if type(encoded) is list:
+            return list(map(self._decoded, encoded))
+        if type(encoded) is not dict:
+            return encoded
+        ((kind, content),) = encoded.items()
+        content = self._decoded(content)
         if kind == "tensor":
             return self._tensors[content]
         if kind != "array":
-            return _KINDS[kind].made(content)
+            return _KINDS[kind].decode(content)
         import numpy
 
         name, shape, is_scalar, raw = content

@@ -2,7 +2,7 @@
 
 Each process writes its own file, named by its rank: tensors as raw bytes, and everything else as JSON in which each
 tensor is a number (`gradguard.state.plain_file`). Both have checksums. Each save has a random number, which all its
-files contain, so that files of two saves are told apart. No file is run: a snapshot may come from anybody.
+files contain, so that files of two saves are distinguished. No code in a file is run: a snapshot may come from anybody.
 """
 
 import errno
@@ -137,9 +137,9 @@ def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any
     now = {name: _in_words(one) for name, one in live.items()}
     wrong = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     if wrong:
-        told = "; ".join(f"{n}: {then.get(n, 'none')}, here {now.get(n, 'none')}" for n in wrong[:5])
+        differences = "; ".join(f"{n}: {then.get(n, 'none')}, here {now.get(n, 'none')}" for n in wrong[:5])
         raise InvalidValueError(
-            f"the snapshot is of another run: {what} differ ({told}{'; and more' if len(wrong) > 5 else ''}). Nothing "
+            f"the snapshot is of another run: {what} differ ({differences}{'; and more' if len(wrong) > 5 else ''}). Nothing "
             "was changed. Build the model and the optimizer as they were when it was saved."
         )
 
@@ -260,10 +260,10 @@ def _understood(directory: Path) -> Iterator[None]:
         raise
     except Exception as error:  # a forged file may raise any error, but runs no code
         why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
-        told = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {why}"
+        reason = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {why}"
         raise InvalidValueError(
             f"the snapshot in {str(directory)!r} cannot be read: a file is missing or damaged, or is not a snapshot "
-            f"({told}). Use another one."
+            f"({reason}). Use another one."
         ) from error
 
 
@@ -330,4 +330,4 @@ def _in_words(one: Any) -> str:
             facts = one.dtype, one.shape, one.device, *([] if one.layout is torch.strided else [one.layout])
     dtype, shape, device, *layout = facts
     words = [f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"]
-    return ", ".join([*words, *(str(told).removeprefix("torch.") for told in layout)])
+    return ", ".join([*words, *(str(one).removeprefix("torch.") for one in layout)])

@@ -111,12 +111,11 @@ class ModulePart(SnapshotPart):
         self._parameters = dict(self._module.named_parameters())
         none = nn.Module.get_extra_state
         self._with_extra = {name: m for name, m in self._modules.items() if type(m).get_extra_state is not none}
-        self._slots = {
-            f"{prefix}.{name}".lstrip("."): (slots, name)
-            for prefix, module in self._modules.items()
-            for slots in [buffer_slots(module)]
-            for name in slots
-        }
+        self._slots = {}
+        for prefix, module in self._modules.items():
+            slots = buffer_slots(module)
+            for name in slots:
+                self._slots[f"{prefix}.{name}".lstrip(".")] = slots, name
         self._buffers = self._live_buffers()
 
     def _live_buffers(self) -> dict[str, Any]:
