@@ -113,7 +113,7 @@ def write_evidence(
         culprit: The result of `find_culprit`.
         model: The model, with its present weights.
         older: Weights of another time, by the number of the step that they precede, such as those of a snapshot from
-            before the spike. Without them bad data cannot be distinguished from data that only these weights cannot fit.
+            before the spike. Without them bad data look like data that only these weights cannot fit.
         before: Number of the step that the weights of ``model`` precede; by default the current step. If only skipped
             steps followed the spike, pass ``culprit.step``.
         others: Number of batches of other steps to write, to compare with.

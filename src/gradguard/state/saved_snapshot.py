@@ -139,8 +139,8 @@ def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any
     if wrong:
         differences = "; ".join(f"{n}: {then.get(n, 'none')}, here {now.get(n, 'none')}" for n in wrong[:5])
         raise InvalidValueError(
-            f"the snapshot is of another run: {what} differ ({differences}{'; and more' if len(wrong) > 5 else ''}). Nothing "
-            "was changed. Build the model and the optimizer as they were when it was saved."
+            f"the snapshot is of another run: {what} differ ({differences}{'; and more' if len(wrong) > 5 else ''}). "
+            "Nothing was changed. Build the model and the optimizer as they were when it was saved."
         )
 
 
@@ -330,4 +330,4 @@ def _in_words(one: Any) -> str:
             facts = one.dtype, one.shape, one.device, *([] if one.layout is torch.strided else [one.layout])
     dtype, shape, device, *layout = facts
     words = [f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"]
-    return ", ".join([*words, *(str(one).removeprefix("torch.") for one in layout)])
+    return ", ".join([*words, *(str(part).removeprefix("torch.") for part in layout)])
