@@ -389,7 +389,9 @@ def test_a_reset_detector_takes_another_number_of_signals():
     detector = SpikeDetector()
     for _ in range(40):
         detector.observe(torch.ones(2, dtype=torch.float64))
-    with pytest.raises(InvalidValueError, match=r"shape \[3\]: expected \[2\].*updates=True.*call reset\(\)"):
+    with pytest.raises(
+        InvalidValueError, match=r"shape \[3\]: expected \[2\].*updates=True.*call the detector's reset\(\)"
+    ):
         detector.observe(torch.ones(3, dtype=torch.float64))
     detector.reset()
     for size in (*[1.0] * 100, 99.0):

@@ -269,7 +269,7 @@ class StreamOrder:
         self._events: list[torch.Event] = []
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Let the current streams wait for the copies before `done`, without a host sync."""
+        """Let the current streams wait for the copies that `done` marked, without a host sync."""
         self.devices = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
         for device in self.devices:
             refuse_capture(device, "a snapshot")
