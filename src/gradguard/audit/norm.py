@@ -434,7 +434,7 @@ class _Audit:
 
     def _report_wrong(self, came: float, words: str) -> None:
         ratio = self._times_true(came)
-        what = f"the reported norm is {came:.6g}, the true one {self._true:.6g}, {ratio:.6g} times{words}"
+        what = f"the reported norm is {came:.6g}, {ratio:.6g} times the true norm of {self._true:.6g}{words}"
         self._find("reported", what, (), ratio)
 
     def _judge(self, what: str, came: float) -> NormClasses:
