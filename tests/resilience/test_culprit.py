@@ -38,7 +38,7 @@ CASES = {
     "a fall": ((2.0, 0.01), [], "no micro-batch stands out"),
     "NaN": ((2.0, math.nan), [1], "micro-batch 1 of rank 0 has a loss of nan, inf deviations"),
     "infinite": ((math.inf, 2.0), [0], "a loss of inf"),
-    "nobody said": ((None, None), [], "no loss is known, and 8 tell"),
+    "nobody said": ((None, None), [], "no loss is known, but 8 are needed"),
     "one said nothing": ((None, 9.0), [1], r"above the usual ones\.$"),
     "no micro-batch": ((), [], "no loss is known"),
 }

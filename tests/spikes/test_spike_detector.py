@@ -342,7 +342,7 @@ def test_what_is_observed_is_checked(values, error, words):
 @pytest.mark.parametrize("change", [{"window": 20}, {"cap": 4}])
 def test_the_state_of_another_detector_is_refused(change):
     saved = usual(SpikeDetector(**SMALL), 3, 1.0).state_dict()
-    with pytest.raises(InvalidValueError, match=r"not of this SpikeDetector\(.*expected tensors of shapes"):
+    with pytest.raises(InvalidValueError, match=r"does not fit this SpikeDetector\(.*expected tensors of shapes"):
         SpikeDetector(**(SMALL | change)).load_state_dict(saved)
     with pytest.raises(InvalidValueError, match="not of this SpikeDetector"):
         SpikeDetector(**SMALL).load_state_dict({"history": saved["history"]})
