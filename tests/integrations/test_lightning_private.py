@@ -217,7 +217,7 @@ REFUSED = {
         UNSUPPORTED,
         "GradientAccumulationScheduler changes the sampling rate",
     ),
-    "by hand": ({"model": Two}, UNSUPPORTED, "Two optimizes by hand"),
+    "by hand": ({"model": Two}, UNSUPPORTED, "Two optimizes manually"),
     "no plan": ({"privacy": budget(1.0), "max_epochs": -1}, WRONG, "a trainer that knows how many steps"),
     "changed after the noise": ({"model": StepsByItself}, WRONG, r"net\.0\.weight: \.grad was filled or changed after"),
     "no loss": ({"model": NoLoss}, WRONG, "the optimizer is to step within a logical batch, or without one"),

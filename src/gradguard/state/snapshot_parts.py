@@ -239,7 +239,7 @@ class OptimizerPart(SnapshotPart):
         if len(kept) != len(groups) or then.keys() != now.keys() or any(then[place] is not now[place] for place in now):
             raise InvalidValueError(
                 f"{type(self.optimizer).__name__} has other parameters or groups than when the snapshot was taken "
-                f"({len(now)} in {len(groups)} groups, then {len(then)} in {len(kept)}). Nothing was restored; "
+                f"({len(now)} in {len(groups)} groups, and {len(then)} in {len(kept)} then). Nothing was restored; "
                 "call take() after add_param_group."
             )
         known = set(map(id, self._copy.keys))
