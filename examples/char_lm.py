@@ -1,6 +1,6 @@
 """Train a character-level recurrent language model on the sources of Python's standard library.
 
-The text is on every machine that has Python. About a minute on two CPU cores; `--steps 20` takes a few seconds::
+Every machine with Python has the text. It takes about a minute on two CPU cores; `--steps 20` takes a few seconds::
 
     python examples/char_lm.py
 

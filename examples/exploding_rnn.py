@@ -1,9 +1,9 @@
 """Train a chaotic recurrent network over 800 time steps: plain, with norm clip, with error clip, with both.
 
-The task is an echo: say what came in three steps ago. The recurrent weights are orthogonal times 2.5, so the state is
-chaotic, and each backward step makes the gradient about 1.2 times as large. After 465 of 800 steps it overflows, and
-then the gradients of the weights are NaN, whatever is done to them afterwards. The error clip bounds the gradient of
-each intermediate value on its way. About half a minute on two CPU cores; `--steps 10` takes a few seconds::
+The task is an echo: output the input of three steps ago. The recurrent weights are orthogonal times 2.5, so the state
+is chaotic, and each backward step makes the gradient about 1.2 times as large. After 465 of 800 steps it overflows.
+Then the gradients of the weights are NaN, and no later clip helps. The error clip bounds the gradient of each
+intermediate value during backward. It takes half a minute on two CPU cores; `--steps 10` takes a few seconds::
 
     python examples/exploding_rnn.py
 """
@@ -55,7 +55,7 @@ def backward(loss: Tensor, rule: gg.BaseErrorClip | None) -> None:
 
 
 def train(rule: gg.BaseErrorClip | None, max_norm: float | None, length: int, steps: int, seed: int) -> list[float]:
-    """Return the loss of each step, up to the first NaN: the weights are NaN then, and stay so."""
+    """Return the loss of each step, up to the first NaN: then the weights are NaN, and remain so."""
     torch.manual_seed(seed)
     model, losses = ChaoticRNN(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -143,8 +143,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=800, help="time steps that the gradient goes back through")
     parser.add_argument("--steps", type=int, default=60)
-    # About 1 / (batch · length): the share of one element in a mean loss. The largest gradient next to the loss is four
-    # times as much: a bound of that survives too, and ends at 0.24, not 0.19.
+    # About 1 / (batch · length), the share of one element in a mean loss. The largest gradient next to the loss is four
+    # times as large; with that as the bound, training survives too, and ends at 0.24 instead of 0.19.
     parser.add_argument("--clip", type=float, default=1e-4, help="bound of the error clip")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/exploding_rnn.html"))

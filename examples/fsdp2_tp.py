@@ -1,12 +1,12 @@
 """Train a small transformer that is sharded twice, by FSDP2 and by tensor parallelism, with one guard.
 
-The task: letters that go up by 1, 2, 3 or 4 each time (``adgjmps...``); the next one is to be foretold. The processes
-form a grid: along one direction the weights and the batch are sharded (FSDP2), along the other, of two, every matrix
-and the sequence (TP). It takes GPUs if there are enough of them, else the CPU, where this is less than a minute::
+The task: letters that go up by 1, 2, 3 or 4 each time (``adgjmps...``); the model predicts the next one. The processes
+form a grid. Along one direction the weights and the batch are sharded (FSDP2); along the other, of two, every matrix
+and the sequence (TP). It uses GPUs if there are enough of them, else the CPU, where it takes less than a minute::
 
     torchrun --nproc-per-node 4 examples/fsdp2_tp.py --check 5
 
-``--check 5`` trains the same model in one piece beside it for five steps, and compares the norms.
+``--check 5`` also trains the same unsharded model for five steps, and compares the norms.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LETTERS)
 
     def forward(self, letters: Tensor, following: Tensor) -> Tensor:
-        """Return the loss. (FSDP2 would warn of the predictions: they are a view of what the head computes.)"""
+        """Return the loss. (FSDP2 would warn of predictions, which are a view of the head's output.)"""
         x = self.letters(letters) + self.places(torch.arange(LENGTH, device=letters.device).expand_as(letters))
         for block in self.blocks:
             x = block(x)
@@ -107,7 +107,7 @@ class Trainer:
     def step(self, letters: Tensor, following: Tensor) -> Tensor:
         loss = self.model(letters, following)
         loss.backward()
-        self.optimizer.step()  # where the guard clips, by one norm of all shards on all processes
+        self.optimizer.step()  # the guard clips here, by one norm of all shards on all processes
         self.optimizer.zero_grad()
         return loss.detach()
 
@@ -138,7 +138,7 @@ def main() -> None:
         letters, following = (x.to(device) for x in batch_of(step))
         part = mesh["dp"].get_local_rank()
         loss = trainer.step(letters.chunk(world // 2)[part], following.chunk(world // 2)[part])
-        dist.all_reduce(loss)  # every process has that of its part of the batch
+        dist.all_reduce(loss)  # every process has the loss of its part of the batch
         last = trainer.guard.last
         if rank == 0 and step % args.every == 0:
             print(f"{step:5}{loss / world:9.4f}{last.norm:11.6f}{last.coefficient:13.4f}", flush=True)

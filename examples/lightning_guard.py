@@ -1,4 +1,4 @@
-"""A Lightning Trainer with a clip that chooses its threshold, skips a step that is not finite, and says so."""
+"""A Lightning Trainer with a clip that chooses its threshold, and that skips and reports a non-finite step."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer

@@ -1,14 +1,14 @@
-"""A step of Megatron-core's tensor-parallel layers on one rank and on two: the same gradients, norm and updates?
+"""Compare a step of Megatron-core's tensor-parallel layers on one rank and on two: gradients, norm and updates.
 
-From torchrun to the verdict (docs/trainers/megatron.md has what is printed)::
+From torchrun to the verdict (docs/trainers/megatron.md shows the output)::
 
     torchrun --nproc-per-node 1 megatron_core.py one.safetensors
     torchrun --nproc-per-node 2 megatron_core.py two.safetensors
     gradguard parity one.safetensors two.safetensors
 
-`--sick norm` counts copies once for each rank; `--sick gradient` forgets to add up the gradients of the last norm, as
-sequence parallelism must; `--sick step` lets the optimizer make a step with gradients of zero first, as an engine does
-to have a state that a checkpoint is loaded into.
+`--sick norm` counts copies once for each rank. `--sick gradient` forgets to reduce the gradients of the last norm, as
+sequence parallelism requires. `--sick step` lets the optimizer first make a step with gradients of zero, as an engine
+does to create the state into which a checkpoint is loaded.
 """
 
 import argparse

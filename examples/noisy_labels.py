@@ -1,8 +1,8 @@
 """Train on handwritten digits of which 30 % have a wrong label: plain, with batch clipping, with per-sample clipping.
 
 The digits come with scikit-learn: 1797 images of 8 by 8 pixels, of which 360, with right labels, are kept for the test.
-A network that is trained for long learns the wrong labels by heart. A sample that contradicts the others has a large
-gradient, so a clip of each sample takes away what makes it louder than the rest; a clip of the batch cannot. About ten
+A network that is trained for long memorises the wrong labels. A sample that contradicts the others has a large
+gradient. A clip of each sample reduces it to the size of the others; a clip of the batch cannot. It takes about ten
 seconds on one CPU core; `--epochs 2` takes one::
 
     python examples/noisy_labels.py
@@ -25,7 +25,7 @@ TEST_IMAGES, BATCH, MAX_NORM, NORMS_AFTER = 360, 64, 1.0, 10
 
 
 class Digits(NamedTuple):
-    """Images and labels to train on, which of these labels are wrong, and images and labels of the test."""
+    """Return training images and labels, which of these labels are wrong, and images and labels of the test."""
 
     images: Tensor
     labels: Tensor
@@ -35,7 +35,7 @@ class Digits(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """A way to train."""
+    """One way to train."""
 
     clip: str
     learning_rate: float
@@ -92,7 +92,7 @@ def all_norms(model: nn.Module, clipper: gg.PerSampleGradientClipper, data: Digi
     """Return the norm of each training sample's gradient; nothing is trained."""
     F.cross_entropy(model(data.images), data.labels).backward()
     clipper.clip_and_accumulate()
-    clipper.take()  # thrown away
+    clipper.take()  # the clipped gradients are not used
     assert clipper.statistics is not None
     return clipper.statistics.norms
 

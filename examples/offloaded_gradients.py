@@ -1,12 +1,12 @@
-"""Clip gradients that wait in the CPU's memory: FSDP2 with `CPUOffloadPolicy`, as for a model that a GPU cannot hold.
+"""Clip gradients in the CPU's memory: FSDP2 with `CPUOffloadPolicy`, as for a model that a GPU cannot hold.
 
-Weights, gradients and the optimizer's state stay on the CPU, so that the clip and the step run there. With one GPU or
-several, or without one, where the CPU does all of the work::
+Weights, gradients and the optimizer's state stay on the CPU, so the clip and the step run there. Run it with one or
+several GPUs, or without one, where the CPU does all of the work::
 
     python examples/offloaded_gradients.py
     torchrun --nproc-per-node 2 examples/offloaded_gradients.py
 
-It trains for a few steps with a guard on a fused AdamW, and then takes the time of one clip beside PyTorch's.
+It trains for a few steps with a guard on a fused AdamW, and then compares the time of one clip with PyTorch's.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import gradguard as gg
 
 
 def offloaded(width: int, depth: int) -> nn.Module:
-    """Return a model whose parameters lie on the CPU, in shards."""
+    """Return a model whose parameters are on the CPU, in shards."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = CPUOffloadPolicy(pin_memory=device == "cuda")
@@ -66,7 +66,7 @@ def main() -> None:
         x = torch.randn(32, args.width, device=device)
         F.mse_loss(model(x), x.roll(1, 1)).backward()
         optimizer.step()
-        norm = float(guard.last.norm)  # of all gradients on all processes, the same on each
+        norm = float(guard.last.norm)  # of all gradients on all processes, equal on each
         if dist.get_rank() == 0:
             print(f"step {step}: norm {norm:.6f}")
         optimizer.zero_grad()

@@ -5,8 +5,8 @@ seconds on one CPU core; `--epochs 2` takes a few::
 
     python examples/private_digits.py
 
-What is private is the training: which images the network was trained on. The accuracy is that on test images, which
-it never saw; an accuracy on training images would tell something about them that epsilon does not cover.
+Privacy covers the training: which images the network was trained on. The accuracy is measured on test images, which the
+network never saw. An accuracy on training images would reveal something about them that epsilon does not cover.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TEST_IMAGES = 360
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """Return the images to train on, and images and labels of the test."""
+    """Return the training images, and images and labels of the test."""
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).div_(8).sub_(1).unsqueeze(1)
     labels = torch.tensor(bunch.target)
@@ -34,7 +34,7 @@ def digits() -> tuple[TensorDataset, Tensor, Tensor]:
 
 
 def network() -> nn.Module:
-    """Group norm, not batch norm: in a batch norm each image changes what becomes of all others."""
+    """Build the network, with group norm: in a batch norm each image changes the output of all others."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.MaxPool2d(2),

@@ -1,7 +1,7 @@
-"""Ray Train on two workers: a clip that chooses its threshold, alike on both, which skips a step that is not finite.
+"""Ray Train on two workers, with a clip that chooses the same threshold on both and skips a non-finite step.
 
-The guard's state is in the checkpoints beside the model's: after workers are lost, training goes on from the last one
-with the threshold that it had. ``python examples/ray_guard.py 60`` loses them on purpose, in step 60.
+The guard's state is in the checkpoints beside the model's: after workers are lost, training continues from the last one
+with the same threshold. ``python examples/ray_guard.py 60`` kills them on purpose, in step 60.
 """
 
 import sys
@@ -30,7 +30,7 @@ def train(config):
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     for step in range(first, 100):
-        torch.manual_seed(2 * step + rank)  # each worker has samples of its own
+        torch.manual_seed(2 * step + rank)  # each worker has its own samples
         x, y = torch.randn(8, 4), torch.randn(8, 1)
         if step == 30 and rank == 1:
             x[0, 0] = float("nan")

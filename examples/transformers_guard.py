@@ -1,4 +1,4 @@
-"""Train a tiny language model with the Transformers Trainer; a clipper that needs no threshold takes its clip's place.
+"""Train a tiny language model with the Transformers Trainer; a clipper without a threshold replaces the Trainer's clip.
 
 It runs offline, in some seconds on one CPU core::
 

@@ -14,7 +14,7 @@ ORDERS = [0.5, 1.0, 1.5, 2.0, 3.0, math.inf]
 
 
 def parameter(gradient: Tensor, weight: Tensor | None = None) -> nn.Parameter:
-    """A parameter that has ``gradient``."""
+    """Return a parameter that has ``gradient``."""
     if weight is None:
         weight = torch.zeros(gradient.shape, dtype=gradient.dtype)
     p = nn.Parameter(weight)
@@ -27,7 +27,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale
 
 
 def sparse_with_duplicates() -> Tensor:
-    """Dense value [3, 3, 0, 0]: norm 4.243; the norm of the raw values would be 3.742."""
+    """Return a sparse gradient with the dense value [3, 3, 0, 0] and norm 4.243; its raw values have the norm 3.742."""
     return torch.sparse_coo_tensor(
         torch.tensor([[0, 0, 1]]), torch.tensor([1.0, 2.0, 3.0]), (4,), check_invariants=True
     )
@@ -61,12 +61,12 @@ GRADIENTS: dict[str, list[Tensor]] = {
 
 
 def gradients_in(parameters: Any) -> Gradients:
-    """The gradients of parameters, as a clipper's `decide` gets them."""
+    """Return the gradients of parameters, in the form that a clipper's `decide` receives."""
     return gradients_of(*named_tensors(parameters, "parameters"), module=module_of(parameters))
 
 
 def comparable(value):
-    """Return a state with the bytes of its texts, which `torch.testing.assert_close` compares."""
+    """Return a state with its texts as bytes, which `torch.testing.assert_close` compares."""
     if isinstance(value, str):
         return list(value.encode())
     if isinstance(value, dict):

@@ -50,7 +50,7 @@ def pytest_configure(config):
 
 
 def _generators(original, device):
-    """Stand in for `torch.Generator`: what a test makes without a device is of the tests' device."""
+    """Replace `torch.Generator`: a generator that a test creates without a device is on the tests' device."""
 
     class OfAnyDevice(type):
         def __instancecheck__(cls, one):
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _leave_rows_to_exhaustive(items):
-    """Mark what `make test` leaves out of the tables: rows whose values, one by one, others have too."""
+    """Mark the rows of tables that `make test` omits: rows each of whose values occurs in other rows too."""
     files = defaultdict(lambda: defaultdict(list))
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("exhaustive") is None:
@@ -89,12 +89,12 @@ def _leave_rows_to_exhaustive(items):
 
 
 def _values(item):
-    """Return what a row holds: each parameter, and the row of each ``parametrize``, which is written as one."""
+    """Return the content of a row: each parameter, and one entry for the row of each ``parametrize``."""
     return {**item.callspec.params, **{f"row {i}": name for i, name in enumerate(item.callspec._idlist)}}
 
 
 def put_aside():
-    """Hide what is alive from the collector, and from whoever asks it for what is alive: millions of objects."""
+    """Hide millions of live objects from the collector, and from code that asks it for live objects."""
     gc.collect()
     gc.freeze()
     gc.get_freeze_count = lambda: 0  # or gradguard would look among them all the same
@@ -116,14 +116,14 @@ def _fixed_seed():
 
 @pytest.fixture(autouse=True)
 def _same_program(monkeypatch):
-    """Scripts that a test runs leave their module, which processes that are spawned later would run once more."""
+    """Remove the modules that scripts of a test leave, which processes spawned later would run again."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "argv", sys.argv)
 
 
 @pytest.fixture(autouse=True)
 def _same_terminal(monkeypatch):
-    """80 columns without colours, whatever the tests are started from."""
+    """Set 80 columns without colours, independent of the terminal."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -132,7 +132,7 @@ def _same_terminal(monkeypatch):
 
 @pytest.fixture(params=["native", "host", "device"])
 def path(request, monkeypatch) -> str:
-    """Run a test thrice: by the compiled kernels, by torch's on the CPU, and as on an accelerator, without a look."""
+    """Run a test three times: with the compiled kernels, with torch's on the CPU, and as on an accelerator."""
     if not torch.zeros(()).is_cpu:
         if request.param != "device":
             pytest.skip("for the CPU")
@@ -159,7 +159,7 @@ def without_kernels(monkeypatch) -> None:
 
 @pytest.fixture(params=["native", "torch"])
 def kernels(request) -> str:
-    """Run a test twice: with the compiled kernels, where there are some, and without."""
+    """Run a test twice: with the compiled kernels, if there are any, and without."""
     if request.param == "native" and not torch.zeros(()).is_cpu:
         pytest.skip("for the CPU")
     if request.param == "torch":
@@ -169,5 +169,5 @@ def kernels(request) -> str:
 
 @pytest.fixture
 def others_unseen():
-    """Let a watch see none of what other tests have left alive: compiled code, for one, keeps its globals for ever."""
+    """Hide from a watch the objects that other tests have left alive, such as the globals of compiled code."""
     put_aside()

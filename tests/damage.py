@@ -1,4 +1,4 @@
-"""Files of plain data, damaged: bits flipped, cut short, values of other kinds and sizes put into their header."""
+"""Damage files of plain data: flip bits, cut them short, put values of other kinds and sizes into their header."""
 
 import json
 import struct
@@ -12,14 +12,14 @@ DEEP = json.loads("[" * 900 + "]" * 900)
 
 
 def places(value, path=()):
-    """The paths to all values in a value, the whole first."""
+    """Return the paths to all values inside a value, the whole first."""
     yield path
     for key, one in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from places(one, (*path, key))
 
 
 def mutated(told, rng):
-    """A copy in which one value is another, is missing, or stands twice."""
+    """Return a copy in which one value is replaced, removed, or duplicated."""
     told = json.loads(json.dumps(told))
     *path, last = rng.choice([path for path in places(told) if path])
     holder = told
@@ -36,13 +36,13 @@ def mutated(told, rng):
 
 
 def damaged(whole, key, rng, checksum=None):
-    """The bytes of a file of blocks, damaged in one of several ways.
+    """Return the bytes of a file of blocks, damaged in one of several ways.
 
     Args:
         whole: The file.
-        key: The text in its header that says what the blocks are.
+        key: The key of the text in its header that describes the blocks.
         rng: Draws the damage.
-        checksum: Makes the texts that stand beside that one, so that a change of it is not refused at once.
+        checksum: Computes the texts beside it, so that a change of the description is not refused by its checksum.
     """
     begin, way = 8 + int.from_bytes(whole[:8], "little"), rng.random()
     if way < 0.15:

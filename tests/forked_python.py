@@ -1,11 +1,11 @@
-"""Python as a command, without the seconds that it takes to import PyTorch: forked from one that has.
+"""Python as a command, without the seconds of importing PyTorch: a fork of a process that has imported it.
 
     done = run_python("train.py", "--steps", "3", cwd=folder)
     assert done.stdout == "trained\\n"
 
-What runs is a process of its own, with its own arguments, folder, environment, streams, signals and end; only what
-``PRELOADED`` names is imported already. Where that matters, as for what is imported first or not at all, start a real
-Python.
+The fork has its own arguments, folder, environment, streams, signals and exit code; only the packages in ``PRELOADED``
+are imported already. If that matters, for instance in a test of imports, start a real Python.
+
 This file is also the program that forks.
 """
 
@@ -37,11 +37,11 @@ PRELOADED = [
     "jinja2",
     "rich.console",
 ]
-"""Packages of others; gradguard is imported anew by each process."""
+"""Packages of others; each process imports gradguard itself."""
 
 OURS = Path(__file__).parent
 PATIENCE = 20
-"""Seconds that the other processes get when one has failed."""
+"""Seconds that the other processes get after one has failed."""
 
 
 def run_python(
@@ -52,7 +52,7 @@ def run_python(
     timeout: float = 240,
     starts_more: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Do what ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`` does.
+    """Run ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`` in a fork.
 
     A program that ``starts_more`` Pythons by ``[sys.executable, ...]`` gets forked ones too.
     """
@@ -71,10 +71,10 @@ def run_ranks(
     preloaded: str = "",
     starts_more: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run what ``torchrun --standalone --nproc-per-node world *arguments`` does, and return what each rank said.
+    """Run ``torchrun --standalone --nproc-per-node world *arguments`` in forks, and return each rank's result.
 
-    When one of them fails, the others are killed unless they end soon. A package that takes seconds to import is
-    imported once for all ranks where it is ``preloaded``.
+    When one of them fails, the others are killed unless they end soon. A ``preloaded`` package, which takes seconds to
+    import, is imported once for all ranks.
     """
     from distributed.pool import rendezvous  # in the tests alone: what runs here shall find nothing of theirs
 
@@ -96,7 +96,7 @@ def run_pythons(
     preloaded: str = "",
     starts_more: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run several at once; ``env`` is what is added to the environment of each."""
+    """Run several programs at once; ``env`` is added to the environment of each."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [[f"{folder}/{i}{name}" for name in ("out", "err")] for i in range(len(commands))]
         jobs = [
@@ -147,7 +147,7 @@ def _end(server: subprocess.Popen[str]) -> None:
 
 
 def serve() -> dict[str, Any]:
-    """Fork a process for each job that comes; returns, in those processes, the job."""
+    """Fork a process for each incoming job, and return the job in that process."""
     for line in sys.stdin:
         jobs, timeout, preloaded = json.loads(line)
         if preloaded and (with_package := os.fork()):
@@ -168,7 +168,7 @@ def serve() -> dict[str, Any]:
 
 
 def preload(package: str) -> None:
-    """Import a package in silence: what is printed here are exit codes."""
+    """Import a package without output, because standard output carries exit codes here."""
     answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     with suppress(ImportError):  # the jobs say it
@@ -180,7 +180,7 @@ def preload(package: str) -> None:
 
 
 def ended(children: list[int], timeout: float) -> list[int | None]:
-    """Wait for all of them, or until one fails, and give the exit codes; ``None`` for those that took too long."""
+    """Wait for all processes, or until one fails, and return the exit codes; ``None`` for those that took too long."""
     codes: dict[int, int] = {}
     late = set[int]()
 
@@ -210,11 +210,11 @@ socket.send_fds(server, [message.encode()], [0, 1, 2])
 code = int(server.recv(20) or -9)
 os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
 """
-"""A command that has its arguments run by a fork of a process that waits for them, and ends as that does."""
+"""A command whose arguments are run by a fork of a waiting process, and which exits like that fork."""
 
 
 def with_python(job: dict[str, Any]) -> dict[str, Any]:
-    """Make the command ``job["python"]``, this process' `sys.executable`; returns, in its forks, what it shall run."""
+    """Create the command ``job["python"]``, this process' `sys.executable`; return, in its forks, what to run."""
     address = job["python"] + ".socket"
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.bind(address)
@@ -245,7 +245,7 @@ def with_python(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def become(job: dict[str, Any]) -> list[str]:
-    """Put this process into the place of a new one; returns its arguments."""
+    """Make this process look like a new one, and return its arguments."""
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
@@ -262,7 +262,7 @@ def become(job: dict[str, Any]) -> list[str]:
 
 
 def run(arguments: list[str]) -> None:
-    """Run what ``python *arguments`` would: a file, ``-m module`` or ``-c code``, perhaps after ``-W error``."""
+    """Run ``python *arguments``: a file, ``-m module`` or ``-c code``, perhaps after ``-W error``."""
     if arguments[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         arguments = arguments[2:]
@@ -281,7 +281,7 @@ def run(arguments: list[str]) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End as Python does, but for taking the preloaded packages apart, which takes longer than most scripts."""
+    """End as Python does, but without unloading the preloaded packages, which takes longer than most scripts."""
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     if sys.modules["__main__"] is not PROGRAM:

@@ -1,17 +1,17 @@
-"""Mutants of a room of gradguard: small changes to its code, each of which some test should notice.
+"""Mutants of a package of gradguard: small changes to its code, each of which some test should notice.
 
     python tests/mutants.py clip --count 25 --seed 1
 
-draws 25 of all mutants of `src/gradguard/clip` and runs, for each, those tests of `tests/clip` that execute the changed
-statement, until one fails. One row of each table comes before a second of any, the fastest first, for as long as they
-take less than half of `--seconds` together. PyTorch and the tests are imported once: a mutant lives in a fork of that
-process, where its code takes the place of the function's own, and in the processes of `distributed/pool.py` that the
-fork starts. What survives is printed to be read, with how many of the tests that execute it were run: the mutant is
-equivalent, or no test checks what it breaks.
+draws 25 of all mutants of `src/gradguard/clip`. For each it runs the tests of `tests/clip` that execute the changed
+statement, until one fails. One row of each table comes before a second of any, the fastest first, as long as they
+take less than half of `--seconds` together. PyTorch and the tests are imported once: a mutant runs in a fork of that
+process, where its code replaces the function's own, and in the processes of `distributed/pool.py` that the fork
+starts. Surviving mutants are printed, with the number of tests that execute them: such a mutant is equivalent, or no
+test checks what it breaks.
 
-Code outside functions, decorators, defaults of arguments, words of errors and `strict=` are left as they are. A
-statement that no quick test executes is reported as such; slow tests and those of other rooms may execute it: name them
-as further arguments.
+Code outside functions, decorators, defaults of arguments, texts of errors and `strict=` are not changed. A statement
+that no quick test executes is reported as such. Slow tests and those of other packages may execute it: name them as
+further arguments.
 """
 
 import argparse
@@ -58,13 +58,13 @@ OTHER_OPERATION: dict[type[ast.operator], type[ast.operator]] = {
 
 
 class InFunctions(ast.NodeTransformer):
-    """Knows in which function it is, and leaves docstrings, decorators and annotations as they are."""
+    """Tracks the current function, and skips docstrings, decorators and annotations."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.depth = 0
         self.statement = 0
-        """The line on which the present statement begins."""
+        """The line on which the current statement begins."""
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.stmt):
@@ -89,11 +89,11 @@ class InFunctions(ast.NodeTransformer):
 
 
 class Mutation(InFunctions):
-    """Makes the change of this number, or only counts them.
+    """Makes the change with a given number, or only counts the changes.
 
     Attributes:
-        count: How many changes there are.
-        made: The line, the function and the words of the change that was made.
+        count: Number of changes.
+        made: The line, the function and the description of the change that was made.
         changed_statement: The line on which the changed statement begins.
     """
 
@@ -188,7 +188,7 @@ class Mutation(InFunctions):
 
 
 class Marked(InFunctions):
-    """Each statement of a function notes that it was reached."""
+    """Makes each statement of a function record that it was reached."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def files_of(room: str) -> list[Path]:
 
 
 def living_functions(files: list[Path]) -> dict[str, list[FunctionType]]:
-    """Return the functions of each file, also those that decorators and properties hide."""
+    """Return the functions of each file, including those inside decorators and properties."""
     for file in files:
         importlib.import_module(".".join(("gradguard", *file.relative_to(SOURCE).with_suffix("").parts)))
     names, found = {str(file) for file in files}, defaultdict(list)
@@ -242,7 +242,7 @@ def code_inside(code: CodeType) -> Iterator[CodeType]:
 
 
 def put_in(file: Path, tree: ast.Module, functions: list[FunctionType]) -> bool:
-    """Give the functions of a file the code of ``tree``; returns whether any has changed."""
+    """Give the functions of a file the code of ``tree``; return whether any has changed."""
     whole = compile(ast.fix_missing_locations(tree), str(file), "exec", dont_inherit=True)
     codes = {(code.co_qualname, code.co_firstlineno): code for code in code_inside(whole)}
     changed = False
@@ -256,7 +256,7 @@ def put_in(file: Path, tree: ast.Module, functions: list[FunctionType]) -> bool:
 
 
 def mutate(file: Path, number: int) -> bool:
-    """Change this process."""
+    """Apply a change in this process."""
     tree = Mutation(number).visit(ast.parse(file.read_text(encoding="utf-8")))
     return put_in(file, tree, living_functions([file])[str(file)])
 
@@ -265,7 +265,7 @@ _reached = set[tuple[str, int]]()
 
 
 def mark(room: str) -> None:
-    """Let each statement of a room note in this process that it was reached."""
+    """Make each statement of a package record in this process that it was reached."""
     setattr(builtins, "__reached__", lambda *where: _reached.add(where))  # noqa: B010
     files = files_of(room)
     for name, functions in living_functions(files).items():
@@ -279,7 +279,7 @@ def reached() -> list[tuple[str, int]]:
 
 
 def prepare_pools(first: Callable[..., Any], *arguments: Any, asks: bool = False) -> None:
-    """Let processes of pools that are started from now on begin with a call; with ``asks`` learn what they reach."""
+    """Let processes of new pools begin with a call; with ``asks`` collect the statements that they reach."""
     from distributed import pool as by_package
 
     named = [sys.modules[name] for name in ("pool",) if name in sys.modules]
@@ -310,7 +310,7 @@ def _prepare(kind: Any, first: Callable[..., Any], arguments: tuple, asks: bool)
 
 
 class Mutants:
-    """A plugin of pytest: in place of running the tests once, it runs them for each mutant."""
+    """A plugin of pytest that runs the tests for each mutant, instead of once."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -348,7 +348,7 @@ class Mutants:
         return True
 
     def within_budget(self, reaching: list[tuple[float, str]]) -> Iterator[str]:
-        """Yield tests until they take half of the time of a mutant: beyond all of it, it counts as hanging."""
+        """Yield tests until they take half of a mutant's time; a mutant that uses it all counts as hanging."""
         left = self.options.seconds / 2
         for seconds, name in in_turn(reaching):
             left -= seconds
@@ -391,7 +391,7 @@ class Mutants:
         return ends.get(in_fork(trial), "killed")  # also one that dies, or that uses up its processor time
 
     def runs(self, items: list[pytest.Item]) -> Iterator[tuple[pytest.Item, float]]:
-        """Run one after the other; yields each with its seconds."""
+        """Run the mutants one after the other; yield each with its seconds."""
         for item, after in zip_longest(items, items[1:]):
             began = time.monotonic()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
@@ -413,7 +413,7 @@ def count_of(file: Path) -> int:
 
 
 def in_fork(work: Callable[[], int]) -> int:
-    """Do it in a fork of this process, and return its exit code."""
+    """Run it in a fork of this process, and return the exit code."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

@@ -1,10 +1,10 @@
-"""A run of a script, which is a function in the process of the tests."""
+"""A run of a script that is a function in the process of the tests."""
 
 from gradguard.parity.saved import write
 
 
 class InThisProcess:
-    """One of several runs of a script, which ends where it is: nothing forks."""
+    """One of several runs of a script, which ends in place, without a fork."""
 
     def __init__(self, file, how):
         self.file, self.how, self.refusal, self.done = file, how, "", False

@@ -1,8 +1,8 @@
-"""A device that computes what the CPU computes, and refuses what a GPU would: operands that lie on the CPU.
+"""A device that computes like the CPU but, like a GPU, refuses operands that are on the CPU.
 
-Tensors on it say that their device is "lazy:0", a name for which PyTorch's autograd needs no driver. So values,
-backwards and hooks are real, and one operation over both devices raises, as on CUDA. A 0-dim tensor of the CPU may meet
-one of the device, and an index may lie on the CPU. `pytest --device lazy` runs tests on it.
+Tensors on it report the device "lazy:0", a name for which PyTorch's autograd needs no driver. So values, backwards
+and hooks are real, and one operation over both devices raises, as on CUDA. A 0-dim CPU tensor may be combined with one
+of the device, and an index may be on the CPU. `pytest --device lazy` runs tests on it.
 """
 
 import torch
@@ -15,7 +15,7 @@ MAY_MIX = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_
 
 
 class OnDevice(Tensor):
-    """A tensor that says that it is on the device; ``held`` has its values, without the bits of sign and conjugate."""
+    """A tensor that reports the device; ``held`` has its values, without the bits of sign and conjugate."""
 
     @staticmethod
     def __new__(cls, held):
@@ -39,14 +39,14 @@ class OnDevice(Tensor):
 
 
 class Makes(TorchDispatchMode):
-    """Lets factories and ``.to`` make tensors on the device."""
+    """Makes factories and ``.to`` create tensors on the device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
 
 def run(func, args, kwargs):
-    """Run an operation on what its operands hold."""
+    """Run an operation on the values of its operands."""
     name, leaves = func.overloadpacket.__name__, tree_leaves((args, kwargs))
     is_there = any(isinstance(x, OnDevice) for x in leaves)
     if is_there and name not in MAY_MIX:
@@ -76,7 +76,7 @@ def run(func, args, kwargs):
 
 
 def wrapped(x):
-    """Return a tensor as one on the device."""
+    """Return a tensor moved to the device."""
     if not isinstance(x, Tensor):
         return x
     held = torch._neg_view(x) if x.is_neg() else x

@@ -1,4 +1,4 @@
-"""What properties draw from: gradients of any shape, dtype, layout and magnitude, missing ones and repeated ones."""
+"""Strategies for properties: gradients of any shape, dtype, layout and magnitude, missing and repeated ones."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,12 @@ LAYOUTS = {
     "sparse": lambda g: g.to_sparse(1) if g.dim() and g.numel() and g.dtype in (torch.float32, torch.float64) else g,
 }
 SIZES = {"zero": 0.0, "tiny": 1e-25, "small": 1e-4, "one": 1.0, "large": 3e3, "huge": 1e25}
-"""Of the elements; each is held within what the dtype can hold."""
+"""Magnitudes of the elements; each is limited to the range of the dtype."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A gradient that can be made again and again: the same bits in memory of its own."""
+    """A gradient that can be created repeatedly: the same bits in memory of its own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,10 +44,10 @@ gradients = st.builds(
     st.sampled_from([*SIZES]),
     st.integers(0, 9),
 )
-"""One gradient, dense or with whole rows left out."""
+"""One gradient, dense or with whole rows missing."""
 
 lists_of_gradients = st.lists(gradients, min_size=1, max_size=5)
-"""Of mixed shapes, dtypes and layouts, as a model has them."""
+"""Gradients of mixed shapes, dtypes and layouts, as in a model."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ParameterList:
     order: tuple[int, ...]
 
     def made(self) -> list[nn.Parameter]:
-        """Make them, with weights of 0.1, in the order in which they are given to a clip."""
+        """Create them, with weights of 0.1, in the order in which a clip receives them."""
         each = [
             nn.Parameter(torch.full((2,), 0.1)) if recipe is None else _parameter(recipe) for recipe in self.recipes
         ]

@@ -130,11 +130,11 @@ def test_every_error_of_a_call_names_its_page_below_the_message(capsys):
 def test_an_unknown_name_gets_the_nearest_ones(capsys):
     assert main(["explain", "spik"]) == 2
     first = capsys.readouterr().err.splitlines()[0]
-    assert first.startswith("gradguard: error: 'spik' is no cause, finding, error or page. Did you mean spike")
+    assert first.startswith("gradguard: error: 'spik' is not a cause, finding, error or page. Did you mean spike")
     assert main(["explain", "zzz"]) == 2
     assert "`gradguard explain` lists all. (" in capsys.readouterr().err
     assert main(["explain", "TRL"]) == 2
-    assert re.search(r"Pages that have the word: .*trainers/transformers", capsys.readouterr().err)
+    assert re.search(r"Pages that contain it: .*trainers/transformers", capsys.readouterr().err)
 
 
 def test_the_page_for_assistants_names_what_there_is(tmp_path, monkeypatch, capsys):

@@ -1,8 +1,8 @@
 """Run the tests against the oldest torch that pyproject.toml allows, and against the newest: ``make versions``.
 
-Each torch has an environment of its own under .versions, of some 5 GB, which ``make clean`` removes; everything else is
-installed as constraints.txt says, except what torch itself needs. Arguments go to pytest. At the end stand, for each
-version, the counts, and the deprecations that came up: there a warning of one is no error, but a line in the table.
+Each torch has its own environment under .versions, of some 5 GB, which ``make clean`` removes. Everything else is
+installed from constraints.txt, except the requirements of torch itself. Arguments are passed to pytest. A table at the
+end has, for each version, the counts and the deprecations: here a warning of one is not an error, but a line.
 
 This file is also the pytest plugin that collects them.
 """
@@ -23,7 +23,7 @@ PIP = ("-m", "pip", "--disable-pip-version-check")
 
 
 def allowed(listed: str, project: str) -> list[str]:
-    """Return the releases in what ``pip index versions`` prints that pyproject.toml allows, the oldest first."""
+    """Return the releases that ``pip index versions`` printed and pyproject.toml allows, the oldest first."""
     requirement = next(r for r in tomllib.loads(project)["project"]["dependencies"] if re.match(r"torch\b", r))
     least = re.fullmatch(r"torch>=([\d.]+)", requirement)
     if least is None:
@@ -38,25 +38,25 @@ def _numbers(version: str) -> list[int]:
 
 
 def constraints(text: str, torch: str, its_own: list[str]) -> str:
-    """Return constraints.txt for a version of torch, which brings the versions of what it requires itself."""
+    """Return constraints.txt for a version of torch, which determines the versions of its own requirements."""
     own = {"torch", *(re.match(r"[\w.-]+", requirement)[0].lower() for requirement in its_own)}
     lines = [line for line in text.splitlines() if line[:1] != "#" and line.partition("==")[0].lower() not in own]
     return "\n".join([*lines, f"torch=={torch}", ""])
 
 
 def summary(output: str) -> tuple[str, list[str]]:
-    """Return the line of counts at the end of what pytest printed, and the deprecations that the plugin listed."""
+    """Return the line of counts at the end of pytest's output, and the deprecations that the plugin listed."""
     counts = re.findall(r"^=* ?(.*\b(?:passed|failed|error|skipped)\b.* in [\d.]+s.*?) ?=*$", output, re.MULTILINE)
     return counts[-1] if counts else "no result: see the log", re.findall(r"^deprecated: (.*)$", output, re.MULTILINE)
 
 
 def cuda_build(system: str, machine: str) -> dict[str, str]:
-    """Return what tells tests/test_fake_cuda.py that PyTorch is a build for CUDA: on Linux on x86-64 it has to be."""
+    """Return the setting that makes tests/test_fake_cuda.py require a CUDA build of PyTorch: on Linux on x86-64."""
     return {"GRADGUARD_CUDA_BUILD": "1"} if (system, machine) == ("linux", "x86_64") else {}
 
 
 def environment(torch: str) -> Path:
-    """Return Python with that version of torch and everything that the tests need."""
+    """Return the path of a Python with that version of torch and everything that the tests need."""
     folder = FOLDER / torch
     python, ready, pinned = folder / "bin/python", folder / "ready", folder / "constraints.txt"
     wanted = (ROOT / "pyproject.toml").read_text(encoding="utf-8") + (ROOT / "constraints.txt").read_text(
@@ -79,7 +79,7 @@ def environment(torch: str) -> Path:
 
 
 def run(torch: str, arguments: list[str]) -> tuple[bool, str]:
-    """Run the tests with a version of torch; return whether they passed, and what they printed."""
+    """Run the tests with a version of torch; return whether they passed, and their output."""
     tests = ["-m", "pytest", "--numprocesses", "auto", "-m", "not exhaustive", "-rs", "-p", "versions", *arguments]
     told = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -121,7 +121,7 @@ def pytest_warning_recorded(warning_message, nodeid):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """List them where `summary` reads them."""
+    """Print them where `summary` reads them."""
     for what, test in sorted(_deprecated.items()):
         terminalreporter.write_line(f"deprecated: {what}, first seen in {test}")
 

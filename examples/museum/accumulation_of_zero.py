@@ -1,7 +1,7 @@
 """The norm is NaN on four GPUs, and finite on one with the same settings.
 
-verl-project/verl#2505: the mini-batch is divided by the GPUs, and by the micro-batch then, in whole numbers. Where a
-GPU's share is smaller than the micro-batch, there are 0 steps of accumulation, by which the loss is divided::
+verl-project/verl#2505: the mini-batch is divided by the number of GPUs, and then by the micro-batch, in whole numbers.
+If a GPU's share is smaller than the micro-batch, there are 0 steps of accumulation, and the loss is divided by 0::
 
     python accumulation_of_zero.py && gradguard parity reference.safetensors new.safetensors
     python accumulation_of_zero.py --healthy && gradguard parity reference.safetensors new.safetensors
@@ -31,7 +31,7 @@ def step_on(gpus):
     share = MINI_BATCH // gpus
     micro = min(MICRO_BATCH, share) if HEALTHY else MICRO_BATCH
     accumulation = share // micro
-    for own in torch.arange(MINI_BATCH).chunk(gpus):  # one GPU after the other, whose gradients are averaged
+    for own in torch.arange(MINI_BATCH).chunk(gpus):  # simulates the GPUs one by one and averages their gradients
         for rows in own.split(micro):
             (loss_of(rows) / accumulation / gpus).backward()
 

@@ -1,7 +1,7 @@
 """Setting `clipping_threshold` makes small updates larger, and never makes a large one smaller.
 
-huggingface/pytorch-image-models#2790: the divisor was min(1, rms x threshold) where max(1, rms /
-threshold) is meant, since the file was added::
+huggingface/pytorch-image-models#2790: the divisor was min(1, rms x threshold) instead of max(1, rms /
+threshold), since the file was added::
 
     python adafactor_clip_inverted.py && gradguard parity reference.safetensors new.safetensors
     python adafactor_clip_inverted.py --healthy && gradguard parity reference.safetensors new.safetensors

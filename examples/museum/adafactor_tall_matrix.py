@@ -1,7 +1,7 @@
 """Transposing a weight changes how it is trained.
 
-huggingface/pytorch-image-models#2749: of a matrix with more rows than columns the factor of rows
-was divided by itself, so that it was 1, and only columns were normalised::
+huggingface/pytorch-image-models#2749: for a matrix with more rows than columns the factor of rows
+was divided by itself. It was always 1, and only columns were normalised::
 
     python adafactor_tall_matrix.py && gradguard parity reference.safetensors new.safetensors
     python adafactor_tall_matrix.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -1,8 +1,8 @@
-"""The same gradients, and updates that are 1.3 times smaller than with DDP and FSDP2.
+"""The gradients are equal, but the updates are 1.3 times smaller than with DDP and FSDP2.
 
-NVIDIA/Megatron-LM#5974, NVIDIA-NeMo/Automodel#3191: to have a state that a checkpoint can be loaded
-into, the optimizer makes a step with gradients of zero at first. It changes no weight, and advances
-Adam's counter, so that the bias of its moments is corrected as in the second step::
+NVIDIA/Megatron-LM#5974, NVIDIA-NeMo/Automodel#3191: to create the state into which a checkpoint is
+loaded, the optimizer first makes a step with gradients of zero. It changes no weight, but advances
+Adam's counter, so the bias of the moments is corrected as in the second step::
 
     python adam_counter_advanced.py && gradguard parity reference.safetensors new.safetensors
     python adam_counter_advanced.py --healthy && gradguard parity reference.safetensors new.safetensors

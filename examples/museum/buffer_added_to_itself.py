@@ -1,4 +1,4 @@
-"""Gradients grow by 2 to the number of micro-batches where the data-parallel group has one member.
+"""Gradients grow by 2 to the number of micro-batches if the data-parallel group has one member.
 
 NVIDIA/Megatron-LM#6660: reducing over a group of one adds a buffer to itself, once for each
 micro-batch::

@@ -1,4 +1,4 @@
-"""With mixed precision the loss hardly falls: each step is as small as the clip makes it.
+"""With mixed precision the loss hardly falls: every step is reduced to the threshold of the clip.
 
 Lightning-AI/pytorch-lightning#9599: gradients are clipped while they are still multiplied by the
 loss scale::

@@ -1,7 +1,7 @@
 """The ported loop trains well for a day, and then a spike ends it.
 
-karpathy/autoresearch#287, meta-pytorch/torchforge#704: the recipe clips gradients, and the new loop
-forgot to::
+karpathy/autoresearch#287, meta-pytorch/torchforge#704: the recipe clips gradients, but the new loop
+does not::
 
     python clip_missing_after_the_port.py && gradguard parity reference.safetensors new.safetensors
     python clip_missing_after_the_port.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -1,8 +1,8 @@
-"""A diffusion transformer trains worse since the update of PyTorch; with eager mode it does not.
+"""A diffusion transformer trains worse since an update of PyTorch, but not in eager mode.
 
 pytorch/pytorch#193061 (2.9.1 to 2.10.0): two layer norms share one table of scales and shifts. The
-compiled backward pass wrote the gradient of the second one's slice into a tensor that nothing
-reads::
+compiled backward pass wrote the gradient of the second one's slice into a tensor that is never
+read::
 
     python compiled_shared_scale.py && gradguard parity reference.safetensors new.safetensors
     python compiled_shared_scale.py --healthy && gradguard parity reference.safetensors new.safetensors

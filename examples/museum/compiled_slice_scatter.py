@@ -1,7 +1,7 @@
-"""The compiled model has the same loss and a gradient of zero.
+"""The compiled model has the same loss, but a gradient of zero.
 
-pytorch/pytorch#180771, #182012, #180164: Inductor dropped the gradient of what a `slice_scatter`
-leaves as it is. The function below has the backward pass that it made::
+pytorch/pytorch#180771, #182012, #180164: Inductor dropped the gradient of the elements that a
+`slice_scatter` does not change. The function below has the backward pass that Inductor generated::
 
     gradguard check compiled_slice_scatter:sick --input x=6 --input y=2
     gradguard check compiled_slice_scatter:healthy --input x=6 --input y=2
@@ -22,10 +22,10 @@ class _Compiled(torch.autograd.Function):
 
 
 def sick(x, y):
-    """As it was compiled."""
+    """Compute the backward that Inductor generated."""
     return _Compiled.apply(x, y)
 
 
 def healthy(x, y):
-    """As it is in eager mode."""
+    """Compute the backward of eager mode."""
     return torch.slice_scatter(x, y, 0, 0, len(y))

@@ -1,7 +1,7 @@
 """One dense weight is clipped ten times harder on one rank than on another, and the copies drift apart.
 
-NVIDIA-NeMo/Automodel#3816: squares of dense weights are added up, and each rank adds those of its
-own experts to them, so that each expert-parallel group has a "global" norm of its own::
+NVIDIA-NeMo/Automodel#3816: squares of dense weights are reduced, and each rank adds the squares of
+its own experts, so each expert-parallel group has another "global" norm::
 
     torchrun --nproc-per-node 2 each_group_its_own_norm.py
     torchrun --nproc-per-node 2 each_group_its_own_norm.py --healthy

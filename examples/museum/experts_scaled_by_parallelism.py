@@ -1,7 +1,7 @@
-"""Experts learn too fast as soon as they are spread over ranks.
+"""Experts learn too fast as soon as they are distributed over ranks.
 
 NVIDIA/Megatron-LM#5956 (times the expert-parallel size), #7160, pytorch/pytorch#160285 (times 2):
-gradients of experts are divided by their own data-parallel size, and those of all else by the world
+gradients of experts are divided by their own data-parallel size, all other gradients by the world
 size::
 
     python experts_scaled_by_parallelism.py && gradguard parity reference.safetensors new.safetensors
@@ -21,7 +21,7 @@ EXPERT_PARALLEL = 4
 
 
 class Mixture(nn.Module):
-    """Each token is seen by all experts, weighted by the router."""
+    """All experts receive each token, and the router weights them."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
 """The norm is logged, and no gradient is ever clipped.
 
-pytorch/torchtitan#1258: `model.parameters()` is a generator. The norm uses it up, so that the clip
-behind it gets an empty one::
+pytorch/torchtitan#1258: `model.parameters()` is a generator. The norm consumes it, so the clip
+after it receives an empty one::
 
     python generator_consumed.py
     python generator_consumed.py --healthy

@@ -1,7 +1,7 @@
-"""The first step is right, and from the second on the norm grows with each.
+"""The first step is right; from the second on the norm grows with each step.
 
-A forgotten `zero_grad`, as in the question that forums get most: gradients of one step are added to
-those of the next::
+A forgotten `zero_grad`, the most frequent question in forums: the gradients of one step are added
+to those of the next::
 
     python gradients_left_over.py && gradguard parity reference.safetensors new.safetensors
     python gradients_left_over.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -1,7 +1,7 @@
-"""The loss is right, and the gradient norm is low and noisy, with accumulation.
+"""With accumulation the loss is right, but the gradient norm is low and noisy.
 
-NVIDIA-NeMo/Automodel#3530, NVIDIA/Megatron-LM#7186: something between two micro-batches sets
-gradients to None, so that the last one alone is left::
+NVIDIA-NeMo/Automodel#3530, NVIDIA/Megatron-LM#7186: a call between two micro-batches sets
+gradients to None, so only the last micro-batch contributes::
 
     python last_micro_batch_survives.py && gradguard parity reference.safetensors new.safetensors
     python last_micro_batch_survives.py --healthy && gradguard parity reference.safetensors new.safetensors

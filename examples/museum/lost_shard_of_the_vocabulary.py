@@ -1,7 +1,7 @@
 """Some tokens are never learnt with tensor parallelism.
 
 NVIDIA-NeMo/Automodel#1260: `full_tensor()` without `grad_placements` cuts the gradient of the
-output layer, so that the rows of a rank get none::
+output layer, so the rows of one rank get none::
 
     python lost_shard_of_the_vocabulary.py && gradguard parity reference.safetensors new.safetensors
     python lost_shard_of_the_vocabulary.py --healthy && gradguard parity reference.safetensors new.safetensors
@@ -28,7 +28,7 @@ def step():
 def tensor_parallel():
     step()
     if not HEALTHY:
-        model[2].weight.grad[20:30] = 0  # those of the third of four ranks
+        model[2].weight.grad[20:30] = 0  # the rows of the third of four ranks
 
 
 gg.save_gradients("reference.safetensors", model, step, rows=["2.weight"])

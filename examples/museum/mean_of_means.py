@@ -1,7 +1,7 @@
 """Accumulation changes the loss curve, though each micro-batch is divided by their number.
 
-huggingface/transformers#34191 (October 2024), NVIDIA/Megatron-LM#7452: micro-batches have other
-numbers of tokens, so that the mean of their means gives tokens of short ones too much weight::
+huggingface/transformers#34191 (October 2024), NVIDIA/Megatron-LM#7452: micro-batches have different
+numbers of tokens, so the mean of their means gives tokens of short ones too much weight::
 
     python mean_of_means.py && gradguard parity reference.safetensors new.safetensors
     python mean_of_means.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -1,7 +1,7 @@
-"""The norm is NaN, with accumulation only, and every sample's loss is finite.
+"""The norm is NaN, with accumulation only, although every sample's loss is finite.
 
-unslothai/unsloth#3006 has NaN with accumulation and not without. One way to that: all completions of one
-micro-batch are cut at the limit and masked, so that its mean is divided by no token::
+unslothai/unsloth#3006 has NaN with accumulation and not without. One possible reason: all completions of
+one micro-batch are cut at the limit and masked, so its mean is divided by zero tokens::
 
     python micro_batch_without_tokens.py && gradguard parity reference.safetensors new.safetensors
     python micro_batch_without_tokens.py --healthy && gradguard parity reference.safetensors new.safetensors
@@ -19,7 +19,7 @@ torch.manual_seed(0)
 policy = torch.nn.Sequential(torch.nn.Embedding(20, 16), torch.nn.Tanh(), torch.nn.Linear(16, 20))
 tokens, actions = torch.randint(20, (2, 8, 10))
 advantages = torch.randn(8)
-mask = (torch.arange(10) < torch.tensor([10, 7, 0, 0, 5, 9, 2, 8])[:, None]).float()  # the second of four has none
+mask = (torch.arange(10) < torch.tensor([10, 7, 0, 0, 5, 9, 2, 8])[:, None]).float()  # none in the second of four
 
 
 def summed(rows):

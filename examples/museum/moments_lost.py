@@ -1,7 +1,7 @@
-"""After each resume the loss jumps, and comes down again.
+"""After each resume the loss jumps, and falls again.
 
-ace-step/ACE-Step-1.5#742, TrenTorch/TrenTorch#187: the checkpoint has the weights and not the
-optimizer's moments, or nobody loads them::
+ace-step/ACE-Step-1.5#742, TrenTorch/TrenTorch#187: the checkpoint has the weights but not the
+optimizer's moments, or they are not loaded::
 
     python moments_lost.py && gradguard parity reference.safetensors new.safetensors
     python moments_lost.py --healthy && gradguard parity reference.safetensors new.safetensors
@@ -36,7 +36,7 @@ for _ in range(5):
     mse_loss(model(x), y).backward()
     optimizer.step()
 checkpoint = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-save("reference.safetensors", model, optimizer)  # goes on
+save("reference.safetensors", model, optimizer)  # the uninterrupted run
 
 resumed, optimizer = fresh()
 resumed.load_state_dict(checkpoint["model"])

@@ -1,7 +1,7 @@
-"""A resumed run goes on, and trains another model than the one that was saved.
+"""A resumed run trains a model other than the saved one.
 
-NVIDIA/Megatron-LM#6920 in kind: the optimizer's state is written by number, and the resumed run
-numbers its parameters in another order, so that a moment belongs to another weight of the same
+NVIDIA/Megatron-LM#6920 in kind: the optimizer's state is written by number, but the resumed run
+numbers its parameters in another order, so a moment belongs to another weight of the same
 shape::
 
     python moments_of_other_weights.py && gradguard parity reference.safetensors new.safetensors
@@ -38,7 +38,7 @@ for _ in range(5):
     mse_loss(model(x), y).backward()
     optimizer.step()
 checkpoint = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-save("reference.safetensors", model, optimizer)  # goes on
+save("reference.safetensors", model, optimizer)  # the uninterrupted run
 
 resumed, optimizer = fresh(reverse=not HEALTHY)
 resumed.load_state_dict(checkpoint["model"])

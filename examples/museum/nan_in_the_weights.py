@@ -1,7 +1,7 @@
-"""One bad batch, and every checkpoint since is NaN.
+"""After one bad batch, every checkpoint is NaN.
 
 Lightning-AI/pytorch-lightning#21928, kyutai-labs/pocket-tts#262 in kind: a gradient that is not
-finite passes the clip and the optimizer, and nothing is raised::
+finite passes the clip and the optimizer, and no error is raised::
 
     gradguard run --out nan nan_in_the_weights.py
     gradguard run --out healthy nan_in_the_weights.py --healthy

@@ -1,7 +1,7 @@
 """The norm of a bfloat16 model depends on how many tensors there are, and on the split over stages.
 
 pytorch/pytorch#194033, NVIDIA-NeMo/Automodel#825: squares are added up in bfloat16, where a sum
-ends to grow as soon as one term is less than half a unit of its last place::
+stops growing as soon as each term is less than half a unit in its last place::
 
     python norm_in_bfloat16.py
     python norm_in_bfloat16.py --healthy

@@ -1,7 +1,7 @@
-"""Reported norms shrink as ranks are added, and each rank clips by another one.
+"""Reported norms shrink as ranks are added, and each rank clips by a different one.
 
-hiyouga/LLaMA-Factory#10640 in kind: PyTorch's clip takes the norm of what a rank holds itself,
-where FSDP1 has cut the gradients into shards. The method of FSDP adds up::
+hiyouga/LLaMA-Factory#10640 in kind: under FSDP1 gradients are sharded, and PyTorch's clip takes the
+norm of each rank's own shard. The method of FSDP adds the squares up::
 
     torchrun --nproc-per-node 2 -m gradguard run --audit-norm norm_of_a_shard.py
     torchrun --nproc-per-node 2 -m gradguard run --audit-norm norm_of_a_shard.py --healthy

@@ -1,7 +1,7 @@
 """Loss and gradient norm are multiplied as soon as gradients are accumulated.
 
 axolotl-ai-cloud/axolotl#2262, deepspeedai/DeepSpeed#7773: the loss of each micro-batch is a mean,
-and their sum is not divided by how many there are::
+and their sum is not divided by their number::
 
     python not_divided_by_accumulation.py && gradguard parity reference.safetensors new.safetensors
     python not_divided_by_accumulation.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -1,7 +1,7 @@
-"""With pipeline parallelism the gradient norm is in the thousands, and the loss is as before.
+"""With pipeline parallelism the gradient norm is in the thousands, although the loss is unchanged.
 
-pytorch/torchtitan#2972: the loss is a sum over tokens that is divided after backward; gradients of
-one engine never are::
+pytorch/torchtitan#2972: the loss is a sum over tokens that is divided after backward; one engine
+never divides the gradients::
 
     python not_normalised_by_tokens.py && gradguard parity reference.safetensors new.safetensors
     python not_normalised_by_tokens.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -1,7 +1,7 @@
-"""GRPO with rejection learns more slowly the more it rejects, and no loss is wrong.
+"""GRPO with rejection learns more slowly the more it rejects, although no loss is wrong.
 
-THUDM/slime#657: tokens of rejected sequences are masked out of the sum, and still counted in what it
-is divided by::
+THUDM/slime#657: tokens of rejected sequences are masked out of the sum, but still counted in the
+divisor::
 
     python rejected_tokens_counted.py && gradguard parity reference.safetensors new.safetensors
     python rejected_tokens_counted.py --healthy && gradguard parity reference.safetensors new.safetensors
@@ -20,7 +20,7 @@ policy = torch.nn.Sequential(torch.nn.Embedding(20, 16), torch.nn.Tanh(), torch.
 tokens, actions = torch.randint(20, (2, 8, 10))
 advantages = torch.randn(8)
 completion = (torch.arange(10) < torch.tensor([10, 7, 3, 10, 5, 9, 2, 8])[:, None]).float()
-accepted = torch.tensor([1.0, 1, 0, 1, 0, 1, 1, 0])[:, None]  # what rejection sampling leaves
+accepted = torch.tensor([1.0, 1, 0, 1, 0, 1, 1, 0])[:, None]  # the result of rejection sampling
 
 
 def loss(counted):

@@ -1,7 +1,7 @@
 """Two replicas of one model train on, each on its own weights; the loss of rank 0 looks fine.
 
-NVIDIA-NeMo/Automodel#3822: ranks begin with other weights, because each draws its own, and nothing
-compares them::
+NVIDIA-NeMo/Automodel#3822: each rank draws its own initial weights, and nothing compares
+them::
 
     torchrun --nproc-per-node 2 replicas_drift.py
     torchrun --nproc-per-node 2 replicas_drift.py --healthy

@@ -1,7 +1,7 @@
 """The norm grows with tensor parallelism, 1.36 times at 8 ranks and more, and the clip binds too often.
 
-ROCm/TransformerEngine#715, NVIDIA-NeMo/RL#3788: layer norms and biases are copies on each rank, are
-marked as if they were parts, and count once for each rank::
+ROCm/TransformerEngine#715, NVIDIA-NeMo/RL#3788: layer norms and biases are copies on each rank, but
+are marked as parts, and count once for each rank::
 
     torchrun --nproc-per-node 2 replicated_counted_per_rank.py
     torchrun --nproc-per-node 2 replicated_counted_per_rank.py --healthy

@@ -1,6 +1,6 @@
-"""The router of a mixture of experts never learns, and the loss falls nevertheless.
+"""The router of a mixture of experts never learns, although the loss falls.
 
-huggingface/transformers#48205, #48687 in kind: the weights of experts are taken out of the graph,
+huggingface/transformers#48205, #48687 in kind: the weights of experts are detached from the graph,
 here by `.data`::
 
     python router_without_gradient.py && gradguard parity reference.safetensors new.safetensors
@@ -19,7 +19,7 @@ HEALTHY = "--healthy" in sys.argv
 
 
 class Mixture(nn.Module):
-    """Each token is seen by all experts, weighted by the router."""
+    """All experts receive each token, and the router weights them."""
 
     def __init__(self, cut):
         super().__init__()

@@ -1,7 +1,7 @@
-"""With sequence parallelism the weights of the last layer norm differ from rank to rank after some steps.
+"""With sequence parallelism the weights of the last layer norm differ between ranks after some steps.
 
-NVIDIA/Megatron-LM#1446: each rank sees a part of the sequence, so that the gradient of a layer
-norm, of which each rank has a copy, must be added up over ranks. That of the last one was not::
+NVIDIA/Megatron-LM#1446: each rank has a part of the sequence, so the gradient of a replicated layer
+norm must be summed over ranks. The gradient of the last one was not::
 
     torchrun --nproc-per-node 2 sequence_parallel_norm.py
     torchrun --nproc-per-node 2 sequence_parallel_norm.py --healthy

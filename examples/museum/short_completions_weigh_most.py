@@ -1,7 +1,7 @@
-"""GRPO learns worse with gradient accumulation, and worse the more of it.
+"""GRPO learns worse the more gradients it accumulates.
 
-huggingface/trl#3021: each micro-batch is divided by its own tokens, so that those of a micro-batch of short completions
-weigh most::
+huggingface/trl#3021: each micro-batch is divided by its own number of tokens, so the tokens of a micro-batch of short
+completions have the largest weight::
 
     python short_completions_weigh_most.py && gradguard parity reference.safetensors new.safetensors
     python short_completions_weigh_most.py --healthy && gradguard parity reference.safetensors new.safetensors

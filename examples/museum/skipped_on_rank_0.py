@@ -1,7 +1,7 @@
-"""After a step with a bad loss the replicas are not equal any more, and nothing says so.
+"""After a step with a bad loss the replicas are no longer equal, without an error.
 
-ecmwf/WeatherGenerator#2726: whether a step is left out is decided by the loss of rank 0 alone, and
-only there::
+ecmwf/WeatherGenerator#2726: the loss of rank 0 alone decides whether a step is skipped, and only
+rank 0 skips it::
 
     torchrun --nproc-per-node 2 skipped_on_rank_0.py
     torchrun --nproc-per-node 2 skipped_on_rank_0.py --healthy

@@ -1,4 +1,4 @@
-"""Losses agree to four digits, and training with context parallelism is worse.
+"""Losses agree to four digits, but training with context parallelism is worse.
 
 NVIDIA/Megatron-LM#1464, huggingface/diffusers in kind: the backward pass of attention over a ring
 uses keys and values that another rank has already overwritten::
@@ -19,7 +19,7 @@ HEALTHY = "--healthy" in sys.argv
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention whose backward has other keys than its forward."""
+    """Attention whose backward uses other keys than its forward."""
 
     @staticmethod
     def forward(ctx, q, k, v):

@@ -1,6 +1,6 @@
-"""A checkpoint is loaded, evaluates well, and is gone after the first step.
+"""A checkpoint is loaded and evaluates well, but its weights are lost after the first step.
 
-NVIDIA/apex#42, NovaSky-AI/SkyRL#2149: the weights are loaded, and not the master weights in
+NVIDIA/apex#42, NovaSky-AI/SkyRL#2149: the weights are loaded, but not the master weights in
 float32, which the next step copies over them::
 
     python stale_master_weights.py && gradguard parity reference.safetensors new.safetensors
@@ -21,7 +21,7 @@ x, y = torch.randn(32, 8).bfloat16(), torch.randn(32, 4)
 
 
 class Trainer:
-    """A bfloat16 model whose optimizer steps weights in float32; `main_param` names them, as Megatron does."""
+    """A bfloat16 model whose optimizer steps weights in float32; `main_param` refers to them, as in Megatron."""
 
     def __init__(self):
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).bfloat16()

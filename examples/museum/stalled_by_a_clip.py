@@ -1,7 +1,7 @@
-"""Muon and AdamW stop learning, and the clip looks harmless.
+"""Muon and AdamW stop learning, although the clip looks harmless.
 
 NVIDIA/Megatron-LM#5394: the gradients of one module are a million million times the others'. A clip
-by the global norm divides all by it, and those of the others fall below the optimizer's epsilon::
+by the global norm divides all by it, and the others' gradients fall below the optimizer's epsilon::
 
     gradguard run --out stalled stalled_by_a_clip.py
     gradguard run --out healthy stalled_by_a_clip.py --healthy

@@ -1,7 +1,7 @@
-"""The norm is too large with pipeline parallelism, and right without.
+"""The norm is too large with pipeline parallelism, but right without.
 
 NVIDIA/Megatron-LM#7227: the first stage holds the embedding and the last one the head, which are
-one weight. Their gradients are added up on both, and both count::
+one weight. Their gradients are summed on both, and both count::
 
     torchrun --nproc-per-node 2 tied_weight_counted_twice.py
     torchrun --nproc-per-node 2 tied_weight_counted_twice.py --healthy

@@ -1,6 +1,6 @@
 """GRPO's steps are too short once the completions of one generation are used for two steps.
 
-huggingface/trl#5619: each token is divided by the tokens of all that was generated together, and a step
+huggingface/trl#5619: each token is divided by the number of tokens of the whole generation, but a step
 accumulates half of its micro-batches::
 
     python tokens_of_the_generation.py && gradguard parity reference.safetensors new.safetensors

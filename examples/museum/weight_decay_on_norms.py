@@ -1,7 +1,7 @@
 """After a refactoring the loss is a little worse, and no test fails.
 
-ServiceNow/Fast-LLM#542: weights of norms and biases used to be left out of the weight decay. The
-new code makes them by another function, whose default is to decay::
+ServiceNow/Fast-LLM#542: weights of norms and biases used to be excluded from the weight decay. The
+new code creates them by another function, whose default is to decay::
 
     python weight_decay_on_norms.py && gradguard parity reference.safetensors new.safetensors
     python weight_decay_on_norms.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -42,12 +42,12 @@ def clipped(model, times=1, factor=None):
 CLIPS = {
     "torch": (lambda m: clip_grad_norm_(m.parameters(), 0.5), None),
     "gradguard": (lambda m: gg.clip_grad_norm_(m, 0.5), None),
-    "never scaled": (lambda m: get_total_norm(gradients(m)), "this is never scaled"),
+    "never scaled": (lambda m: get_total_norm(gradients(m)), "the gradient is never scaled"),
     "scaled twice": (lambda m: clipped(m, 2), "it is scaled twice"),
-    "another number": (lambda m: clipped(m, factor=0.123), "no known mistake makes this number"),
+    "another number": (lambda m: clipped(m, factor=0.123), "no known mistake explains this number"),
     "each element": (lambda m: (get_total_norm(gradients(m)), nn.utils.clip_grad_value_(m.parameters(), 0.1))[0],
                      "not all multiplied by one number"),
-    "gone": (lambda m: (get_total_norm(gradients(m)), m.zero_grad())[0], "no known mistake makes this number"),
+    "gone": (lambda m: (get_total_norm(gradients(m)), m.zero_grad())[0], "no known mistake explains this number"),
 }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_a_clip_before_the_loss_scale_is_taken_off():
     scaled(model, 1024.0)
     audit = gg.audit_norm(model, lambda: clip_grad_norm_(model.parameters(), 0.5), max_norm=0.5, loss_scale=1024.0)
     assert {f.kind for f in audit.findings} == {"coefficient", "factor"}
-    assert "it is clipped before the loss scale is taken off" in str(audit)
+    assert "it is clipped before the loss scale is divided out" in str(audit)
     assert "the loss scale of 1024 is still in it" in str(audit)
 
 
@@ -97,7 +97,7 @@ def test_a_clip_before_the_loss_scale_is_taken_off():
         (1.0, 0.5, 0.5, 1.0, 1.0, None),
         (1.0, 2.0, 4.0, 1.0, 0.25, "it is scaled twice"),
         (1.0, 2.0, 3.0, 1.0, 1 / 3, "right for the norm that was computed"),
-        (1.0, 2.0, 2.0, 8.0, 1 / 16, "before the loss scale is taken off"),
+        (1.0, 2.0, 2.0, 8.0, 1 / 16, "before the loss scale is divided out"),
         (1.0, 2.0, 2.0, 1.0, 1.0, "never scaled"),
         (1.0, 0.5, 2.0, 1.0, 0.5, "right for the norm that was computed"),
         (1.0, 0.5, 0.5, 1.0, 2.0, "min(1, ...) is missing"),
@@ -215,7 +215,7 @@ def test_a_report_alone_says_what_it_does_not_see():
     model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([0.0, 3.0])
     audit = gg.audit_norm(model, reported=math.sqrt(2 * 9.0))  # of the weight twice
     assert audit
-    assert "errors that cancel in it are not seen" in str(audit)
+    assert "errors that cancel in it are not found" in str(audit)
     assert gg.audit_norm(model, lambda: model.weight.grad.norm() * math.sqrt(2)).verdict == "FAIL"
 
 
@@ -269,7 +269,7 @@ REFUSED = {
     "sparse": (lambda m: setattr(m[0].weight, "grad", torch.ones(8, 6).to_sparse()), {}, UnsupportedGradientError,
                "0.weight is sparse"),
     "a number": (lambda m: None, {"norm": 1.0}, InvalidTypeError, "a number goes to reported="),
-    "no number": (lambda m: None, {"norm": lambda: "much"}, InvalidTypeError, r"what norm\(\) returned is str"),
+    "no number": (lambda m: None, {"norm": lambda: "much"}, InvalidTypeError, r"the result of norm\(\) is str"),
     "nothing": (lambda m: None, {"norm": lambda: None}, InvalidTypeError, r"norm\(\) returned None"),
     "groups": (lambda m: None, {"groups": {"*": "split"}}, InvalidValueError, "'sharded' or 'replicated'"),
     "max_norm": (lambda m: None, {"norm": float, "max_norm": -1.0}, InvalidValueError, "max_norm is -1.0"),
@@ -382,7 +382,7 @@ def test_an_epsilon_of_a_norm_that_can_be_called_is_known(changed, verdict, true
     model = of_norm(true)
     audit = gg.audit_norm(model, lambda: changed(get_total_norm(gradients(model))))
     assert audit.verdict == verdict, str(audit)
-    assert verdict == "FAIL" or "as an epsilon makes it" in str(audit)
+    assert verdict == "FAIL" or "it adds an epsilon" in str(audit)
 
 
 @pytest.mark.parametrize("factor", [1.001, 3.0])

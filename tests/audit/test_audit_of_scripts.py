@@ -85,17 +85,17 @@ SCRIPTS = {
     "before unscale_": (train("clip_grad_norm_(model.parameters(), 0.1)", **SCALED), 1, "the loss scale of 1024"),
     "after unscale_": (train("scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 0.1)", **SCALED), 0, ""),
     "but the last layer": (train("clip_grad_norm_(model[0].parameters(), 0.1)"), 3, "[2.weight, 2.bias]"),
-    "none": (train("pass"), 3, "no clip was seen before this step"),
+    "none": (train("pass"), 3, "no clip was observed before this step"),
     "none, counted": (train("pass"), 3, "3 audits of 0 clips"),
-    "by hand": (train("[g.mul_(0.1) for g in grads()]"), 3, "no clip was seen"),
+    "by hand": (train("[g.mul_(0.1) for g in grads()]"), 3, "no clip was observed"),
     "value": (train("clip_grad_value_(model.parameters(), 0.1)"), 3, "a clip by value has no norm"),
     "order 1": (train("clip_grad_norm_(model.parameters(), 0.1, 1.0)"), 3, "a norm of order 1"),
-    "order 1 of gradguard": (train("gg.clip_grad_norm_(model, 0.1, 1.0)"), 3, "tells no 2-norm"),
+    "order 1 of gradguard": (train("gg.clip_grad_norm_(model, 0.1, 1.0)"), 3, "reports no 2-norm"),
     "a guard": (train("pass", setup="guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(0.1))"), 3,
                 "acts within the step"),
     "not finite": (train("clip_grad_norm_(model.parameters(), 0.1)",
                          loss="model(torch.full((6, 4), torch.inf)).sum().backward()"), 3, "is not finite"),
-    "no step": ("print('nothing')", 3, "no clip and no optimizer step was seen"),
+    "no step": ("print('nothing')", 3, "no clip and no optimizer step was observed"),
     "it fails": (train("raise ValueError('no clip today')"), 2, ""),
     "of no module": (train("clip_grad_norm_([w], 0.1)", setup="w = torch.ones(5, requires_grad=True); "
                            "optimizer = torch.optim.SGD([w], 0.1)", loss="(w * torch.randn(5)).sum().backward()"),
@@ -131,6 +131,6 @@ def test_what_is_learnt_later_counts_where_nothing_was_wrong(audit):
 @pytest.mark.parametrize("option", [["--clip", "norm=1"], ["--out", "x"], ["--every", "2"], ["--no-report"]])
 def test_with_an_option_of_a_record_the_whole_run_is_recorded_too(audit, option):
     code, said = audit(train("pass") + "print('to the end')", *option)
-    assert (code, "no clip was seen before this step" in said.err, "to the end" in said.out) == (3, True, True)
+    assert (code, "no clip was observed before this step" in said.err, "to the end" in said.out) == (3, True, True)
     [record] = Path().rglob("run.jsonl")
     assert len(read_record(record).steps) == 9

@@ -141,7 +141,7 @@ def other_number(folder, group_of_one):
 def test_another_number_of_processes_is_refused(pool, tmp_path, group_of_one):
     was, here = (1, 2) if group_of_one else (2, 1)
     for told in pool(2).run(other_number, str(tmp_path / "a"), group_of_one):
-        assert f"is a snapshot of {was} processes, and here are {here}" in told
+        assert f"is a snapshot of {was} processes, but here are {here}" in told
 
 
 def carried_over(folder):
@@ -352,7 +352,7 @@ def test_where_one_disk_is_full_nothing_is_left(pool, tmp_path):
     (first, left), (second, _) = pool(2).run(full_on_one, tmp_path / "a")
     assert "another process refuses to save a snapshot" in first
     assert "no snapshot was written" in second
-    assert "No space left on device. Nothing of it is left there" in second
+    assert "No space left on device. No part of it is left there" in second
     assert left == []
 
 

@@ -68,7 +68,7 @@ def test_all_ranks_blame_the_same_and_one_writes(pool, tmp_path, wrap):
 
 def forgotten(folder):
     batches = ring(1) if dist.get_rank() else Batches()
-    with pytest.raises(InvalidValueError, match="step 9 is not remembered: the ring holds 0 to 0"):
+    with pytest.raises(InvalidValueError, match="step 9 is not in the ring, which holds 0 to 0"):
         find_culprit(batches, 9)
     return True
 

@@ -164,7 +164,7 @@ def test_an_epoch_left_within_an_accumulation_is_refused_at_the_next_step():
 
 def test_what_cannot_be_private_is_refused():
     parts = prepared()
-    with pytest.raises(InvalidTypeError, match=r"loader is a DataLoaderShard.*the DataLoader as it was before"):
+    with pytest.raises(InvalidTypeError, match=r"loader is a DataLoaderShard.*the DataLoader before"):
         make_private(*parts, parts[0].prepare(loader()), noise())
     with pytest.raises(InvalidTypeError, match="optimizer is SGD, which no accelerator has prepared"):
         private(*parts[:2], parts[2].optimizer)

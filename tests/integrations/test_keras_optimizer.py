@@ -310,7 +310,7 @@ def test_a_model_with_a_guard_says_how_to_load_it(tmp_path):
         (
             lambda: guard(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), gg.ClipByMedian()),
             ValueError,
-            "guard the one inside",
+            "guard the inner one",
         ),
         (
             lambda: guard(guard(keras.optimizers.SGD(), gg.ClipByMedian()), gg.ClipByMedian()),
@@ -328,7 +328,7 @@ def test_a_model_with_a_guard_says_how_to_load_it(tmp_path):
             ValueError,
             "rows belong to inputs",
         ),
-        (lambda: guard(torch.optim.SGD([torch.ones(1)]), gg.ClipByMedian()), TypeError, "put gradguard.Guard"),
+        (lambda: guard(torch.optim.SGD([torch.ones(1)]), gg.ClipByMedian()), TypeError, "use gradguard.Guard"),
         (lambda: guard(keras.optimizers.SGD(), 1.0), TypeError, "clipper is float"),
         (lambda: guard(keras.optimizers.SGD(), gg.ClipByMedian(), nonfinite="stop"), ValueError, "nonfinite='stop'"),
         (

@@ -216,8 +216,8 @@ REFUSED = {
         r"gradient_clip_val=0.5\) clips too",
     ),
     "own clip": (OwnClip, {}, InvalidValueError, "OwnClip has a configure_gradient_clipping of its own"),
-    "by hand": (Manual, {}, UnsupportedGradientError, "Manual optimizes by hand"),
-    "LBFGS": (Lbfgs, {}, UnsupportedGradientError, "LBFGS asks for the gradients several times"),
+    "by hand": (Manual, {}, UnsupportedGradientError, "Manual optimizes manually"),
+    "LBFGS": (Lbfgs, {}, UnsupportedGradientError, "LBFGS evaluates the gradients several times"),
 }
 
 

@@ -210,14 +210,14 @@ REFUSED = {
     "guard": ({"beside": [GradGuardCallback(gg.ClipByMedian())]}, WRONG, "GradGuardCallback beside the PrivateCall"),
     "per sample": ({"beside": [PerSampleCallback(gg.FlatNormClipper(1.0))]}, WRONG, "Callback beside the P"),
     "part of a step": ({"limit_train_batches": 3, "accumulation": 2}, WRONG, "3 batches, which are no whole number"),
-    "overfit": ({"overfit_batches": 2}, UNSUPPORTED, "overfit_batches changes what samples are drawn from"),
+    "overfit": ({"overfit_batches": 2}, UNSUPPORTED, "overfit_batches changes which samples are drawn from"),
     "reload": ({"reload_dataloaders_every_n_epochs": 1}, UNSUPPORTED, "reload_dataloaders_every_n_epochs changes"),
     "scheduled": (
         {"beside": [GradientAccumulationScheduler({1: 2})]},
         UNSUPPORTED,
         "GradientAccumulationScheduler changes the sampling rate",
     ),
-    "by hand": ({"model": Two}, UNSUPPORTED, "Two optimizes by hand"),
+    "by hand": ({"model": Two}, UNSUPPORTED, "Two optimizes manually"),
     "no plan": ({"privacy": budget(1.0), "max_epochs": -1}, WRONG, "a trainer that knows how many steps"),
     "changed after the noise": ({"model": StepsByItself}, WRONG, r"net\.0\.weight: \.grad was filled or changed after"),
     "no loss": ({"model": NoLoss}, WRONG, "the optimizer is to step within a logical batch, or without one"),
@@ -270,7 +270,7 @@ def test_steps_that_were_not_counted_are_refused(tmp_path):
 def test_a_second_training_is_refused():
     callback = private()
     fit(callback)
-    with pytest.raises(InvalidValueError, match="has trained for 8 steps already, and what both trainings cost"):
+    with pytest.raises(InvalidValueError, match="has trained for 8 steps already, and the cost of both trainings"):
         fit(callback)
 
 

@@ -117,7 +117,7 @@ def test_another_version_of_lightning_fails_at_import(monkeypatch, version, is_t
 
 def test_a_set_gradient_clip_val_is_refused():
     callback = GradGuardCallback(gg.ClipByGlobalNorm(0.5))
-    with pytest.raises(InvalidValueError, match=r"gradient_clip_val=2\.0.* clips too.*Take gradient_clip_val away"):
+    with pytest.raises(InvalidValueError, match=r"gradient_clip_val=2\.0.* clips too.*Remove gradient_clip_val"):
         fit(Automatic(), callback, gradient_clip_val=2.0)
     assert callback.guards == {}  # before anything was made
 

@@ -199,7 +199,7 @@ REFUSED = {
     "max_grad_norm": ({"max_grad_norm": 0.5}, WRONG, "max_grad_norm=0.5, and there is a PrivateCallback"),
     "guard": ({"callbacks": [GradGuardCallback(gg.ClipByMedian())]}, WRONG, "GradGuardCallback beside the PrivateCall"),
     "fp16": ({"fp16": True}, UNSUPPORTED, "fp16: the scale of the loss follows overflows"),
-    "batch size": ({"auto_find_batch_size": True}, UNSUPPORTED, "auto_find_batch_size begins again"),
+    "batch size": ({"auto_find_batch_size": True}, UNSUPPORTED, "auto_find_batch_size starts again"),
     "own loader": ({"kind": OwnLoader}, UNSUPPORTED, "the trainer has a loader of its own"),
     "changed": ({"kind": ChangesGradients}, WRONG, r"net\.0\.weight: \.grad was filled or changed after the noise"),
     "iterable": ({"data": Rows(), "max_steps": 2}, UNSUPPORTED, "no sample of an IterableDataset"),
@@ -225,11 +225,11 @@ def test_a_checkpoint_of_two_trainings_is_refused(tmp_path):
     train(tmp_path, private(), save_strategy="steps", save_steps=3)
     state = tmp_path / "checkpoint-3" / "trainer_state.json"
     state.write_text(json.dumps(json.loads(state.read_text(encoding="utf-8")) | {"global_step": 5}))
-    with pytest.raises(InvalidValueError, match="after 5 steps, and the private training after 3"):
+    with pytest.raises(InvalidValueError, match="after 5 steps, but the private training after 3"):
         train(tmp_path, private(), resume=str(tmp_path / "checkpoint-3"))
 
 
 def test_a_second_training_is_refused(tmp_path):
     one = train(tmp_path, private())
-    with pytest.raises(InvalidValueError, match="has trained for 8 steps already, and what both trainings cost"):
+    with pytest.raises(InvalidValueError, match="has trained for 8 steps already, and the cost of both trainings"):
         one.train()

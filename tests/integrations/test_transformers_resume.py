@@ -50,7 +50,7 @@ def test_a_checkpoint_without_a_state_is_told_where_there_should_be_one(clipper,
     again = trainer(tmp_path / "again", [callback])
     checkpoint = str(tmp_path / "checkpoint-5")
     if isinstance(clipper, gg.ClipByMedian):
-        with pytest.warns(UserWarning, match=r"checkpoint-5 has no gradguard.pt.*ClipByMedian begins anew"):
+        with pytest.warns(UserWarning, match=r"checkpoint-5 has no gradguard.pt.*ClipByMedian starts fresh"):
             again.train(resume_from_checkpoint=checkpoint)
     else:
         again.train(resume_from_checkpoint=checkpoint)

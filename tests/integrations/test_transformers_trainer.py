@@ -217,7 +217,7 @@ def test_a_trainer_that_clips_by_itself_is_refused_and_one_that_asks_super_is_no
         one.train()
         assert callback.guard.steps == STEPS
     else:
-        with pytest.raises(UnsupportedGradientError, match="Let them return what super"):
+        with pytest.raises(UnsupportedGradientError, match="Let them return the result of super"):
             one.train()
 
 

@@ -538,16 +538,16 @@ def test_what_follows_the_options_is_the_script():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--save-gradients", "x", "--steps", "3", "--out", "y"], "a command of its own with --out"),
+        (["--save-gradients", "x", "--steps", "3", "--out", "y"], "a separate command with --out"),
         (["--save-gradients", "x", "--at", "0"], "--at 0: expected a number of steps"),
-        (["--at", "3"], "belongs to --save-gradients"),
-        (["--save-gradients", "x", "--launch", "env", "--clip", "median"], "a command of its own with --clip"),
+        (["--at", "3"], "requires --save-gradients"),
+        (["--save-gradients", "x", "--launch", "env", "--clip", "median"], "a separate command with --clip"),
         (["--save-gradients", "x", "--perturbed", "-1"], "expected a number of runs"),
         (["--save-gradients", "nowhere/x"], "there is no folder"),
-        (["--perturbed", "3"], "belongs to --save-gradients"),
-        (["--perturbed", "0"], "belongs to --save-gradients"),
-        (["--launch", "torchrun"], "belongs to --save-gradients"),
-        (["--launch", "torchrun", "--audit-norm"], "belongs to --save-gradients"),
+        (["--perturbed", "3"], "requires --save-gradients"),
+        (["--perturbed", "0"], "requires --save-gradients"),
+        (["--launch", "torchrun"], "requires --save-gradients"),
+        (["--launch", "torchrun", "--audit-norm"], "requires --save-gradients"),
         (["--save-gradients", "x", "--launch", "nosuchlauncher -n 2"], "there is no such command"),
         (["--save-gradients", "x", "--launch", ""], "there is no such command"),
     ],
@@ -754,5 +754,5 @@ def test_a_script_that_fails_before_the_step_leaves_a_line(tmp_path):
         "        optimizer.step()", "        raise RuntimeError('boom')"))  # fmt: skip
     done = gradguard(tmp_path, "run", "--perturbed", "0", "--save-gradients", file, script)
     assert done.returncode == 1
-    assert "the script ended with exit code 1 before its optimizer step 1 was over: nothing is saved" in done.stderr
+    assert "the script ended with exit code 1 before its optimizer step 1 ended: nothing is saved" in done.stderr
     assert not file.exists()

@@ -48,7 +48,7 @@ def test_a_list_by_hand(tmp_path):
 def test_a_line_that_is_no_sample(tmp_path, line):
     file = tmp_path / "bad.jsonl"
     file.write_text(f'{{"id": 1}}\n{line}\n', encoding="utf-8")
-    with pytest.raises(RecordError, match=r"bad\.jsonl, line 2: .* is no sample, or it is cut off"):
+    with pytest.raises(RecordError, match=r"bad\.jsonl, line 2: .* is not a sample, or is cut off"):
         BadSamples(file)
 
 

@@ -161,7 +161,11 @@ def begun():
 REFUSED = {
     "iterable": (lambda: DataLoader(Endless()), InvalidTypeError, r"iterable.*ids_of=lambda batch"),
     "a list": (lambda: [1, 2], InvalidTypeError, r"the loader is list: expected a torch.utils.data.DataLoader"),
-    "dispatched": (lambda: DataLoaderDispatcher(DATA), InvalidTypeError, r"dispatch_batches=True.*leave it out"),
+    "dispatched": (
+        lambda: DataLoaderDispatcher(DATA),
+        InvalidTypeError,
+        r"dispatch_batches=True.*omit dispatch_batches",
+    ),
     "begun": (begun, InvalidValueError, r"has begun already: make SampleIds"),
 }
 
@@ -314,7 +318,7 @@ def test_the_ring_forgets_and_says_so():
     assert batches.known == range(3, 6)
     assert batches.of_step(3)[0].ids == (3,)
     for step in (2, 6, -1):
-        with pytest.raises(InvalidValueError, match=f"step {step} is not remembered: the ring holds 3 to 5"):
+        with pytest.raises(InvalidValueError, match=f"step {step} is not in the ring, which holds 3 to 5"):
             batches.of_step(step)
     with pytest.raises(InvalidValueError, match="steps=1: expected at least 2"):
         Batches(1)
@@ -345,5 +349,5 @@ def test_a_batch_that_is_kept_and_one_that_was_changed():
         batches.content(0, 1)
     without = Batches()
     without.saw(1, batch=content)
-    with pytest.raises(InvalidValueError, match=r"was not kept. Make Batches\(keep=True\)"):
+    with pytest.raises(InvalidValueError, match=r"was not kept. Create Batches\(keep=True\)"):
         without.content(0, 0)

@@ -33,12 +33,12 @@ CASES = {
     "two of four, the higher first": ((9.0, 2.0, 12.0, 2.0), [2, 0], "micro-batch 2 of rank 0"),
     "three of four": ((9.0, 9.0, 12.0, 2.0), [], "3 of 4 micro-batches stand out: the weights, or a change"),
     "both": ((9.0, 9.0), [], "2 of 2 micro-batches stand out"),
-    "the only one": ((9.0,), [0], "It is the only one of the step: the data or the weights"),
+    "the only one": ((9.0,), [0], "It is the only one of the step: its data or the weights"),
     "none": ((2.0, 2.2), [], r"the loss of no micro-batch stands out \(the highest by 1\.\d deviations\)"),
     "a fall": ((2.0, 0.01), [], "no micro-batch stands out"),
     "NaN": ((2.0, math.nan), [1], "micro-batch 1 of rank 0 has a loss of nan, inf deviations"),
     "infinite": ((math.inf, 2.0), [0], "a loss of inf"),
-    "nobody said": ((None, None), [], "no loss is known, and 8 tell"),
+    "nobody said": ((None, None), [], "no loss is known, but 8 are needed"),
     "one said nothing": ((None, 9.0), [1], r"above the usual ones\.$"),
     "no micro-batch": ((), [], "no loss is known"),
 }
@@ -71,7 +71,7 @@ def test_few_losses_blame_nobody(earlier, last, blamed):
     assert [one.number for one in found.blamed] == ([] if blamed is None else [blamed])
     if blamed is None:
         assert "only" in found.reason
-        assert "8 tell what is usual" in found.reason
+        assert "8 are needed to define the usual level" in found.reason
 
 
 def test_spikes_before_it_do_not_hide_it():
@@ -89,7 +89,7 @@ def test_a_step_in_the_middle_is_compared_with_what_was_before_it():
 
 
 def test_a_step_that_has_gone_from_the_ring():
-    with pytest.raises(InvalidValueError, match="step 99 is not remembered: the ring holds 0 to 7"):
+    with pytest.raises(InvalidValueError, match="step 99 is not in the ring, which holds 0 to 7"):
         find_culprit(ring((2.0,))[0], 99)
 
 
@@ -135,5 +135,5 @@ def test_the_rank_with_the_loss_is_blamed(monkeypatch):
 
 def test_a_rank_that_has_forgotten_the_step_stops_all(monkeypatch):
     other = Batches()
-    with pytest.raises(InvalidValueError, match="step 6 is not remembered: the ring holds 0 to 0"):
+    with pytest.raises(InvalidValueError, match="step 6 is not in the ring, which holds 0 to 0"):
         of_ranks(monkeypatch, [ring((2.0, 9.0))[0], other], 6)

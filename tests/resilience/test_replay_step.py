@@ -136,7 +136,7 @@ class Run:
     ("cause", "code", "told", "words"),
     [
         ("data", 0, "data", "the weights before step 20, too, the batch stands out"),
-        ("weights", 0, "weights", "other batches, too, are far above what they were"),
+        ("weights", 0, "weights", "other batches, too, are far above their earlier losses"),
         ("hardware", 1, None, "the spike does not come back: on the same weights, batch and random numbers"),
     ],
 )
@@ -244,10 +244,10 @@ def test_files_that_cannot_be_read(script, tmp_path, capsys):
     whole = (tmp_path / "spike.pt").read_bytes()
     for name, content in (("cut.pt", whole[: len(whole) // 2]), ("text.pt", b"hello"), ("empty.pt", b"")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(RecordError, match=r"is not what gradguard\.resilience\.write_evidence writes"):
+        with pytest.raises(RecordError, match=r"is not a file of gradguard\.resilience\.write_evidence"):
             read_evidence(name)
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
-    with pytest.raises(RecordError, match="is not what"):
+    with pytest.raises(RecordError, match="is not a file of"):
         read_evidence("other.pt")
     writer = PlainWriter("step")
     with (tmp_path / "new.pt").open("wb") as file:
@@ -255,7 +255,7 @@ def test_files_that_cannot_be_read(script, tmp_path, capsys):
     with pytest.raises(RecordError, match="format 99, and this gradguard reads 3"):
         read_evidence("new.pt")
     torch.save(nn.Linear(1, 1), tmp_path / "code.pt")  # which only running code could read
-    with pytest.raises(RecordError, match=r"is not what gradguard\.resilience\.write_evidence writes"):
+    with pytest.raises(RecordError, match=r"is not a file of gradguard\.resilience\.write_evidence"):
         read_evidence("code.pt")
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(RecordError, match=r"cannot read pipe\.pt: it is a pipe, and a regular file was expected"):
@@ -333,7 +333,7 @@ def test_a_mapping_is_a_dict(tmp_path):
 
 @pytest.mark.parametrize("content", [object(), {1, (object(),)}, [nn.Linear(1, 1)], np.array([None]), print])
 def test_what_cannot_be_written_says_so_and_leaves_no_file(tmp_path, content):
-    with pytest.raises(InvalidTypeError, match=r"the batches or weights hold .* which is not written"):
+    with pytest.raises(InvalidTypeError, match=r"the batches or weights contain .* which cannot be written"):
         written(tmp_path, content)
     assert list(tmp_path.iterdir()) == []
 

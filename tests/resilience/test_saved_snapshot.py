@@ -252,18 +252,18 @@ FILE = "process-0.safetensors"
 
 def test_directories_that_hold_none(tmp_path):
     model, optimizer, snapshot = saved(tmp_path / "a")
-    with pytest.raises(InvalidValueError, match="is there already: expected a new or empty directory"):
+    with pytest.raises(InvalidValueError, match="exists already: expected a new or empty directory"):
         snapshot.save(tmp_path / "a")
-    with pytest.raises(InvalidValueError, match=r"holds no snapshot .* its file 'process-0\.safetensors'"):
+    with pytest.raises(InvalidValueError, match=r"holds no complete snapshot.* its file 'process-0\.safetensors'"):
         gg.Snapshot.load(tmp_path / "none", model, optimizer)
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         checkpoint.save({"weight": torch.ones(1)}, checkpoint_id=tmp_path / "b")
-    with pytest.raises(InvalidValueError, match=r"b' holds no snapshot that was written to its end"):
+    with pytest.raises(InvalidValueError, match=r"b' holds no complete snapshot"):
         gg.Snapshot.load(tmp_path / "b", model, optimizer)
-    with pytest.raises(InvalidValueError, match=r"no snapshot that could be saved: call take\(\) first"):
+    with pytest.raises(InvalidValueError, match=r"no snapshot to save: call take\(\) first"):
         gg.Snapshot(model, optimizer).save(tmp_path / "c")
     (tmp_path / "a" / FILE).unlink()
-    with pytest.raises(InvalidValueError, match="holds no snapshot that was written to its end"):
+    with pytest.raises(InvalidValueError, match="holds no complete snapshot"):
         gg.Snapshot.load(tmp_path / "a", model, optimizer)
 
 
@@ -305,7 +305,7 @@ def test_a_save_draws_no_number_of_the_run(tmp_path):
 def test_what_has_no_form_in_a_file(tmp_path):
     model, optimizer = small()
     optimizer.param_groups[0]["rule"] = lambda step: step
-    with pytest.raises(UnsupportedGradientError, match=r"holds something that cannot be written to a file .*lambda"):
+    with pytest.raises(UnsupportedGradientError, match=r"contains something that cannot be written to a file .*lambda"):
         saved(tmp_path / "a", model, optimizer)
     optimizer.param_groups[0]["rule"] = model
     with pytest.raises(UnsupportedGradientError, match=r"cannot be written to a file \(a Sequential\)"):
@@ -319,5 +319,5 @@ def test_state_of_a_parameter_that_has_gone(tmp_path):
     del optimizer.param_groups[0]["params"][0]
     snapshot = gg.Snapshot(model, optimizer)
     snapshot.take()
-    with pytest.raises(UnsupportedGradientError, match="state of a tensor that is in none of its groups"):
+    with pytest.raises(UnsupportedGradientError, match="state of a tensor that is no longer in any of its groups"):
         snapshot.save(tmp_path / "a")

@@ -226,7 +226,7 @@ def test_burst_upon_burst_ends_with_the_story():
     model, optimizer, resilience = network(budget=1)
     train(model, optimizer, resilience, [*USUAL, *[SPIKE] * 10, *USUAL])
     with pytest.raises(
-        SpikeError, match=r"2 roll-backs within 1,000 steps, and budget=1: [\s\S]* step 51: burst .*back"
+        SpikeError, match=r"2 roll-backs within 1,000 steps, but budget=1: [\s\S]* step 51: burst .*back"
     ):
         train(model, optimizer, resilience, [*[SPIKE] * 10, *USUAL])
     actions = [e.action for e in resilience.events]

@@ -329,7 +329,7 @@ def test_arguments_are_checked(options, error, words):
         ([1.0, 2.0], InvalidTypeError, "values is list"),
         (torch.tensor([1, 2]), InvalidTypeError, "values is torch.int64"),
         (torch.tensor(1.0), InvalidValueError, r"shape \[\]: expected \[2\]"),
-        (torch.ones(3), InvalidValueError, r"shape \[3\]: expected \[2\].*as on the steps before"),
+        (torch.ones(3), InvalidValueError, r"shape \[3\]: expected \[2\].*as on earlier steps"),
         (torch.ones(0), InvalidValueError, r"shape \[0\]"),
     ],
 )
@@ -342,7 +342,7 @@ def test_what_is_observed_is_checked(values, error, words):
 @pytest.mark.parametrize("change", [{"window": 20}, {"cap": 4}])
 def test_the_state_of_another_detector_is_refused(change):
     saved = usual(SpikeDetector(**SMALL), 3, 1.0).state_dict()
-    with pytest.raises(InvalidValueError, match=r"not of this SpikeDetector\(.*expected tensors of shapes"):
+    with pytest.raises(InvalidValueError, match=r"does not fit this SpikeDetector\(.*expected tensors of shapes"):
         SpikeDetector(**(SMALL | change)).load_state_dict(saved)
     with pytest.raises(InvalidValueError, match="not of this SpikeDetector"):
         SpikeDetector(**SMALL).load_state_dict({"history": saved["history"]})
@@ -389,7 +389,9 @@ def test_a_reset_detector_takes_another_number_of_signals():
     detector = SpikeDetector()
     for _ in range(40):
         detector.observe(torch.ones(2, dtype=torch.float64))
-    with pytest.raises(InvalidValueError, match=r"shape \[3\]: expected \[2\].*updates=True.*call reset\(\)"):
+    with pytest.raises(
+        InvalidValueError, match=r"shape \[3\]: expected \[2\].*updates=True.*call the detector's reset\(\)"
+    ):
         detector.observe(torch.ones(3, dtype=torch.float64))
     detector.reset()
     for size in (*[1.0] * 100, 99.0):

@@ -1,4 +1,4 @@
-"""The report of an audit of a norm, for people and for programs."""
+"""The report of an audit of a norm, as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from gradguard.words import counted, listed, verdict_text
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
 UNDECIDED = ("claim", "unknown", "unfit", "unread", "epsilon", "blind", "unseen", "unclipped", "refused")
-"""Kinds of findings that say that something cannot be known; every other one says that something is wrong."""
+"""Kinds of findings that make an audit INCONCLUSIVE; a finding of any other kind makes it FAIL."""
 
 
 @dataclass(frozen=True)
 class NormFinding:
-    """One thing that is wrong with a norm, or cannot be known.
+    """One fault of a norm, or one fact that cannot be known.
 
     Attributes:
-        kind: ``"factor"``: a class of tensors counts another number of times than once, ``"ranks"``: only what some
-            ranks hold counts, ``"local"``: each rank's norm is that of what it holds, ``"mean"``: the norms of the
-            ranks are averaged, ``"disagree"``: ranks have different norms, ``"copies"``: copies have different
-            gradients, ``"drift"``: they have different weights, ``"total"``: the norm is not the root of a sum over
-            classes, ``"reported"``: the reported norm is not the true one, ``"coefficient"``: gradients are multiplied
-            by something else than min(1, max / norm); ``"claim"``: values contradict what is said of copies and
-            parts; ``"unknown"``, ``"unfit"``, ``"unread"``, ``"epsilon"``, ``"blind"``, and of a script
-            ``"unseen"``, ``"unclipped"``, ``"refused"``: it cannot be known.
+        kind: ``"factor"``: a class of tensors does not count once, ``"ranks"``: only what some ranks hold counts,
+            ``"local"``: each rank's norm covers only what that rank holds, ``"mean"``: the norms of the ranks are
+            averaged, ``"disagree"``: ranks have different norms, ``"copies"``: copies have different gradients,
+            ``"drift"``: copies have different weights, ``"total"``: the norm is not the root of a sum over classes,
+            ``"reported"``: the reported norm is not the true one, ``"coefficient"``: gradients are not multiplied by
+            min(1, max / norm); ``"claim"``: values contradict the declared copies and parts. The kinds ``"unknown"``,
+            ``"unfit"``, ``"unread"``, ``"epsilon"``, ``"blind"``, and for a script ``"unseen"``, ``"unclipped"``,
+            ``"refused"``, mean that the norm cannot be judged.
         message: The fault, in words.
-        names: The parameters that it is about.
-        factor: How often their squares count, where that is one number; of ``"reported"`` and ``"coefficient"`` the
-            quotient of what is and what should be.
+        names: The affected parameters.
+        factor: How often their squares count, if that is one number; for ``"reported"`` and ``"coefficient"`` the
+            actual value divided by the expected one.
     """
 
     kind: str
@@ -46,13 +46,13 @@ class NormFinding:
 
 @dataclass(frozen=True)
 class NormClass:
-    """Tensors that are laid out in one way on the processes.
+    """Tensors that share one layout over the processes.
 
     Attributes:
-        layout: How they lie, in words.
-        names: Their names.
+        layout: The layout, in words.
+        names: The names of the tensors.
         square: The sum of squares of their gradients, each element once.
-        counts: How often the norm counts these squares, as probed or fitted; None where they do not count alike, or
+        counts: How often the norm counts these squares, as probed or fitted; None if tensors count differently or
             nothing was probed.
     """
 
@@ -69,19 +69,19 @@ NormClasses = tuple[NormClass, ...]
 class NormAudit:
     """The outcome of `audit_norm`: print it, or ask for its ``verdict`` and ``findings``.
 
-    **Guarantees.** An audit is true of PASS alone: INCONCLUSIVE is false, as FAIL is. Every reason for another verdict
-    is a finding; a class of tensors whose count one number cannot tell is in the notes.
+    **Guarantees.** ``bool(audit)`` is True for PASS alone. Every reason for another verdict is a finding. A class of
+    tensors whose count one number cannot show is in the notes.
 
     Attributes:
         verdict: PASS; FAIL if a finding says that something is wrong; INCONCLUSIVE if one says that it cannot be known.
-        findings: Why the verdict is not PASS.
+        findings: The reasons why the verdict is not PASS.
         notes: Facts worth knowing that are no fault.
-        true_norm: The 2-norm of all gradients, each element once; NaN where values do not tell what is a copy.
-        norm: Answer of the norm function for these gradients on this process; None if there was none.
+        true_norm: The 2-norm of all gradients, each element once; NaN if values do not show which are copies.
+        norm: Result of the norm function for these gradients on this process; None without a function.
         reported: Norm reported on this process; None if none was.
         classes: The classes of tensors, and how often each counts.
-        probes: How often the norm function was called.
-        processes: Over how many processes.
+        probes: Number of calls of the norm function.
+        processes: Number of processes.
 
     Example:
         >>> import gradguard as gg, torch
@@ -103,7 +103,7 @@ class NormAudit:
     processes: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON has it: what is not finite is None."""
+        """Return all fields as JSON values; NaN and infinity become None."""
         return jsonable(asdict(self))
 
     def __bool__(self) -> bool:
@@ -120,7 +120,7 @@ class NormAudit:
 
 
 def verdict_of(findings: Sequence[NormFinding]) -> Verdict:
-    """Return FAIL if a finding is a fault, INCONCLUSIVE if one is not told, else PASS."""
+    """Return FAIL if any finding is a fault, INCONCLUSIVE if there are other findings, else PASS."""
     if any(finding.kind not in UNDECIDED for finding in findings):
         return "FAIL"
     return "INCONCLUSIVE" if findings else "PASS"

@@ -1,4 +1,4 @@
-"""The factor of a clip for each gradient, compared with min(1, max / norm)."""
+"""Compare a clip's factor on each gradient with min(1, max / norm)."""
 
 import math
 from collections.abc import Sequence
@@ -10,14 +10,15 @@ from gradguard.audit.audit_report import NormFinding
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The factor of one gradient.
+    """The factor that a clip applied to one gradient.
 
     Attributes:
-        name: The name of its parameter.
-        coefficient: The number nearest to what was done to it.
-        residual: How far from that its elements lie, relative to the gradient before.
-        tolerance: The relative error of its dtype.
-        computed: The norm that its process computed.
+        name: The name of the parameter.
+        coefficient: The factor, by least squares over the elements.
+        residual: Norm of the difference between the gradient and ``coefficient`` times the gradient before, relative
+            to the gradient before.
+        tolerance: The relative error of the gradient's dtype.
+        computed: The norm that the gradient's process computed.
     """
 
     name: str
@@ -35,11 +36,11 @@ def expected_coefficient(max_norm: float, norm: float) -> float:
 def coefficient_findings(
     applied: Sequence[Applied], max_norm: float | None, true: float, loss_scale: float, tolerance: float = 0.0
 ) -> list[NormFinding]:
-    """Return what is wrong with the coefficients of all processes' gradients.
+    """Return a finding for each way in which the factors of all processes' gradients are wrong.
 
     Args:
         applied: Factor on each gradient that is not zero.
-        max_norm: Threshold; None if that is not known: all should then be alike.
+        max_norm: Threshold; None if it is not known: then all factors should be equal.
         true: The true norm, without the loss scale.
         loss_scale: Factor that gradients still contain.
         tolerance: The relative error of the norm.
@@ -50,25 +51,25 @@ def coefficient_findings(
     if max_norm is not None:
         right = expected_coefficient(max_norm, true)
     else:
-        finest = min(one.tolerance for one in applied)  # those of 16 bits are rounded
+        finest = min(one.tolerance for one in applied)  # factors of 16-bit gradients are rounded
         precise = sorted(one.coefficient for one in applied if one.tolerance == finest)
         right = precise[len(precise) // 2]
-    known = {"the norm is computed, and this is never scaled": 1.0, "it is scaled twice": right * right}
+    known = {"the norm is computed, but the gradient is never scaled": 1.0, "it is scaled twice": right * right}
     other = "most others are multiplied by another number"
     if max_norm is not None:
-        other = "no known mistake makes this number"
+        other = "no known mistake explains this number"
         if 0 < true < max_norm:
-            stretched = "min(1, ...) is missing, so that gradients shorter than max are stretched to it"
+            stretched = "min(1, ...) is missing, so gradients shorter than max are scaled up to it"
             known[stretched] = max_norm / true
         if loss_scale != 1:
             scaled = expected_coefficient(max_norm, true * loss_scale)
-            known["it is clipped before the loss scale is taken off"] = scaled
+            known["it is clipped before the loss scale is divided out"] = scaled
     wrong: dict[str, list[Applied]] = {}
     for one in applied:
         is_close = partial(math.isclose, one.coefficient, rel_tol=one.tolerance, abs_tol=one.tolerance * 1e-3)
         if max_norm is not None:
             computed = expected_coefficient(max_norm, one.computed)
-            known["it is right for the norm that was computed, and not for the true one"] = computed
+            known["it is right for the norm that was computed, but not for the true one"] = computed
         if one.residual > 3 * one.tolerance:
             wrong.setdefault("its elements are not all multiplied by one number", []).append(one)
         elif not is_close(right):

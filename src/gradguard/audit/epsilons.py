@@ -1,4 +1,7 @@
-"""An epsilon beside a norm, in its root or below it is no fault; of a reported one nobody knows which it is."""
+"""Recognise the epsilon that a norm function adds; an epsilon is not a mistake.
+
+An epsilon may be added to the norm, be its lower bound, or stand in its root. A reported number alone does not show it.
+"""
 
 import math
 from collections.abc import Iterable
@@ -6,29 +9,29 @@ from collections.abc import Iterable
 from gradguard.audit.audit_report import NormFinding
 
 LARGEST_EPSILON = 1e-5
-"""A larger norm of gradients that are zero is no epsilon: probes have norms of 1 and more, which it does not change."""
+"""Largest norm of zero gradients that passes as an epsilon; probes have norms of 1 and more, so it does not matter."""
 
 _USUAL = [10.0**-k for k in range(6, 17)]
 _IN_SQUARES = [10.0**-k for k in range(12, 17)]
 
 
 def with_epsilon(true: float, epsilon: float) -> tuple[float, ...]:
-    """Return a norm without an epsilon, and with one beside it, below it, and in its root."""
+    """Return a norm without an epsilon, with it added, with it as lower bound, and with its square in the root."""
     return (true, true + epsilon, max(true, epsilon), math.hypot(true, epsilon)) if epsilon else (true,)
 
 
 def is_one_of(norm: float, expected: Iterable[float], tolerance: float) -> bool:
-    """Tell whether a norm is one of these, to a relative tolerance and never an absolute one."""
+    """Tell whether a norm equals one of ``expected`` within a relative tolerance."""
     return any(math.isclose(norm, e, rel_tol=tolerance) for e in expected)
 
 
 def epsilon_finding(what: str, came: float, true: float, tolerance: float) -> NormFinding | None:
-    """Return the doubt whether a usual epsilon makes a norm larger than the true one; None if none does."""
+    """Return a finding if a usual epsilon could explain a norm larger than the true one, else None."""
     made = [x for e in _USUAL for x in with_epsilon(true, e)] + [math.sqrt(true * true + e) for e in _IN_SQUARES]
     if not came > true or not is_one_of(came, made, tolerance):
         return None
     said = (
-        f"{what} {came:.6g} where {true:.6g} is true, which an epsilon beside the norm, in its root or below it makes, "
-        "and a fault may: pass the norm function as norm=, or gradients times a loss scale"
+        f"{what} {came:.6g}, the true norm is {true:.6g}: an epsilon added to the norm, in its root or below it makes "
+        "this difference, and so may a mistake: pass the norm function as norm=, or gradients times a loss scale"
     )
     return NormFinding("epsilon", said)

@@ -1,4 +1,4 @@
-"""How often the squares of a class count, in words; and what counts explain a norm that was only reported."""
+"""Name how often the squares of a class count, and find the counts that explain a norm that was only reported."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -7,15 +7,15 @@ from itertools import product
 from operator import mul
 
 MOST_HYPOTHESES = 200_000
-"""So many combinations of counts are tried on a norm that was only reported."""
+"""Maximum number of combinations of counts that are tried on a norm that was only reported."""
 
 Candidates = Mapping[float, Sequence[str]]
-"""The counts that known mistakes would give a class, each with its explanations."""
+"""Maps each count that a known mistake gives a class to its explanations."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Numbers of a run that a wrong factor may be made of.
+    """The numbers of a run from which a wrong factor may be built.
 
     Attributes:
         world: Number of processes.
@@ -29,13 +29,13 @@ class Setting:
 
 
 def candidates(setting: Setting, copies: int = 1, parts: int = 1, names: int = 1) -> Candidates:
-    """Return the counts that known mistakes make of a class, with their words; the count 1 is right.
+    """Return the counts that known mistakes give a class, with their explanations, and the right count 1.
 
     Args:
         setting: The numbers of the run.
-        copies: How many processes hold each part.
+        copies: Number of processes that hold each part.
         parts: Number of parts.
-        names: Under how many names it is tied.
+        names: Number of names under which the tensor is tied.
     """
     w, g, s, both = setting.world, setting.accumulation, setting.loss_scale, names > 1 < copies
     known = [
@@ -44,7 +44,7 @@ def candidates(setting: Setting, copies: int = 1, parts: int = 1, names: int = 1
         (names * copies, f"once for each of its {names * copies} copies under {names} names" if both else ""),
         (copies, f"once on each of the {copies} processes that hold it"),
         (1 / copies, f"divided by its {copies} copies though it is added up once"),
-        (1 / parts, f"divided by its {parts} parts, as where the mean over ranks is taken for the sum"),
+        (1 / parts, f"divided by its {parts} parts: the mean over ranks is taken instead of the sum"),
         (parts, f"multiplied by its {parts} parts"),
         (w, f"once for each of the {w} processes"),
         (1 / w, f"divided by the {w} processes"),
@@ -53,7 +53,7 @@ def candidates(setting: Setting, copies: int = 1, parts: int = 1, names: int = 1
         (g * g, f"gradients multiplied by the {g} micro-batches"),
         (1 / (g * g), f"gradients divided by the {g} micro-batches once too often"),
         (s * s, f"the loss scale of {s:g} is still in it"),
-        (1 / (s * s), f"the loss scale of {s:g} is taken off twice"),
+        (1 / (s * s), f"the loss scale of {s:g} is divided out twice"),
         (2, "twice"),
         (4, "gradients doubled"),
     ]
@@ -65,10 +65,10 @@ def candidates(setting: Setting, copies: int = 1, parts: int = 1, names: int = 1
 
 
 def named(count: float, known: Candidates, tolerance: float) -> tuple[float, str]:
-    """Return the known count that ``count`` is, with all the words for it; itself where it is none, or two.
+    """Return the known count close to ``count``, with its explanations; ``count`` and ``""`` if not exactly one is.
 
     Args:
-        count: As measured.
+        count: The measured count.
         known: Result of `candidates`.
         tolerance: The relative error of the measurement.
     """
@@ -81,14 +81,14 @@ def named(count: float, known: Candidates, tolerance: float) -> tuple[float, str
 def fit(
     squares: Sequence[float], reported: float, known: Sequence[Collection[float]], tolerance: float
 ) -> list[tuple[float, ...]]:
-    r"""Return all counts :math:`m` of candidates with :math:`R^2 = \sum_c m_c s_c`.
+    r"""Return all combinations of candidate counts :math:`m` with :math:`R^2 = \sum_c m_c s_c`.
 
-    More than one means that the norm does not tell them apart; none that it is something else.
+    More than one combination means that the norm does not distinguish them; none means that no known mistake fits.
 
     Args:
         squares: The true squared norm of each class.
-        reported: The norm.
-        known: The candidates of each class.
+        reported: The reported norm.
+        known: The candidate counts of each class.
         tolerance: The relative error of a squared norm.
     """
     found, square = [], reported * reported

@@ -1,7 +1,7 @@
-"""The gradients of all processes together: which pieces are copies, and the true norm of all, each once.
+"""Combine the gradients of all processes: recognise copies, and compute the true norm with each element once.
 
-Plain numbers and no processes, so that 64 of them fit into a test. Values are asked before attributes: a wrong
-attribute is a common reason of a wrong norm, and an audit that believes it inherits the error.
+Everything here is plain numbers without processes, so that a test can simulate 64 of them. Values are checked before
+attributes: a wrong attribute is a common cause of a wrong norm, and an audit that trusted it would inherit the error.
 """
 
 import math
@@ -23,24 +23,25 @@ Claim = Literal["sharded", "replicated"]
 Relation = Literal["same", "differ", "distinct", "unknown"]
 
 APART = 0.3
-"""Relative distance from which on two pieces have nothing in common; that of unrelated ones is about 1.4."""
+"""Relative distance above which two pieces are unrelated; for unrelated ones it is about 1.4."""
 
 DRIFTED = 1e-5
-"""Relative distance from which on weights are not those of copies any more; these are equal to the last bit."""
+"""Relative distance above which weights are no longer copies; copies are equal to the last bit."""
 
-_TELLING = 4  # gradients of fewer elements are equal by chance
+_TELLING = 4  # gradients with fewer elements may be equal by chance
 
-_TOLERANCES = {"float32": 1e-3, "float64": 1e-6}  # others have fewer digits, or are complex
+_TOLERANCES = {"float32": 1e-3, "float64": 1e-6}  # other dtypes have fewer digits, or are complex
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A tensor in a few numbers that tell whether it is another one.
+    """A summary of a tensor by a few numbers, enough to distinguish it from another tensor.
 
     Attributes:
-        mean: The mean of its elements.
-        spread: The norm of its elements without their mean.
-        sums: A sketch of these of the same norm: nearly as far from that of another tensor as the tensors are.
+        mean: The mean of the elements.
+        spread: The norm of the elements minus their mean.
+        sums: A sketch of the elements minus their mean, with the same norm. The distance between two sketches is
+            close to the distance between the tensors.
     """
 
     mean: float = 0.0
@@ -48,32 +49,32 @@ class Sketch:
     sums: tuple[float, ...] = (0.0,) * SUMS
 
     def distance(self, other: "Sketch") -> float:
-        """Return by how much two tensors differ without their means, relative to the larger."""
+        """Return the distance between two tensors without their means, relative to the larger."""
         largest = max(self.spread, other.spread)
         return math.dist(self.sums, other.sums) / largest if largest else 0.0
 
     def is_close(self, other: "Sketch", tolerance: float) -> bool:
-        """Tell whether it can be the same tensor."""
+        """Tell whether both sketches can be of equal tensors."""
         size = max(abs(self.mean), abs(other.mean))
         return self.distance(other) <= tolerance and abs(self.mean - other.mean) <= tolerance * size + 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPiece:
-    """The part of one tensor on one process.
+    """One process' part of one tensor.
 
     Attributes:
         names: The names of the parameter in the model; several if it is tied.
         numel: Number of elements of this piece.
         square: The sum of the squares of its gradient.
-        gradient: The gradient in short.
-        weight: The weight in short.
+        gradient: The sketch of the gradient.
+        weight: The sketch of the weight.
         dtype: The dtype of the gradient.
-        group: The processes that the tensor is spread over, as its layout says; empty for an ordinary tensor.
-        part: Number of this part of it, as its layout says.
-        claim: Role of an ordinary tensor across processes by its attributes; None if they tell none.
-        index: The position among what this process holds.
-        whole: How many elements all parts have together, where the layout says so.
+        group: The processes over which the layout shards the tensor; empty for an ordinary tensor.
+        part: Index of this part in the layout.
+        claim: Role of an ordinary tensor across processes by its attributes; None if they state none.
+        index: The position among the pieces of this process.
+        whole: Number of elements of all parts together, if the layout states it.
     """
 
     names: tuple[str, ...]
@@ -89,12 +90,12 @@ class HeldPiece:
     whole: int | None = None
 
     def is_like(self, other: "HeldPiece") -> bool:
-        """Tell whether the gradients can be those of copies: they differ by no more than the dtype's rounding."""
+        """Tell whether both gradients can be copies: they differ by no more than the dtype's rounding."""
         return self.gradient.is_close(other.gradient, _TOLERANCES.get(other.dtype, 2e-2))
 
 
 Holder = tuple[int, HeldPiece]
-"""A rank, and a piece that it holds."""
+"""A rank, and a piece that the rank holds."""
 
 Processes = Sequence[Sequence[HeldPiece]]
 """The pieces of each rank, by rank."""
@@ -105,12 +106,12 @@ Groups = Mapping[str, Claim]
 
 @dataclass(slots=True)
 class TensorPart:
-    """One part of a tensor, and who holds it.
+    """One part of a tensor, and the ranks that hold it.
 
     Attributes:
         holders: The rank and the piece of each copy.
-        differ: Whether these are not alike, though they are copies.
-        groups: The processes over which layouts spread the tensor.
+        differ: Whether the copies differ, although they should not.
+        groups: The groups of processes over which layouts shard the tensor.
     """
 
     holders: list[Holder]
@@ -129,20 +130,20 @@ class TensorPart:
 
     @property
     def square(self) -> float:
-        """The sum of squares of its gradient; of copies that differ, their mean."""
+        """The sum of squares of the part's gradient; the mean over copies that differ."""
         return math.fsum(held.square for _, held in self.holders) / len(self.holders)
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the part."""
         return self.first.numel
 
     def join(self, other: "TensorPart", differ: bool = False) -> None:
-        """Take the copies of ``other`` for copies of this part.
+        """Add the copies of ``other`` to this part.
 
         Args:
             other: Another part.
-            differ: Whether it is not like this one.
+            differ: Whether it differs from this one.
         """
         self.holders += other.holders
         self.differ |= other.differ or differ
@@ -151,14 +152,14 @@ class TensorPart:
 
 @dataclass(slots=True)
 class Tensor:
-    """One tensor of the model, put together from all processes.
+    """One tensor of the model, combined from all processes.
 
     Attributes:
         names: Its names.
         parts: Its parts.
-        unknown: Whether values do not tell which pieces are copies.
-        drift: How far apart the weights of copies are, relative; those of pieces of which it is not known, too.
-        contradiction: Why what a user or a layout says of it cannot be; empty if it can.
+        unknown: Whether values do not show which pieces are copies.
+        drift: Relative distance between the weights of copies, or of pieces that may be copies.
+        contradiction: Why the role that a user or a layout declares cannot be right; empty if it can.
     """
 
     names: tuple[str, ...]
@@ -179,7 +180,7 @@ class Tensor:
 
     @property
     def square(self) -> float:
-        """The sum of squares of its gradient, each element once."""
+        """The sum of squares of the tensor's gradient, each element once."""
         return math.fsum(part.square for part in self.parts)
 
     @property
@@ -189,7 +190,7 @@ class Tensor:
 
     @property
     def copies(self) -> int:
-        """How many processes hold each part; of uneven ones, the most."""
+        """Number of processes that hold each part; the maximum if parts differ."""
         return max(len(part.holders) for part in self.parts)
 
     @property
@@ -198,7 +199,7 @@ class Tensor:
         return {rank for rank, _ in self.holders}
 
     def counts(self, setting: Setting) -> Candidates:
-        """Return how often known mistakes would count this tensor, each count with its explanation."""
+        """Return the counts that known mistakes would give this tensor, each with its explanations."""
         return candidates(setting, self.copies, len(self.parts), len(self.names))
 
     @property
@@ -214,14 +215,14 @@ Tensors = Sequence[Tensor]
 
 
 def tensors_of(processes: Processes, groups: Groups | None = None) -> list[Tensor]:
-    """Put together what all processes hold, copies found by their values.
+    """Combine the pieces of all processes into tensors, recognising copies by their values.
 
     Args:
         processes: The pieces of each rank, by rank.
         groups: The user's claims about ordinary tensors, which decide where values do not.
 
     Returns:
-        The tensors of the model, in the order of the first process that holds each.
+        The tensors of the model, in the order of the first process that holds them.
     """
     by_name: dict[tuple[str, ...], list[Holder]] = {}
     for rank, pieces in enumerate(processes):
@@ -231,7 +232,7 @@ def tensors_of(processes: Processes, groups: Groups | None = None) -> list[Tenso
 
 
 def check_groups(groups: Groups | None, tensors: Tensors) -> None:
-    """Refuse patterns that match nothing or contradict each other: a typing error there would be silent."""
+    """Refuse patterns that match nothing or contradict each other, which a typing error would otherwise hide."""
     names = [name for tensor in tensors for name in tensor.names]
     if unknown := [one for one in groups or {} if not any(fnmatchcase(name, one) for name in names)]:
         raise InvalidValueError(
@@ -245,7 +246,7 @@ def check_groups(groups: Groups | None, tensors: Tensors) -> None:
 
 
 def check_whole(processes: Processes) -> None:
-    """Where a layout says how many elements a tensor has, its parts must have them: a wrong layout is no truth."""
+    """Refuse a layout whose parts do not add up to the number of elements that it states."""
     held: Counter[tuple] = Counter()
     for one in chain(*processes):
         if one.whole is not None:
@@ -254,14 +255,14 @@ def check_whole(processes: Processes) -> None:
         if numel != whole:
             raise UnsupportedGradientError(
                 f"the parts of the gradient of {names[0]} have {numel} elements on all processes: expected {whole}, "
-                "each once. What the engine holds is not one gradient; no true norm can be told from it."
+                "each once. The pieces that the engine holds do not form one gradient, so no true norm can be computed."
             )
 
 
 def with_claims(groups: Groups | None, wanted: Tensors, tensors: Tensors) -> dict[str, Claim] | None:
-    """Return ``groups`` with all of ``wanted`` that it says nothing of as sharded; None if it says something of each.
+    """Return ``groups`` with every tensor of ``wanted`` that it does not mention added as sharded; None if none is.
 
-    Tensors that differ by a number between two dots, as experts do, have one pattern if it matches no other tensor.
+    Tensors whose names differ by a number between two dots, as experts do, share one pattern if it matches no other.
     """
     names = {name for tensor in wanted if not _said(tensor.names, groups) for name in tensor.names}
     others = {name for tensor in tensors for name in tensor.names} - names
@@ -277,7 +278,7 @@ def _said(names: Iterable[str], groups: Groups | None) -> Claim | None:
 
 
 def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | None) -> Tensor:
-    """Return the tensor of these pieces: first copies by their layout, then by their values."""
+    """Return the tensor of these pieces: join copies by their layout first, then by their values."""
     claimed: dict[tuple, list[Holder]] = {}
     for rank, held in pieces:
         claimed.setdefault((held.group or (rank,), held.part), []).append((rank, held))
@@ -288,7 +289,7 @@ def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | No
         tensor.drift = max(tensor.drift, *(drift(first, h) for _, h in holders))
         for known in tensor.parts:
             is_one_layout = group in known.groups
-            # Parts of one layout are distinct, unless their values say that it shards nothing.
+            # Parts of one layout are distinct, unless their values show that it shards nothing.
             found = "distinct" if is_one_layout else relation(known.first, first, said)
             if not is_one_layout or known is tensor.parts[0]:
                 claim = "sharded" if is_one_layout else said
@@ -306,18 +307,19 @@ def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | No
 
 
 def relation(one: HeldPiece, other: HeldPiece, said: Claim | None = None) -> Relation:
-    """Tell what two pieces of one name are to each other, on different processes.
+    """Tell whether two pieces of one name, on different processes, are copies or parts.
 
-    Weights decide where they are not constant: those of copies are equal, those of parts are not. Gradients decide
-    where weights are constant, as biases and norms are at first, and attributes only where neither does.
+    Weights decide where they are not constant: copies have equal weights, parts do not. Where weights are constant, as
+    those of biases and norms are at first, gradients decide. Attributes decide only where neither does.
 
     Args:
         one: A piece.
         other: Another one.
-        said: The user's claim, which is believed.
+        said: The user's claim, which overrides the values.
 
     Returns:
-        ``"same"`` or ``"differ"`` of copies that are alike or not, ``"distinct"`` of two parts, ``"unknown"``.
+        ``"same"`` for copies that are equal, ``"differ"`` for copies that are not, ``"distinct"`` for two parts, else
+        ``"unknown"``.
     """
     is_claimed = "sharded" in (one.claim, other.claim)
     alike = other.is_like(one)
@@ -330,7 +332,9 @@ def relation(one: HeldPiece, other: HeldPiece, said: Claim | None = None) -> Rel
     if not one.weight.is_close(other.weight, APART):
         return "distinct"
     if one.weight.spread > 0 and one.weight.is_close(other.weight, 1e-6):
-        return "same" if alike else "unknown" if is_claimed else "differ"
+        if alike:
+            return "same"
+        return "unknown" if is_claimed else "differ"
     if not alike:
         return "distinct" if is_claimed else "unknown"
     scalar = one.numel == 1 and not is_claimed
@@ -339,7 +343,7 @@ def relation(one: HeldPiece, other: HeldPiece, said: Claim | None = None) -> Rel
 
 
 def contradiction(one: HeldPiece, other: HeldPiece, said: Claim | None) -> str:
-    """Return why two pieces of one name cannot be what is said of them, in words; empty if they can.
+    """Return the reason why a claim about two pieces of one name cannot be right; empty if it can.
 
     Args:
         one: A piece.
@@ -349,7 +353,7 @@ def contradiction(one: HeldPiece, other: HeldPiece, said: Claim | None) -> str:
     if said == "replicated" and one.numel != other.numel:
         return f"processes hold {one.numel:,} and {other.numel:,} elements"
     if said == "replicated" and one.weight.distance(other.weight) >= APART:
-        return "weights differ as those of parts do"
+        return "weights differ as only those of parts do"
     equal = one.numel == other.numel >= _TELLING and one.square > 0 and one.weight.is_close(other.weight, 1e-6)
     if said == "sharded" and equal and relation(one, other) == "same":
         constant = one.weight.spread == 0
@@ -358,19 +362,20 @@ def contradiction(one: HeldPiece, other: HeldPiece, said: Claim | None) -> str:
 
 
 def contradictions(tensors: Tensors) -> list[NormFinding]:
-    """Return a finding for each reason for which tensors cannot be what is said of them."""
+    """Return a finding for each reason why declared roles of tensors cannot be right."""
     found = []
     for why in dict.fromkeys(tensor.contradiction for tensor in tensors if tensor.contradiction):
         said, are = ("parts", "copies") if "equal" in why else ("copies", "parts")
         what = (
-            f"said to be {said}, and by their values {are}: {why}. Leave these out of groups, or correct their layout"
+            f"declared as {said}, but their values are those of {are}: {why}. Remove them from groups, or correct "
+            "their layout"
         )
         found.append(NormFinding("claim", what, tuple(t.name for t in tensors if t.contradiction == why)))
     return found
 
 
 def drift(one: HeldPiece, other: HeldPiece) -> float:
-    """Return how far apart two weights of one size are, relative to the larger: of copies 0."""
+    """Return the distance between two weights of one size, relative to the larger; 0 for copies."""
     size = max(math.hypot(h.weight.spread, h.weight.mean * math.sqrt(h.numel)) for h in (one, other))
     apart = one.weight.distance(other.weight) * max(one.weight.spread, other.weight.spread)
     apart = math.hypot(apart, (one.weight.mean - other.weight.mean) * math.sqrt(one.numel))
@@ -378,7 +383,7 @@ def drift(one: HeldPiece, other: HeldPiece) -> float:
 
 
 def _tied(tensors: list[Tensor]) -> list[Tensor]:
-    """Join tensors of two names that are one: no process holds both, and weights and gradients are equal."""
+    """Join tensors of two names that are one tensor: no process holds both, and weights and gradients are equal."""
     found: list[Tensor] = []
     by_size: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in tensors:
@@ -405,7 +410,7 @@ def _are_one(one: Tensor, other: Tensor) -> bool:
 
 
 def true_norm(tensors: Tensors) -> float:
-    """Return the 2-norm of all gradients, each element once; NaN where it cannot be told which are copies."""
+    """Return the 2-norm of all gradients, each element once; NaN if values do not show which are copies."""
     if any(tensor.unknown and tensor.square > 0 for tensor in tensors):
         return math.nan
     return math.sqrt(math.fsum(tensor.square for tensor in tensors))

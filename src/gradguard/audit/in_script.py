@@ -1,7 +1,7 @@
-"""The audit of the clips that a script makes, in its first steps: who listens to a run of it, and sums up.
+"""Audit the clips of a script during its first steps: a listener of the run, which also sums up the result.
 
-What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, and those of engines that
-`gradguard.script_events` and `ScriptAudit.on_begin` name. Whatever else clips is not, which is said.
+It observes PyTorch's clipping functions, FSDP1's method, gradguard's own clips, and the clips of the engines that
+`gradguard.script_events` and `ScriptAudit.on_begin` name. A step without any of these is reported as ``unseen``.
 """
 
 import contextlib
@@ -31,20 +31,20 @@ from gradguard.torch_private import parameter_slots
 from gradguard.words import counted
 
 _SEEN = (
-    "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
-    "Megatron-core's, torchtitan's and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
+    "clips of PyTorch (clip_grad_norm_, clip_grads_with_norm_), FSDP1, gradguard, Megatron-core, torchtitan and "
+    "DeepSpeed are observed. Audit another norm in the script itself: gg.audit_norm(model, norm)"
 )
 
 _OF_CLIP = "the norm of the clip"
 
 
 class AuditDone(SystemExit):
-    """Ends a script whose norm has been audited: what cleans up on the way out does so."""
+    """Ends a script whose norm has been audited; as a `SystemExit` it runs the script's clean-up."""
 
 
 @dataclass(slots=True)
 class _Scaled:
-    """A call that was told a norm."""
+    """A call of a clip that received its norm as an argument."""
 
     parameters: list[Tensor]
     watched: WatchedClip
@@ -58,12 +58,12 @@ class ScriptAudit(Listener):
 
     Args:
         modules: Returns the root modules that exist.
-        steps: After so many optimizer steps the script ends.
-        goes_on: Let the script go on after them, unaudited.
+        steps: Number of optimizer steps to audit; the script ends after them.
+        goes_on: Let the script continue after them, unaudited.
 
     Attributes:
-        done: Whether so many steps were seen.
-        audits: The audits, in their order, each with the parameters that it is of.
+        done: Whether all these steps have been audited.
+        audits: The audits in order, each with the ids of its parameters.
     """
 
     def __init__(self, modules: Callable[[], list[nn.Module]], steps: int, goes_on: bool = False) -> None:
@@ -71,21 +71,21 @@ class ScriptAudit(Listener):
         self.audits: list[tuple[frozenset[int], NormAudit]] = []
         self.done = False
         self._begin_round()
-        self._known: dict[frozenset[int], list[nn.Module]] = {}  # to find all modules takes a while
-        self._silent = 0  # within a call that has been told of
+        self._known: dict[frozenset[int], list[nn.Module]] = {}  # a cache: finding all modules takes a while
+        self._silent = 0  # depth of calls whose inner clips are part of a clip that was already announced
         self._ends: list[Callable[[], None]] = []
 
     def _begin_round(self) -> None:
-        """From the first backward pass or clip after a step to the last optimizer that steps."""
+        """Reset the state of a round: from the first backward pass or clip after a step to the last optimizer step."""
         self._backwards, self._first = 0, len(self.audits)
         self._stepped: set[int] = set()
         self._clipped: set[int] = set()
-        self._scaled: list[_Scaled] = []  # calls that were told a norm
+        self._scaled: list[_Scaled] = []  # calls that received their norm
         self._whole = False  # an engine has clipped everything
         self._own: tuple[list[Tensor], WatchedClip] | None = None
 
     def on_begin(self) -> None:
-        """Audit what engines clip by, too."""
+        """Replace the clipping functions of engines, to audit them too."""
         self._ends = [
             Replacement(*titan.CLIP, self._clip_of_engine).use(),
             Replacement(*CLIP_OF_COPIES, self._clip_of_copies).use(),
@@ -93,7 +93,7 @@ class ScriptAudit(Listener):
         ]
 
     def on_end(self) -> None:
-        """Give back what engines clip by."""
+        """Restore the clipping functions of engines."""
         for end in self._ends:
             end()
 
@@ -105,7 +105,7 @@ class ScriptAudit(Listener):
         self._backwards += 1
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> contextlib.AbstractContextManager:
-        """Audit a call of a script's function, and let what it calls itself be; look before a clip of gradguard's."""
+        """Audit a clipping function, but no calls inside it; capture gradients before gradguard's own clips."""
 
         def look() -> None:
             self._own = list(parameters), self._watched(parameters)
@@ -124,28 +124,28 @@ class ScriptAudit(Listener):
         return self._in_silence()
 
     def on_clipped(self, event: ClipEvent) -> None:
-        """A clip of gradguard's has acted: judge its norm."""
+        """Judge the norm of one of gradguard's clips, which has acted."""
         seen, self._own = self._own, None
         if self._is_deaf or event.elements is not None:
             return
         if seen is None:
-            if event.optimizer is not None and _number(event.threshold) != math.inf:  # which only measures
+            if event.optimizer is not None and _number(event.threshold) != math.inf:  # infinity only measures
                 self._refuse(event.parameters, f"{event.rule} acts within the step, where it cannot be called again")
             return
         parameters, watched = seen
         if event.norm is None or event.norm_type != 2:
-            self._refuse(parameters, f"the clip by {event.rule} tells no 2-norm of all gradients")
+            self._refuse(parameters, f"the clip by {event.rule} reports no 2-norm of all gradients")
             return
         norm = event.norm
 
         def judged() -> NormAudit:
-            applied = watched.applied(norm) if event.rule == "norm" else None  # other rules have no one coefficient
+            applied = watched.applied(norm) if event.rule == "norm" else None  # other rules have no single coefficient
             return watched.audit(_number(event.threshold), None, number_of(norm, _OF_CLIP), applied)
 
         self._guarded(parameters, judged)
 
     def on_scaler_step(self, optimizer: Optimizer, step: ScalerStep) -> None:
-        """A GradScaler is about to step: gradients clipped before `unscale_` were clipped at the wrong scale."""
+        """Report gradients that were clipped before `unscale_`, and so at the wrong scale."""
         scale = 1.0 if step.scale is None else float(step.scale)
         held = set(map(id, parameters_of(optimizer)))
         self._guarded_scaled()
@@ -154,10 +154,10 @@ class ScriptAudit(Listener):
             self._add(NormFinding("coefficient", f"{what}: call unscale_ before"))
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
-        """Say which gradients of a step no clip has seen."""
+        """Report the gradients of this step that no clip covered."""
         if evaluation or self._is_deaf or not (self._backwards or self._clipped):
-            return  # the last: where an engine makes the state
-        if id(optimizer) in self._stepped:  # without a backward that we hear of
+            return  # without a backward or a clip, an engine only initialises the optimizer's state
+        if id(optimizer) in self._stepped:  # a second step whose backward pass was not announced
             self._end_round()
             if self.done:
                 return
@@ -167,12 +167,12 @@ class ScriptAudit(Listener):
             return
         grads = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not self._clipped:
-            unseen = NormFinding("unseen", f"no clip was seen before this step: {_SEEN}")
+            unseen = NormFinding("unseen", f"no clip was observed before this step: {_SEEN}")
             if grads:
                 self._guarded(grads, lambda: _with(self._watched(grads).audit(None), unseen))
         elif forgotten := [id(p) for p in grads if id(p) not in self._clipped]:
             named = {id(p): name for m in self._modules() for name, p in m.named_parameters()}
-            what = "no clip was given these, which the optimizer steps by: a norm that is meant to be of all lacks them"
+            what = "no clip received these gradients, which the optimizer applies: a norm meant for all lacks them"
             self._add(
                 NormFinding("unclipped", what, tuple(named.get(p, "a parameter of no module") for p in forgotten))
             )
@@ -185,7 +185,7 @@ class ScriptAudit(Listener):
         watched = self._watched(parameters)
         if call.norm is None:
             return watched.audit(limit, call.again)
-        # Its norm may be that of other lists too, which come before the step: then judged together.
+        # The norm may also cover lists that are clipped later in this step: judge them together.
         self._scaled.append(_Scaled(list(parameters), watched, watched.tried(call.again, call.norm), call.norm, limit))
         return None
 
@@ -194,9 +194,9 @@ class ScriptAudit(Listener):
             self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
 
     def _judge_scaled(self) -> None:
-        """Judge the calls that were told a norm, those with one norm as one clip."""
+        """Judge the calls that received their norm; calls with the same norm are judged as one clip."""
         waiting, self._scaled = self._scaled, []
-        given = everywhere([_number(one.norm) for one in waiting])  # grouped alike on all processes
+        given = everywhere([_number(one.norm) for one in waiting])  # so all processes form the same groups
         groups: dict[int, list[_Scaled]] = {}
         for i, one in enumerate(waiting):
             alike = (j for j in groups if _is_same(given, j, i) and waiting[j].limit == one.limit)
@@ -208,7 +208,7 @@ class ScriptAudit(Listener):
             self._keep(parameters, whole.audit(ones[0].limit, None, number_of(ones[0].norm, _OF_CLIP), applied))
 
     def _guarded(self, parameters: Sequence[Tensor], audit: Callable[[], NormAudit | None]) -> None:
-        """Audit; what cannot be is said. All processes come here alike, and all refuse alike."""
+        """Run an audit and store its result or its refusal; all processes enter and refuse together."""
         if self.done:
             return
         try:
@@ -234,7 +234,7 @@ class ScriptAudit(Listener):
             self.audits[self._first] = key, _with(audit, finding)
 
     def _may_end_round(self) -> None:
-        """A backward pass or a clip after a step begins the next round: not each backward pass is heard of."""
+        """End a round that has stepped. Called at each clip too, as not every backward pass is announced."""
         if self._stepped:
             self._end_round()
 
@@ -263,7 +263,7 @@ class ScriptAudit(Listener):
     # --- modules and engines ------------------------------------------------------------------------------------------
 
     def _watched(self, parameters: Sequence[Tensor]) -> WatchedClip:
-        """Look at the gradients of these parameters, in the modules that hold them."""
+        """Capture the gradients of these parameters, in the modules that hold them."""
         wanted = {id(p) for p in parameters if gradient_of(p) is not None}
         key = frozenset(wanted)
         if key not in self._known:
@@ -271,7 +271,7 @@ class ScriptAudit(Listener):
         return WatchedClip.of(self._known[key], wanted, self._backwards or 1)
 
     def _holders(self, parameters: Sequence[Tensor], wanted: set[int]) -> list[nn.Module]:
-        """Return the modules that hold these parameters, largest share first; one of its own for those in no module."""
+        """Return the modules that hold these parameters, largest share first, and a new module for the rest."""
         held = [(module, set(map(id, module.parameters())) & wanted) for module in self._modules()]
         found, left = list[nn.Module](), set(wanted)
         for module, its in sorted(held, key=lambda pair: (-len(pair[1]), type(pair[0]).__name__)):
@@ -282,7 +282,7 @@ class ScriptAudit(Listener):
             module = nn.Module()
             slots: dict[str, Any] = parameter_slots(module)
             alone = [p for p in parameters if id(p) in left]
-            slots |= {f"parameter {i}": p for i, p in enumerate(alone)}  # which need be no `nn.Parameter`
+            slots |= {f"parameter {i}": p for i, p in enumerate(alone)}  # they may be plain tensors
             found.append(module)
         return found
 
@@ -294,7 +294,7 @@ class ScriptAudit(Listener):
             return call.again()
 
     def _clip_of_copies(self, original: Callable, optimizer: Any, total_norm: Any, *args: Any) -> Any:
-        call = ClipCall("norm", norm=total_norm, again=lambda: None)  # which leaves the gradients themselves alone
+        call = ClipCall("norm", norm=total_norm, again=lambda: None)  # the clip leaves the gradients unchanged
         with self.on_clip(call, list(chain(*optimizer.fp16_groups))):
             self._whole = True
             return original(optimizer, total_norm, *args)
@@ -308,12 +308,12 @@ class ScriptAudit(Listener):
             self._guarded(list(engine.module.parameters()), lambda: watched().audit(limit, clip))
         return original(engine, *args, **kwargs)
 
-    # --- what came out ------------------------------------------------------------------------------------------------
+    # --- the outcome --------------------------------------------------------------------------------------------------
 
     def outcome(self) -> tuple[Verdict, str]:
-        """Return the verdict on all clips, and why: of each clip the last audit, and those before it that failed."""
+        """Return the verdict and its reasons: each clip's last audit, and its earlier FAILs if the last is no FAIL."""
         if not self.audits:
-            return "INCONCLUSIVE", f"{'INCONCLUSIVE':<13} unseen: no clip and no optimizer step was seen: {_SEEN}"
+            return "INCONCLUSIVE", f"{'INCONCLUSIVE':<13} unseen: no clip and no optimizer step was observed: {_SEEN}"
         last = {key: place for place, (key, _) in enumerate(self.audits)}
         still = {key for key, place in last.items() if self.audits[place][1].verdict == "FAIL"}
         shown = [
@@ -332,13 +332,13 @@ def _with(audit: NormAudit, finding: NormFinding) -> NormAudit:
 
 
 def _is_same(given: Sequence[Sequence[float | None]], i: int, j: int) -> bool:
-    """Tell whether two calls were given one norm, on every process."""
+    """Tell whether two calls received the same norm, on every process."""
     pairs = [(of_rank[i], of_rank[j]) for of_rank in given]
     return all(a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
 
 
 def _number(value: Any) -> float | None:
-    """A threshold or a norm; infinity only measures, and leaves gradients as they are."""
+    """Return a threshold or norm as a positive float; None for any other value."""
     with contextlib.suppress(InvalidTypeError):
         number = number_of(value, "a norm")
         return number if number and number > 0 else None

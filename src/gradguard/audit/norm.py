@@ -1,4 +1,4 @@
-"""`audit_norm`: the norm that an engine computes, reports and applies, against that of what the processes hold."""
+"""`audit_norm`: compare the norm that an engine computes, reports and applies with the true norm of the gradients."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,13 +37,13 @@ NormFunction = Callable[[], float | Tensor]
 _HALVES = ("float16", "bfloat16")
 
 _OF_HALVES = 1e-2
-"""To this part of their squares norms of 16 bits are compared."""
+"""Relative tolerance of squared norms that are computed in 16 bits."""
 
 _PRECISE = 1e-5
-"""A norm that is rounded by more than this part of itself is not computed in 32 bits."""
+"""Relative rounding error above which a norm was not computed in 32 bits."""
 
 _ASKED = 4
-"""Tensors that are asked how a norm is rounded."""
+"""Number of tensors that are probed to measure how the norm is rounded."""
 
 
 def audit_norm(
@@ -58,52 +58,52 @@ def audit_norm(
 ) -> NormAudit:
     r"""Tell whether a global gradient norm is the true one, and which tensors it counts wrongly.
 
-    The true norm is :math:`\sqrt{\sum_c s_c}`, with :math:`s_c` the sum of squares of class c of tensors, each element
-    once however many processes hold it. An engine answers :math:`R^2 = \sum_c m_c s_c`, and each :math:`m_c` should be
-    1. Where the norm function can be called, it is asked: all gradients are zero but those of some tensors of one
-    class, whose squares are known. Where a norm was only reported, all :math:`m_c` of known mistakes are tried, and one
-    is reported only if no other explains the number.
+    The true norm is :math:`\sqrt{\sum_c s_c}`, where :math:`s_c` is the sum of squares of class c of tensors. Each
+    element enters once, however many processes hold it. An engine answers :math:`R^2 = \sum_c m_c s_c`, and each
+    :math:`m_c` should be 1. If ``norm`` is given, it is probed: all gradients are set to zero except some tensors of
+    one class, whose squares are known. If a norm was only reported, the :math:`m_c` of all known mistakes are tried,
+    and a mistake is reported only if no other explains the number.
 
     Call it after backward and before the step, on all processes alike, with gradients as the norm function needs them.
 
     Guarantees:
-        - Gradients are bit-identical afterwards and the same objects, also where the norm function clips or raises.
+        - Gradients are bit-identical afterwards and the same objects, even if the norm function clips or raises.
         - All processes get the same verdict and findings.
-        - Copies are recognised by values: weights are equal on copies and differ on parts; where weights are
+        - Copies are recognised by values: weights are equal on copies and differ on parts. Where weights are
           constant, gradients are compared. Layouts of DTensor, FSDP1 and DistributedDataParallel name the parts and
-          copies that they make; Megatron's attributes are claims that count only where values do not tell.
-        - A norm that cannot be known is never a PASS: ``true_norm`` is NaN then, and the verdict INCONCLUSIVE or FAIL.
-        - Parts of one gradient that a layout names must have all its elements together, or the audit is refused.
-        - Gradients are held twice while ``norm`` is asked; of each tensor a process sends fewer than 100 numbers.
+          copies that they make. Megatron's attributes are claims that decide only where values do not.
+        - A norm that cannot be known is never a PASS: ``true_norm`` is NaN, and the verdict INCONCLUSIVE or FAIL.
+        - The parts of one gradient that a layout names must add up to all its elements, or the audit is refused.
+        - While ``norm`` is probed, gradients take twice the memory. A process sends fewer than 100 numbers a tensor.
 
     Edge cases:
 
         =====================================  ======================================================
         no process has a gradient              `UnsupportedGradientError`
         a gradient is sparse, or not finite    `UnsupportedGradientError`
-        values do not tell what is a copy      INCONCLUSIVE, with what to pass as ``groups``
-        values contradict ``groups``           INCONCLUSIVE, with what they tell
-        the norm does not read ``.grad``       INCONCLUSIVE, judged by its one value as if it was reported
+        values do not show what is a copy      INCONCLUSIVE, with what to pass as ``groups``
+        values contradict ``groups``           INCONCLUSIVE, with what the values show
+        ``norm`` does not read ``.grad``       INCONCLUSIVE; its one value is judged as if reported
         norms of 16 bits, by their values      compared to 1 percent, a note
         other norms                            the squares are compared to 1e-4
-        ``norm()`` adds up to 1e-5 to zeros    an epsilon, a note
-        ``reported`` off as by 1e-6, 1e-7 ...  INCONCLUSIVE, where an epsilon may make it
-        ``reported``, errors that cancel       not seen; with ``norm`` they are, class by class
-        a gradient wrong on all copies alike   not seen: its norm is that of what processes hold
+        ``norm()`` of zeros is up to 1e-5      an epsilon, a note
+        ``reported`` off as by 1e-6, 1e-7 ...  INCONCLUSIVE, where an epsilon may explain it
+        ``reported``, errors that cancel       not found; with ``norm`` they are, class by class
+        a gradient equally wrong on all ranks  not found: the true norm is of the gradients held
         =====================================  ======================================================
 
     Args:
         model: The module, or several, such as this process' pipeline stages; the root module of FSDP1; DeepSpeed's
             engine.
-        norm: Called without arguments, returns the 2-norm that the engine would use; it may clip. A call that keeps a
-            history of norms gets those of the probes too.
+        norm: Function without arguments that returns the 2-norm as the engine would use it. It may clip. If it keeps
+            a history of norms, the history also receives the norms of the probes.
         reported: Norm of these gradients as the engine reports it, on this process.
         groups: Role of ordinary tensors across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
-            It is believed where values do not tell; what they contradict is INCONCLUSIVE. A pattern that no parameter
-            with a gradient has is an error, and so are two that say different things of one.
-        max_norm: Threshold of ``norm()``, where it clips; then its factor on each gradient is audited too.
-        accumulation: Number of micro-batches of a step, for the names of factors.
-        loss_scale: Factor that gradients still contain; the true norm is without it.
+            A claim decides where values do not; a claim that values contradict is INCONCLUSIVE. A pattern that matches
+            no parameter with a gradient is an error, and so are two patterns with different claims about one parameter.
+        max_norm: Threshold of ``norm()``, if it clips; then its factor on each gradient is audited too.
+        accumulation: Number of micro-batches of a step, used to name factors.
+        loss_scale: Factor that gradients still contain; the true norm is computed without it.
 
     Returns:
         The audit.
@@ -130,7 +130,7 @@ def audit_norm(
 
 
 class WatchedClip:
-    """The gradients of all processes; and a clip of them, looked at before it acts and judged afterwards.
+    """The gradients of all processes, captured before a clip, and the audit of the clip afterwards.
 
     Args:
         pieces: The pieces of gradients that this process holds.
@@ -154,17 +154,17 @@ class WatchedClip:
         loss_scale: float = 1.0,
         groups: Groups | None = None,
     ) -> "WatchedClip":
-        """Look at the gradients of a script's parameters before a clip.
+        """Capture the gradients of a script's parameters before a clip.
 
         Args:
-            models: The modules that hold its parameters.
-            wanted: The identities of these parameters; None for all.
+            models: The modules that hold the parameters.
+            wanted: The ids of these parameters; None for all.
             accumulation: Number of micro-batches of a step.
             loss_scale: The factor that gradients are still multiplied by.
             groups: The user's claims about ordinary tensors, by a pattern of their names.
 
         Returns:
-            The clip.
+            The captured gradients.
 
         Raises:
             UnsupportedGradientError: If gradients cannot be audited, on any process.
@@ -185,8 +185,8 @@ class WatchedClip:
         processes = everywhere(mine)
         if not any(processes):
             raise UnsupportedGradientError(
-                "no parameter has a gradient: expected .grad after backward and before the step. An engine that keeps "
-                "gradients elsewhere is audited itself, as in gg.audit_norm(engine) for DeepSpeed's ZeRO."
+                "no parameter has a gradient: expected .grad after backward and before the step. If an engine keeps "
+                "gradients elsewhere, pass the engine, as in gg.audit_norm(engine) for DeepSpeed's ZeRO."
             )
         check_whole(processes)
         return cls(pieces, processes, Setting(len(processes), accumulation, loss_scale), groups)
@@ -198,13 +198,13 @@ class WatchedClip:
         reported: float | None = None,
         applied: Sequence[Applied] | None = None,
     ) -> NormAudit:
-        """Audit a norm, or gradients alone: whether copies are alike, and the true norm.
+        """Audit a norm, or the gradients alone: check that copies are equal, and compute the true norm.
 
         Args:
-            max_norm: The threshold of a clip; None if that is not one number.
-            norm: Computes the norm, and may clip: it is called for each probe, and the gradients are restored.
+            max_norm: The threshold of a clip; None if the clip has no single threshold.
+            norm: Computes the norm, and may clip. It is called for each probe, and the gradients are restored.
             reported: The norm of a clip that has acted; None if there was none.
-            applied: Its factor on each gradient; None where it does not multiply all gradients by one number.
+            applied: The clip's factor on each gradient; None if it does not multiply all gradients by one number.
 
         Returns:
             The audit.
@@ -216,7 +216,7 @@ class WatchedClip:
                 self.put_back()
 
     def tried(self, scale: Callable[[], Any], norm: Any) -> list[Applied]:
-        """Call ``scale``, which only scales, return its factor of each gradient, and undo it."""
+        """Call ``scale``, which only scales, return its factor for each gradient, and undo it."""
         try:
             scale()
             return self.applied(norm)
@@ -224,7 +224,7 @@ class WatchedClip:
             self.put_back()
 
     def applied(self, norm: Any) -> list[Applied]:
-        """Return the factor by which each gradient of this process has been multiplied since."""
+        """Return the factor by which each gradient of this process was multiplied since it was captured."""
         computed = number_of(norm, "the norm of the clip") or 0.0
         return [one for piece in self.pieces if (one := piece.applied(computed)) is not None]
 
@@ -236,14 +236,14 @@ class WatchedClip:
 
     @classmethod
     def joined(cls, clips: Sequence["WatchedClip"]) -> "WatchedClip":
-        """Return the clip of all these gradients together, as where one norm is that of several lists."""
+        """Join the gradients of several clips into one, for a norm that was computed over several lists."""
         processes = [list(chain(*of_clips)) for of_clips in zip(*(clip.processes for clip in clips), strict=True)]
         indexed = [[replace(one, index=i) for i, one in enumerate(held)] for held in processes]
         return cls(list(chain(*(clip.pieces for clip in clips))), indexed, clips[0].setting)
 
 
 class _Audit:
-    """One audit, with what its steps hand on."""
+    """One audit, with the results that its steps share."""
 
     def __init__(self, watched: WatchedClip, reported: float | None) -> None:
         self._watched, self._tensors, self._setting = watched, watched.tensors, watched.setting
@@ -257,7 +257,7 @@ class _Audit:
         self._tolerance = _OF_HALVES if is_half else 1e-4
 
     def run(self, norm: NormFunction | None, max_norm: float | None, applied: Sequence[Applied] | None) -> NormAudit:
-        """Return the audit."""
+        """Run the audit and return it."""
         self._look_at_copies()
         computed = None
         if norm is not None:
@@ -285,32 +285,32 @@ class _Audit:
         asked = [t for t in unknown if t.square]
         groups = with_claims(self._watched.groups, [*differ, *asked], self._tensors)
         if differ:
-            what = "copies of one weight have different gradients: not added up over the processes that hold it"
+            what = "copies of one weight have different gradients: they were not summed over its processes"
             if groups:
-                what += f". If they only began alike, as experts made of one layer do, pass groups={groups}"
+                what += f". If they are separate tensors that started equal, as copied experts do, pass groups={groups}"
             self._find("copies", what, [t.name for t in differ])
         apart = [t for t in self._tensors if t.drift > DRIFTED and not t.unknown]
         if apart:
             what = (
-                f"the weights of copies are {max(t.drift for t in apart):.2g} of their norm apart, where copies are "
-                "equal: they were stepped differently, or not made equal at first"
+                f"the weights of copies differ by {max(t.drift for t in apart):.2g} of their norm; copies must be "
+                "equal: they were stepped differently, or were not equal at the start"
             )
             self._find("drift", what, [t.name for t in apart])
         if dead := [t.name for t in unknown if not t.square]:
-            what = "without a gradient, so that nothing tells what is a copy; not probed: "
+            what = "no gradient, so copies cannot be recognised; not probed: "
             self._notes.append(what + ", ".join(dead))
         if asked:
-            what = f"values do not tell whether processes hold copies or parts: pass groups={groups}, or 'replicated'"
+            what = f"values do not show whether processes hold copies or parts: pass groups={groups}, or 'replicated'"
             if any(t.drift > DRIFTED for t in unknown):
-                what = "weights are a little apart, of copies that drifted or of parts that began alike; " + what
+                what = "weights differ a little, as drifted copies or parts that started equal do; " + what
             self._find("unknown", what, [t.name for t in asked])
 
     def _called(self, norm: NormFunction) -> float:
-        """Return what the norm function returns on this process, after all have called it."""
+        """Call the norm function and return its result on this process; raise on all processes if one failed."""
         self._calls += 1
         found, error = None, None
         try:
-            found = number_of(norm(), "what norm() returned")
+            found = number_of(norm(), "the result of norm()")
             if found is None:
                 raise InvalidTypeError("norm() returned None: expected the norm, as clip_grad_norm_ returns it.")
         except Exception as raised:
@@ -337,13 +337,13 @@ class _Audit:
         return Probe(self._tensors, ask, self._setting, self._tolerance)
 
     def _ask(self, norm: NormFunction, computed: float) -> None:
-        """Ask the norm function how often each tensor counts, and whether that makes the norm of the real gradients."""
+        """Probe how often the norm function counts each tensor, and check these counts on the real gradients."""
         probe = self._probe(norm)
         zero = probe.ask([], None, False)
         self._epsilon = max(zero) / self._scale
         if not all(0 <= z <= LARGEST_EPSILON * self._scale for z in zero):
-            self._find("unread", "norm() is not 0 where all gradients are: it does not read them, or adds something to "
-                       "their norm")  # fmt: skip
+            self._find("unread", "norm() is not 0 when all gradients are 0: it does not read them, or adds something "
+                       "to their norm")  # fmt: skip
             self._judge("norm() returned", computed)
             return
         counted, everything = probe.counts(self._places), everywhere(computed)
@@ -356,17 +356,17 @@ class _Audit:
         self._classes = norm_classes(self._tensors, self._places, counted)
         if math.isnan(self._true):
             return
-        if not off:  # a norm that is no sum of squares passes each class alone
+        if not off:  # a norm that is no sum of squares may count each class once and still be wrong
             if self._epsilon:
-                self._notes.append(f"norm() is {self._epsilon:.6g} where all gradients are 0, as an epsilon makes it")
+                self._notes.append(f"norm() is {self._epsilon:.6g} when all gradients are 0: it adds an epsilon")
             if wrong := [x for x in everything if not self._is_true([x])]:
-                what = f"each class counts once, and the norm of all is {wrong[0]:.6g} where {self._true:.6g} is true"
+                what = f"each class counts once, but the norm of all is {wrong[0]:.6g} where {self._true:.6g} is true"
                 self._find("total", what, (), self._times_true(wrong[0]))
         elif all(one.kind == "factor" and one.count is not None for one in off):
             self._check_factors(everything[0], counted)
 
     def _is_rounded(self, probe: Probe, counted: Sequence[Counted], everything: Sequence[float]) -> bool:
-        """Tell by its own values whether a norm that is off, for no known reason, is computed in 16 bits."""
+        """Tell whether a norm that is wrong for no known reason is computed in 16 bits, judging by its values."""
         off = [one for one in counted if one.kind]
         is_known = all(one.words or one.count is None for one in off)
         if self._tolerance >= _OF_HALVES or (is_known if off else self._is_true(everything)):
@@ -376,7 +376,7 @@ class _Audit:
         return all(map(has_16_bits, everything)) or _PRECISE < probe.rounding(places) <= _OF_HALVES
 
     def _check_factors(self, computed: float, counted: Sequence[Counted]) -> None:
-        """Take back the words for factors that do not make the norm of the real gradients."""
+        """Remove the explanation of factors that do not reproduce the norm of the real gradients."""
         terms = [(one.count or 0.0) * self._tensors[i].square for one in counted for i in one.places]
         made = math.sqrt(math.fsum(terms)) / self._scale
         if self._is(computed, *with_epsilon(made, self._epsilon)):
@@ -385,8 +385,8 @@ class _Audit:
             replace(f, message=f.message.partition(": ")[0]) if f.kind == "factor" else f for f in self._findings
         ]
         what = (
-            f"on the real gradients these factors would make {made:.6g}, and the norm is {computed:.6g}: it is the "
-            "root of no sum over tensors, so that the factors have no known reason"
+            f"on the real gradients these factors would make {made:.6g}, but the norm is {computed:.6g}: it is not the "
+            "root of a sum over tensors, so the factors have no known reason"
         )
         self._find("total", what)
 
@@ -394,13 +394,13 @@ class _Audit:
         return is_one_of(norm, expected, self._tolerance)
 
     def _is_true(self, norms: Sequence[float]) -> bool:
-        """Tell whether norms are the true one, if that is known, as it is or with the epsilon that was found."""
+        """Tell whether all norms equal the true one, with or without the epsilon that was found; True if unknown."""
         return math.isnan(self._true) or all(self._is(x, *with_epsilon(self._true, self._epsilon)) for x in norms)
 
     def _judge_coefficients(self, max_norm: float | None, applied: Sequence[Applied]) -> None:
         all_applied: list[Applied] = list(chain(*everywhere(applied)))
         if anew := dict.fromkeys(one.name for one in all_applied if math.isnan(one.coefficient)):
-            what = "gradients are laid out anew by the clip, so that it is not known what they are multiplied by"
+            what = "the clip changed the layout of gradients, so the factor applied to them is not known"
             if max_norm is None:
                 self._notes.append(f"{what}: {', '.join(anew)}")
             else:
@@ -423,10 +423,10 @@ class _Audit:
             for rank, held in chain(*(t.holders for t in self._tensors)):
                 squares[rank] += held.square
             local = all(self._is(x * self._scale, math.sqrt(own)) for x, own in zip(everything, squares, strict=True))
-            kind, why = ("local", ": each is that of what the rank holds itself") if local else ("disagree", "")
+            kind, why = ("local", ": each is the norm of what the rank itself holds") if local else ("disagree", "")
             self._find(kind, f"ranks report different norms, {came}{why}")
         elif not math.isfinite(first):
-            self._find("reported", f"the reported norm is {first}, of gradients that are finite")
+            self._find("reported", f"the reported norm is {first}, but the gradients are finite")
         elif not was_asked:
             self._classes = self._judge("reported", first)
         elif not math.isnan(self._true) and not self._is(first, self._true):
@@ -434,24 +434,24 @@ class _Audit:
 
     def _report_wrong(self, came: float, words: str) -> None:
         ratio = self._times_true(came)
-        what = f"the reported norm is {came:.6g} where {self._true:.6g} is true, {ratio:.6g} times{words}"
+        what = f"the reported norm is {came:.6g}, {ratio:.6g} times the true norm of {self._true:.6g}{words}"
         self._find("reported", what, (), ratio)
 
     def _judge(self, what: str, came: float) -> NormClasses:
-        """Judge one number by the mistakes that would make it, and return how often each class counts then."""
+        """Find the known mistakes that explain one number, and return the classes with the counts that follow."""
         classes = self._classes
         if math.isnan(self._true):
             return classes
         if self._is(came, self._true):
             self._notes.append(
-                "judged by one number: errors that cancel in it are not seen. norm= asks for each tensor"
+                "judged by one number: errors that cancel in it are not found. Pass norm= to probe each tensor"
             )
             total = math.fsum(c.square for c in classes)
             for one in classes:
                 if one.square <= 10 * self._tolerance * total:
                     share = one.square / total if total else 0.0
                     some = f"{len(one.names)} tensors {one.layout} have {share:.1g} of the squares"
-                    self._notes.append(f"{some}: one number cannot tell how they count")
+                    self._notes.append(f"{some}: one number cannot show how they count")
             return classes
         if (doubt := epsilon_finding(what, came, self._true, self._tolerance)) is not None:
             self._findings.append(doubt)
@@ -463,8 +463,8 @@ class _Audit:
             return classes
         fits = fit([one.square for one in classes], came * self._scale, known, self._tolerance)
         if len(fits) != 1:
-            some = f"{len(fits)} different factors of its {len(classes)} classes explain it alike: pass the norm "
-            none = "no known factor of one class or more explains it"
+            some = f"{len(fits)} different factors of its {len(classes)} classes explain it equally: pass the norm "
+            none = "no known factor of any class explains it"
             self._find("unfit", f"{some}function as norm=" if fits else none)
             return classes
         for count, one, its in zip(fits[0], classes, known, strict=True):
@@ -492,19 +492,19 @@ class _Audit:
 
 
 def has_16_bits(norm: float) -> bool:
-    """Tell whether a norm is a number of 16 bits, as one of 32 is once in a few thousand."""
+    """Tell whether a norm is representable in 16 bits; a norm computed in 32 bits is so once in a few thousand."""
     return any(
         float(torch.tensor(norm, dtype=dtype, device="cpu")) == norm for dtype in (torch.float16, torch.bfloat16)
     )
 
 
 def everywhere(value: Any) -> list[Any]:
-    """Return the ``value`` of every process, by its rank; a collective."""
+    """Gather ``value`` from every process, in the order of ranks; a collective."""
     return gather(value, task=TASK)
 
 
 def _raise_together(error: Exception | None, what: str = "") -> None:
-    """Raise this process' error, or ``what`` and that of another one."""
+    """Raise this process' error, or else another process' error prefixed by ``what``; a collective."""
     kind = f"{type(error).__name__}: " if what else ""
     said = everywhere(None if error is None else f"{kind}{error}")
     if error is not None:
@@ -515,7 +515,7 @@ def _raise_together(error: Exception | None, what: str = "") -> None:
 
 
 def number_of(value: Any, what: str) -> float | None:
-    """Return a norm as a number, of a DTensor the whole one; None for None."""
+    """Return a norm as a float; a DTensor is gathered whole first. None stays None."""
     if value is None:
         return None
     value = whole_of(value, TASK) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""The gradients that this process holds: told in a few numbers, filled for a probe, and put back to the last bit."""
+"""The gradients that this process holds: summarise them, fill them for a probe, and restore them bit for bit."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -30,7 +30,7 @@ _KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 TASK = "audit a norm"
-"""For the message of a collective to which a process does not come."""
+"""The task that a collective's error message names if a process does not take part."""
 
 
 class Piece:
@@ -38,9 +38,9 @@ class Piece:
 
     Args:
         name: The name of the parameter.
-        parameter: The parameter, or what stands for it.
-        shard: The part of a whole that it is, as the layout says.
-        offset: Where it begins in the flattened gradient of several parameters; None if it has one of its own.
+        parameter: The parameter, or the object that holds its gradient in an engine.
+        shard: The part of the whole gradient, as the layout states it.
+        offset: Start of the gradient in a flattened gradient of several parameters; None if it has its own tensor.
     """
 
     def __init__(self, name: str, parameter: Any, shard: LocalShard, offset: int | None = None) -> None:
@@ -52,16 +52,16 @@ class Piece:
         self._real = self._local.numel() - shard.padding
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
-        """Add a tied parameter, which has this same gradient."""
+        """Add a tied parameter, which shares this gradient."""
         self._names.append(name)
         self._parameters.append(parameter)
 
     def held(self, index: int) -> HeldPiece:
-        """Return it in a few numbers; a collective if the gradient is Partial."""
+        """Summarise the gradient and its weight in a few numbers; a collective if the gradient is Partial."""
         p = self._parameters[0]
         values = self._part_of(added_up(self._grad, TASK)).detach()
         weight = Sketch()
-        if isinstance(p, Tensor):  # and no engine's holder of a gradient, whose weight lies in another way
+        if isinstance(p, Tensor):  # an engine's holder of a gradient lays out its weight differently
             part = self._part_of(p.detach())
             is_alike = (values.shape, placement_of(self._grad).layout) == (part.shape, placement_of(p).layout)
             weight = summary_of(part) if is_alike else weight
@@ -76,27 +76,29 @@ class Piece:
         )  # fmt: skip
 
     def fill(self, value: float) -> None:
-        """Let the whole gradient have this value in each element, summands added up."""
-        is_zero = any(operation == "sum" and at > 0 for operation, at in self._shard.reduced)  # of sums all but one are
+        """Set every element of the whole gradient to ``value``; the summands of a Partial gradient add up to it."""
+        is_zero = any(operation == "sum" and at > 0 for operation, at in self._shard.reduced)  # one summand holds it
         self._local.fill_(0.0 if is_zero else value)
         if self._real < self._local.numel():
             self._local.flatten()[self._real :].zero_()
 
     def put_back(self) -> None:
-        """Let it be what it was, to the last bit."""
+        """Restore the gradient bit for bit, and the tensor object that held it."""
         self._local.copy_(self._before)
         for p in self._parameters:
             if getattr(p, self._attribute, None) is not self._grad:
                 setattr(p, self._attribute, self._grad)
 
     def applied(self, computed: float) -> Applied | None:
-        """Return what it has been multiplied by since; None for one of zeros. A collective if Partial was added up.
+        """Return the factor by which the gradient was multiplied since; None if it was zero.
+
+        It is a collective if a Partial gradient was summed meanwhile.
 
         Args:
             computed: The norm that was computed meanwhile.
 
         Returns:
-            The coefficient, and how sure it is; NaN for a gradient that is laid out anew in another way.
+            The coefficient and its residual; the coefficient is NaN if the gradient's new layout cannot be compared.
         """
         now = getattr(self._parameters[0], self._attribute, None)
         before = self._before if now is None else part_in_layout_of(now, self._before, self._grad, TASK)
@@ -113,7 +115,7 @@ class Piece:
         return Applied(self._names[0], coefficient, residual, tolerance, computed)
 
     def _part_of(self, tensor: Any) -> Tensor:
-        """Return what this process holds of it in a parameter or its gradient."""
+        """Return this process' part of the piece in a parameter or its gradient."""
         local = local_part(tensor)
         return local if self._offset is None else local.view(-1)[self._offset :][: math.prod(self._shard.own)]
 
@@ -123,14 +125,14 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None) -> list[Piece]:
-    """Return what this process holds of the gradients of ``models``.
+    """Return the pieces of the gradients of ``models`` that this process holds.
 
     Args:
-        models: The modules; of DeepSpeed the engine.
-        wanted: The identities of the parameters that are looked at; None for all.
+        models: The modules; for DeepSpeed the engine.
+        wanted: The ids of the parameters to include; None for all.
 
     Raises:
-        UnsupportedGradientError: If a gradient is sparse, of another dtype, or shares memory with itself.
+        UnsupportedGradientError: If a gradient is sparse, has another dtype, or shares memory with itself.
     """
     found: dict[tuple, Piece] = {}
     for number, model in enumerate(models):
@@ -165,14 +167,14 @@ def _check(grad: Tensor, name: str) -> None:
     local = local_part(grad)
     if local.layout is not torch.strided:
         raise UnsupportedGradientError(
-            f"the gradient of {name} is sparse: expected dense ones, whose elements a probe can fill. Use "
+            f"the gradient of {name} is sparse: expected dense gradients, whose elements a probe can fill. Use "
             "Embedding(sparse=False) while the norm is audited."
         )
     if local.dtype not in _KINDS:
-        raise UnsupportedGradientError(f"the gradient of {name} is {local.dtype}: expected one of 16 to 64 bits.")
+        raise UnsupportedGradientError(f"the gradient of {name} is {local.dtype}: expected a float of 16 to 64 bits.")
     if local.numel() and 0 in [s for s, n in zip(local.stride(), local.shape, strict=True) if n > 1]:
         raise UnsupportedGradientError(
-            f"elements of the gradient of {name} share memory, so that it cannot be written: give it memory of its own "
+            f"elements of the gradient of {name} share memory, so a probe cannot write it: copy it to its own memory "
             "with p.grad = p.grad.contiguous()."
         )
     reduce_ops = {operation for operation, _ in shard_of(grad).reduced}
@@ -181,10 +183,10 @@ def _check(grad: Tensor, name: str) -> None:
 
 
 def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are audited.
+    """Return the modules to audit as a list.
 
     Raises:
-        InvalidTypeError: If it is something else.
+        InvalidTypeError: If ``model`` is neither a module nor a non-empty iterable of modules.
     """
     several = model if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
     models: list[nn.Module] = [*several]
@@ -199,7 +201,7 @@ def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 @torch.no_grad()
 def summary_of(tensor: Tensor) -> Sketch:
-    """Return a tensor in a few numbers: its mean, and the sketch of what is left without it."""
+    """Summarise a tensor: its mean, and the sketch of the tensor minus its mean."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.detach().flatten()

@@ -1,8 +1,8 @@
-r"""How often each tensor counts in a norm that can be called: gradients are zero but in a few, of known squares.
+r"""Measure how often each tensor counts in a norm function: all gradients are zero but a few, of known squares.
 
-A norm of the right kind answers :math:`R^2 = \sum_i m_i s_i`; each :math:`m_i` should be 1. Classes of tensors that lie
-alike are asked together, as many at a time as leave no room for one that is forgotten, and taken apart only where the
-answer is not the expected one. Nothing here knows of processes: `ask` does.
+A correct norm answers :math:`R^2 = \sum_i m_i s_i` with each :math:`m_i` equal to 1. Tensors of one layout are probed
+together, as many at a time as still reveal a single forgotten one. A group is split only if its answer is not the
+expected one. This module contains no process communication; the function `ask` does it.
 """
 
 import math
@@ -18,28 +18,28 @@ from gradguard.words import listed
 Ask = Callable[[Sequence[int], int | None, bool], list[float]]
 """Fill the tensors at these positions, on one rank or on all, and return the norm that each rank computes.
 
-The last argument says whether with the values of the second question, see `elements_value`.
+The last argument selects the second set of values, see `elements_value`.
 """
 
 _MOST_RANKS = 64
-"""Holders that are asked one by one."""
+"""Largest number of ranks that are probed one by one."""
 
 _WHY = {
-    "local": ": each rank's norm is that of what it holds itself, and is not added up over ranks",
-    "mean": ": the norms of the ranks are averaged, where their squares should be added up",
+    "local": ": each rank's norm covers only what it holds itself, and is not added up over ranks",
+    "mean": ": the norms of the ranks are averaged; their squares should be added up",
     "disagree": ": ranks compute different norms",
 }
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The probes' answer for one tensor, or for several with the same answer.
+    """The result of the probes for one tensor, or for several with the same result.
 
     Attributes:
         places: The positions of the tensors.
-        kind: As of a `NormFinding`; ``""`` where it counts once.
-        count: How often its squares count; None where ranks differ.
-        words: The reason, where it is known.
+        kind: The kind of the `NormFinding`; ``""`` if the tensor counts once.
+        count: How often its squares count; None if ranks differ.
+        words: The reason, if it is known.
     """
 
     places: tuple[int, ...]
@@ -49,16 +49,17 @@ class Counted:
 
 
 def elements_value(place: int, numel: int, again: bool = False) -> float:
-    """Return what every element of a tensor is filled with: exact in every dtype, another square for each tensor.
+    """Return the value that fills every element of a tensor: exact in every dtype, another square for each tensor.
 
-    Seven bits and a power of two: norms lie between 1 and 4, as far as 16 bits allow, so that no square overflows and
-    none is lost; two tensors whose squares are equal could stand for each other, one twice and one not at all. Their
-    numbers of elements may make them so; then they are not in a second question, where the larger value is the smaller.
+    The value has seven bits and a power of two. Norms lie between 1 and 4, as far as 16 bits allow, so that no square
+    overflows or vanishes. Two tensors with equal squares could hide each other, one counting twice and one not at all.
+    Different numbers of elements may make squares equal by chance; a second question, in which the larger value is the
+    smaller, tells such tensors apart.
 
     Args:
         place: The position of the tensor.
         numel: Its number of elements.
-        again: Whether this is the second question.
+        again: Return the value of the second question.
     """
     exponent = min(12, max(0, math.floor(math.log2(max(1, numel)) / 2)))
     bits = (place * 37 + 11) % 64
@@ -66,17 +67,17 @@ def elements_value(place: int, numel: int, again: bool = False) -> float:
 
 
 class Probe:
-    """Asks for all tensors.
+    """Probes a norm function for all tensors.
 
     Args:
         tensors: The tensors.
-        ask: Who is asked.
-        setting: Numbers that factors are named by.
+        ask: Fills gradients and calls the norm function.
+        setting: The numbers by which factors are named.
         tolerance: The relative error of a squared norm.
 
     Attributes:
-        ask: The function that is asked.
-        tolerance: This error.
+        ask: The argument ``ask``.
+        tolerance: The argument ``tolerance``.
     """
 
     def __init__(self, tensors: Tensors, ask: Ask, setting: Setting, tolerance: float) -> None:
@@ -84,9 +85,9 @@ class Probe:
         self.tolerance = tolerance
 
     def counts(self, classes: Sequence[Sequence[int]]) -> list[Counted]:
-        """Return what each tensor of each class counts, those of one class and one answer together.
+        """Return how often each tensor of each class counts; tensors of one class with one answer are joined.
 
-        One wrong factor on all tensors of all classes is one answer.
+        If all tensors of all classes have the same wrong factor, it is returned as one answer.
         """
         found = [one for places in classes for one in self._joined(self._of(places))]
         together = self._joined(found)
@@ -115,12 +116,13 @@ class Probe:
         return [norm * norm for norm in self.ask(places, rank, again)]
 
     def rounding(self, places: Sequence[int]) -> float:
-        """Return how far the norms of one tensor with two values are from the quotient of these, at most.
+        """Return the largest relative rounding error of the norms of single tensors.
 
-        It does not depend on how often a tensor counts: what is not 0 is rounding, as norms of 16 bits have it.
+        Each tensor is probed with two values; the ratio of the two norms is compared with the ratio of the values. The
+        result does not depend on how often the tensor counts: it is 0 but for rounding, which is large in 16 bits.
 
         Args:
-            places: The positions of the tensors that are asked, each by itself.
+            places: The positions of the tensors to probe, each by itself.
         """
         apart = [0.0]
         for place in places:
@@ -130,25 +132,25 @@ class Probe:
         return max(apart)
 
     def square(self, places: Sequence[int], again: bool = False) -> float:
-        """Return the square of tensors as they are filled, each element once."""
+        """Return the square of the norm of tensors as they are filled, each element once."""
         sizes = [(place, self._tensors[place].numel) for place in places]
         return math.fsum(elements_value(place, numel, again) ** 2 * numel for place, numel in sizes)
 
     def _of(self, places: Sequence[int]) -> list[Counted]:
-        room = max(1, round(0.01 / self.tolerance))  # a forgotten tensor must show: it has 1/16 of the largest or more
+        room = max(1, round(0.01 / self.tolerance))  # a forgotten tensor has 1/16 of the largest square or more
         blocks: dict[int, list[int]] = {}
-        for place in places:  # of 64 in a row no two have one value
+        for place in places:  # 64 consecutive tensors have 64 different values
             blocks.setdefault(place // 64, []).append(place)
         few = [block[i : i + room] for block in blocks.values() for i in range(0, len(block), room)]
         return [one for part in few for one in self._of_few(part)]
 
     def _of_few(self, places: Sequence[int]) -> list[Counted]:
         expected = self.square(places)
-        if not expected:  # without an element
+        if not expected:  # the tensors have no elements
             return []
         answers = self.answers(places)
         right = self._are(answers, expected)
-        # Those that count once together must do so with other values too: wrong ones may cancel.
+        # Wrong counts may cancel: a group that counts once must also do so with the second set of values.
         if right and (len(places) == 1 or self._are(self.answers(places, again=True), self.square(places, True))):
             return [Counted(tuple(places), "", 1.0)]
         if not right:
@@ -159,7 +161,7 @@ class Probe:
         return [*self._of_few(places[:middle]), *self._of_few(places[middle:])]
 
     def _is_uniform(self, places: Sequence[int], whole: Counted) -> bool:
-        """Tell whether each half counts as the whole does; a factor that is met by chance does not stay."""
+        """Tell whether each half has the count of the whole; a count that matches by chance does not persist."""
         if whole.kind not in ("factor", "ranks") or not whole.words or whole.count is None:
             return False
         halves = [(half, self.square(half)) for half in (places[::2], places[1::2])]
@@ -190,7 +192,7 @@ class Probe:
         if len(holders) > 1:
             last, own = holders[-1], local[holders[-1]]
             of_last = cache(lambda: self.answers(places, last))
-            # Where parts are of one size, each rank's norm may be of its own: of what one holds others know 0.
+            # With parts of equal size each rank may still compute a local norm: then other ranks answer 0 here.
             alone = [own if rank == last else 0.0 for rank in range(len(answers))]
             if own > 0 and self._are(answers, local, expected) and self._are(of_last(), alone, own):
                 return is_("local")
@@ -201,17 +203,17 @@ class Probe:
                 return is_("mean", count)
         if 1 < len(holders) <= _MOST_RANKS:
             found = cache(lambda: {rank: self.answers(places, rank)[0] for rank in holders if local[rank]})
-            if count < 1 and any(len(tensor.parts) > 1 for tensor in tensors):  # of copies one is enough
+            if count < 1 and any(len(tensor.parts) > 1 for tensor in tensors):  # one copy of a tensor suffices
                 some = [rank for rank, square in found().items() if square > self.tolerance * local[rank]]
-                # Where those that count hold every part, the others need not.
+                # If the ranks that count hold every part, the others need not count.
                 is_all = all(set(some) & set(part.ranks) for tensor in tensors for part in tensor.parts)
                 if 0 < len(some) < len(found()) and not is_all:
                     return is_("ranks", count, f"only what rank {listed(some, 8)} holds counts")
-            # Where what one rank holds counts alone in another way than with the others, the count has no name.
+            # If a rank counts differently alone than together with the others, no known factor names the count.
             if all(len(t.parts) > 1 and t.copies == 1 for t in tensors) and not all(
                 self._are([square], count * local[rank], local[rank]) for rank, square in found().items()
             ):
-                largest = "the largest of the ranks' norms is taken, where their squares should be added up"
+                largest = "the largest of the ranks' norms is taken; their squares should be added up"
                 return is_("ranks", count, largest) if self._are(answers[:1], max(local)) else is_("factor", count)
         return is_("factor", *named(count, tensors[0].counts(self._setting), self.tolerance))
 
@@ -226,7 +228,7 @@ def classes_of(tensors: Tensors) -> list[list[int]]:
 
 
 def finding_of(counted: Counted, tensors: Tensors) -> NormFinding:
-    """Return the finding that a wrong count is."""
+    """Return the finding for a wrong count."""
     names = tuple(tensors[i].name for i in counted.places)
     layouts = {tensors[i].layout for i in counted.places}
     what = f"{len(names)} tensor{'s' * (len(names) > 1)} {layouts.pop() if len(layouts) == 1 else 'of all classes'}"
@@ -237,7 +239,7 @@ def finding_of(counted: Counted, tensors: Tensors) -> NormFinding:
 
 
 def norm_classes(tensors: Tensors, classes: Sequence[Sequence[int]], counted: Sequence[Counted] = ()) -> NormClasses:
-    """Return the classes for the report, each with its count where it has one."""
+    """Return the classes for the report, each with its count if all its tensors count alike."""
     count_of = {i: c.count for c in counted for i in c.places}
     found = []
     for places in classes:

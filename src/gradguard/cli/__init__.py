@@ -1,12 +1,12 @@
 """The command line: one file for each command, which parses its options, calls the package, prints, and returns a code.
 
 Each file has a function that carries the command out, and a table of its options (`program.Command`). Commands that run
-a user's script (`run`, `tune`) first cut their own options from the script's. `script_run` is the part of `run` that
-loads PyTorch, `verdict` prints the reports that say PASS or FAIL, `records` reads the records that a command is given,
-and `pages` holds the documentation that `explain` and `skill` print.
+a user's script (`run`, `tune`) first separate their own options from the script's. `script_run` is the part of `run`
+that loads PyTorch, `verdict` prints the reports that say PASS or FAIL, `records` reads the records that a command is
+given, and `pages` holds the documentation that `explain` and `skill` print.
 
-**Guarantees.** Exit code 2 stands for what cannot be carried out: one line says what to type, without a traceback. A
-verdict is 0 (PASS), 1 (FAIL) or 3 (INCONCLUSIVE); a script that is run keeps its own exit code, and the signal that
+**Guarantees.** Exit code 2 means that a command cannot be carried out: one line says what to type, without a traceback.
+A verdict is 0 (PASS), 1 (FAIL) or 3 (INCONCLUSIVE). A script that is run keeps its own exit code, and the signal that
 ended it.
 """
 
@@ -39,12 +39,12 @@ _COMMANDS = {command.name: command for command in _ALL}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command ``argv`` and return its exit code: 2 for what cannot be carried out, with no traceback.
+    """Run the command ``argv`` and return its exit code: 2 if it cannot be carried out, without a traceback.
 
-    Without ``argv`` it is the program of this process, which then ends by the signal that has ended the command.
+    Without ``argv`` it is the program of this process, which then ends by the signal that ended the command.
 
     Args:
-        argv: The command and what follows it; None for those of this process.
+        argv: The command and its arguments; None for those of this process.
 
     Returns:
         The exit code.
@@ -84,7 +84,7 @@ def _code(arguments: list[str]) -> int:
     except BrokenPipeError:  # `gradguard replay run.jsonl | head -3`
         drop_output()
         return 141
-    except OSError as error:  # such as a full disk below what is printed
+    except OSError as error:  # for instance a full disk that receives standard output
         drop_output()
         print(f"gradguard: error: {printable(error)}", file=sys.stderr)
         return 2

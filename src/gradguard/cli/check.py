@@ -36,5 +36,5 @@ COMMAND = Command(
         option("--order", "2: check the second derivative too", type=int, choices=(1, 2), default=1),
         option("--reference", "the same function in float64, for half precision", metavar="module:name"),
     ],
-    "Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 for what cannot be carried out.",
+    "Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if the check cannot be carried out.",
 )

@@ -1,4 +1,4 @@
-"""`gradguard demo`: the story of a real run and of the same run healed, from two records that come with gradguard."""
+"""`gradguard demo`: the story of a real run and of its repaired twin, from two records that come with gradguard."""
 
 import argparse
 import gzip
@@ -35,7 +35,7 @@ def _demo(parsed: argparse.Namespace) -> int:
     decision = recommend(sick)
     story = [
         f"A language model of characters (examples/char_lm.py) was trained for {len(sick.steps):,} steps, unclipped.",
-        "What gradguard says of the record:",
+        "gradguard's diagnosis of the record:",
         "",
         f"  {diagnose(sick).sentence}",
         f"  {decision.headline}",
@@ -45,7 +45,7 @@ def _demo(parsed: argparse.Namespace) -> int:
         f"  {diagnose(healed).sentence}",
         "",
         f"The page, with every norm: {page}",
-        "On your own script, without a change to it: gradguard run train.py",
+        "On your own script, without changing it: gradguard run train.py",
     ]
     with encodable(sys.stdout):
         for line in story:
@@ -60,9 +60,9 @@ COMMAND = Command(
     "demo",
     "index",
     _demo,
-    "a sick run and its cure, from records that come with gradguard: seconds",
+    "a failing run and its cure, from records that come with gradguard: takes seconds",
     [
-        option("--out", "where the page goes", type=Path, default=Path("gradguard-demo"), metavar="DIR"),
+        option("--out", "the folder for the page", type=Path, default=Path("gradguard-demo"), metavar="DIR"),
         flag("--no-open", "do not open the page in a browser"),
     ],
 )

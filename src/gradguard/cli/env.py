@@ -1,4 +1,4 @@
-"""`gradguard env`: what a report of a problem needs to say about the machine."""
+"""`gradguard env`: print the facts about the machine that a problem report needs."""
 
 import argparse
 import os
@@ -54,7 +54,7 @@ COMMAND = Command(
     "env",
     "index",
     _env,
-    "print versions and devices, for the report of a problem",
-    description="Lines to paste into an issue: versions, devices, and which settings are there, without their values. "
-    "Names of users, machines and folders are not among them.",
+    "print versions and devices, for a problem report",
+    description="Lines to paste into an issue: versions, devices, and which settings are set, without their values. "
+    "They contain no names of users, machines or folders.",
 )

@@ -12,10 +12,10 @@ from gradguard.cli.program import Command, option
 from gradguard.errors import CommandError
 
 _OF_PARTS = {"Causes": "causes", "Findings": "findings", "Errors": "errors"}
-"""Pages with a part for each name: its heading is the name."""
+"""Pages that have a section for each name, with the name as its heading."""
 
 _AS = {"Causes": "As the cause of a run:\n\n", "Findings": "As a finding:\n\n", "Errors": ""}
-"""The start of a part whose name stands on both pages."""
+"""The start of a section whose name has one on both pages."""
 
 _FILES = ("*.md", "trainers/*.md", "tutorials/*.md")
 
@@ -37,8 +37,8 @@ def _explain(parsed: argparse.Namespace) -> int:
         word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
         about = [page for page in lists["Pages"] if word.search(_page(f"{page}.md"))]
         hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
-        more = f" Pages that have the word: {', '.join(about[:5])}." if about else ""
-        raise CommandError(f"{name!a:.80} is no cause, finding, error or page. {hint}{more}")
+        more = f" Pages that contain it: {', '.join(about[:5])}." if about else ""
+        raise CommandError(f"{name!a:.80} is not a cause, finding, error or page. {hint}{more}")
     return 0
 
 
@@ -49,12 +49,12 @@ def _skill(parsed: argparse.Namespace) -> int:
 
 
 def _parts(page: str) -> dict[str, str]:
-    """Return the text below each heading that is a name."""
+    """Return the text below each heading that is a name, by name."""
     return dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", _page(f"{page}.md"), re.MULTILINE | re.DOTALL))
 
 
 def _folder() -> Path:
-    """Return docs/: the installed package's copy, or that of the checkout."""
+    """Return docs/: the copy in the installed package, or the folder of the checkout."""
     package = Path(__file__).parents[1]
     copy = package / "pages"
     return copy if copy.exists() else package.parents[1] / "docs"
@@ -71,7 +71,7 @@ def _page(name: str) -> str:
 
 
 def _show(text: str, page: str = "index") -> None:
-    """Print a page's Markdown: drawn on a terminal. Pictures are left out; links say what to type."""
+    """Print a page's Markdown, rendered on a terminal; pictures are omitted, and links become commands to type."""
     text = re.sub(r"^!\[.*?\]\(.*?\)\n+", "", text, flags=re.MULTILINE | re.DOTALL)
     pages = _names()
 

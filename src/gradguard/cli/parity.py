@@ -19,11 +19,11 @@ COMMAND = Command(
     _parity,
     "compare the gradients of two set-ups, parameter by parameter",
     [
-        option("reference", "of the set-up that is trusted", type=Path, metavar="REFERENCE"),
-        option("new", "of the other", type=Path, metavar="NEW"),
+        option("reference", "the file of the trusted set-up", type=Path, metavar="REFERENCE"),
+        option("new", "the file of the other set-up", type=Path, metavar="NEW"),
         JSON,
     ],
     "Both files are written by gradguard run --save-gradients FILE script.py, or by "
-    "gradguard.save_gradients(file, model, step). Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 for what "
-    "cannot be carried out.",
+    "gradguard.save_gradients(file, model, step). Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if the "
+    "comparison cannot be carried out.",
 )

@@ -1,4 +1,4 @@
-"""A command as a table of its options, and the command line of a user's script behind those of `run` and `tune`."""
+"""A command as a table of its options; the command line of a user's script after the options of `run` and `tune`."""
 
 import argparse
 import math
@@ -12,11 +12,11 @@ from gradguard.errors import CommandError
 
 @dataclass(frozen=True, slots=True)
 class ProgramLine:
-    """A program and its arguments, as they were typed.
+    """A program and its arguments, as typed.
 
     Attributes:
-        words: The script or the module, then what follows it; empty where there is none.
-        is_module: Whether it came behind ``-m``.
+        words: The script or the module, then its arguments; empty without a program.
+        is_module: Whether it followed ``-m``.
     """
 
     words: list[str]
@@ -24,12 +24,12 @@ class ProgramLine:
 
     @property
     def name(self) -> str:
-        """Return the name of its runs: the script without its suffix, or the whole name of the module."""
+        """Return the name for its runs: the script without its suffix, or the whole name of the module."""
         return self.words[0] if self.is_module else Path(self.words[0]).stem
 
     @property
     def typed(self) -> list[str]:
-        """The words as Python takes them, with ``-m`` before a module."""
+        """The words as Python expects them, with ``-m`` before a module."""
         return [*["-m"] * self.is_module, *self.words]
 
 
@@ -46,7 +46,7 @@ class Option(NamedTuple):
 
 
 def option(names: str, help: str, **how: Any) -> Option:
-    """Return an option with these names, which have spaces between them."""
+    """Return an option; ``names`` are separated by spaces."""
     return Option(tuple(names.split()), {"help": help, **how})
 
 
@@ -58,7 +58,7 @@ def flag(name: str, help: str) -> Option:
 def number(
     name: str, help: str, expected: str, low: int, high: float = math.inf, *, metavar: str = "N", **how: Any
 ) -> Option:
-    """Return an option that takes a whole number from ``low`` to ``high``, ``expected`` in words."""
+    """Return an option that takes a whole number from ``low`` to ``high``; ``expected`` describes this range."""
 
     def read(text: str) -> int:
         value = int(text)
@@ -66,7 +66,7 @@ def number(
             raise CommandError(f"{name} {value}: expected {expected}.")
         return value
 
-    read.__name__ = "int"  # as argparse calls what is none
+    read.__name__ = "int"  # argparse's error message names the type
     return option(name, help, type=read, metavar=metavar, **how)
 
 
@@ -76,13 +76,13 @@ class Command:
 
     Attributes:
         name: Its name.
-        page: The page of the documentation on it, as ``gradguard explain`` prints it.
+        page: Its page of the documentation, as ``gradguard explain`` prints it.
         call: The function that carries it out and returns the exit code. It takes the parsed options, and the
             `ProgramLine` if the command runs a program.
-        help: One line on it.
+        help: Its description in one line.
         options: Its options; those of an inner list exclude each other.
-        description: The line above its options.
-        runs_program: Whether a program follows the options, whose own options are not parsed.
+        description: The text above its options.
+        runs_program: Whether a program follows the options; the program's own options are not parsed.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Command:
     runs_program: bool = False
 
     def add_to(self, commands: Any) -> None:
-        """Add the command to those of the parser."""
+        """Add the command to the parser's commands."""
         more = f"`gradguard explain {self.page}` is the page on `gradguard {self.name}`."
         parser = commands.add_parser(
             self.name, help=self.help, description=self.description, epilog=more, allow_abbrev=not self.runs_program
@@ -103,18 +103,18 @@ class Command:
             group, options = (parser.add_mutually_exclusive_group(), one) if isinstance(one, list) else (parser, [one])
             for names, how in options:
                 group.add_argument(*names, **how)
-        if self.runs_program:  # whose words `cut` has taken away before the rest is parsed
+        if self.runs_program:  # only for the help: `cut` removes the program's words before parsing
             program = "the script, or -m module, and its arguments"
             parser.add_argument("program", nargs="*", metavar="script.py", help=program)
 
     def cut(self, argv: Sequence[str]) -> tuple[list[str], ProgramLine]:
-        """Cut a command line into the command with our own options, and the program's.
+        """Split a command line into the command with its own options, and the program.
 
         Args:
             argv: The command, its options, the program and its arguments.
 
         Returns:
-            The first part as it is, and the second.
+            The command and its options, unchanged, and the program.
 
         Example:
             >>> from gradguard.cli.run import COMMAND
@@ -125,7 +125,7 @@ class Command:
             one.names[0] for one in self.options if isinstance(one, Option) and one.how.get("action") != "store_true"
         }
         i = 1
-        while i < len(argv) and argv[i].startswith("-") and argv[i] != "-":  # which to Python is a script on its input
+        while i < len(argv) and argv[i].startswith("-") and argv[i] != "-":  # "-" is a script on standard input
             if argv[i] in ("-m", "--"):
                 return list(argv[:i]), ProgramLine(list(argv[i + 1 :]), argv[i] == "-m")
             i += 2 if argv[i] in with_value else 1
@@ -133,6 +133,6 @@ class Command:
 
 
 def first_given(options: argparse.Namespace, *names: str) -> str:
-    """Return the first of the options ``names`` that was typed, such as ``--no-report``; "" if none was."""
-    given = [name for name in names if (value := getattr(options, name)) is not None and value is not False]  # 0 is
+    """Return the first option of ``names`` that was typed, such as ``--no-report``; "" if none was."""
+    given = [name for name in names if (value := getattr(options, name)) is not None and value is not False]  # 0 counts
     return f"--{given[0].replace('_', '-')}" if given else ""

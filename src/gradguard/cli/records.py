@@ -1,4 +1,4 @@
-"""Reading records for a command: the progress of a long one, and the caveats of each."""
+"""Read records for a command: show the progress of a long one, and print each one's caveats."""
 
 import gc
 import sys
@@ -18,12 +18,12 @@ RECORDS = option("records", "a record, or the folder it is in", nargs="+", type=
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], object]]:
-    """Show what is being done with the records in one line of stderr, if stderr is a terminal.
+    """Show the current work on the records in one line of stderr, if stderr is a terminal.
 
-    Nothing may be printed inside: a terminal has one line for it.
+    Print nothing inside the block: the line occupies the terminal.
 
     Yields:
-        A function that takes the words of the line.
+        A function that sets the text of the line.
     """
     if not sys.stderr.isatty():
         yield lambda words: None
@@ -48,7 +48,7 @@ def read(paths: Sequence[Path], say: Callable[[str], object]) -> "list[Record]":
     from gradguard.monitoring.record.file import read_record
 
     collects = gc.isenabled()
-    gc.disable()  # lines are no cycles, and to look for some among a million takes a quarter of the time
+    gc.disable()  # parsed lines contain no cycles, and searching a million of them takes a quarter of the time
     try:
         records = []
         for path in paths:
@@ -56,7 +56,7 @@ def read(paths: Sequence[Path], say: Callable[[str], object]) -> "list[Record]":
             records.append(read_record(path))
         return records
     finally:
-        gc.freeze()  # nor is it worth while to look through them later
+        gc.freeze()  # later searches need not look through them either
         if collects:
             gc.enable()
 

@@ -1,4 +1,4 @@
-"""`gradguard replay`: what other clipping rules would have done to a run."""
+"""`gradguard replay`: show how other clipping rules would have acted on a run."""
 
 import argparse
 
@@ -24,16 +24,16 @@ COMMAND = Command(
     "replay",
     "recommendation",
     _replay,
-    "show what other clipping rules would have done to a run",
+    "show how other clipping rules would have acted on a run",
     [
         RECORDS,
         option(
             "--rule",
             "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05 or adagc; "
-            "may be given several times. Default: a choice of them and the recommended threshold",
+            "may be repeated. Default: a selection of them and the recommended threshold",
             action="append",
             metavar="RULE",
         ),
     ],
-    "Counterfactual: each rule is shown the recorded norms, without feedback into training.",
+    "Counterfactual: each rule receives the recorded norms, without feedback into training.",
 )

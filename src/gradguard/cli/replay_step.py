@@ -1,4 +1,4 @@
-"""`gradguard replay-step`: compute a spike again, and say whether the data or the weights made it."""
+"""`gradguard replay-step`: compute a spike again, and tell whether the data or the weights caused it."""
 
 import argparse
 from pathlib import Path
@@ -23,8 +23,8 @@ COMMAND = Command(
         option("file", "the batch, the random generators and the weights", type=Path, metavar="FILE"),
         option(
             "target",
-            "a function without arguments that returns (model, step): the model as it is built, and step(batch), "
-            "which returns the loss as in training",
+            "a function without arguments that returns (model, step): the model as built for training, and "
+            "step(batch), which returns the loss as in training",
             metavar="package.module:name",
         ),
         option(
@@ -33,5 +33,5 @@ COMMAND = Command(
         JSON,
     ],
     "FILE is written by gradguard.resilience.write_evidence. Exit code: 0 if the spike comes back and its cause is "
-    "told, 1 if it does not come back on the same weights, 3 if that cannot be told, 2 for what cannot be done.",
+    "known, 1 if it does not come back on the same weights, 3 if that is undecided, 2 if it cannot be computed.",
 )

@@ -1,4 +1,4 @@
-"""`gradguard report`: draw or print the record of a run, or of several, and say which conditions hold of it."""
+"""`gradguard report`: draw or print the records of one or several runs, and test conditions on them."""
 
 import argparse
 from pathlib import Path
@@ -39,7 +39,7 @@ def _report(parsed: argparse.Namespace) -> int:
             print_comparison(records)
     print(text)
     said = [f"{record.path}: {words}" for record in records for words in holding(conditions, record)]
-    for words in said:  # after the report, which shows why
+    for words in said:  # after the report, which shows the reason
         on_stderr(f"failed: {words}")
     return 1 if said else 0
 
@@ -77,7 +77,7 @@ COMMAND = Command(
         option(
             "--fail-on",
             'exit code 1 if one of these holds, as in "exploding,faulty_steps>0,clip_share>0.5"; 2 if one is not '
-            "measured. The name of a finding holds if there is one. To compare with a number, named as in --json: "
+            "measured. A name of a finding holds if the report has it. Numbers to compare, named as in --json: "
             "faulty_steps, nonfinite_steps, skipped_steps, clip_share, max_norm, median_norm, spike_share, drift, "
             "lock_in_share, final_loss, overhead_share, errors, warnings, or findings of a kind",
             metavar="CONDITIONS",

@@ -1,4 +1,4 @@
-"""`gradguard run`: observe a training script without a change to it, and draw what was seen."""
+"""`gradguard run`: observe an unmodified training script, and draw the record."""
 
 import argparse
 import time
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gradguard.named_rules import NamedRule
 
 _RECORDING = ("out", "force", "argv", "every", "clip", "resilient", "no_report")
-"""The options that say what is recorded and done, and how."""
+"""The options of a recorded run."""
 
 
 def _run(options: argparse.Namespace, program: ProgramLine) -> int:
@@ -22,11 +22,11 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     of_saving = first_given(options, "at", "perturbed", "launch")
     refuse(
         CommandError,
-        (of_saving and not saves, f"{of_saving} belongs to --save-gradients FILE, which is not there."),
+        (of_saving and not saves, f"{of_saving} requires --save-gradients FILE, which is missing."),
         (
             saves and others and options.steps is not None,
-            f"--steps with --save-gradients and {others}: steps that are saved, or the end of the script? Type a "
-            f"command of its own with {others}.",
+            f"--steps with --save-gradients and {others}: does it count saved steps, or end the script? Type a "
+            f"separate command with {others}.",
         ),
     )
     if saves:
@@ -37,13 +37,13 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     folder = options.out or Path("runs") / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     from gradguard.cli import script_run
 
-    if others == "--audit-norm":  # which is the last of them, so that nothing is recorded
+    if others == "--audit-norm":  # it is the last of `first_given`'s names, so no option asks for a record
         return script_run.audit_norm(options, program)
     return script_run.record(options, program, rule, folder)
 
 
 def _rule(text: str) -> "NamedRule":
-    """The rule in ``norm=1.0``, or that which the record in ``from=run.jsonl`` recommends."""
+    """Return the rule ``norm=1.0``, or the rule that the record in ``from=run.jsonl`` recommends."""
     from gradguard.named_rules import clipping_rule
 
     name, _, path = text.partition("=")
@@ -69,24 +69,24 @@ COMMAND = Command(
     "run",
     "watching",
     _run,
-    "observe a training script without a change to it",
+    "observe a training script without changing it",
     [
-        option("--out", "where run.jsonl and run.html go", type=Path, metavar="DIR"),
+        option("--out", "the folder for run.jsonl and run.html", type=Path, metavar="DIR"),
         flag("--force", "replace the record that DIR already holds"),
-        flag("--argv", "record the arguments as they are: secrets are not hidden"),
+        flag("--argv", "record the arguments unchanged: secrets are not hidden"),
         number("--every", "record each parameter's norm every N steps", _STEPS, 1),
         option(
             "--clip",
             "clip before each step: by a threshold (norm=1.0, value=0.5, adaptive=0.01, or adaptive=0.01,exclude=fc "
-            "to leave the module or parameter fc alone), by a rule that follows the norms of each optimizer (median, "
+            "to exclude the module or parameter fc), by a rule that follows the norms of each optimizer (median, "
             "autoclip, zclip=inf, clip_fraction=0.05, adagc=inf), or from=RECORD, as RECORD's report recommends. "
-            "Default: observe only, the weights come out bit-identical",
+            "Default: observe only; the weights are bit-identical",
             metavar="RULE",
         ),
         flag(
             "--resilient",
-            "skip the steps of each optimizer whose loss, or norm before any clip, stands far above its recent past, "
-            "and those that are not finite; all others come out bit-identical",
+            "skip the steps of each optimizer whose loss, or norm before any clip, is far above its recent past, "
+            "and those that are not finite; all others are bit-identical",
         ),
         number(
             "--steps", "end the script after N optimizer steps; with --save-gradients, save N whole steps", _STEPS, 1
@@ -98,19 +98,19 @@ COMMAND = Command(
             0,
             2**32 - 1,
         ),
-        flag("--no-report", "write the record and nothing else"),
+        flag("--no-report", "write only the record"),
         flag(
             "--audit-norm",
             "compare the norm that the script clips by with the true one, for 3 steps or --steps, record nothing, and "
             "then end the script; with an option of a record, such as --out, record the whole run too. Exit code: 0 "
-            "for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if the script fails before",
+            "for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if the script fails first",
         ),
         option(
             "--save-gradients",
             "save the gradients of the first optimizer step for `gradguard parity`: the script is started once, and "
-            "forks for each of six runs that differ by rounding. With --at N those of step N, with --steps K whole "
-            "steps: what a clip leaves, the optimizer's state and the weights; then nine runs. With another option, "
-            "such as --out, it is then run as without this one",
+            "forks for each of six runs that differ by rounding. With --at N save those of step N. With --steps K save "
+            "whole steps: gradients after the clip, the optimizer's state and the weights; in nine runs. With another "
+            "option, such as --out, the script is then run once more for it",
             type=Path,
             metavar="FILE",
         ),

@@ -1,4 +1,4 @@
-"""`gradguard run --save-gradients`: the gradients of a script's step, or whole steps, for `gradguard parity`."""
+"""`gradguard run --save-gradients`: save the gradients of a script's step, or whole steps, for `gradguard parity`."""
 
 import argparse
 import os
@@ -15,14 +15,14 @@ from gradguard.monitoring.record.text import on_stderr
 
 _DEFAULT_RUNS = 4
 _FOLDER = "GRADGUARD_SAVE_GRADIENTS"
-"""The environment variable that names the folder which the processes of a launch share."""
+"""The environment variable for the folder that the processes of a launch share."""
 
 
 def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others: str) -> int:
-    """Run the program up to the steps that are saved, forking once for each run; or launch processes that do so.
+    """Run the program up to the saved steps, forking once for each run; or launch processes that do so.
 
     Args:
-        options: Those of ``gradguard run``.
+        options: The options of ``gradguard run``.
         program: The program.
         others: An option for which the program then runs once more, to its end; "" if there is none.
 
@@ -33,10 +33,10 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
         CommandError: If the options contradict each other or the system, or the program makes no step.
     """
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
-    launched = os.environ.pop(_FOLDER, None)  # what the script starts is no run of its own
+    launched = os.environ.pop(_FOLDER, None)  # hidden from the script's own processes, which belong to no run
     launcher = shlex.split(options.launch or "")
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    started_together = world > 1 and not launched  # such processes cannot meet again in several runs
+    started_together = world > 1 and not launched  # such processes cannot start again together for several runs
     ranks = os.environ.get("LOCAL_WORLD_SIZE", world)
     file = options.save_gradients.absolute()
     refuse(
@@ -49,22 +49,22 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
             started_together and perturbed,
             "processes that are started together run a script once. Type gradguard run "
             f"--launch 'torchrun --nproc-per-node {ranks}' --save-gradients FILE SCRIPT, which starts them for each "
-            "run; or add --perturbed 0, and bars are not measured.",
+            "run; or add --perturbed 0, without measured error bars.",
         ),
         (
             options.launch is not None and not any(map(shutil.which, launcher[:1])),
-            f"--launch {options.launch!r}: there is no such command. Expected what stands before -m MODULE, as in "
+            f"--launch {options.launch!r}: there is no such command. Expected the words before -m MODULE, as in "
             "'torchrun --nproc-per-node 8'.",
         ),
         (
             others and (launcher or world > 1),
-            f"{others} with --save-gradients of several processes: these run the script once. Type a command "
-            f"of its own with {others}.",
+            f"{others} with --save-gradients of several processes: these run the script once. Type a separate "
+            f"command with {others}.",
         ),
         (not file.parent.is_dir(), f"--save-gradients {file}: there is no folder {file.parent}."),
         (
             not hasattr(os, "fork"),
-            "--save-gradients doubles the process of the script, which this system cannot. Call "
+            "--save-gradients forks the process of the script, which this system cannot. Call "
             "gradguard.save_gradients(file, model, step) in the script.",
         ),
     )
@@ -89,7 +89,7 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
 def _launched(
     launcher: list[str], file: Path, perturbed: int, folder: str, options: argparse.Namespace, program: ProgramLine
 ) -> int:
-    """Start the processes, once; each of them forks for each run."""
+    """Start the processes once; each of them forks for each run."""
     given = {"perturbed": perturbed, "at": options.at, "steps": options.steps, "seed": options.seed}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     command = [*launcher, "-m", "gradguard", "run", "--save-gradients", str(file), *words, *program.typed]
@@ -136,7 +136,7 @@ def _saved(file: Path, perturbed: int, folder: Path, options: argparse.Namespace
         code = int(end.code or 0)
     if code and not runs.is_over:
         on_stderr(
-            f"the script ended with exit code {code} before its optimizer step {wanted.last} was over: nothing is saved"
+            f"the script ended with exit code {code} before its optimizer step {wanted.last} ended: nothing is saved"
         )
     runs.leave(code)
     if runs.refusal or not (code or runs.is_over):

@@ -1,4 +1,4 @@
-"""The run of a script with all that listens to it: the part of `gradguard run` that loads PyTorch."""
+"""Run a script with all its listeners: the part of `gradguard run` that loads PyTorch."""
 
 import argparse
 import functools
@@ -37,7 +37,7 @@ def record(options: argparse.Namespace, program: ProgramLine, rule: "NamedRule |
     """Run the program, write its record and draw it; return the program's exit code, or that of its audit.
 
     Args:
-        options: Those of ``gradguard run``.
+        options: The options of ``gradguard run``.
         program: The program.
         rule: The rule to clip by.
         folder: The folder of the record.
@@ -46,9 +46,9 @@ def record(options: argparse.Namespace, program: ProgramLine, rule: "NamedRule |
         The exit code.
 
     Raises:
-        CommandError: If there is no such program, or the record is there already.
+        CommandError: If there is no such program, or the record already exists.
     """
-    writes = rank_and_world()[0] == 0  # else another process does
+    writes = rank_and_world()[0] == 0  # other ranks write no record
     loaded = load(program.words, program.is_module)
     path = followed = None
     if writes:
@@ -67,11 +67,11 @@ def audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
     """Run the program for some steps without a record, and compare the norms that it clips by with the true ones.
 
     Args:
-        options: Those of ``gradguard run``.
+        options: The options of ``gradguard run``.
         program: The program.
 
     Returns:
-        The exit code of the verdict, or 2 where the program has failed before it.
+        The exit code of the verdict, or 2 if the program failed first.
     """
     loaded = load(program.words, program.is_module)
     stop_watching()
@@ -89,7 +89,7 @@ def _audit_of(steps: int, *, goes_on: bool = False) -> "ScriptAudit":
 
 
 def _audited(audit: "ScriptAudit", code: int, file: IO[str]) -> int:
-    """Print what an audit found to ``file``, and return its exit code, or 2 where the script has failed before it."""
+    """Print an audit's result to ``file``, and return its exit code, or 2 if the script failed before the audit."""
     if code and not audit.done:
         on_stderr(f"the script ended with exit code {code} before its norm was audited.")
         return 2
@@ -99,14 +99,14 @@ def _audited(audit: "ScriptAudit", code: int, file: IO[str]) -> int:
         with encodable(file):
             print("\n".join(lines), file=file)
     for line in lines:
-        if rank and " unclipped: " in line:  # what this process alone knows
+        if rank and " unclipped: " in line:  # a finding that differs between processes
             on_stderr(f"rank {rank}: {line}")
     return EXIT_CODES[verdict]
 
 
 def _followed(clip: str, folder: Path, typed: list[str]) -> dict[str, Any] | None:
-    # The run that this one follows is that of the record of --clip from=, or the last of the script in the folders
-    # beside that of the new record; a long record is not read.
+    # The run that this one follows: the record of --clip from=, or else the script's last record in the folders
+    # beside the new record. A long record is not read.
     name, _, named = clip.partition("=")
     try:
         path = Path(named) if name == "from" else _last_record(folder, typed)
@@ -118,7 +118,7 @@ def _followed(clip: str, folder: Path, typed: list[str]) -> dict[str, Any] | Non
 
         record = read_record(path)
         return facts_of(record, diagnose(record).cause, recommend(record).rule)
-    except (OSError, GradguardError):  # a record that cannot be read is none to follow
+    except (OSError, GradguardError):  # do not follow a record that cannot be read
         return None
 
 
@@ -126,7 +126,7 @@ def _last_record(folder: Path, typed: list[str]) -> Path | None:
     """Return the newest record of the same command in a folder beside this one.
 
     Numbers may differ: a learning rate is one, and so is a seed. Any other argument may name another task, whose losses
-    are no others to compare with.
+    cannot be compared.
     """
     argv = program_facts(typed)["argv"]
     known = {path / "run.jsonl" for path in [folder, *folder.parent.glob("*")]}
@@ -142,13 +142,13 @@ class _Recording:
     """One run of a script with its record and its closing messages.
 
     Args:
-        options: Those of the command.
-        record: The path of its record; None where another process writes it.
+        options: The options of the command.
+        record: The path of its record; None if another process writes it.
         signals: The handlers of signals during the run.
     """
 
     def __init__(self, options: argparse.Namespace, record: Path | None, signals: SignalHandlers) -> None:
-        stop_watching()  # where the environment variable asks for a watch, this one is it
+        stop_watching()  # this run replaces the watch that the environment variable asks for
         self.options, self.record, self.signals = options, record, signals
         self.here, self.process = Path.cwd(), os.getpid()
         self.replaced = identity(record) if options.force else ""
@@ -162,7 +162,7 @@ class _Recording:
         rule: "NamedRule | None",
         followed: dict[str, Any] | None,
     ) -> int:
-        """Run the script with all that listens to it; return its exit code, or that of the audit of its norm."""
+        """Run the script with all its listeners; return its exit code, or that of the audit of its norm."""
         options, record = self.options, self.record
         clip, guards = None, []
         if rule is not None:
@@ -192,7 +192,7 @@ class _Recording:
         code = 1
         try:
             with listening(*audits, observer, *guards), children_watched(record, self.replaced):
-                code = run(program, self.signals)  # an audit hears of a step before a clip of ours
+                code = run(program, self.signals)  # the audit comes first: it receives a step before our clip acts
         finally:
             self.signals.hold()
             observer.close(code, interrupted=isinstance(code, BySignal))
@@ -203,11 +203,11 @@ class _Recording:
                     self.tell(observer, record, code)
         if not audits or isinstance(code, BySignal) or os.getpid() != self.process:
             return code
-        verdict = _audited(audits[0], code, sys.stderr)  # beside a record standard output is the script's
+        verdict = _audited(audits[0], code, sys.stderr)  # with a record, standard output belongs to the script
         return code or verdict
 
     def opened(self) -> Path | None:
-        """Return the record, at the first step: a program without one leaves nothing behind."""
+        """Return the path of the record, at the first step: a program without a step leaves nothing behind."""
         self.stepped = True
         if self.record is not None:
             remove_replaced(self.record, self.replaced)
@@ -217,13 +217,13 @@ class _Recording:
         """Draw the record of the run, and name the records that other processes have written."""
         known = {*self.before, observer.path}
         if observer.path is None and self.replaced and identity(record) != self.replaced:
-            known.discard(record)  # a process of rank 0 has replaced it
+            known.discard(record)  # a process of rank 0 replaced it
         others = {path: _owner_of(path) for path in records_beside(record) if path not in known}
         started = [path for path, owner in others.items() if owner == _STARTED]
         shown = observer.path or (record if record in started else None)
         if shown and not self.options.no_report:
             _show(shown, self.here, self.signals)
-        if not (shown or self.stepped):  # a record that could not be written has said so
+        if not (shown or self.stepped):  # a record that could not be written has been reported already
             on_stderr(_no_step(code, observer.clip_calls, [_short(path, self.here) for path in started]))
         if started and self.options.clip:
             on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
@@ -246,10 +246,10 @@ def _no_step(code: int, clip_calls: int, elsewhere: list[str]) -> str:
     if elsewhere:
         return f"this process made no optimizer step, others did; draw one: gradguard report {elsewhere[0]}"
     if code:
-        return "it ended before its first optimizer step, so there is no record."
-    seen = f"{clip_calls:,} clip calls were seen, but no optimizer step" if clip_calls else "no optimizer step was seen"
+        return "the script ended before its first optimizer step, so there is no record."
+    seen = f"{clip_calls:,} clip calls were made, but no optimizer step" if clip_calls else "no optimizer step was made"
     return (
-        f"{seen}, so there is no record. gradguard sees step() of every torch.optim optimizer, and no weights "
+        f"{seen}, so there is no record. gradguard observes step() of every torch.optim optimizer, but not weights "
         "that a script or an engine changes by itself."
     )
 
@@ -260,7 +260,7 @@ def _show(record: Path, here: Path, signals: SignalHandlers) -> None:
 
     from gradguard.monitoring.show.report import page_beside, print_summary, write_report
 
-    if not record.exists():  # somebody deleted it, of which they have been warned
+    if not record.exists():  # it was deleted, and a warning has said so
         return
     try:
         with signals.raised(), progress() as say:
@@ -270,13 +270,13 @@ def _show(record: Path, here: Path, signals: SignalHandlers) -> None:
             if found.steps:
                 try:
                     drawn = f"report: {printable(_short(write_report([found], page_beside(record)), here))}"
-                except RecordError as error:  # such as a full disk: what was found is printed all the same
+                except RecordError as error:  # for instance a full disk: the summary is printed all the same
                     drawn = printable(f"no report: {error}")
-        if not drawn:  # the page would say nothing
+        if not drawn:  # the page would be empty
             why = "".join(f" {event.get('message', '')}." for event in found.events[-1:])
             on_stderr(f"no optimizer step was recorded, so there is no report.{why} See {_short(record, here)}")
             return
-        with encodable(sys.stderr):  # standard output is the script's
+        with encodable(sys.stderr):  # standard output belongs to the script
             print_summary(found, Console(stderr=True))
             print(f"record: {printable(_short(record, here))}\n{drawn}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
@@ -286,5 +286,5 @@ def _show(record: Path, here: Path, signals: SignalHandlers) -> None:
 
 
 def _short(path: Path, here: Path) -> str:
-    """The path from ``here``, if it is below."""
+    """Return the path relative to ``here``, if it is below."""
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

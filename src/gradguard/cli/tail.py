@@ -11,7 +11,7 @@ def _tail(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
     from gradguard.monitoring.show.live_tail import INTERRUPTED, tail
 
-    with SignalHandlers():  # so that the terminal is put back
+    with SignalHandlers():  # they restore the terminal
         code = tail(parsed.record, once=parsed.once, events=parsed.lines)
     return BySignal.of(signal.SIGINT) if code == INTERRUPTED else code
 
@@ -22,9 +22,9 @@ COMMAND = Command(
     _tail,
     "follow a run in progress in the terminal",
     [
-        option("record", "a record, or its folder; waited for if not there", type=Path, metavar="run.jsonl"),
-        flag("--once", "show what is there now and return"),
-        option("--lines", "how many of the last events to show, 5", type=int, default=5, metavar="N"),
+        option("record", "a record, or its folder; if missing, wait for it", type=Path, metavar="run.jsonl"),
+        flag("--once", "show the present state and return"),
+        option("--lines", "number of last events to show, 5", type=int, default=5, metavar="N"),
     ],
-    "Exit code: 0 when the run has ended or with --once. Ctrl-C ends it, and a shell loop round it.",
+    "Exit code: 0 when the run has ended or with --once. Ctrl-C ends it, and a shell loop around it.",
 )

@@ -50,14 +50,14 @@ def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
 
 def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
     if options.metric is None:
-        refuse(CommandError, (options.maximize, "--maximize goes with --metric: a training loss is minimized."))
+        refuse(CommandError, (options.maximize, "--maximize requires --metric: a training loss is minimized."))
         return None
     try:
         found = re.compile(options.metric)
     except re.error as error:
-        raise CommandError(f"--metric {options.metric!r} is no regular expression: {error}.") from error
+        raise CommandError(f"--metric {options.metric!r} is not a regular expression: {error}.") from error
     words = (
-        f"--metric {options.metric!r} has {found.groups} groups: put what stands for the number into one pair of "
+        f"--metric {options.metric!r} has {found.groups} groups: put the part that matches the number into one pair of "
         r"parentheses, as in --metric 'val_loss=(\S+)'."
     )
     refuse(CommandError, (found.groups != 1, words))
@@ -74,16 +74,16 @@ COMMAND = Command(
     [
         number("--steps", "optimizer steps of a run, 250", _WHOLE, 1, default=250),
         number("--seeds", "runs of each rule, 3", _WHOLE, 1, default=3, metavar="K"),
-        option("--rule", "a rule as for run --clip, in place of ours", action="append", metavar="RULE"),
+        option("--rule", "a rule as for run --clip, instead of the default ones", action="append", metavar="RULE"),
         option("--record", "take the rules from this record", type=Path, metavar="RECORD"),
-        option("--metric", "judge by the last number that it finds in what the script prints", metavar="REGEX"),
+        option("--metric", "judge by the last number that it matches in the script's output", metavar="REGEX"),
         flag("--maximize", "the highest metric is the best, not the lowest"),
-        option("--out", "where the records of all runs go", type=Path, metavar="DIR"),
+        option("--out", "the folder for the records of all runs", type=Path, metavar="DIR"),
         flag("--force", "replace the records that DIR already holds"),
         flag("--json", "print one line of JSON instead of a table"),
     ],
-    "Runs the script as it is, by the rule that its record recommends and by three constants, with the same seeds, "
-    "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands for "
-    "the seed.",
+    "Runs the script unmodified, with the rule that its record recommends and with three constants, with the same "
+    "seeds, and compares the training losses, or a metric that the runs print. {seed} in an argument of the script is "
+    "replaced by the seed.",
     runs_program=True,
 )

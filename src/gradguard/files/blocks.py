@@ -1,4 +1,4 @@
-"""A file of texts and raw blocks of bytes, laid out as safetensors: a JSON header that describes them, then the bytes.
+"""A file of texts and raw blocks of bytes in the layout of safetensors: a JSON header, then the bytes.
 
 No part of such a file is code. The sizes in the header are compared with the length of the file before any block is
 read or allocated.
@@ -20,8 +20,8 @@ from gradguard.files.opening import open_regular, size_of
 LONGEST_HEADER = 256 * 2**20
 """The longest header that is read, in bytes: three times that of a model of a million tensors."""
 
-MOST_DIMENSIONS = 64  # of a shape that is read
-_AT_ONCE = 2**24  # bytes that are read or written by one call
+MOST_DIMENSIONS = 64  # the most dimensions of a shape that is read
+_AT_ONCE = 2**24  # the number of bytes that one call reads or writes
 _ITEMSIZE = {"U8": 1, "F64": 8}
 
 Buffer = bytes | bytearray | memoryview
@@ -35,7 +35,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
     """
     shape = tuple(_counts(value))
     if len(shape) > MOST_DIMENSIONS or math.prod(shape) >= 2**63:
-        raise ValueError("a shape has more elements, or dimensions, than can be meant")
+        raise ValueError("a shape has implausibly many elements or dimensions")
     return shape
 
 
@@ -50,8 +50,8 @@ class Block(NamedTuple):
     Attributes:
         dtype: ``"U8"`` or ``"F64"``, in little-endian order.
         shape: The number of elements along each dimension.
-        start: Where its bytes begin in the file.
-        end: Where they end.
+        start: Offset of its first byte in the file.
+        end: Offset after its last byte.
     """
 
     dtype: str
@@ -74,10 +74,10 @@ class NewBlock(NamedTuple):
 
 
 def write_blocks(file: Any, about: Mapping[str, str], blocks: Mapping[str, NewBlock]) -> None:
-    """Write text and blocks.
+    """Write texts and blocks.
 
     Args:
-        file: A file that is open to be written, at its start.
+        file: A file opened for writing, at its start.
         about: Texts by their names.
         blocks: Blocks by their names.
     """
@@ -103,7 +103,7 @@ class BlockFile:
 
     Attributes:
         about: Its texts by their names.
-        blocks: The description of each block: within the file, as long as dtype and shape say.
+        blocks: The description of each block; each is within the file, with the length of its dtype and shape.
 
     Raises:
         OSError: If the file cannot be read, or is not a regular file.
@@ -116,24 +116,24 @@ class BlockFile:
             self._size = size_of(self._file)
             length = int.from_bytes(self._file.read(8), "little")
             if not 2 <= length <= min(self._size - 8, LONGEST_HEADER):
-                raise ValueError("its header has no length that can be meant, or it is cut off")
+                raise ValueError("its header has an implausible length, or it is cut off")
             header = _object(decode_json(self._file.read(length)))
             self.about: dict[str, str] = mapping_of(text)(header.pop("__metadata__", {}))
             self.blocks = {name: self._block(one, 8 + length) for name, one in header.items()}
             ends = sorted((block.start, block.end) for block in self.blocks.values())
             if [8 + length, *(end for _, end in ends)] != [*(start for start, _ in ends), self._size]:
-                raise ValueError("its blocks are not all of it")
+                raise ValueError("its blocks do not cover it exactly")
         except BaseException:
             self._file.close()
             raise
 
-    def _block(self, told: Any, begin: int) -> Block:
-        if _object(told).keys() != _DESCRIPTION.keys():
-            raise ValueError("a block is not described as one")
-        dtype, shape, (start, end) = (rule(told[name]) for name, rule in _DESCRIPTION.items())
+    def _block(self, description: Any, begin: int) -> Block:
+        if _object(description).keys() != _DESCRIPTION.keys():
+            raise ValueError("a block lacks a field of its description, or has another one")
+        dtype, shape, (start, end) = (rule(description[name]) for name, rule in _DESCRIPTION.items())
         length = _ITEMSIZE.get(dtype, math.nan) * math.prod(shape)
         if not start <= end <= self._size - begin or end - start != length:
-            raise ValueError("a block has another size than its dtype and shape, or it is cut off")
+            raise ValueError("a block's size differs from its dtype and shape, or it is cut off")
         return Block(dtype, shape, begin + start, begin + end)
 
     def read(self, name: str) -> bytes:
@@ -166,7 +166,7 @@ class BlockFile:
         """
         block, checksum = self.blocks[name], 0
         if len(memory) != block.nbytes:
-            raise ValueError("a block has another size than what it is read into")
+            raise ValueError("a block's size differs from the memory that it is read into")
         self._file.seek(block.start)
         for begin in range(0, len(memory), _AT_ONCE):
             part = memory[begin : begin + _AT_ONCE]

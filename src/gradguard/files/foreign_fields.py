@@ -1,6 +1,6 @@
-"""Rules for the types and bounds of fields in files of unknown origin; a reader has a table of one rule a field.
+"""Rules for the types and bounds of fields in files of unknown origin; a reader has a table with one rule a field.
 
-A rule takes the decoded JSON value of a field, and returns the value to keep, or raises ValueError.
+A rule takes the decoded JSON value of a field, and returns the value to keep or raises ValueError.
 """
 
 import sys
@@ -11,18 +11,18 @@ Rule = Callable[[Any], Any]
 
 LARGEST = sys.float_info.max
 MOST = 2**53
-"""From here on floats do not represent every whole number."""
+"""The least whole number from which on floats cannot represent every whole number."""
 
 
 def number(low: float = -LARGEST, high: float = LARGEST, *, null: bool = False) -> Rule:
     """Return the rule of a number from ``low`` to ``high``.
 
-    A whole number from `MOST` on becomes a float, so that arithmetic with it overflows as floats do.
+    A whole number of `MOST` or more becomes a float, so that arithmetic with it overflows as floats do.
 
     Args:
         low: The least number.
         high: The largest.
-        null: Whether None is kept too.
+        null: Whether None is accepted too.
 
     Example:
         >>> rule = number(0, null=True)

@@ -1,24 +1,24 @@
-"""Read JSON of unknown origin: its number of values is bounded before it is parsed, its depth before it is returned."""
+"""Read JSON of unknown origin: its number of values is bounded before parsing, and its depth afterwards."""
 
 import json
 from typing import Any
 
 DEEPEST = 150
-"""The most brackets within brackets: a function that walks through the value may recurse to this depth."""
+"""The deepest nesting of brackets: a function that walks through the value may recurse to this depth."""
 
 MOST_VALUES = 4_000_000
-"""The most numbers, strings and containers of one text; each takes some 64 bytes of memory."""
+"""The largest number of numbers, strings and containers in one text; each takes some 64 bytes of memory."""
 
 _SHORT = 1 << 16
-"""The length, in bytes, up to which a text cannot have too many values."""
+"""Length in bytes up to which a text cannot have too many values."""
 
 
 def decode_json(text: bytes, *, finite: bool = True) -> Any:
-    """Return the value of a JSON text; an object that has a key twice is refused.
+    """Return the value of a JSON text; an object with a repeated key is refused.
 
     Args:
         text: The JSON, in UTF-8.
-        finite: Whether NaN and infinity, which JSON does not have, are refused.
+        finite: Whether NaN and infinity, which are not JSON, are refused.
 
     Raises:
         ValueError: If the text is not JSON, is nested more deeply than `DEEPEST`, or has more than `MOST_VALUES`
@@ -64,7 +64,7 @@ def is_deep(value: Any) -> bool:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

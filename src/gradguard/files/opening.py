@@ -11,8 +11,8 @@ from pathlib import Path
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file to read its bytes.
 
-    **Guarantees**: a pipe, a socket, a device or a folder is refused and never waited for, also if it replaces
-    a file just before the call: the kind is read from the open file. A link to a regular file is followed.
+    **Guarantees**: a pipe, a socket, a device or a folder is refused and never waited for, even if it replaces a file
+    just before the call: the kind is read from the open file. A link to a regular file is followed.
 
     Args:
         path: The file.
@@ -21,7 +21,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
         The file, open at its start.
 
     Raises:
-        OSError: If there is no such file, it may not be read, or it is not a regular one; ``strerror`` names its kind.
+        OSError: If there is no such file, it cannot be read, or it is not a regular one; ``strerror`` names its kind.
 
     Example:
         >>> open_regular("/dev/null")
@@ -45,7 +45,7 @@ def read_whole(path: str | os.PathLike[str], most: int) -> bytes:
 
     Args:
         path: The file.
-        most: The largest size that is accepted, in bytes.
+        most: The largest accepted size, in bytes.
 
     Raises:
         OSError: If the file cannot be read, or is larger.
@@ -53,7 +53,7 @@ def read_whole(path: str | os.PathLike[str], most: int) -> bytes:
     with open_regular(path) as file:
         if (size := size_of(file)) > most:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} were expected", os.fspath(path))
-        return file.read(most)  # also of a file that grows meanwhile
+        return file.read(most)  # the file may grow meanwhile
 
 
 def size_of(file: BufferedReader) -> int:
@@ -73,7 +73,7 @@ def refuse_compressed(file: BufferedReader) -> None:
     """Refuse an archive, such as torch.save writes, that would take more memory than it has bytes.
 
     Args:
-        file: The open file, at its start, to which it returns. A file that is no archive is accepted.
+        file: The open file, at its start, where it also ends. A file that is not an archive is accepted.
 
     Raises:
         ValueError: If a part of the archive is compressed, or its parts together are longer than the file.

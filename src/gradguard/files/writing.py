@@ -1,4 +1,4 @@
-"""Write a file, or a directory of files, in one piece: a reader sees the old one, the new one, or none.
+"""Write a file, or a directory of files, in one piece: a reader finds the old version, the new one, or none.
 
 A directory is begun (`begin_directory`), filled under another name (`beside_name`), and renamed (`end_directory`).
 """
@@ -13,21 +13,21 @@ from contextlib import contextmanager, suppress
 from io import BufferedWriter
 from pathlib import Path
 
-_USED = "it is there already, and not empty"
+_USED = "it exists already, and is not empty"
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BufferedWriter]:
-    """Yield a file that takes the place of ``path`` at the end of the block, if nothing was raised.
+    """Yield a file that replaces ``path`` at the end of the block, if no exception was raised.
 
-    **Guarantees**: until then ``path`` is as it was; a full disk, an exception or the end of the process leaves it so,
-    and the first two leave no other file behind. Nothing is written through a link, nor into a pipe or a device.
+    **Guarantees**: until then ``path`` is unchanged. A full disk, an exception or the end of the process leaves it
+    unchanged, and the first two leave no other file behind. Nothing is written through a link, a pipe or a device.
 
     Args:
-        path: The file to write; its folder exists.
+        path: The file to write; its folder must exist.
 
     Yields:
-        The file, open for bytes.
+        The file, open for writing bytes.
 
     Raises:
         OSError: If it cannot be written, or ``path`` is a link, a folder, a pipe or a device.
@@ -79,21 +79,21 @@ def refuse_link(path: Path) -> None:
         if stat.S_ISDIR(mode):
             raise OSError(errno.EISDIR, "it is a folder", str(path))
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def beside_name(directory: Path, number: int) -> Path:
-    """Return the name under which a directory is filled before it gets its own; one for each ``number``."""
+    """Return the name under which a directory is filled before it is renamed; one for each ``number``."""
     directory = directory.absolute()
     return directory.with_name(f".{directory.name[:100]}.part-{number:014x}")
 
 
 def begin_directory(directory: Path, filled: Path) -> None:
-    """Make the directory that `beside_name` names, with the access rights of ``directory`` where that exists.
+    """Create the directory that `beside_name` names, with the permissions of ``directory`` if that exists.
 
     Raises:
         FileExistsError: If ``directory`` exists and is not empty.
-        OSError: If the directory cannot be made.
+        OSError: If the directory cannot be created.
     """
     refuse_used(directory)
     filled.parent.mkdir(parents=True, exist_ok=True)
@@ -103,16 +103,16 @@ def begin_directory(directory: Path, filled: Path) -> None:
 
 
 def end_directory(directory: Path, filled: Path) -> None:
-    """Rename a filled directory in one piece; of two processes that try at once only one succeeds.
+    """Rename a filled directory in one piece; if two processes try at once, only one succeeds.
 
     Raises:
-        FileExistsError: If ``directory`` exists and is not empty, such as where another process was earlier.
+        FileExistsError: If ``directory`` exists and is not empty, for instance because another process was first.
         OSError: If the directory cannot be renamed.
     """
     try:
         if os.name == "nt" and directory.is_dir():
             directory.rmdir()
-        os.rename(filled, directory)  # over an empty directory too, never over one that holds anything
+        os.rename(filled, directory)  # replaces an empty directory, never one with content
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise FileExistsError(errno.EEXIST, _USED, str(directory)) from error
@@ -121,7 +121,7 @@ def end_directory(directory: Path, filled: Path) -> None:
 
 
 def drop_directory(filled: Path) -> None:
-    """Remove a directory that `begin_directory` made, where an error prevents `end_directory`."""
+    """Remove a directory of `begin_directory` if an error prevents `end_directory`."""
     shutil.rmtree(filled, ignore_errors=True)
 
 
@@ -129,7 +129,7 @@ def refuse_used(directory: Path) -> None:
     """Refuse a path that exists and is not an empty directory.
 
     Raises:
-        FileExistsError: If the path holds anything, or is not a directory.
+        FileExistsError: If the path has any content, or is not a directory.
     """
     if os.path.lexists(directory) and (directory.is_symlink() or not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(errno.EEXIST, _USED, str(directory))

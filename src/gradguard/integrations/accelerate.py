@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: a Guard for an optimizer that an ``Accelerator`` has prepared, or a clip of each sample."""
 
-# ruff: noqa: E402  (the version comes first, so that it is what an error is about)
+# ruff: noqa: E402  (the version check comes first, so that its error comes first)
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -53,9 +53,9 @@ def guard(
     model: nn.Module | None = None,
     **options: Any,
 ) -> gg.Guard:
-    """Clip at each real step of ``optimizer``, which ``accelerator`` has prepared; the loop needs no clip any more.
+    """Clip at each real step of ``optimizer``, which ``accelerator`` has prepared; the loop needs no clip of its own.
 
-    One line after ``accelerator.prepare(...)``. What it adds to `gradguard.Guard`: it finds the optimizer inside
+    Call it once after ``accelerator.prepare(...)``. In addition to `gradguard.Guard`, it finds the optimizer inside
     Accelerate's, saves and loads the clipper's state with ``accelerator.save_state`` and ``load_state``, and refuses
     ``accelerator.clip_grad_norm_`` beside it.
 
@@ -64,7 +64,7 @@ def guard(
     * Once for each real step: under ``accumulate()`` when the gradients are synchronised, and not before.
     * Thresholds are for unscaled gradients: with fp16 nothing needs to be unscaled by hand, and
       ``accelerator.unscale_gradients()`` before the step does no harm.
-    * ``load_state`` brings the clipper and the counts back bit for bit.
+    * ``load_state`` restores the clipper and the counts bit for bit.
 
     **Edge cases.**
 
@@ -72,13 +72,13 @@ def guard(
     case                                        what happens
     ==========================================  ================================================================
     a GradScaler finds an overflow              Accelerate skips step and scheduler; the guard counts the skip
-    the same, with a fused optimizer            the step is skipped; Accelerate does not know and moves the scheduler
+    the same, with a fused optimizer            the step is skipped; Accelerate does not notice and moves the scheduler
     the guard skips (bf16, fp32)                the scheduler moves: ``optimizer_step_was_skipped`` stays False
     ``accelerator.clip_grad_norm_`` beside it   an error; ``guard.last.norm`` is the norm before the clip
     several optimizers                          a call and a clipper for each
-    ``model=None``                              parameters are called as the optimizer calls them
-    DeepSpeed, Megatron-LM                      an error: they clip by themselves, with gradients that are their own
-    FSDP1                                       needs the prepared ``model``, which knows what part each process has
+    ``model=None``                              parameters are named as the optimizer names them
+    DeepSpeed, Megatron-LM                      an error: they own the gradients and clip them
+    FSDP1                                       needs the prepared ``model``, which describes each process' part
     ==========================================  ================================================================
 
     Args:
@@ -89,12 +89,12 @@ def guard(
         **options: ``nonfinite`` and ``max_consecutive_skips``, as for `gradguard.Guard`.
 
     Returns:
-        The guard, which acts already, and which the accelerator saves and loads. It need not be kept.
+        The guard, which is already attached, and which the accelerator saves and loads. It need not be stored.
 
     Raises:
         InvalidTypeError: If one of the first three is of another type, or the optimizer is not prepared.
         UnsupportedGradientError: If DeepSpeed or Megatron-LM owns the gradients.
-        InvalidValueError: If the optimizer has a guard, or an argument is not one that `gradguard.Guard` takes.
+        InvalidValueError: If the optimizer has a guard, or `gradguard.Guard` refuses an argument.
 
     Example:
         >>> import gradguard as gg, torch
@@ -127,7 +127,7 @@ def resilience(
     It finds the optimizer inside Accelerate's and the accelerator's GradScaler, is saved and loaded with
     ``accelerator.save_state`` and ``load_state`` (snapshots stay in memory), and refuses
     ``accelerator.clip_grad_norm_`` beside it. The loop calls ``record_loss`` before each backward, with the loss
-    as it is before Accelerate divides it, and ``step`` after each ``optimizer.step()``.
+    before Accelerate divides it, and ``step`` after each ``optimizer.step()``.
 
     Args:
         accelerator: The accelerator.
@@ -175,7 +175,7 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside Accelerate's wrappers: the one whose hooks run once for each real step.
 
     Args:
-        optimizer: A prepared optimizer, or one that is not.
+        optimizer: An optimizer, prepared or not.
 
     Returns:
         The innermost optimizer.
@@ -195,9 +195,9 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if isinstance(optimizer, DeepSpeedOptimizerWrapper | MegatronLMOptimizerWrapper):
             engine = "DeepSpeed" if isinstance(optimizer, DeepSpeedOptimizerWrapper) else "Megatron-LM"
             raise UnsupportedGradientError(
-                f"{engine} owns the gradients and clips them itself: a Guard would see nothing, or parts without the "
-                f"whole. Set the threshold in the configuration of {engine} (gradient_clipping, clip_grad) and use no "
-                "Guard."
+                f"{engine} owns the gradients and clips them itself: a Guard would receive nothing, or parts without "
+                f"the whole. Set the threshold in the configuration of {engine} (gradient_clipping, clip_grad) and use "
+                "no Guard."
             )
         optimizer = cast(torch.optim.Optimizer, optimizer.optimizer)
     return optimizer
@@ -209,18 +209,18 @@ _attached: "WeakKeyDictionary[Accelerator, PerSampleClip]" = WeakKeyDictionary()
 
 
 class PerSampleClip(PerSampleJob):
-    """Clips samples for an accelerator; `clip_per_sample` makes it.
+    """Clips samples for an accelerator; `clip_per_sample` creates it.
 
     Attributes:
         norm_clipper: The rule.
         clipper: The `gradguard.PerSampleGradientClipper`; ``clipper.statistics`` has the norms of the last batch.
     """
 
-    _accelerator: "ref[Accelerator]"  # which holds this one in its checkpoints
+    _accelerator: "ref[Accelerator]"  # a weak reference: the accelerator holds this object in its checkpoints
     _optimizer: AcceleratedOptimizer
 
     def attach(self, accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer) -> Self:
-        """Begin, and let ``accelerator`` call this one: at each backward, at each real step, and in checkpoints."""
+        """Begin, and let ``accelerator`` call this object: at each backward, at each real step, and in checkpoints."""
         self.begin(Run(model, model, [optimizer.optimizer]))
         self._accelerator, self._optimizer = ref(accelerator), optimizer
         _attached[accelerator] = self
@@ -231,7 +231,7 @@ class PerSampleClip(PerSampleJob):
         return self
 
     def detach(self) -> None:
-        """Give model, optimizer and accelerator back as they were; calling it again does nothing."""
+        """Detach from model, optimizer and accelerator; calling it again does nothing."""
         accelerator = self._accelerator()
         if accelerator is not None and _attached.get(accelerator) is self:
             del _attached[accelerator]
@@ -245,25 +245,25 @@ def clip_per_sample(
     norm_clipper: gg.rules.NormClipper,
     **options: Any,
 ) -> PerSampleClip:
-    r"""Clip the gradient of each sample by ``norm_clipper``, before they are summed; the loop stays as it is.
+    r"""Clip the gradient of each sample by ``norm_clipper``, before they are summed; the loop is unchanged.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i
 
-    over all N samples of the optimizer step, those of all its accumulated batches. :math:`\ell_i` is sample i's own
-    loss, of which what is passed to ``accelerator.backward`` must be the mean over the samples of its batch (or the
-    sum: ``loss_reduction="sum"``). **gradguard cannot check this.** A mean over all *tokens* of a batch, where samples
-    have unequal numbers of them, is not: average over each sample's own tokens first, then over samples.
+    over all N samples of the optimizer step, including all its accumulated batches. :math:`\ell_i` is sample i's own
+    loss. The loss passed to ``accelerator.backward`` must be the mean of these over the samples of its batch (or the
+    sum: ``loss_reduction="sum"``). **gradguard cannot check this.** A mean over all *tokens* of a batch is not such a
+    mean if samples have unequal numbers of them: average over each sample's own tokens first, then over samples.
 
-    ``accelerator.backward`` clips the samples of a batch and adds them up. Its division of the loss by
-    ``gradient_accumulation_steps`` is undone before. ``optimizer.step`` fills in the gradients before each real step.
-    ``accelerator.save_state`` and ``load_state`` keep what the norm clipper and the noise scale have learned.
+    ``accelerator.backward`` undoes its division of the loss by ``gradient_accumulation_steps``, clips the samples of a
+    batch and accumulates them. ``optimizer.step`` fills in the gradients before each real step.
+    ``accelerator.save_state`` and ``load_state`` keep the learned state of the norm clipper and the noise scale.
 
     =======================================================  ===========================================================
     Edge case                                                What happens
     =======================================================  ===========================================================
     ``accelerator.clip_grad_norm_`` beside it, or a `guard`  an error: two clips
     ``mixed_precision``                                      an error: it begins inside the model's forward, where the
-                                                             clipper cannot know of it; use ``torch.autocast`` in the
+                                                             clipper cannot observe it; use ``torch.autocast`` in the
                                                              loop
     several processes                                        the average is over the samples of all of them
     DeepSpeed, FSDP and other engines                        an error
@@ -274,17 +274,17 @@ def clip_per_sample(
     Args:
         accelerator: The accelerator.
         model: The model as ``accelerator.prepare`` returned it.
-        optimizer: The optimizer as it returned it.
+        optimizer: The optimizer as ``accelerator.prepare`` returned it.
         norm_clipper: The rule, as for `gradguard.PerSampleGradientClipper`.
-        **options: Those of `gradguard.PerSampleGradientClipper`: ``loss_reduction``, ``batch_first`` and ``mode``.
+        **options: Arguments of `gradguard.PerSampleGradientClipper`: ``loss_reduction``, ``batch_first``, ``mode``.
 
     Returns:
-        The object that clips, until its `PerSampleClip.detach`. It need not be kept.
+        The object that clips, until its `PerSampleClip.detach`. It need not be stored.
 
     Raises:
         InvalidTypeError: If an argument is of another type, or the optimizer is not prepared.
         InvalidValueError: If the accelerator has one already, or a guard clips the same gradients.
-        UnsupportedGradientError: If it could not be exact.
+        UnsupportedGradientError: If the clip could not be exact.
 
     Example:
         >>> import gradguard as gg, torch
@@ -305,10 +305,10 @@ def clip_per_sample(
 
 
 class PrivateClip(PrivateJob, PerSampleClip):
-    """One private training of an accelerator; `make_private` makes it.
+    """One private training of an accelerator; `make_private` creates it.
 
     Attributes:
-        loader: Loop over this one. It yields ``gradient_accumulation_steps`` batches for each step, on the
+        loader: The loader to loop over. It yields ``gradient_accumulation_steps`` batches for each step, on the
             accelerator's device.
         private: The `gradguard.private.PrivateTraining`: ``private.epsilon()``, ``private.steps``.
         norm_clipper: The rule.
@@ -331,48 +331,48 @@ def make_private(
     seed: int | None = None,
     **options: Any,
 ) -> PrivateClip:
-    r"""Make training differentially private; the loop stays as it is, but for the loader.
+    r"""Make training differentially private; the loop is unchanged, except for the loader.
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
 
-    Loop over ``loader`` of what is returned: Poisson samples of the same data set, in which every one of the N samples
-    joins each step with probability q. The expected number qN is the loader's batch size times
-    ``gradient_accumulation_steps`` times the number of processes. ``accelerator.backward`` clips each sample and adds
-    up, once its division by ``gradient_accumulation_steps`` is undone; ``optimizer.step`` adds the noise and counts the
-    step first, where it takes a real one. ``accelerator.save_state`` saves what was counted, and neither noise nor
-    which samples were drawn; ``load_state`` goes on, within the epoch too.
+    Loop over ``loader`` of the result: Poisson samples of the same data set, in which each of the N samples joins each
+    step with probability q. The expected number qN is the loader's batch size times ``gradient_accumulation_steps``
+    times the number of processes. ``accelerator.backward`` undoes its division by ``gradient_accumulation_steps``,
+    clips each sample and accumulates them. Before a real step, ``optimizer.step`` adds the noise and counts the step.
+    ``accelerator.save_state`` saves the counts, but neither noise nor which samples were drawn; ``load_state``
+    continues, within the epoch too.
 
     **Guarantees.** Those of `gradguard.private.make_private`.
 
     ==============================================  ============================================================
     Edge case                                       What happens
     ==============================================  ============================================================
-    a batch that draws no sample                    one sample that does not count stands in; noise is added
+    a batch that draws no sample                    one sample stands in that does not count; noise is added
     several processes (DistributedDataParallel)     one Poisson sample, in equal parts; one process adds noise
     a loop over another loader                      an error at the first ``accelerator.backward``
-    ``optimizer.step`` within an accumulation       what Accelerate makes of it: no step
+    ``optimizer.step`` within an accumulation       no step, as in Accelerate
     ``save_state`` within an accumulation           an error: the sums have no noise yet
-    an epoch left within an accumulation            an error at the next step: Accelerate counts on
-    what `clip_per_sample` refuses                  an error
+    an epoch left within an accumulation            an error at the next step: Accelerate continues to count
+    anything that `clip_per_sample` refuses         an error
     ==============================================  ============================================================
 
     Args:
         accelerator: The accelerator.
         model: The model as ``accelerator.prepare`` returned it.
-        optimizer: The optimizer as it returned it.
-        loader: The DataLoader as it was before ``prepare``, with ``batch_size`` and ``shuffle``.
+        optimizer: The optimizer as ``accelerator.prepare`` returned it.
+        loader: The DataLoader before ``prepare``, with ``batch_size`` and ``shuffle``.
         privacy: A `gradguard.private.PrivacyBudget` for the whole training, or a `gradguard.private.FixedNoise`.
         norm_clipper: The rule; None bounds each sample's gradient by 1, as ``gg.FlatNormClipper(1.0)``.
         secure: As for `gradguard.private.make_private`.
         seed: As for `gradguard.private.make_private`.
-        **options: Those of `gradguard.PerSampleGradientClipper`: ``loss_reduction``, ``batch_first`` and ``mode``.
+        **options: Arguments of `gradguard.PerSampleGradientClipper`: ``loss_reduction``, ``batch_first``, ``mode``.
 
     Returns:
         The training.
 
     Raises:
-        InvalidTypeError: If an argument is of another type, or the optimizer is not prepared, or the loader is.
-        InvalidValueError: If arguments contradict each other, or something else clips.
+        InvalidTypeError: If an argument is of another type, the optimizer is not prepared, or the loader is prepared.
+        InvalidValueError: If arguments contradict each other, or another object clips.
         UnsupportedGradientError: If the guarantee could not be kept.
 
     Example:
@@ -400,8 +400,8 @@ def make_private(
     assert isinstance(optimizer, AcceleratedOptimizer)
     if isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
         raise InvalidTypeError(
-            f"loader is a {type(loader).__name__}, which accelerator.prepare has made: expected the DataLoader as it "
-            "was before, of which other batches are drawn."
+            f"loader is a {type(loader).__name__}, which accelerator.prepare has made: expected the DataLoader before "
+            "prepare, because other batches are drawn from it."
         )
     clip = PrivateClip(privacy, norm_clipper, secure=secure, seed=seed, **options)
     clip.loader = clip._batches = PrivateBatches(
@@ -418,8 +418,8 @@ def check_types(accelerator: object, optimizer: object) -> None:
     """Raise unless ``accelerator`` is an Accelerator, and ``optimizer`` was prepared by one.
 
     Args:
-        accelerator: The first argument of the user.
-        optimizer: The optimizer of the user.
+        accelerator: The user's accelerator.
+        optimizer: The user's optimizer.
 
     Raises:
         InvalidTypeError: If one of the two is something else.
@@ -428,24 +428,24 @@ def check_types(accelerator: object, optimizer: object) -> None:
         raise InvalidTypeError(f"accelerator is {type(accelerator).__name__}: expected an accelerate.Accelerator.")
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise InvalidTypeError(
-            f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected what "
-            "accelerator.prepare(model, optimizer) returned for it. Before that, parameters may still be replaced."
+            f"optimizer is {type(optimizer).__name__}, which no accelerator has prepared: expected the result of "
+            "accelerator.prepare(model, optimizer). Before that, parameters may still be replaced."
         )
 
 
 def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the gradient of each sample could not be exact, or something else clips.
+    """Raise if the clip of each sample could not be exact, or another object clips.
 
     Args:
-        call: The call of the user, for the message.
+        call: The user's call, for the message.
         accelerator: The accelerator.
         model: A model that it has prepared.
         optimizer: An optimizer that it has prepared.
 
     Raises:
-        InvalidTypeError: If ``accelerator`` is no Accelerator, or the optimizer is not prepared.
+        InvalidTypeError: If ``accelerator`` is not an Accelerator, or the optimizer is not prepared.
         InvalidValueError: If the accelerator has a per-sample clip already, or a guard clips the same gradients.
-        UnsupportedGradientError: If it could not be exact.
+        UnsupportedGradientError: If the clip could not be exact.
     """
     check_types(accelerator, optimizer)
     if accelerator in _attached:
@@ -464,7 +464,7 @@ def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimi
         (
             accelerator.native_amp or accelerator.mixed_precision != "no",
             f'mixed_precision="{accelerator.mixed_precision}" begins inside the forward of the prepared model, where '
-            'the clipper cannot know of it. Leave it "no", and write `with torch.autocast(...)` round the forward.',
+            'the clipper cannot observe it. Leave it "no", and write `with torch.autocast(...)` around the forward.',
         ),
     )
     refuse_beside_a_guard(call, model.parameters())
@@ -491,7 +491,7 @@ def _step(original: Callable[..., Any], optimizer: AcceleratedOptimizer, *args: 
 
 
 def watch_clips() -> None:
-    """Let Accelerate's own clips refuse what a guard or a `PerSampleClip` clips."""
+    """Let Accelerate's own clips refuse parameters that a guard or a `PerSampleClip` clips."""
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         wrap_once(Accelerator, name, partial(_clip, name))
 
@@ -504,13 +504,13 @@ def _clip(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Clip as Accelerate does, unless something of gradguard clips these parameters."""
+    """Clip as Accelerate does, unless gradguard clips these parameters."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     refuse_beside_a_guard(f"accelerator.{name}", listed)
     clip = _attached.get(accelerator)
     if clip is not None and not {*map(id, clip.clipper.trained.values())}.isdisjoint(map(id, listed)):
         raise InvalidValueError(
             f"accelerator.{name} was called with gradients whose samples are clipped: one clip would be done after the "
-            "other. Remove the call, or call detach() on what clip_per_sample returned."
+            "other. Remove the call, or call detach() on the result of clip_per_sample."
         )
     return original(accelerator, listed, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""A trainer as gradguard sees it: a run, and a job that the trainer's own events call."""
+"""The common interface of trainers: a `Run`, and a `Job` that the trainer's own events call."""
 
 import copy
 import math
@@ -17,16 +17,16 @@ from gradguard.replacements import Replacement
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a trainer: the facts that a job needs, handed to it when the run begins.
+    """One run of a trainer, as passed to a job when the run begins.
 
     Attributes:
-        model: The user's model; None where it is not known.
-        wrapped: The trainer's wrapper round it, or the model itself; it names the parameters.
-        optimizers: Its optimizers, as PyTorch has them: those whose hooks run once for each real step.
-        schedulers: Learning-rate schedules and other objects that go back when weights do; None is passed over.
+        model: The user's model; None if it is not known.
+        wrapped: The trainer's wrapper around the model, or the model itself; it names the parameters.
+        optimizers: The innermost optimizers, whose hooks run once for each real step.
+        schedulers: Learning-rate schedules and other objects that a roll-back restores; None entries are ignored.
         scaler: The GradScaler, None if there is none.
-        steps: How many steps the trainer will take in all; infinite where it does not know.
-        done: How many it has taken before, in the run that it resumes.
+        steps: Number of steps that the trainer will take in all; infinite if it does not know.
+        done: Number of steps taken before, in a run that is resumed.
     """
 
     model: nn.Module | None
@@ -42,29 +42,29 @@ class Job:
     """A trainer's callback that acts in the trainer's place; a trainer's list may hold only one.
 
     The callback of a trainer is a subclass of one of the jobs (`GuardJob`, `ResilienceJob`, `PerSampleJob`,
-    `PrivateJob`) and of the trainer's own kind of callback, whose events call ``begin``, what the job does at a
-    backward and at a step, and ``end``. Its checkpoints call ``state_dict`` and ``load_state_dict``.
+    `PrivateJob`) and of the trainer's own callback class. The trainer's events call ``begin``, the job's methods for
+    a backward and a step, and ``end``. Its checkpoints call ``state_dict`` and ``load_state_dict``.
 
-    A second run goes on with what was learned if it trains the same model, and begins anew with another.
+    A second run continues with the learned state if it trains the same model; with another model it starts fresh.
     """
 
     _acting: bool
-    _model: nn.Module | None  # of the current or the last run
+    _model: nn.Module | None  # the model of the current or the last run
 
     def __init__(self) -> None:
         self._not_begun: dict[str, Any] = {}
         self._of_a_run(_acting=False, _model=None)
-        self._loaded: dict[str, Any] | None = None  # the state of a checkpoint until the run begins, {} if it has none
+        self._loaded: dict[str, Any] | None = None  # a checkpoint's state until the run begins, {} if it has none
         self._begun = False
         self._at_first: list[tuple[Any, Any]] = []
 
     def _of_a_run(self, **attributes: Any) -> None:
-        """Set attributes of a run to their values before the first one, which a copy has too."""
+        """Set attributes of a run to their initial values; a copy starts with these values too."""
         self._not_begun |= attributes
         vars(self).update(copy.deepcopy(attributes))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: the rule and its options, and nothing that is on this model or optimizer."""
+        """Return the state for a copy: the rule and its options, without anything bound to the model or optimizer."""
         return {**vars(self), **copy.deepcopy(self._not_begun)}
 
     def begin(self, run: Run) -> None:
@@ -84,28 +84,28 @@ class Job:
             self.load_state_dict(state)
 
     def end(self) -> None:
-        """Give model and optimizers back; what was learned and counted can still be read. May be repeated."""
+        """Detach from model and optimizers; learned and counted values can still be read. May be repeated."""
         self._acting = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold; empty before there is anything."""
+        """Return the state for a checkpoint; empty before there is any."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, now or when the run begins."""
+        """Load the result of `state_dict`, now or when the run begins."""
         if self._acting:
             self._load(state_dict)
         else:
             self._loaded = state_dict
 
     def _attach(self, run: Run) -> None:
-        """Attach to the optimizers of ``run``; nothing where the trainer calls the clip itself."""
+        """Attach to the optimizers of ``run``; does nothing if the trainer calls the clip itself."""
 
     def _load(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def _remember(self, *rules: Any) -> None:
-        """Note the state of ``rules``, which they go back to where a run begins anew."""
+        """Store the initial state of ``rules``, to which they return when a run starts fresh."""
         self._at_first += [(rule, copy.deepcopy(rule.state_dict())) for rule in rules]
 
     def _refuse_others(self, callbacks: Iterable[object]) -> None:
@@ -118,16 +118,16 @@ class Job:
         if others:
             raise InvalidValueError(
                 f"there is a {others[0]} beside the {type(self).__name__}: one clip would be done after the other. "
-                "Leave one of them out; for two rules for whole gradients pass one gradguard.Chain(a, b)."
+                "Remove one of them; for two rules for whole gradients pass one gradguard.Chain(a, b)."
             )
 
 
 @contextmanager
 def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an object have ``value`` as its own attribute ``name`` until the block ends."""
+    """Set the attribute ``name`` of an object itself to ``value`` until the block ends."""
     own = vars(thing)
     before = {name: own[name]} if name in own else {}
-    object.__setattr__(thing, name, value)  # some watch what is set
+    object.__setattr__(thing, name, value)  # bypasses a class that tracks its attributes
     try:
         yield
     finally:
@@ -139,7 +139,7 @@ _replaced: set[tuple[type | ModuleType, str]] = set()
 
 
 def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:
-    """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class from now on.
+    """Replace a method of a class permanently by ``instead(original, self, *args, **kwargs)``.
 
     Args:
         kind: The class; or a module, with a function whose first argument is ``self``.

@@ -1,7 +1,7 @@
 """Gradient clipping for Composer, by its interface: ``match`` and ``apply`` on the event ``AFTER_TRAIN_BATCH``.
 
-Nothing here imports Composer. Its published wheels want torch < 2.7.1, which gradguard does not run on, and its engine
-takes as an algorithm whatever has the methods of one.
+Nothing here imports Composer. Its published wheels require torch < 2.7.1, on which gradguard does not run, and its
+engine accepts any object with the methods of an algorithm.
 """
 
 from collections.abc import Callable
@@ -36,13 +36,13 @@ def apply_gradient_clipping(
 
     It calls `gradguard.apply_gradient_clipping`; Composer's ``fsdp_enabled`` is accepted beside its arguments.
 
-    **Guarantees.** A value clip clamps each element however the model is sharded, where Composer 0.32 under FSDP1
-    scales all gradients by their largest element. An adaptive clip bounds each unit, also under FSDP2; under FSDP1,
-    which takes the rows apart, it is refused, as by Composer. A weight that is all zero can move: ``eps`` is 1e-3
-    where Composer's ratio is 0.
+    **Guarantees.** A value clip clamps each element however the model is sharded; Composer 0.32 under FSDP1 scales all
+    gradients by their largest element instead. An adaptive clip bounds each unit, also under FSDP2. Under FSDP1, which
+    splits the rows, it is refused, as by Composer. A weight that is all zero can move: ``eps`` is 1e-3, while
+    Composer's ratio is 0.
 
     Args:
-        model: The model; how it is sharded (FSDP1, FSDP2 or not at all) is found out.
+        model: The model, sharded or not; FSDP1 and FSDP2 are recognised.
         clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
         clipping_threshold: The threshold of that rule, at least 0.
         fsdp_enabled: Accepted, so that calls written for Composer keep working; it changes nothing.
@@ -54,7 +54,7 @@ def apply_gradient_clipping(
     Raises:
         InvalidValueError: If the type is unknown, or the threshold is negative or NaN.
         InvalidTypeError: If an argument is of another type.
-        UnsupportedGradientError: If an adaptive clip meets FSDP1.
+        UnsupportedGradientError: If an adaptive clip is used under FSDP1.
         DistributedError: If processes that hold parts of the gradients do not clip together.
 
     Example:
@@ -76,27 +76,28 @@ def apply_gradient_clipping(
 class ClipGradients(Job):
     """An algorithm for Composer's Trainer: one of gradguard's clippers, on the event ``AFTER_TRAIN_BATCH``.
 
-    **Guarantees.** Once for each real step: on that event the gradients of all microbatches are there, averaged over
-    processes and, under automatic mixed precision, unscaled. The clipper's state goes through Composer's checkpoints.
+    **Guarantees.** It acts once for each real step: on that event the gradients of all microbatches are complete,
+    averaged over processes and, under automatic mixed precision, unscaled. Composer's checkpoints save the clipper's
+    state.
 
     **Edge cases.**
 
     ================================  ==========================================================================
     case                              what happens
     ================================  ==========================================================================
-    overflow under mixed precision    the GradScaler has seen it before the clip and skips the step; a clipper that
-                                      remembers does not count the step
-    two clipping algorithms           an error before training: two clips one after the other are rarely meant
+    overflow under mixed precision    the GradScaler finds it before the clip and skips the step; a clipper with a
+                                      history does not count the step
+    two clipping algorithms           an error before training: two clips one after the other are rarely intended
     DeepSpeed (old Composer)          an error: its engine clips by itself
-    checkpoint without this one       Composer says so; the clipper starts anew
-    another Trainer                   the history goes on with the same model, and begins anew with another
+    checkpoint without this one       Composer reports it; the clipper starts fresh
+    another Trainer                   the history continues with the same model, and starts fresh with another
     ================================  ==========================================================================
 
     Args:
         clipper: The rule for the gradients of the model.
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `gradguard.clip_grad_norm_`.
         log: Log ``gradguard/norm`` (before the clip), ``gradguard/coefficient`` and ``gradguard/clipped`` at each
-            batch. The host waits for them.
+            batch, with a host sync.
 
     Attributes:
         clipper: The clipper.
@@ -115,7 +116,7 @@ class ClipGradients(Job):
     """
 
     find_unused_parameters = False
-    """Read by Composer: no parameter is left out of the backward."""
+    """Read by Composer: backward computes gradients of all parameters."""
 
     backwards_create_graph = False
     """Read by Composer: the gradients need no graph."""
@@ -146,7 +147,7 @@ class ClipGradients(Job):
         return _name(event) in ("init", "after_train_batch", "fit_end")
 
     def apply(self, event: Any, state: Any, logger: Any) -> None:
-        """Clip the gradients of ``state.model``; on ``INIT``, begin, and look for what would clip them twice.
+        """Clip the gradients of ``state.model``; on ``INIT``, begin, and refuse anything that would clip them twice.
 
         Args:
             event: Composer's event, or its name.
@@ -162,7 +163,7 @@ class ClipGradients(Job):
         if event == "init":
             if getattr(state, "deepspeed_enabled", False):
                 raise InvalidValueError(
-                    "DeepSpeed is on, and its engine clips gradients that no algorithm sees: leave this algorithm out "
+                    "DeepSpeed is on, and its engine clips gradients that no algorithm receives: remove this algorithm "
                     'and set "gradient_clipping" in the DeepSpeed configuration.'
                 )
             for other in getattr(state, "algorithms", ()):
@@ -183,7 +184,7 @@ class ClipGradients(Job):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Composer keeps in its checkpoint: the clipper's state, and what it is called."""
+        """Return the state for Composer's checkpoint: the clipper's state, and its name."""
         return self._loaded or {"repr": repr(self), "clipper": self.clipper.state_dict()}
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -194,8 +195,8 @@ class ClipGradients(Job):
 class GradientClipping(ClipGradients):
     """Composer's `GradientClipping`, with its arguments: ``"norm"``, ``"value"`` or ``"adaptive"``.
 
-    **Guarantees** and **edge cases** are those of `ClipGradients`; on each batch the gradients become what
-    `apply_gradient_clipping` makes them.
+    **Guarantees** and **edge cases** are those of `ClipGradients`; each batch is clipped as by
+    `apply_gradient_clipping`.
 
     Args:
         clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
@@ -243,7 +244,7 @@ class GradientClipping(ClipGradients):
             ),
             (
                 options and clipping_type != "adaptive",
-                f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: "
+                f"exclude= requires clipping_type='adaptive', but this is {clipping_type!r}: "
                 "ClipGradients(gradguard.Groups(...)) leaves parameters out of the other rules.",
             ),
         )
@@ -251,8 +252,8 @@ class GradientClipping(ClipGradients):
         self.clipping_type, self.clipping_threshold = clipping_type, clipping_threshold
 
     def __repr__(self) -> str:
-        """Write the call; Composer writes this into its checkpoints and traces."""
-        chosen = getattr(self.clipper, "exclude", "")  # in words, of modules and parameters too
+        """Return the call as text; Composer writes this into its checkpoints and traces."""
+        chosen = getattr(self.clipper, "exclude", "")  # as text, also for modules and parameters
         shown = f", exclude={chosen!r}" if chosen else ""
         return (
             f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold!r}"

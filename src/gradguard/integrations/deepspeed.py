@@ -1,4 +1,4 @@
-"""DeepSpeed's own clip, read from its engine. Nothing here clips: the engine does, by its configuration."""
+"""Read DeepSpeed's own clip from its engine. Nothing here clips: the engine does, by its configuration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +15,9 @@ require("deepspeed", "0.19", "0.20", extra="deepspeed")  # not imported: an engi
 
 
 def last_clip(engine: Any) -> gg.results.ClipResult | None:
-    """Return what the clip of the last ``engine.step()`` did, in the form that gradguard's clippers use.
+    """Return the result of the clip in the last ``engine.step()``, in the form of gradguard's clippers.
 
-    **Guarantees.** The engine stays as it is, and measures nothing again.
+    **Guarantees.** The engine is not changed, and nothing is measured again.
 
     **Edge cases.**
 
@@ -25,21 +25,21 @@ def last_clip(engine: Any) -> gg.results.ClipResult | None:
     case                              result
     ================================  ==========================================================================
     before the first step             None
-    float32 without ZeRO (stage 0)    None: the engine keeps no norm there
+    float32 without ZeRO (stage 0)    None: the engine keeps no norm
     ``compute_grad_norm: false``      None
-    a norm that was not finite        ``norm`` is infinite and ``nonfinite`` True; the engine itself says -1
+    a norm that was not finite        ``norm`` is infinite and ``nonfinite`` True; the engine itself returns -1
     no ``gradient_clipping``          ``clipped`` is False
-    norms by parameter                not there: ``names`` is ``("all parameters",)``
+    norms by parameter                not available: ``names`` is ``("all parameters",)``
     ================================  ==========================================================================
 
-    Do not put `gradguard.Guard` on the optimizer inside an engine: under ZeRO its gradients are this process' part of
-    one flat vector, and a norm of them is not the norm. To clip, set ``"gradient_clipping"`` in the configuration.
+    Do not attach `gradguard.Guard` to the optimizer inside an engine: under ZeRO its gradients are this process' part
+    of one flat vector, and their norm is not the whole norm. To clip, set ``"gradient_clipping"`` in the configuration.
 
     Args:
         engine: The first result of ``deepspeed.initialize``.
 
     Returns:
-        The norm before the clip, the threshold, the coefficient, whether it bound; or None where there is no norm.
+        The norm before the clip, the threshold, the coefficient and whether it bound; None if there is no norm.
 
     Raises:
         InvalidTypeError: If ``engine`` is something else, for example the optimizer that was returned with it.
@@ -57,7 +57,7 @@ def last_clip(engine: Any) -> gg.results.ClipResult | None:
     if value is None:
         return None
     norm = torch.as_tensor(value).detach().double()
-    norm = torch.where(norm < 0, torch.inf, norm)  # -1 stands for what is not finite
+    norm = torch.where(norm < 0, torch.inf, norm)  # -1 means not finite
     threshold = float(engine.gradient_clipping() or 0.0)
     nonfinite = ~norm.isfinite()
     clipped = (norm > threshold) & ~nonfinite & (threshold > 0)
@@ -73,23 +73,23 @@ def last_clip(engine: Any) -> gg.results.ClipResult | None:
 
 
 def tell_clips(engine: Any) -> Callable[[], None]:
-    """Let `gradguard run`, `gg.watch` and `gg.Monitor` see the clip that a ZeRO engine makes itself.
+    """Let `gradguard run`, `gg.watch` and `gg.Monitor` observe the clip that a ZeRO engine makes itself.
 
-    The optimizer inside an engine gets this process' part of the gradients, clipped already: a monitor of only that
-    writes the norm of a part. From now on the engine tells, at each step, the norm of the whole gradient before its
-    clip, its threshold and its coefficient, and a record has them.
+    The optimizer inside an engine receives this process' part of the gradients, already clipped: a monitor of this
+    optimizer alone would record the norm of a part. After this call the engine reports, at each step, the norm of the
+    whole gradient before its clip, its threshold and its coefficient, and a record contains them.
 
-    **Guarantees.** Gradients and steps stay as they are. The norm is the engine's own, and is not measured again.
-    While nothing watches, this costs nothing.
+    **Guarantees.** Gradients and steps are unchanged. The norm is the engine's own, and is not measured again.
+    Without a listener, this costs nothing.
 
-    **Edge cases.** An optimizer with several parameter groups is stepped by the engine once for each: that is a row
-    for each in the record, all with the same norm. Norms by parameter are not there.
+    **Edge cases.** The engine steps an optimizer with several parameter groups once for each group: the record has a
+    row for each, all with the same norm. Norms by parameter are not available.
 
     Args:
         engine: The first result of ``deepspeed.initialize``.
 
     Returns:
-        A function that ends it; calling it again does nothing.
+        A function that undoes this; calling it again does nothing.
 
     Raises:
         InvalidTypeError: If ``engine`` is something else.
@@ -103,7 +103,7 @@ def tell_clips(engine: Any) -> Callable[[], None]:
     own = getattr(zero, "unscale_and_clip_grads", None)
     if own is None or not getattr(zero, "compute_grad_norm", True):
         raise InvalidValueError(
-            f"engine.optimizer is {type(zero).__name__}, which tells no norm of the whole gradient: expected ZeRO "
+            f"engine.optimizer is {type(zero).__name__}, which reports no norm of the whole gradient: expected ZeRO "
             'stage 1, 2 or 3, without "compute_grad_norm": false in the configuration.'
         )
 
@@ -131,12 +131,12 @@ def tell_clips(engine: Any) -> Callable[[], None]:
 def _refuse_other(engine: Any) -> None:
     if not all(callable(getattr(engine, name, None)) for name in ("get_global_grad_norm", "gradient_clipping")):
         raise InvalidTypeError(
-            f"engine is {type(engine).__name__}: expected the engine, what deepspeed.initialize(...) returns first."
+            f"engine is {type(engine).__name__}: expected the engine, the first result of deepspeed.initialize(...)."
         )
 
 
 def _parameters_of(zero: Any, part: Any) -> list[Tensor]:
-    """The parameters of the optimizer inside whose gradients are clipped: ZeRO 3 gives a number, 1 and 2 gradients."""
+    """Return the inner optimizer's parameters that are clipped; ``part`` is a number in ZeRO 3, else gradients."""
     if isinstance(part, int):
         return [zero.fp32_partitioned_groups_flat[part]]
     clipped = {id(gradient) for gradient in part}

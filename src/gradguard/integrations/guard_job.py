@@ -1,4 +1,4 @@
-"""Jobs that put a guard on each optimizer of a trainer; the trainer's own clip is refused beside it."""
+"""Jobs that attach a guard to each optimizer of a trainer, and refuse the trainer's own clip beside it."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +15,11 @@ from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.spike_policy import Detector
 
 Clippers = gg.rules.Clipper | Sequence[gg.rules.Clipper | None]
-"""One, or one for each optimizer by position."""
+"""One clipper, or one for each optimizer by position."""
 
 
 class OnlyGuard(gg.Guard):
-    """A `gradguard.Guard` that `refuse_beside_a_guard` knows of while it is attached.
+    """A `gradguard.Guard` that `refuse_beside_a_guard` finds while it is attached.
 
     Example:
         >>> import gradguard as gg, torch
@@ -36,7 +36,7 @@ class OnlyGuard(gg.Guard):
         _guards.add(self)
 
     def detach(self) -> None:
-        """Stop acting, at once and for good, and let the trainer clip again. May be repeated."""
+        """Stop clipping, at once and permanently, and let the trainer clip again. May be repeated."""
         _guards.discard(self)
         super().detach()
 
@@ -87,7 +87,7 @@ class GuardJob(Job):
 
     @property
     def guards(self) -> dict[int, gg.Guard]:
-        """The `gradguard.Guard` of each optimizer by position, once training has begun, also afterwards."""
+        """The `gradguard.Guard` of each optimizer by position, once training has begun, and also afterwards."""
         return {place: getattr(one, "guard", one) for place, one in self._attached.items()}
 
     def _attach(self, run: Run) -> None:
@@ -96,7 +96,7 @@ class GuardJob(Job):
         if len(clippers) != len(optimizers):
             raise InvalidValueError(
                 f"there are {len(clippers)} clippers, and configure_optimizers returned {len(optimizers)} optimizers: "
-                "expected a list with one for each, in their order, None for one to be left alone. One for several "
+                "expected a list with one for each, in their order, None for one without a clip. One for several "
                 "would mix their histories."
             )
         for place, (optimizer, clipper) in enumerate(zip(optimizers, clippers, strict=True)):
@@ -107,7 +107,7 @@ class GuardJob(Job):
         return OnlyGuard(optimizer, clipper, model=run.wrapped, **self._options)
 
     def end(self) -> None:
-        """Take the guards off the optimizers; what they have counted can still be read. May be repeated."""
+        """Detach the guards from the optimizers; their counts can still be read. May be repeated."""
         super().end()
         for one in self._attached.values():
             one.detach()
@@ -122,8 +122,8 @@ class GuardJob(Job):
         if sorted(state["guards"]) != sorted(self._attached):
             raise InvalidValueError(
                 f"the checkpoint has guards on the optimizers {sorted(state['guards'])}, by position in "
-                f"configure_optimizers, and this run on {sorted(self._attached)}: expected the same optimizers. "
-                "Give GradGuardCallback the clippers of the run that is resumed, or start a new run with a new one."
+                f"configure_optimizers, but this run on {sorted(self._attached)}: expected the same optimizers. "
+                "Pass GradGuardCallback the clippers of the run that is resumed, or start a new run with a new one."
             )
         for place, one in self._attached.items():
             one.load_state_dict(state["guards"][place])
@@ -134,7 +134,7 @@ class ResilienceJob(GuardJob):
 
     Raises:
         InvalidValueError: If ``options`` has a name that `gradguard.SpikeRecovery` does not take, or that the callback
-            gives it another way.
+            sets itself.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ResilienceJob(GuardJob):
         if unknown := sorted(self._resilience_options.keys() - known):
             raise InvalidValueError(
                 f"options has {', '.join(map(repr, unknown))}: expected names of gradguard.SpikeRecovery's arguments, "
-                f"{', '.join(sorted(known))}. The clipper and what a Guard takes are arguments of the callback."
+                f"{', '.join(sorted(known))}. The clipper and a Guard's arguments are arguments of the callback."
             )
         detector = self._resilience_options.get("detector")
         if isinstance(detector, Detector):  # SpikeRecovery refuses anything else
@@ -175,13 +175,13 @@ class ResilienceJob(GuardJob):
 
 
 def check_clipper(clipper: object) -> None:
-    """Raise if ``clipper`` is no rule for whole gradients.
+    """Raise if ``clipper`` is not a rule for whole gradients.
 
     Args:
-        clipper: The argument of the user.
+        clipper: The user's argument.
 
     Raises:
-        InvalidTypeError: If it is none; for a per-sample rule the words name the callback that takes it.
+        InvalidTypeError: If it is not; for a per-sample rule the message names the callback that takes it.
     """
     if not isinstance(clipper, gg.rules.Clipper):
         shown = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
@@ -191,10 +191,10 @@ def check_clipper(clipper: object) -> None:
 
 
 def listed(clippers: Any) -> Sequence[Any]:
-    """Return several clippers as they are, and a single one in a list.
+    """Return a list of clippers unchanged, and a single one in a list.
 
     Args:
-        clippers: The argument of the user: a clipper, or a list with one for each optimizer or None.
+        clippers: The user's argument: a clipper, or a list with a clipper or None for each optimizer.
 
     Raises:
         InvalidTypeError: If one of them is not a clipper.
@@ -211,10 +211,10 @@ _guards: "WeakSet[OnlyGuard]" = WeakSet()
 
 
 def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
-    """Raise if an `OnlyGuard` clips one of ``parameters``: a clip before a clip would go unseen.
+    """Raise if an `OnlyGuard` clips one of ``parameters``: a clip before its clip would go unnoticed.
 
     Args:
-        call: The call of the user, for the message.
+        call: The user's call, for the message.
         parameters: The parameters whose gradients the call would clip.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Clipping for Keras 3 on its PyTorch backend: an optimizer round an optimizer, that clips what is applied."""
+"""Clipping for Keras 3 on its PyTorch backend: an optimizer that wraps another, and clips the gradients it applies."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ _HOW = 'Before Keras is imported, type: import os; os.environ["KERAS_BACKEND"] =
 
 try:
     import keras
-except (ImportError, ValueError) as error:  # its default backend is TensorFlow, which need not be there
+except (ImportError, ValueError) as error:  # its default backend is TensorFlow, which need not be installed
     raise MissingPackageError(f"Keras does not start with the backend that it is set to: {error}. {_HOW}") from error
 
 if keras.backend.backend() != "torch":
@@ -35,18 +35,18 @@ _clipper_to_load: ContextVar["gg.rules.Clipper | None"] = ContextVar("clipper_to
 
 
 class _NoStep(Exception):  # noqa: N818
-    """Leaves the update of the optimizer inside before anything is written."""
+    """Aborts the update of the inner optimizer before anything is written."""
 
 
 def _inside(name: str, doc: str) -> Any:
-    """Return a property that is an attribute of the optimizer inside; None before there is one."""
+    """Return a property for an attribute of the inner optimizer; None before there is one."""
 
     def read(outer: Any) -> Any:
         inner = vars(outer).get("inner_optimizer")
         return None if inner is None else getattr(inner, name)
 
     def write(outer: Any, value: Any) -> None:
-        if "inner_optimizer" in vars(outer):  # else Keras sets it up
+        if "inner_optimizer" in vars(outer):  # otherwise Keras is still constructing this optimizer
             setattr(outer.inner_optimizer, name, value)
 
     return property(read, write, doc=doc)
@@ -56,11 +56,11 @@ def _inside(name: str, doc: str) -> Any:
 class GuardedOptimizer(keras.optimizers.Optimizer):
     """A Keras optimizer that clips the gradients of each real update, and skips updates that are not finite.
 
-    It goes wherever the optimizer went: ``model.compile(optimizer=...)``, or ``apply`` in a loop of your own.
+    Use it like the optimizer itself: ``model.compile(optimizer=...)``, or ``apply`` in a loop of your own.
 
-    **Guarantees.** The clipper sees what the update uses: gradients of all accumulated batches, averaged, without the
-    loss scale, before weight decay. It sees them once for each real update. A skipped update leaves weights, slots and
-    averages as they are, bit for bit. The clipper's state is saved and loaded with the model and its weights.
+    **Guarantees.** The clipper receives the gradients that the update uses: of all accumulated batches, averaged,
+    without the loss scale, before weight decay; once for each real update. A skipped update leaves weights, slots and
+    averages unchanged, bit for bit. The clipper's state is saved and loaded with the model and its weights.
 
     **Edge cases.**
 
@@ -68,39 +68,39 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
     case                                  what happens
     ====================================  ======================================================================
     NaN or inf, ``"skip"``                no update; the clipper counts it and learns nothing; under accumulation the
-                                          whole window is dropped and ``_iterations``, which counts batches, goes on
-    ``gradient_accumulation_steps``       clipped once, when the last batch of the window has come
+                                          whole window is dropped; ``_iterations``, which counts batches, continues
+    ``gradient_accumulation_steps``       clipped once, at the last batch of the window
     ``loss_scale_factor``                 thresholds are for gradients without it
-    ``mixed_float16``                     Keras puts its `LossScaleOptimizer` round this one, and skips on overflow
-                                          before the clip; put round by hand: ``LossScaleOptimizer(guard(...))``
-    `LossScaleOptimizer` inside           an error: the clip would see scaled gradients
+    ``mixed_float16``                     Keras wraps this optimizer in its `LossScaleOptimizer`, which skips on
+                                          overflow before the clip; by hand: ``LossScaleOptimizer(guard(...))``
+    `LossScaleOptimizer` inside           an error: the clip would receive scaled gradients
     ``clipnorm`` etc. set inside          an error: two clips one after the other
-    ``jit_compile=True``                  forward and backward are compiled, the update runs as it is
-    variables without a gradient          left out, Keras warns
+    ``jit_compile=True``                  forward and backward are compiled, the update is not
+    variables without a gradient          ignored; Keras warns
     weights saved without a guard         Keras finds another optimizer: ``load_weights(..., skip_mismatch=True)``
     `ClipAdaptive`                        an error: Keras stores kernels as ``[in, out]``, whose rows are no units
     ====================================  ======================================================================
 
-    A variable's own ``.value.grad`` is clipped in place; of other tensors passed to `apply` a copy is.
+    A variable's own ``.value.grad`` is clipped in place; other tensors passed to `apply` are copied first.
 
     Args:
-        inner_optimizer: The Keras optimizer, not built yet or built.
-        clipper: The rule for the gradients; in patterns of `Groups`, variables are called by their ``path``.
+        inner_optimizer: The Keras optimizer, built or not.
+        clipper: The rule for the gradients; patterns of `Groups` match the ``path`` of variables.
         nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``, as for `gradguard.Guard`. ``"skip"`` reads
             one number a step.
         max_consecutive_skips: More skipped updates in a row than this raise an error; None never does.
         name: The name of this optimizer.
 
     Attributes:
-        inner_optimizer: The optimizer inside.
+        inner_optimizer: The wrapped optimizer.
         clipper: The clipper.
         last: The result of the last clip; None before the first.
-        skipped_steps: How many updates were skipped.
+        skipped_steps: Number of skipped updates.
 
     Raises:
-        InvalidTypeError: If ``inner_optimizer`` is no Keras optimizer, or ``clipper`` is not a clipper.
+        InvalidTypeError: If ``inner_optimizer`` is not a Keras optimizer, or ``clipper`` is not a clipper.
         InvalidValueError: If the optimizer clips by itself, scales the loss or is guarded already, if the clipper is
-            adaptive, or if the policy is not one.
+            adaptive, or if the policy is unknown.
 
     Example:
         >>> import os; os.environ["KERAS_BACKEND"] = "torch"
@@ -142,7 +142,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         if not self.built and trainable_variables is not None:
             self.build(list(trainable_variables))
         inner = self.inner_optimizer
-        _refuse_own_clip(inner)  # an attribute that may have been set since
+        _refuse_own_clip(inner)  # the attribute may have been set since
         update, self._applied = inner._backend_apply_gradients, None
         with (
             replaced(inner, "_backend_apply_gradients", partial(self._update, update)),
@@ -155,7 +155,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         self._check_clipped(self._applied is not None or all(gradient is None for gradient in grads))
 
     def _update(self, update: Callable[..., None], grads: Sequence[Tensor], trainable_variables: Sequence[Any]) -> None:
-        """Stand where the optimizer inside has unscaled the gradients and left out variables without one."""
+        """Replace the inner optimizer's update, which gets unscaled gradients of the variables that have one."""
         self._applied, before = list(trainable_variables), self._clips
         steps = self.inner_optimizer.gradient_accumulation_steps
         real = not steps or (int(self.inner_optimizer._iterations.value) + 1) % steps == 0
@@ -168,12 +168,12 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         if not once:
             raise RuntimeError(
                 f"{type(self.inner_optimizer).__name__} of Keras {keras.__version__} has made an update that was not "
-                "clipped: it does not update as the optimizers of Keras do. Clip before its apply, with the clipper "
+                "clipped: it does not update like Keras' own optimizers. Clip before its apply, with the clipper "
                 "itself."
             )
 
     def _clip(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Stand where the optimizer inside would clip: all that is accumulated is there, and nothing is written yet."""
+        """Replace the inner optimizer's clip: all batches are accumulated, and nothing is written yet."""
         self._clips += 1
         named = [(variable.path, variable.value) for variable in self._applied or ()]
         held = [tensor.grad for _, tensor in named]
@@ -206,29 +206,29 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
             )
 
     def _empty_window(self) -> None:
-        """Set the accumulated gradients to 0; Keras multiplies them by 0, after which NaN stays NaN for ever."""
+        """Set the accumulated gradients to 0; Keras multiplies them by 0, which would keep NaN forever."""
         for variable in self.inner_optimizer._accumulated_gradients:
             if variable is not None:
                 variable.value.zero_()
 
-    # -- what Keras asks an optimizer -------------------------------------------------------------------------------
+    # -- interface of a Keras optimizer -----------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Build the optimizer inside; called by Keras."""
+        """Build the inner optimizer; called by Keras."""
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         super().build(variables)
 
-    variables = _inside("variables", "The variables of the optimizer inside; this one adds none.")
-    learning_rate = _inside("learning_rate", "The learning rate of the optimizer inside.")
-    iterations = _inside("iterations", "The number of updates of the optimizer inside.")
-    loss_scale_factor = _inside("loss_scale_factor", "The loss scale of the optimizer inside.")
-    scale_loss = _inside("scale_loss", "Scales the loss as the optimizer inside does.")
+    variables = _inside("variables", "The variables of the inner optimizer; this one adds none.")
+    learning_rate = _inside("learning_rate", "The learning rate of the inner optimizer.")
+    iterations = _inside("iterations", "The number of updates of the inner optimizer.")
+    loss_scale_factor = _inside("loss_scale_factor", "The loss scale of the inner optimizer.")
+    scale_loss = _inside("scale_loss", "Scales the loss as the inner optimizer does.")
     finalize_variable_values = _inside(
-        "finalize_variable_values", "Lets the optimizer inside write its averages into the variables."
+        "finalize_variable_values", "Lets the inner optimizer write its averages into the variables."
     )
     exclude_from_weight_decay = _inside(
-        "exclude_from_weight_decay", "Tells the optimizer inside which variables not to decay."
+        "exclude_from_weight_decay", "Excludes variables from the inner optimizer's weight decay."
     )
 
     def stateless_apply(self, *arguments: Any) -> None:
@@ -239,20 +239,20 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def save_own_variables(self, store: Any) -> None:
-        """Save the clipper's state; the optimizer inside saves its own."""
+        """Save the clipper's state; the inner optimizer saves its own."""
         memory = io.BytesIO()
         torch.save({"clipper": self.clipper.state_dict(), "skipped_steps": self.skipped_steps}, memory)
         store["guard"] = np.frombuffer(memory.getvalue(), dtype=np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` saved; weights saved without a guard leave the clipper as it is."""
+        """Load the state of `save_own_variables`; weights saved without a guard leave the clipper unchanged."""
         if "guard" in store.keys():  # noqa: SIM118 - not a dictionary
             saved = torch.load(io.BytesIO(np.asarray(store["guard"]).tobytes()), weights_only=True)
             self.clipper.load_state_dict(saved["clipper"])
             self.skipped_steps = saved["skipped_steps"]
 
     def get_config(self) -> dict[str, Any]:
-        """Return what Keras writes about this optimizer; a clipper is an object of your program, named by its class."""
+        """Return the configuration for Keras; the clipper is an object of your program, and named by its class."""
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
@@ -263,7 +263,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
-        """Make the optimizer again, with the clipper of `loading`, without which this is an error."""
+        """Create the optimizer again, with the clipper of `loading`, without which this is an error."""
         clipper = _clipper_to_load.get()
         if clipper is None:
             raise InvalidValueError(
@@ -280,7 +280,7 @@ def guard(
     clipper: gg.rules.Clipper,
     **options: Any,
 ) -> GuardedOptimizer:
-    """Return the optimizer with a clipper in it, for ``model.compile`` or a loop of your own: `GuardedOptimizer`.
+    """Return the optimizer wrapped in a `GuardedOptimizer`, for ``model.compile`` or a loop of your own.
 
     Args:
         optimizer: A Keras optimizer that does not clip by itself.
@@ -308,7 +308,7 @@ def guard(
 
 @contextmanager
 def loading(clipper: gg.rules.Clipper) -> Iterator[None]:
-    """Give `keras.saving.load_model` the clipper of a model that was compiled with a guard, whose state it then loads.
+    """Provide `keras.saving.load_model` with the clipper of a guarded model; the clipper's state is then loaded.
 
     Args:
         clipper: A new clipper with the same arguments.
@@ -331,7 +331,7 @@ def _check(optimizer: Any, clipper: Any, policy: str, max_skips: int | None) -> 
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidTypeError(
             f"inner_optimizer is {type(optimizer).__name__}: expected a Keras optimizer, such as "
-            "keras.optimizers.Adam(). Round a torch.optim.Optimizer put gradguard.Guard."
+            "keras.optimizers.Adam(). For a torch.optim.Optimizer use gradguard.Guard."
         )
     check_clipper(clipper)
     check_guard_options(policy, max_skips)
@@ -339,7 +339,7 @@ def _check(optimizer: Any, clipper: Any, policy: str, max_skips: int | None) -> 
         InvalidValueError,
         (
             isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
-            "the optimizer is a LossScaleOptimizer, whose gradients are scaled: guard the one inside, "
+            "the optimizer is a LossScaleOptimizer, whose gradients are scaled: guard the inner one, "
             "LossScaleOptimizer(guard(optimizer, clipper)).",
         ),
         (
@@ -359,6 +359,6 @@ def _refuse_own_clip(optimizer: keras.optimizers.Optimizer) -> None:
     for name in ("clipnorm", "global_clipnorm", "clipvalue"):
         if value := getattr(optimizer, name, None):
             raise InvalidValueError(
-                f"{type(optimizer).__name__} has {name}={value} and would clip a second time: leave {name} out, or "
-                "leave the guard out."
+                f"{type(optimizer).__name__} has {name}={value} and would clip a second time: remove {name}, or "
+                "remove the guard."
             )

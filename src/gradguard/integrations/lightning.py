@@ -1,6 +1,6 @@
-"""gradguard in Lightning: callbacks for the Trainer, for the batch or for samples, and one call for Fabric."""
+"""Lightning: callbacks that clip the batch or each sample in the Trainer, and one call for Fabric."""
 
-# ruff: noqa: E402  (the version comes first, so that it is what an error is about)
+# ruff: noqa: E402  (the version check comes first, so that its error comes first)
 
 from collections.abc import Callable
 from typing import Any
@@ -43,27 +43,27 @@ __all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "Resilie
 
 
 class LightningClip(Job, Callback):
-    """A callback that clips in the place of its Trainer.
+    """A callback that clips in place of its Trainer.
 
-    A subclass is of one of the jobs too, begins it at the event by which there is what the job needs, and says what
-    else it refuses (``_refuse``).
+    A subclass also inherits from one of the jobs. It begins the job at the event at which everything the job needs
+    exists, and overrides ``_refuse`` to refuse more.
     """
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with, without the module's methods that Lightning has set on the callback."""
+        """Return the state for a copy, without the module's methods that Lightning sets on the callback."""
         return {name: value for name, value in super().__getstate__().items() if name not in ("log", "log_dict")}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before anything is trained, what cannot be right."""
+        """Refuse unsupported set-ups, before anything is trained."""
         if stage == "fit":
             self._refuse(trainer, pl_module)
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
-        """Give module and optimizers back; what was learned and counted can still be read and saved."""
+        """Detach from module and optimizers; learned and counted values can still be read and saved."""
         self.end()
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Give module and optimizers back: Lightning calls no ``teardown`` after an error."""
+        """Detach from module and optimizers, because Lightning calls no ``teardown`` after an error."""
         self.end()
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
@@ -73,66 +73,66 @@ class LightningClip(Job, Callback):
             rule = "ClipByValue" if trainer.gradient_clip_algorithm == "value" else "ClipByGlobalNorm"
             raise InvalidValueError(
                 f"Trainer(gradient_clip_val={value}) clips too, beside the {type(self).__name__}: expected one clip. "
-                f"Take gradient_clip_val away; GradGuardCallback(gg.{rule}({value})) as the only clip does what it did."
+                f"Remove gradient_clip_val; GradGuardCallback(gg.{rule}({value})) as the only clip does the same."
             )
 
 
 class GradGuardCallback(GuardJob, LightningClip):
-    """Clip at each optimizer step of a Lightning Trainer, log what the clip did, and resume with the checkpoint.
+    """Clip at each optimizer step of a Lightning Trainer, log the clip, and resume with the checkpoint.
 
-    It attaches a `Guard` to each optimizer. That acts after ``on_before_optimizer_step`` of all callbacks and of the
-    module, in the place of ``Trainer(gradient_clip_val=...)``: the gradients are those of this step, accumulated,
-    averaged over processes and unscaled, and a hook that logs their norm sees them before the clip.
+    It attaches a `Guard` to each optimizer. The guard acts after ``on_before_optimizer_step`` of all callbacks and of
+    the module, in place of ``Trainer(gradient_clip_val=...)``. Its gradients are those of this step, accumulated,
+    averaged over processes and unscaled; a hook that logs their norm sees them before the clip.
 
     **Guarantees.**
 
-    * Once for each optimizer step: automatic or manual optimization, ``accumulate_grad_batches``, closures, LBFGS,
-      also where ``self.optimizers(use_pl_optimizer=False)`` is stepped, for which Lightning calls no hook.
+    * It acts once for each optimizer step: automatic or manual optimization, ``accumulate_grad_batches``, closures,
+      LBFGS, and also optimizers of ``self.optimizers(use_pl_optimizer=False)``, for which Lightning calls no hook.
     * All precisions: 32-true, 64-true, 16-true, bf16-true, bf16-mixed, and 16-mixed also with a fused optimizer, which
       ``gradient_clip_val`` refuses. Thresholds are for gradients without the loss scale.
     * One device, DDP, ModelParallelStrategy (FSDP2) and FSDPStrategy (FSDP1): the norm is that of the
       whole gradient, the same on all processes.
-    * A run that is resumed goes on bit by bit: clippers and counts are in the checkpoint.
-    * ``"skip"``: the step does not happen, and weights and optimizer state stay as they were. Lightning counts it in
-      ``global_step`` and steps its schedulers all the same.
+    * A resumed run continues bit by bit: clippers and counts are in the checkpoint.
+    * ``"skip"``: the step does not happen, and weights and optimizer state are unchanged. Lightning still counts it in
+      ``global_step`` and steps its schedulers.
 
     **Edge cases.**
 
     ===========================================  =================================================================
     case                                         what happens
     ===========================================  =================================================================
-    ``gradient_clip_val`` is set                 an error: two clips would act, and the second sees the first's
-    ``self.clip_gradients`` in the module        an error, for optimizers that are guarded: two clips
-    ``configure_gradient_clipping`` overridden   it acts first; the norm that is logged is what it leaves
-    several optimizers, one clipper              an error says what to pass: two histories must not mix
-    ``configure_optimizers`` returns None        an error: there is nothing to attach to
+    ``gradient_clip_val`` is set                 an error: two clips would act, the second on clipped gradients
+    ``self.clip_gradients`` in the module        an error for guarded optimizers: two clips
+    ``configure_gradient_clipping`` overridden   it acts first; the logged norm is the one after it
+    several optimizers, one clipper              an error that says what to pass: two histories must not mix
+    ``configure_optimizers`` returns None        an error: there is no optimizer to guard
     DeepSpeedStrategy                            an error: its engine owns the gradients
-    ``fit`` again                                the history goes on with the same module, and begins anew with another
-    copied, pickled                              the copy has no guards, and begins anew with its own ``fit``
+    ``fit`` again                                the history continues with the same module, else it starts fresh
+    copied, pickled                              the copy has no guards, and starts fresh with its own ``fit``
     optimizers replaced while training           the new ones are guarded from the next batch on
     16-mixed, overflow                           the scaler skips the step; ``guards[0].skipped_steps`` counts it
     ``training_step`` returns None               nothing is clipped: there are no new gradients
-    no optimizer step in a batch                 nothing is logged for it
+    no optimizer step in a batch                 nothing is logged for the batch
     ``Tuner.lr_find``                            its search runs without callbacks, so without the clip
     ===========================================  =================================================================
 
     Args:
-        clipper: The rule. For several optimizers: one for each in a list, in the order of ``configure_optimizers``,
-            with None for one that is left alone.
+        clipper: The rule. For several optimizers: a list with one for each, in the order of ``configure_optimizers``,
+            with None for an optimizer without a clip.
         nonfinite: As for `Guard`: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
         max_consecutive_skips: As for `Guard`.
-        log: First part of the names that are logged after each step, as Lightning logs (``log_every_n_steps``):
-            ``gradients/norm`` (before the clip), ``gradients/coefficient`` and ``gradients/clipped`` (1 where the clip
+        log: Prefix of the names that are logged after each step, as Lightning logs (``log_every_n_steps``):
+            ``gradients/norm`` (before the clip), ``gradients/coefficient`` and ``gradients/clipped`` (1 if the clip
             changed them, else 0). With several optimizers their position follows: ``gradients/1/norm``. None logs
-            nothing. Nothing waits for an accelerator.
+            nothing. There is no host sync.
 
     Attributes:
-        guards: The `Guard` of each optimizer by position, once training has begun, also afterwards:
+        guards: The `Guard` of each optimizer by position, once training has begun, and also afterwards:
             ``guards[0].last``, ``guards[0].skipped_steps``.
 
     Raises:
         InvalidTypeError: If ``clipper`` is none of these; the trainer and the module are checked when ``fit`` begins.
-        InvalidValueError: If ``nonfinite`` or ``max_consecutive_skips`` is none that `Guard` takes.
+        InvalidValueError: If `Guard` refuses ``nonfinite`` or ``max_consecutive_skips``.
 
     Example:
         >>> import gradguard as gg, torch
@@ -163,19 +163,19 @@ class GradGuardCallback(GuardJob, LightningClip):
         self._of_a_run(_logged={}, _optimizers=[])
         self._prefix = log
 
-    _logged: dict[int, int]  # steps of each guard when it was last logged
-    _optimizers: list[Optimizer]  # all that are guarded or left alone on purpose
+    _logged: dict[int, int]  # the step count of each guard when it was last logged
+    _optimizers: list[Optimizer]  # all optimizers, guarded or without a clip
 
     # -- hooks of Lightning -----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach to the optimizers, which the strategy has made by now."""
+        """Attach to the optimizers, which the strategy has created by now."""
         trained = set(map(id, parameters_of(*trainer.optimizers)))
         if trained.isdisjoint(map(id, (trainer.strategy.model or pl_module).parameters())):
             raise InvalidValueError(
                 f"no parameter of {type(pl_module).__name__} is in an optimizer that configure_optimizers returned: "
                 "expected the optimizers that train it, so that the callback can guard them. Return them there also in "
-                "manual optimization, or attach gg.Guard(optimizer, clipper) where you make yours."
+                "manual optimization, or attach gg.Guard(optimizer, clipper) where you create yours."
             )
         self._optimizers, self._logged = list(trainer.optimizers), {}
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -184,17 +184,17 @@ class GradGuardCallback(GuardJob, LightningClip):
         wrap_once(Precision, "clip_gradients", _clip_of_the_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Attach to optimizers that have come in the meantime, which other callbacks may make."""
+        """Attach to optimizers that other callbacks have created meanwhile."""
         if list(trainer.optimizers) != self._optimizers:
             self.on_fit_start(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Refuse a ``gradient_clip_val`` that has been set since; the guard clips once this has returned."""
+        """Refuse a ``gradient_clip_val`` that was set since; the guard clips after this has returned."""
         del optimizer
         self._refuse(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Log what the steps of this batch did."""
+        """Log the clips of this batch's steps."""
         for position, guard in self.guards.items():
             result = guard.last
             if self._prefix is None or result is None or guard.steps == self._logged.get(position):
@@ -217,9 +217,9 @@ class GradGuardCallback(GuardJob, LightningClip):
 class ResilienceCallback(ResilienceJob, GradGuardCallback):
     """A `GradGuardCallback` with `gradguard.SpikeRecovery`: spikes are skipped, bursts undone.
 
-    It hears the loss of each backward, and acts at the end of each batch; schedulers keep their place when weights go
-    back, and so does the data. The checkpoint holds the clipper, the detector, the number of steps and the events;
-    snapshots stay in memory. Under 16-mixed Lightning passes the scaled loss, so that only the gradient norms are
+    It records the loss of each backward, and acts at the end of each batch. A roll-back restores weights, but neither
+    schedulers nor data are rewound. The checkpoint contains the clipper, the detector, the number of steps and the
+    events; snapshots stay in memory. Under 16-mixed Lightning passes the scaled loss, so only gradient norms are
     judged. Modules with several optimizers are refused.
 
     Args:
@@ -232,7 +232,7 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
         resilience: The `gradguard.SpikeRecovery` of the current or the last fit; None before the first.
 
     Raises:
-        InvalidTypeError: If ``clipper`` is none.
+        InvalidTypeError: If ``clipper`` is not a clipper.
         InvalidValueError: If ``options`` has a name that `gradguard.SpikeRecovery` does not take.
 
     Example:
@@ -244,13 +244,13 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
     """
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Take the loss of a micro-batch, which Lightning has divided by their number where it steps by itself."""
+        """Record the loss of a micro-batch, multiplied by their number if Lightning has divided it."""
         if _scaler_of(trainer) is None:
             times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self._attached[0].record_loss(loss.detach() * times)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Log, and act on what was measured some steps ago.
+        """Log, and act on the measurements of some steps ago.
 
         Raises:
             SpikeError: If going back does not cure the run.
@@ -264,29 +264,29 @@ class PerSampleCallback(PerSampleJob, LightningClip):
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i
 
-    over all N samples of the optimizer step, those of all its accumulated batches. :math:`\ell_i` is sample i's own
-    loss, of which what ``training_step`` returns must be the mean over the samples of its batch (or the sum:
-    ``loss_reduction="sum"``). **Nobody can see whether it is.** A mean over all *tokens* of a batch, where samples have
-    unequal numbers of them, is not: average over each sample's own tokens first, then over samples.
+    over all N samples of the optimizer step, including all its accumulated batches. :math:`\ell_i` is sample i's own
+    loss. The result of ``training_step`` must be the mean of these over the samples of its batch (or the sum:
+    ``loss_reduction="sum"``). **gradguard cannot check this.** A mean over all *tokens* of a batch is not such a mean
+    if samples have unequal numbers of them: average over each sample's own tokens first, then over samples.
 
     **Guarantees.**
 
-    * Each step is that of running every sample by itself, clipping its gradient, and averaging (adding up, with
-      ``loss_reduction="sum"``): with ``accumulate_grad_batches``, by which Lightning's division of the loss is undone,
-      a smaller last batch, and bf16-mixed.
-    * What `gradguard.PerSampleGradientClipper` refuses is refused here.
-    * A checkpoint holds what the norm clipper has learned.
+    * Each step equals that of running every sample by itself, clipping its gradient, and averaging (adding up, with
+      ``loss_reduction="sum"``). This includes ``accumulate_grad_batches``, where Lightning's division of the loss is
+      undone, a smaller last batch, and bf16-mixed.
+    * Everything that `gradguard.PerSampleGradientClipper` refuses is refused here.
+    * A checkpoint contains the learned state of the norm clipper.
 
     ============================================  ==============================================================
     Edge case                                     What happens
     ============================================  ==============================================================
     a sample whose gradient is not finite         adds zero; the step goes on
     ``training_step`` returns None                the batch adds nothing
-    training stops within a step                  what was accumulated is dropped
+    training stops within a step                  the accumulated samples are dropped
     ``gradient_clip_val``                         an error: two clips
     `GradGuardCallback` beside it                 an error: two clips
     a module's ``configure_gradient_clipping``    an error: two clips
-    16-mixed                                      an error: Lightning unscales before the gradients are there
+    16-mixed                                      an error: Lightning unscales before the gradients exist
     manual optimization, LBFGS                    an error
     ``torch.compile``                             an error
     DDP                                           the average is over the samples of all processes
@@ -306,7 +306,7 @@ class PerSampleCallback(PerSampleJob, LightningClip):
             ``clipper.statistics`` has the norms of the last batch's samples.
 
     Raises:
-        InvalidTypeError: If ``norm_clipper`` is none.
+        InvalidTypeError: If ``norm_clipper`` is not one.
 
     Example:
         >>> import gradguard as gg, torch
@@ -335,13 +335,13 @@ class PerSampleCallback(PerSampleJob, LightningClip):
         super().__init__(norm_clipper, loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
         self._of_a_run(_strategy=None)
 
-    _strategy: Strategy | None  # some of whose methods are replaced
+    _strategy: Strategy | None  # its methods that are replaced are restored in `end`
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach to the module, and refuse optimizers that cannot be served.
+        """Attach to the module, and refuse unsupported optimizers.
 
         Raises:
-            UnsupportedGradientError: If an optimizer asks for gradients several times in a step.
+            UnsupportedGradientError: If an optimizer evaluates gradients several times in a step.
         """
         _refuse_lbfgs(trainer)
         self.end()
@@ -353,7 +353,7 @@ class PerSampleCallback(PerSampleJob, LightningClip):
         undo_division(self.clipper, loss, trainer.accumulate_grad_batches)
 
     def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
-        """Clip the samples of this batch, and add them up."""
+        """Clip the samples of this batch, and accumulate them."""
         self.after_backward()
 
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -362,11 +362,11 @@ class PerSampleCallback(PerSampleJob, LightningClip):
             self.before_step()
 
     def _take_in(self, trainer: Trainer, module: LightningModule) -> nn.Module:
-        """Return what the clipper is given: under DDP the wrapped module, so that it finds the other processes.
+        """Return the module for the clipper: under DDP the wrapped module, through which it finds the other processes.
 
-        Lightning calls ``training_step`` there as if it were the module's forward, in place of the layers that it
-        calls. DistributedDataParallel has nothing to do in it, because only clipped sums are sent, so it is called as
-        on one device.
+        Lightning passes ``training_step`` through DDP's forward, which would run instead of the module's layers.
+        DistributedDataParallel has nothing to reduce, because only clipped sums are sent. So ``training_step`` is
+        called directly, as on one device.
         """
         model, strategy = trainer.strategy.model, trainer.strategy
         if not isinstance(model, DistributedDataParallel):
@@ -387,7 +387,7 @@ class PerSampleCallback(PerSampleJob, LightningClip):
         if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
             raise InvalidValueError(
                 f"{name} has a configure_gradient_clipping of its own, which would clip after the {which}: "
-                "expected one clip. Take it away."
+                "expected one clip. Remove it."
             )
         check_norm_clipper(self.norm_clipper, trainer.world_size)
         strategy = trainer.strategy
@@ -395,7 +395,7 @@ class PerSampleCallback(PerSampleJob, LightningClip):
             UnsupportedGradientError,
             (
                 not module.automatic_optimization,
-                f"{name} optimizes by hand, so that it is not known which backward is for which step. Use "
+                f"{name} optimizes manually, so it is not known which backward belongs to which step. Use "
                 "gg.PerSampleGradientClipper(self, ...) in its training_step.",
             ),
             (
@@ -405,18 +405,16 @@ class PerSampleCallback(PerSampleJob, LightningClip):
             ),
             (
                 _scaler_of(trainer) is not None or trainer.precision == "16-mixed",
-                'precision="16-mixed": Lightning unscales gradients before the clipped ones are there. Use '
-                '"bf16-mixed".',
+                'precision="16-mixed": Lightning unscales gradients before the clipped ones exist. Use "bf16-mixed".',
             ),
             (
                 getattr(module, "_compiler_ctx", None) is not None,
-                f"{name} is compiled: the layers inside cannot be followed. Give the module as it was before "
-                "torch.compile.",
+                f"{name} is compiled: the layers inside cannot be followed. Pass the module before torch.compile.",
             ),
         )
 
     def end(self) -> None:
-        """Give module and strategy back; what was learned can still be read. May be repeated."""
+        """Detach from module and strategy; the learned state can still be read. May be repeated."""
         super().end()
         if self._strategy is not None:
             for name in ("training_step", "process_dataloader"):
@@ -429,38 +427,38 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
 
-    The training loader's data set, ``collate_fn`` and workers are kept. Its batches are replaced by Poisson samples: in
-    each step every one of the N samples joins with probability q. The expected number qN is the loader's batch size
-    times ``accumulate_grad_batches`` times the number of processes, so an epoch has as many steps as before. What
-    ``training_step`` returns must be the mean of its samples' own losses, as for `PerSampleCallback`.
+    The training loader's data set, ``collate_fn`` and workers are kept. Its batches are replaced by Poisson samples:
+    each of the N samples joins each step with probability q. The expected number qN is the loader's batch size times
+    ``accumulate_grad_batches`` times the number of processes, so an epoch has as many steps as before. The result of
+    ``training_step`` must be the mean of its samples' own losses, as for `PerSampleCallback`.
 
-    **Guarantees.** Those of `gradguard.private.make_private`: what the weights become is (epsilon, delta)
-    differentially private with respect to one sample of the training data, epsilon never exceeds that of a budget.
-    Losses and metrics on training data are not covered, nor is what a validation on other data tells of that data.
+    **Guarantees.** Those of `gradguard.private.make_private`: the trained weights are (epsilon, delta) differentially
+    private with respect to one sample of the training data, and epsilon never exceeds that of a budget. Losses and
+    metrics on training data are not covered, nor what a validation on other data reveals about that data.
 
     * Noise is added once for each step of the optimizer, and the step is counted before the weights change.
-    * No other step of the optimizer is let through, and no change of the gradients after the noise.
-    * A checkpoint holds the accountant's steps and what the norm clipper has learned; neither noise nor which samples
-      were drawn. A resumed run goes on counting, and goes on within the epoch.
+    * Other steps of the optimizer, and changes of the gradients after the noise, are refused.
+    * A checkpoint contains the accountant's steps and the norm clipper's learned state, but neither noise nor which
+      samples were drawn. A resumed run continues counting, and continues within the epoch.
 
     ===================================================  ==========================================================
     Edge case                                            What happens
     ===================================================  ==========================================================
-    a batch that draws no sample                         one sample that does not count stands in; noise is added
+    a batch that draws no sample                         one sample stands in that does not count; noise is added
     a sample whose gradient is not finite                adds zero
     validation within an epoch                           the same steps
     DDP                                                  one Poisson sample, in equal parts; one process adds noise
     a checkpoint within an accumulation                  an error: the sums have no noise yet
-    resuming from a checkpoint without this callback     an error: what its steps have cost is not known
+    resuming from a checkpoint without this callback     an error: the cost of its steps is not known
     several training loaders, an ``IterableDataset``     an error
-    a batch sampler of one's own                         an error
-    ``limit_train_batches``                              an error where it leaves a part of an accumulation
+    a custom batch sampler                               an error
+    ``limit_train_batches``                              an error if it leaves a part of an accumulation
     ``overfit_batches``                                  an error
     ``reload_dataloaders_every_n_epochs``                an error
     `GradientAccumulationScheduler`                      an error
     several optimizers                                   an error
-    a ``training_step`` that returns None                an error: every batch that is drawn must be used
-    16-mixed, and what `PerSampleCallback` refuses       an error
+    a ``training_step`` that returns None                an error: every drawn batch must be used
+    16-mixed; all that `PerSampleCallback` refuses       an error
     a second ``fit``                                     an error: its cost would add up
     ===================================================  ==========================================================
 
@@ -480,7 +478,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
         clipper: The `gradguard.PerSampleGradientClipper` of the current or the last ``fit``.
 
     Raises:
-        InvalidTypeError: If ``norm_clipper`` is none.
+        InvalidTypeError: If ``norm_clipper`` is not one.
         InvalidValueError: If the budget names the number of steps, which the Trainer plans.
 
     Example:
@@ -495,27 +493,27 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before anything is trained, what cannot be right, and take the loader's place."""
+        """Refuse unsupported set-ups, before anything is trained, and replace the loader."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._replace_batches(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse optimizers that cannot be served.
+        """Refuse unsupported optimizers.
 
         Raises:
-            UnsupportedGradientError: If there are several, or one asks for gradients several times in a step.
+            UnsupportedGradientError: If there are several, or one evaluates gradients several times in a step.
         """
         del pl_module
         _refuse_lbfgs(trainer)
         if len(trainer.optimizers) != 1:
             raise UnsupportedGradientError(
-                f"there are {len(trainer.optimizers)} optimizers, and a step of private training is one of one "
+                f"there are {len(trainer.optimizers)} optimizers, but private training counts the steps of one "
                 "optimizer. Return one from configure_optimizers, with groups of parameters."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the private training, which needs the loader that Lightning has asked for by now.
+        """Begin the private training, which needs the loader that Lightning has requested by now.
 
         Raises:
             InvalidValueError: If an epoch would end within an accumulation.
@@ -535,22 +533,22 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
         self.before_step()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was spent."""
+        """Log the epsilon spent so far."""
         del trainer
         pl_module.log("epsilon", self._clips.epsilon())
 
     def _replace_batches(self, trainer: Trainer) -> None:
-        """Let the strategy, which is asked about each loader, give Poisson batches for the training loader."""
+        """Let the strategy, which Lightning calls for each loader, return Poisson batches for the training loader."""
         strategy: Any = trainer.strategy
         original = type(strategy).process_dataloader
 
         def process(loader: Any) -> Any:
             processed = original(strategy, loader)
-            if not trainer.training:  # it is one for validation
+            if not trainer.training:  # a validation loader
                 return processed
             if self._batches is not None:
                 raise UnsupportedGradientError(
-                    "there are several training loaders, and private training draws from one. Join their data sets: "
+                    "there are several training loaders, but private training draws from one. Join their data sets: "
                     "torch.utils.data.ConcatDataset, or StackDataset for pairs."
                 )
             parts = trainer.accumulate_grad_batches
@@ -562,7 +560,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         super()._refuse(trainer, module)
-        changes = "changes what samples are drawn from, and with it what a step costs. Leave it out."
+        changes = "changes which samples are drawn from, and so the cost of a step. Leave it out."
         refuse(
             UnsupportedGradientError,
             (
@@ -583,12 +581,12 @@ def guard_fabric(
     clipper: gg.rules.Clipper,
     **options: Any,
 ) -> gg.Guard:
-    """Clip at each step of an optimizer that Fabric has set up: one call after ``fabric.setup``, and the loop stays.
+    """Clip at each step of an optimizer that Fabric has set up: one call after ``fabric.setup``; the loop is unchanged.
 
-    It replaces ``fabric.clip_gradients(module, optimizer, max_norm=...)`` before each step, which is an error beside it
-    for the same parameters: two clips, one after the other. The `Guard` is attached to the optimizer inside Fabric's,
-    so that it hears of Fabric's GradScaler: under 16-mixed, thresholds are for gradients without the loss scale, and
-    fused optimizers are served, which ``fabric.clip_gradients`` refuses.
+    It replaces ``fabric.clip_gradients(module, optimizer, max_norm=...)`` before each step. Calling that beside it for
+    the same parameters is an error: two clips, one after the other. The `Guard` is attached to the optimizer inside
+    Fabric's, so it observes Fabric's GradScaler: under 16-mixed, thresholds are for gradients without the loss scale.
+    Fused optimizers work too, which ``fabric.clip_gradients`` refuses.
 
     Args:
         fabric: The Fabric.
@@ -599,12 +597,12 @@ def guard_fabric(
         **options: ``nonfinite`` and ``max_consecutive_skips``, as for `gradguard.Guard`.
 
     Returns:
-        The guard: ``guard.last``, ``guard.detach()``. ``fabric.save(path, {"guard": guard, ...})`` keeps its state and
-        ``fabric.load`` brings it back.
+        The guard: ``guard.last``, ``guard.detach()``. ``fabric.save(path, {"guard": guard, ...})`` saves its state and
+        ``fabric.load`` restores it.
 
     Raises:
-        InvalidTypeError: If ``module`` is no module, ``optimizer`` cannot be hooked, or ``clipper`` is no clipper.
-        InvalidValueError: As `Guard`.
+        InvalidTypeError: If ``module`` is not a module, ``optimizer`` cannot be hooked, or ``clipper`` is no clipper.
+        InvalidValueError: As for `Guard`.
         UnsupportedGradientError: Under DeepSpeed, whose engine owns the gradients.
 
     Example:
@@ -636,7 +634,7 @@ def guard_fabric(
 def _clip_of_the_module(
     original: Callable[..., None], plugin: Precision, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
 ) -> None:
-    """Clip as Lightning does when a module asks for it, unless a guard does it."""
+    """Clip as Lightning does when a module requests it, unless a guard clips these parameters."""
     if clip_val > 0:
         refuse_beside_a_guard("self.clip_gradients", _parameters_of(optimizer))
     original(plugin, optimizer, clip_val, *args, **kwargs)
@@ -645,7 +643,7 @@ def _clip_of_the_module(
 def _clip_of_fabric(
     original: Callable[..., Any], fabric: Fabric, module: Any, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Clip as Fabric does, unless a guard does it."""
+    """Clip as Fabric does, unless a guard clips these parameters."""
     clipped = _parameters_of(optimizer)
     if any(is_fsdp1(part) for part in module.modules()):
         clipped += module.parameters()  # FSDP1 clips all of them, whichever optimizer is named
@@ -654,14 +652,14 @@ def _clip_of_fabric(
 
 
 def _parameters_of(optimizer: Any) -> list[Tensor]:
-    """The parameters of an optimizer, or of the one that Lightning has wrapped."""
+    """Return the parameters of an optimizer, or of the one that Lightning has wrapped."""
     return parameters_of(getattr(optimizer, "optimizer", optimizer))
 
 
 def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Module | None:
-    """Return the module that names the parameters: itself, or FSDP1's wrapper, which knows where the parts are."""
+    """Return the module that names the parameters: itself, or FSDP1's wrapper, which locates the parts."""
     for part in () if wrapped is None else wrapped.modules():
-        if is_fsdp1(part):  # the outermost
+        if is_fsdp1(part):  # the outermost wrapper comes first
             return part if any(inner is module for inner in part.modules()) else module
     return module
 
@@ -673,14 +671,14 @@ def _scaler_of(trainer: Trainer) -> Any:
 def _refuse_engine(strategy: object) -> None:
     if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
         raise UnsupportedGradientError(
-            "under DeepSpeed the engine owns the gradients and the step, so that a clip from outside would be of parts "
-            "or of nothing: expected another strategy. Set gradient_clipping in DeepSpeed's own configuration."
+            "under DeepSpeed the engine owns the gradients and the step, so a clip from outside would receive parts or "
+            "nothing: expected another strategy. Set gradient_clipping in DeepSpeed's own configuration."
         )
 
 
 def _refuse_lbfgs(trainer: Trainer) -> None:
     if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise UnsupportedGradientError(
-            "LBFGS asks for the gradients several times in a step, and samples would be clipped by another factor "
-            "each time. Choose an optimizer that asks once, such as AdamW."
+            "LBFGS evaluates the gradients several times in a step, and samples would be clipped by another factor "
+            "each time. Choose an optimizer that evaluates once, such as AdamW."
         )

@@ -1,4 +1,4 @@
-"""The jobs that clip each sample of a trainer's batches, and that make its training private."""
+"""Jobs that clip each sample of a trainer's batches, and jobs that make its training private."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ class PerSampleJob(Job):
 
     clipper: Any
     _clips: Any  # the object that clips after each backward and fills in the gradients before each step
-    _summed: bool  # samples of this optimizer step were accumulated
+    _summed: bool  # whether samples of this optimizer step were accumulated
 
     def __init__(self, norm_clipper: gg.rules.NormClipper, **options: Any) -> None:
         check_norm_clipper(norm_clipper)
@@ -39,7 +39,7 @@ class PerSampleJob(Job):
         )
 
     def after_backward(self) -> None:
-        """Clip the samples of this batch, and add them up."""
+        """Clip the samples of this batch, and accumulate them."""
         self._clips.clip_and_accumulate()
         self._summed = True
 
@@ -49,7 +49,7 @@ class PerSampleJob(Job):
         self._summed = False
 
     def end(self) -> None:
-        """Give the model back; what was accumulated for a step that did not come is dropped. May be repeated."""
+        """Detach from the model; samples accumulated for a step that never came are dropped. May be repeated."""
         super().end()
         if self.clipper is not None:
             self.clipper.discard()
@@ -57,7 +57,7 @@ class PerSampleJob(Job):
         self._summed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the norm clipper has learned and, of a private training, the steps that were counted."""
+        """Return the norm clipper's learned state and, for a private training, the counted steps."""
         return {} if self._clips is None else self._clips.state_dict()
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -69,13 +69,13 @@ class PrivateBatches:
 
     Args:
         loader: The loader that the trainer would use.
-        parts: How many batches it accumulates for a step.
-        processes: How many train together.
-        training: Returns the training; it is called when the first batch is drawn.
+        parts: Number of batches that the trainer accumulates for a step.
+        processes: Number of processes that train together.
+        training: Returns the training; called when the first batch is drawn.
         place: Moves a batch to the device of the training; by default the trainer does.
 
     Raises:
-        InvalidValueError: If the loader is no DataLoader with a batch size.
+        InvalidValueError: If the loader is not a DataLoader with a batch size.
         UnsupportedGradientError: If its data set is iterable.
     """
 
@@ -107,14 +107,14 @@ class PrivateBatches:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        yield from map(self._place, self._training().loader)  # not at once: trainers call iter() long before they train
+        yield from map(self._place, self._training().loader)  # lazily: trainers call iter() long before they train
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state, so that a trainer resumes within an epoch; the callback keeps the place."""
+        """Return an empty state, with which a trainer can resume within an epoch; the callback keeps the position."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Ignore the state."""
 
 
 class PrivateJob(PerSampleJob):
@@ -127,7 +127,7 @@ class PrivateJob(PerSampleJob):
     private: gg.private.PrivateTraining | None
     _batches: PrivateBatches | None
     _trainer_plans = True
-    """Whether the trainer, and not the budget, says how many steps there will be."""
+    """Whether the trainer, and not the budget, determines the number of steps."""
 
     def __init__(
         self,
@@ -148,31 +148,31 @@ class PrivateJob(PerSampleJob):
         self._privacy, self._budget, self._noise = privacy, budget, {"secure": secure, "seed": seed}
 
     def begin(self, run: Run) -> None:
-        """Begin the training, with what a checkpoint has counted.
+        """Begin the training, with the counts of a checkpoint.
 
         Raises:
             InvalidValueError: If earlier steps would not be counted, or the number of steps is not known.
-            UnsupportedGradientError: If the trainer loops over batches of its own.
+            UnsupportedGradientError: If the trainer loops over its own batches.
         """
         name, privacy, resumed = type(self).__name__, self._privacy, self._loaded
         if self._batches is None:
             raise UnsupportedGradientError(
-                f"the trainer has a loader of its own, which {name} could not replace: its batches are no "
-                "Poisson samples, for which alone epsilon is right. Give the trainer one DataLoader."
+                f"the trainer has a loader of its own, which {name} could not replace: its batches are not Poisson "
+                "samples, which the epsilon requires. Give the trainer one DataLoader."
             )
         steps = 0 if self.private is None else self.private.steps
         refuse(
             InvalidValueError,
             (
                 steps,
-                f"this {name} has trained for {steps} steps already, and what both trainings cost "
-                "adds up. Resume from a checkpoint to go on, or make another one for another training, and count the "
-                "steps of this one there if both saw the same records: callback.private.accountant.step(...).",
+                f"this {name} has trained for {steps} steps already, and the cost of both trainings adds up. Resume "
+                "from a checkpoint to go on, or make another one for another training, and count the steps of this "
+                "one there if both saw the same records: callback.private.accountant.step(...).",
             ),
             (
                 run.done and not resumed,
-                f"training resumes after {run.done} steps, and the checkpoint has no state of a {name}: what those "
-                "steps have cost is not known. Load the weights alone if they were trained on other records.",
+                f"training resumes after {run.done} steps, but the checkpoint has no state of a {name}: the cost of "
+                "those steps is not known. Load the weights alone if they were trained on other records.",
             ),
             (
                 self._budget is not None and not math.isfinite(run.steps),
@@ -196,12 +196,12 @@ class PrivateJob(PerSampleJob):
             private.load_state_dict(resumed)
         if private.steps != run.done:
             raise InvalidValueError(
-                f"the trainer resumes after {run.done} steps, and the private training after {private.steps}: the "
+                f"the trainer resumes after {run.done} steps, but the private training after {private.steps}: the "
                 "checkpoint is of two trainings."
             )
 
     def end(self) -> None:
-        """Give model and optimizer back; what was counted can still be read. May be repeated."""
+        """Detach from model and optimizer; the counts can still be read. May be repeated."""
         super().end()
         self._batches = None
 
@@ -210,11 +210,11 @@ def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
     """Raise if ``norm_clipper`` is no per-sample rule, or one whose thresholds would differ between processes.
 
     Args:
-        norm_clipper: The argument of the user.
-        processes: How many train together.
+        norm_clipper: The user's argument.
+        processes: Number of processes that train together.
 
     Raises:
-        InvalidTypeError: If it is no `gradguard.rules.NormClipper`.
+        InvalidTypeError: If it is not a `gradguard.rules.NormClipper`.
         UnsupportedGradientError: If it learns from the samples of one process, and there are several.
     """
     if not isinstance(norm_clipper, gg.rules.NormClipper):
@@ -229,15 +229,15 @@ def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
 
 
 def undo_division(clipper: gg.PerSampleGradientClipper, loss: Tensor, parts: int) -> None:
-    """Take a trainer's division by the number of accumulated batches out of the backward of ``loss``.
+    """Undo a trainer's division by the number of accumulated batches in the backward of ``loss``.
 
-    That division is no part of a sample's own loss. Where the losses of samples are shares of one loss it is a part
-    of them, and is kept. Call this with the loss before or after the trainer divides it.
+    That division is not part of a sample's own loss. If the losses of samples are shares of one loss, it is part of
+    them and kept. Call this with the loss before or after the trainer divides it.
 
     Args:
         clipper: The clipper that follows the backward.
-        loss: The loss whose backward is next.
-        parts: The number that the trainer divides by.
+        loss: The loss whose backward comes next.
+        parts: The number by which the trainer divides.
     """
     if clipper.loss_reduction == "share":
         return

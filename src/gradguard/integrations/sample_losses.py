@@ -1,4 +1,4 @@
-r"""Each sample's own loss, from what a model returned and its labels: its mean over its own tokens.
+r"""Compute each sample's own loss from a model's output and the labels: the mean over the sample's own tokens.
 
 .. math:: \ell_i = \frac{1}{T_i} \sum_{t=1}^{T_i} \ell_{it}
 """
@@ -14,7 +14,7 @@ _IGNORED = -100
 def sample_losses(
     logits: Tensor, labels: Tensor, *, shifted: bool = False, problem_type: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return each sample's mean loss over its own labels, and how many labels that are.
+    """Return each sample's mean loss over its own labels, and the number of these labels.
 
     ==========================  =======================  ==========================================================
     logits                      labels                   loss
@@ -53,7 +53,7 @@ def sample_losses(
     whole, one_number = not labels.is_floating_point(), logits.shape == (*labels.shape, 1)
     classes, same = whole and logits.shape[:-1] == labels.shape, logits.shape == labels.shape
     kind = problem_type or "regression"
-    if not problem_type:  # as Transformers' own models tell it
+    if not problem_type:  # the inference of Transformers' own models
         if classes and not (one_number and labels.ndim == 1):
             kind = "single_label_classification"
         elif same and logits.ndim == 2 and logits.shape[1] > 1:
@@ -68,7 +68,7 @@ def sample_losses(
         return each.mean(1), labels.new_full((len(labels),), each.shape[1]).long()
     raise UnsupportedGradientError(
         f"logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)}, {labels.dtype}, "
-        f"problem_type={problem_type!r}: how samples' own losses follow from them is not known here. Give it as "
+        f"problem_type={problem_type!r}: no rule computes samples' own losses from these. Pass "
         "loss=function, which returns one loss for each sample."
     )
 

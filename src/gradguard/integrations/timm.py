@@ -1,4 +1,4 @@
-"""One call for the three rules, with the arguments of timm's `dispatch_clip_grad`."""
+"""Clip by one of three rules, with the arguments of timm's `dispatch_clip_grad`."""
 
 from typing import Any, Literal
 
@@ -19,10 +19,10 @@ def dispatch_clip_grad(
     mesh: Any = None,
     shared: Any = None,
 ) -> Tensor | None:
-    """Clip the gradients by the rule that ``mode`` names, in place, as a script written for timm calls it.
+    """Clip the gradients in place by the rule that ``mode`` names, as a script written for timm calls it.
 
-    **Guarantees.** What happens is exactly what the function named below does, with its table of edge cases; the mode
-    and the arguments are checked before any gradient changes.
+    **Guarantees.** The result is exactly that of the function named below, with its table of edge cases. The mode and
+    the arguments are checked before any gradient changes.
 
     **Edge cases.**
 
@@ -30,15 +30,15 @@ def dispatch_clip_grad(
     input                             result
     ================================  ==========================================================================
     ``mode="norm"``                   `clip_grad_norm_`
-    ``mode="value"``                  `clip_grad_value_`; no element's clip depends on another process, so the last
-                                      three arguments change nothing
-    ``mode="agc"``                    `clip_grad_adaptive_`; units are those of the layers if ``parameters`` is a
-                                      module, where timm always takes dimension 0
-    ``"agc"``, another ``norm_type``  an error: the rule is about 2-norms
+    ``mode="value"``                  `clip_grad_value_`; each element is clipped by itself, so the last three
+                                      arguments change nothing
+    ``mode="agc"``                    `clip_grad_adaptive_`; if ``parameters`` is a module, units follow its layers,
+                                      while timm always uses dimension 0
+    ``"agc"``, another ``norm_type``  an error: the rule is defined for 2-norms
     ================================  ==========================================================================
 
     Args:
-        parameters: As for `clip_grad_norm_`; a module gives ``"agc"`` the right units.
+        parameters: As for `clip_grad_norm_`; a module determines the right units for ``"agc"``.
         value: The threshold of the rule, at least 0.
         mode: ``"norm"``, ``"value"`` or ``"agc"``.
         norm_type: The order of the norm, for ``"norm"``.
@@ -50,7 +50,7 @@ def dispatch_clip_grad(
         The norm before the clip, 0-dim; None for ``"value"``, which measures nothing. (timm returns nothing.)
 
     Raises:
-        InvalidValueError: If the mode, the threshold or the order is not one.
+        InvalidValueError: If the mode, the threshold or the order is invalid.
         InvalidTypeError: If an argument is of another type.
         DistributedError: If processes that hold parts of the gradients do not clip together.
 

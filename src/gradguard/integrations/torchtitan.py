@@ -1,4 +1,4 @@
-"""torchtitan: one call in a start script, after which its trainer clips with gradguard."""
+"""torchtitan: one call in a start script replaces the trainer's clip by gradguard's."""
 
 import io
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ from gradguard.policies import NonFinitePolicy, check_policy
 
 require("torchtitan", "0.3", "0.4", "torchtitan")
 
-from torchtitan.distributed import utils  # noqa: E402  (the version comes first, so that it is what an error is about)
+from torchtitan.distributed import utils  # noqa: E402  (the version check comes first, so that its error comes first)
 
 __all__ = ["ReplacedClip", "replace_clip"]
 
 
 class ReplacedClip:
-    """The clip that torchtitan's trainers call in place of their own, once for each step; `replace_clip` makes it.
+    """The clip that torchtitan's trainers call instead of their own, once for each step; `replace_clip` creates it.
 
     Attributes:
         clipper: The rule, or None for a clip of the global norm to the ``max_norm`` of the configuration.
@@ -54,8 +54,8 @@ class ReplacedClip:
         pp_mesh: Any = None,
         ep_enabled: bool = False,
     ) -> Tensor:
-        """Clip as ``torchtitan.distributed.utils.clip_grad_norm_`` is asked to; return the norm before the clip."""
-        del foreach, ep_enabled  # one norm over all meshes needs no word of which there are
+        """Clip with the arguments of torchtitan's ``clip_grad_norm_``; return the norm before the clip."""
+        del foreach, ep_enabled  # the norm covers all meshes, whichever exist
         nonfinite = "raise" if error_if_nonfinite else self._nonfinite
         if self.clipper is None:
             return gg.clip_grad_norm_(parameters, max_norm, norm_type, nonfinite=nonfinite, mesh=pp_mesh)
@@ -63,21 +63,21 @@ class ReplacedClip:
         return self.last.norm
 
     def restore(self) -> None:
-        """Let torchtitan clip by itself again. May be repeated."""
+        """Restore torchtitan's own clip. May be repeated."""
         if utils.clip_grad_norm_ is self:
             utils.clip_grad_norm_ = self._own
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clipper's history in one piece, since a checkpoint wants the same shapes on both sides."""
+        """Return the clipper's state as bytes, since a checkpoint requires equal shapes when it is loaded."""
         memory = io.BytesIO()
         torch.save({} if self.clipper is None else self.clipper.state_dict(), memory)
         return {"clipper": memory.getvalue()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load the result of `state_dict`.
 
         Raises:
-            InvalidValueError: If it is the state of another kind of clipper, or of none.
+            InvalidValueError: If the state is of another kind of clipper, or only one side has a clipper.
         """
         state = torch.load(io.BytesIO(state_dict["clipper"]), map_location="cpu", weights_only=True)
         if bool(state) != (self.clipper is not None):
@@ -92,9 +92,9 @@ class ReplacedClip:
 def replace_clip(clipper: gg.rules.Clipper | None = None, *, nonfinite: NonFinitePolicy = "propagate") -> ReplacedClip:
     """Let torchtitan's trainers clip with gradguard: one call in your start script, before training.
 
-    torchtitan has no place for a clip of one's own; its trainers call ``torchtitan.distributed.utils.clip_grad_norm_``,
-    and this puts another function there, for this process. (Actors of ``torchtitan.experiments.rl`` run in processes
-    of their own: call it there.)
+    torchtitan has no option for a custom clip. Its trainers call ``torchtitan.distributed.utils.clip_grad_norm_``, and
+    this call replaces that function in this process. (Actors of ``torchtitan.experiments.rl`` run in their own
+    processes: call it there.)
 
     **Guarantees.**
 
@@ -107,16 +107,16 @@ def replace_clip(clipper: gg.rules.Clipper | None = None, *, nonfinite: NonFinit
     =====================================  =========================================================================
     case                                   what happens
     =====================================  =========================================================================
-    ``clipper`` is given                   it decides; ``--training.max_norm`` is not used
+    ``clipper`` is given                   the clipper decides; ``--training.max_norm`` is not used
     called again                           the last call counts
-    rules by name (`Groups`)               an error: torchtitan hands its clip parameters without names
-    `AdaGC`                                its history goes by the position of a parameter
-    a norm that is not finite              as ``nonfinite`` says; the step is taken all the same
-    no state in the checkpoint             torchtitan's loader says which key is missing; leave it out by
+    rules by name (`Groups`)               an error: torchtitan passes its clip parameters without names
+    `AdaGC`                                its history is keyed by the position of a parameter
+    a norm that is not finite              ``nonfinite`` decides; the step is taken all the same
+    no state in the checkpoint             torchtitan's loader names the missing key; exclude it by
                                            ``--checkpoint.exclude_from_loading gradguard``
     =====================================  =========================================================================
 
-    A history goes through torchtitan's checkpoints if it is one of the states of the trainer, before it trains::
+    torchtitan's checkpoints save a history if it is one of the trainer's states before training::
 
         trainer = config.build()
         if config.checkpoint.enable:
@@ -128,10 +128,10 @@ def replace_clip(clipper: gg.rules.Clipper | None = None, *, nonfinite: NonFinit
         nonfinite: The policy for gradients that are not finite, as for `gradguard.clip_grad_norm_`.
 
     Returns:
-        The replacement of torchtitan's function; its ``restore()`` takes it out again.
+        The replacement of torchtitan's function; its ``restore()`` undoes the replacement.
 
     Raises:
-        InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidTypeError: If ``clipper`` is not a clipper.
         InvalidValueError: If ``nonfinite`` is unknown, or ``clipper`` is a `Groups`.
 
     Example:
@@ -140,13 +140,13 @@ def replace_clip(clipper: gg.rules.Clipper | None = None, *, nonfinite: NonFinit
         >>> clip = replace_clip(gg.ClipByMedian())  # and then torchtitan's own main(), as in torchtitan/train.py
         >>> clip.restore()
 
-    The function that it replaces: torchtitan (Liang et al., 2024).
+    The replaced function: torchtitan (Liang et al., 2024).
     """
     if clipper is not None:
         check_clipper(clipper)
     if isinstance(clipper, gg.Groups):
         raise InvalidValueError(
-            "clipper is a Groups, and torchtitan's trainers hand over parameters without names: expected one rule for "
+            "clipper is a Groups, but torchtitan's trainers pass parameters without names: expected one rule for "
             "all of them, such as gg.ClipByMedian()."
         )
     check_policy(nonfinite)

@@ -1,10 +1,10 @@
-"""Hugging Face Transformers: callbacks that clip in the place of the Trainer's own clip, for the batch or for samples.
+"""Hugging Face Transformers: callbacks that replace the Trainer's own clip, for the batch or for each sample.
 
-The last of them measures how much each sample adds to a step, TRL's too. A Trainer asks its callback wherever it clips,
-computes a loss, logs, saves or loads (`watch_trainers`).
+The last of them measures how much each sample adds to a step, also in TRL. A Trainer calls its callback wherever it
+clips, computes a loss, logs, saves or loads (`watch_trainers`).
 """
 
-# ruff: noqa: E402  (the version comes first, so that it is what an error is about)
+# ruff: noqa: E402  (the version check comes first, so that its error comes first)
 
 import math
 import warnings
@@ -58,9 +58,9 @@ _ASKED = (
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
 )
-"""Methods of the Trainer in whose place a callback may have one, called by the name with one underscore.
+"""Methods of the Trainer that a callback may replace by one of its own, named with one underscore.
 
-It is given the call that the Trainer would make of its own method (``own``), the Trainer, and the arguments.
+The callback's method receives a call of the Trainer's own method (``own``), the Trainer, and the arguments.
 """
 
 
@@ -68,18 +68,18 @@ Own = Callable[[], Any]
 
 
 class TransformersClip(Job, TrainerCallback):
-    """A callback that clips in the place of its Trainer, whose methods ask it.
+    """A callback that clips in place of its Trainer, whose methods call it.
 
-    A subclass is of one of the jobs too, and says who clips (``_clip_grad_norm``, ``_get_grad_norm``), what is logged
-    (``_logged``) and what else is refused (``_refuse``).
+    A subclass also inherits from one of the jobs. It defines the clip (``_clip_grad_norm``, ``_get_grad_norm``), the
+    logged values (``_logged``) and what else is refused (``_refuse``).
     """
 
     state_file: str
-    """Where a checkpoint holds the state."""
+    """The file of a checkpoint that holds the state."""
     _max_grad_norms: Collection[float] | None = (0, TrainingArguments.max_grad_norm)
-    """Those of the Trainer beside which it clips: none, and the default, which nobody may have asked for; None: any."""
+    """Accepted values of ``max_grad_norm``: 0, and the default, which the user may not have chosen; None for any."""
 
-    _norm: Tensor | None  # what the Trainer is given as the norm of this step, from its clip until its step
+    _norm: Tensor | None  # the norm returned to the Trainer for this step, from its clip until its step
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ class TransformersClip(Job, TrainerCallback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        watch_trainers()  # it may be another process
+        watch_trainers()  # the copy may be in another process
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Make sure that the Trainer has left the gradients alone.
+        """Check that the Trainer has left the gradients unchanged.
 
         Raises:
             UnsupportedGradientError: If it has not, or may not have.
@@ -99,12 +99,12 @@ class TransformersClip(Job, TrainerCallback):
         if self._norm is None:
             raise UnsupportedGradientError(
                 "the Trainer has not asked gradguard for the norm of this step, so it may have clipped already: its "
-                "class seems to have methods _clip_grad_norm and _get_grad_norm of its own. Let them return what "
-                f"super() returns, or remove the {type(self).__name__}."
+                "class seems to have its own methods _clip_grad_norm and _get_grad_norm. Let them return the result of "
+                f"super(), or remove the {type(self).__name__}."
             )
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Begin anew: the gradients were used."""
+        """Reset the norm: the gradients were used."""
         self._norm = None
 
     def _refuse(self, trainer: Trainer) -> None:
@@ -115,22 +115,22 @@ class TransformersClip(Job, TrainerCallback):
         if self._max_grad_norms is not None and args.max_grad_norm not in self._max_grad_norms:
             raise InvalidValueError(
                 f"TrainingArguments has max_grad_norm={args.max_grad_norm!r}, and there is a {type(self).__name__}: "
-                "one clip would be done after the other. Pass max_grad_norm=0 if the callback's clip is what you mean, "
-                "or leave the callback out."
+                "one clip would be done after the other. Pass max_grad_norm=0 if you want the callback's clip, "
+                "or remove the callback."
             )
         optim = str(getattr(args.optim, "value", args.optim))
         if "lomo" in optim or "layerwise" in optim:
             raise UnsupportedGradientError(
-                f'optim="{optim}" steps inside backward, one parameter after the other: when a clip could look, there '
-                "are no gradients any more. Choose an optimizer that steps after backward, such as "
+                f'optim="{optim}" steps inside backward, one parameter after the other: when a clip could act, the '
+                "gradients no longer exist. Choose an optimizer that steps after backward, such as "
                 '"adamw_torch_fused".'
             )
 
     def _begins_anew(self, checkpoint: str) -> None:
-        """Do what is due where training resumes from a checkpoint without a state."""
+        """Act on training that resumes from a checkpoint without a state."""
 
     def _after_saving(self, state: dict[str, Any]) -> None:
-        """Do what is due when the optimizer has been saved; ``state`` is from before."""
+        """Act after the optimizer was saved; ``state`` is from before."""
 
     def _logged(self) -> dict[str, float]:
         return {}
@@ -160,7 +160,7 @@ class TransformersClip(Job, TrainerCallback):
 
 
 def watch_trainers() -> None:
-    """Let every Trainer ask its `TransformersClip`; Trainers without one do as before."""
+    """Let every Trainer call its `TransformersClip`; Trainers without one are not affected."""
     wrap_once(Trainer, "train", _train)
     for name in _ASKED:
         wrap_once(Trainer, name, partial(_ask, name))
@@ -183,11 +183,11 @@ def _ask(name: str, original: Callable[..., Any], trainer: Trainer, *args: Any, 
 def _train(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     for clip in _clips_of(trainer.callback_handler):
         clip._refuse(trainer)
-        clip._loaded = None  # left by a training that failed before it began
+        clip._loaded = None  # a training that failed before it began may have left a state
     try:
         return original(trainer, *args, **kwargs)
     finally:
-        for clip in _clips_of(trainer.callback_handler):  # on_train_end is not reached by a training that fails
+        for clip in _clips_of(trainer.callback_handler):  # a training that fails does not reach on_train_end
             clip.end()
 
 
@@ -205,7 +205,7 @@ def _take_out(original: Callable[..., Any], handler: CallbackHandler, *args: Any
 
 
 def _skip_first_batches(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Leave the batches of a private training alone: it knows itself where in the epoch it goes on."""
+    """Skip no batches of a private training, which itself knows its position in the epoch."""
     if isinstance(loader, PrivateBatches):
         return loader
     return original(loader, *args, **kwargs)
@@ -218,24 +218,25 @@ class GradGuardCallback(GuardJob, TransformersClip):
     """Let ``clipper`` clip once at each real step of a `transformers.Trainer`, instead of the Trainer.
 
     Pass it to the Trainer (``callbacks=[GradGuardCallback(clipper)]`` or ``trainer.add_callback``); nothing else
-    changes. It is a `gradguard.Guard` on the Trainer's optimizer while ``train()`` runs.
+    changes. It attaches a `gradguard.Guard` to the Trainer's optimizer while ``train()`` runs.
 
     **Guarantees.**
 
-    * The clipper sees the gradients as backward left them: the Trainer neither clips nor measures before. (Measuring,
-      which it does with ``max_grad_norm=0`` too, is a clip to infinity: a norm that overflows makes all of them NaN.)
-    * Once for each real step, under accumulation too, and on unscaled gradients with fp16.
-    * A checkpoint holds the clipper's state and the counts (``gradguard.pt``, beside the optimizer's), and resuming
-      brings them back bit for bit.
+    * The clipper receives the gradients that backward computed: the Trainer neither clips nor measures before.
+      (Its measurement, also with ``max_grad_norm=0``, is a clip to infinity: a norm that overflows makes all gradients
+      NaN.)
+    * It acts once for each real step, under accumulation too, and on unscaled gradients with fp16.
+    * A checkpoint contains the clipper's state and the counts (``gradguard.pt``, beside the optimizer's), and resuming
+      restores them bit for bit.
     * Norms are kept on the device and read when the Trainer logs.
 
-    **What the Trainer logs.**
+    **Logged values.**
 
     =========================================  =========================================================================
     ``grad_norm``                              the norm before the clip, of the step that is logged
-    ``grad_norm_min``, ``_mean`` and ``_max``  over all steps since the last log that were finite; only where there were
-                                               several
-    ``clip_coefficient``                       norm after over norm before, the mean of these steps
+    ``grad_norm_min``, ``_mean`` and ``_max``  over all finite steps since the last log; only if there were several
+                                               steps
+    ``clip_coefficient``                       norm after divided by norm before, the mean over these steps
     ``clip_binding_share``                     the share of these steps on which the clip bound
     ``grad_nonfinite_steps``                   the number of steps since the last log with NaN or inf in a gradient
     =========================================  =========================================================================
@@ -245,16 +246,16 @@ class GradGuardCallback(GuardJob, TransformersClip):
     ====================================  ======================================================================
     case                                  what happens
     ====================================  ======================================================================
-    ``max_grad_norm`` left at 1.0         the Trainer's default: the clipper takes its place
+    ``max_grad_norm`` left at 1.0         the Trainer's default: the clipper replaces it
     ``max_grad_norm=0``                   the same
-    ``max_grad_norm`` of another value    an error: two rules, of which only one can be meant
-    a step is skipped, no GradScaler      ``global_step`` and the scheduler go on, as after any step
-    resuming where no state was saved     a warning if the clipper has one; it begins anew
-    ``save_only_model``                   the state is not saved, as the optimizer's is not
-    ``train()`` again                     the history goes on with the same model, and begins anew with another
+    ``max_grad_norm`` of another value    an error: two rules, of which only one can be intended
+    a step is skipped, no GradScaler      ``global_step`` and the scheduler advance, as after any step
+    resuming without a saved state        a warning if the clipper has one; it starts fresh
+    ``save_only_model``                   the state is not saved, nor is the optimizer's
+    ``train()`` again                     the history continues with the same model, else it starts fresh
     added while training                  it clips from that step on
     removed while training                an error
-    copied, pickled                       the copy has no guard, and its history begins anew with its own training
+    copied, pickled                       the copy has no guard, and its history starts fresh with its own training
     a Trainer with its own                an error at the first step, unless it calls ``super()``
     ``_clip_grad_norm``
     LOMO, GaLore and APOLLO by layer      an error: they step inside backward
@@ -272,8 +273,8 @@ class GradGuardCallback(GuardJob, TransformersClip):
 
     Raises:
         InvalidTypeError: If ``clipper`` is not a clipper.
-        InvalidValueError: If ``nonfinite`` or ``max_consecutive_skips`` is none that `Guard` takes.
-        UnsupportedVersionError: If the Trainer lacks a method that is needed.
+        InvalidValueError: If `Guard` refuses ``nonfinite`` or ``max_consecutive_skips``.
+        UnsupportedVersionError: If the Trainer lacks a required method.
 
     Example:
         >>> import gradguard as gg, tempfile, torch
@@ -299,7 +300,7 @@ class GradGuardCallback(GuardJob, TransformersClip):
         self.clipper = clipper
 
     state_file = "gradguard.pt"
-    _steps = 0  # of the guard, when the Trainer's last step was counted
+    _steps = 0  # the guard's step count at the Trainer's last step
     _window: "_Window"
 
     @property
@@ -330,11 +331,11 @@ class GradGuardCallback(GuardJob, TransformersClip):
         self._steps = self.guards[0].steps
 
     def on_pre_optimizer_step(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
-        """Make sure that the Trainer has left the gradients alone, and that there is a guard.
+        """Check that the Trainer has left the gradients unchanged, and that there is a guard.
 
         Raises:
             InvalidValueError: If the callback was added while training, and ``max_grad_norm`` is set.
-            UnsupportedGradientError: If the Trainer has not left the gradients alone, or may not have.
+            UnsupportedGradientError: If the Trainer has changed the gradients, or may have.
         """
         if not self._acting:  # it was added while training
             norm = self._norm
@@ -344,30 +345,30 @@ class GradGuardCallback(GuardJob, TransformersClip):
         super().on_pre_optimizer_step()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Tell the Trainer the norm before the clip, and remember what the clip did.
+        """Write the norm before the clip into the Trainer's tensor, and record the result of the clip.
 
         Raises:
-            UnsupportedGradientError: If the optimizer took no step that a guard could see.
+            UnsupportedGradientError: If the optimizer took no step that a guard could observe.
         """
         guard, norm, self._norm = self.guards[0], self._norm, None
-        assert norm is not None  # `on_pre_optimizer_step` has seen to it
+        assert norm is not None  # checked by `on_pre_optimizer_step`
         if guard.steps == self._steps or guard.last is None:
             raise UnsupportedGradientError(
                 f"optimizer.step() did not run the hooks of {type(guard.optimizer).__name__}, so nothing was clipped. "
-                "A guard needs an optimizer whose step() takes one with the gradients that are there."
+                "A guard needs an optimizer whose step() takes one step with the present gradients."
             )
         self._steps = guard.steps
         norm.copy_(guard.last.norm)
         self._window.add(guard.last)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Take the guard off the optimizer; what it has counted can still be read."""
+        """Detach the guard from the optimizer; its counts can still be read."""
         self.end()
 
-    # -- what the Trainer does instead of its own -------------------------------------------------------------------
+    # -- replacements of the Trainer's methods ----------------------------------------------------------------------
 
     def _clip_grad_norm(self, own: Own, trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the norm of the step that has not been taken yet: NaN until it is known."""
+        """Return a tensor for the norm of the coming step: NaN until it is known."""
         if self._norm is None:
             self._norm = torch.full((), torch.nan, device=trainer.args.device)
         return self._norm
@@ -375,7 +376,7 @@ class GradGuardCallback(GuardJob, TransformersClip):
     def _get_grad_norm(
         self, own: Own, trainer: Trainer, model: nn.Module, grad_norm: object = None, **kwargs: Any
     ) -> object:
-        """Return that norm, or what a subclass of the Trainer made of the gradients: then the next event refuses."""
+        """Return that tensor, or a norm computed by a subclass of the Trainer: then the next event refuses."""
         if grad_norm is None or grad_norm is self._norm:
             return self._clip_grad_norm(own, trainer)
         self._norm = None
@@ -388,24 +389,24 @@ class GradGuardCallback(GuardJob, TransformersClip):
         if any(leaf.state_dict() for leaf in self.clipper.leaves()):
             warnings.warn(
                 f"{checkpoint} has no {self.state_file}: it was saved without a GradGuardCallback, or with "
-                f"save_only_model. {type(self.clipper).__name__} begins anew, as at the first step of training.",
+                f"save_only_model. {type(self.clipper).__name__} starts fresh, as at the first step of training.",
                 stacklevel=2,
             )
 
     def _after_saving(self, state: dict[str, Any]) -> None:
         guard, before = self.guards[0], state.get("guard", state)
         if guard.steps != before["steps"]:
-            guard.load_state_dict(before)  # saving a sharded SGD takes steps, with zeros, to find that it has none
+            guard.load_state_dict(before)  # to save a sharded SGD, torch takes steps with zero gradients
             self._steps = guard.steps
 
 
 class ResilienceCallback(ResilienceJob, GradGuardCallback):
     """A `GradGuardCallback` with `gradguard.SpikeRecovery`: spikes are skipped, bursts undone.
 
-    The loss of each micro-batch is the one that ``Trainer.training_step`` returns, times the number of micro-batches in
-    the step, by which the Trainer has divided it. The Trainer's scheduler keeps its place when weights go back, and so
-    does the data. A checkpoint holds the clipper, the detector, the number of steps and the events, as
-    `GradGuardCallback` says; snapshots stay in memory.
+    The loss of each micro-batch is the result of ``Trainer.training_step`` times the number of micro-batches in the
+    step, by which the Trainer has divided it. A roll-back restores weights, but neither the Trainer's scheduler nor the
+    data are rewound. A checkpoint contains the clipper, the detector, the number of steps and the events, like that of
+    `GradGuardCallback`; snapshots stay in memory.
 
     Args:
         clipper: The rule for the gradients; None for ``gg.ClipByMedian()``.
@@ -428,7 +429,7 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
     """
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Act on what was measured some steps ago.
+        """Act on the measurements of some steps ago.
 
         Raises:
             SpikeError: If going back does not cure the run.
@@ -439,13 +440,13 @@ class ResilienceCallback(ResilienceJob, GradGuardCallback):
     def _training_step(self, own: Own, trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
         loss = own()
         if self._acting:
-            # Trainer.training_step returns the micro-batch's share of the step's loss, and record_loss takes a mean.
+            # Trainer.training_step returns the micro-batch's share of the step's loss, but record_loss takes a mean.
             self._attached[0].record_loss(loss.detach() * trainer.current_gradient_accumulation_steps)
         return loss
 
 
 class _Window:
-    """Clips since the last log; the numbers stay on their device until they are read."""
+    """The clips since the last log; the numbers stay on their device until they are read."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []  # [steps, 3]: norm, coefficient, clipped
@@ -454,10 +455,10 @@ class _Window:
         numbers = (result.norm, result.coefficient, result.clipped)
         self._rows.append(torch.stack([number.to(result.norm.dtype) for number in numbers])[None])
         if len(self._rows) == _BLOCK:
-            self._rows = [torch.cat(self._rows)]  # a row takes a kilobyte by itself
+            self._rows = [torch.cat(self._rows)]  # a tensor for each row would take a kilobyte
 
     def read(self) -> dict[str, float]:
-        """Return what to log, and begin anew. The host waits."""
+        """Return the values to log, and reset; a host sync."""
         if not self._rows:
             return {}
         rows = torch.cat(self._rows).cpu().double()
@@ -482,26 +483,25 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i, \qquad
               \ell_i = \frac{1}{T_i} \sum_{t=1}^{T_i} \ell_{it}
 
-    over all N samples of the optimizer step, those of all its accumulated batches. Sample i's own loss :math:`\ell_i`
+    over all N samples of the optimizer step, including all its accumulated batches. Sample i's own loss :math:`\ell_i`
     is the mean over its own :math:`T_i` labels that are not -100. That is **not** the Trainer's loss, which is a mean
-    over all tokens of the step, so that long samples weigh more and every token depends on how long the others are.
-    With equally many tokens in each sample, and no clip, both are the same.
+    over all tokens of the step, so that long samples weigh more and every token's weight depends on the other samples'
+    lengths. With equally many tokens in each sample, and no clip, both are the same.
 
-    The callback computes that loss in the Trainer's place, from the model's ``logits`` and the ``labels``
+    The callback computes that loss in place of the Trainer, from the model's ``logits`` and the ``labels``
     (`sample_losses`: cross entropy, shifted for causal language models; binary cross entropy; squared error), or by
-    ``loss``. On the first batch it computes the model's own loss too, and refuses a model whose loss is another.
+    ``loss``. On the first batch it also computes the model's own loss, and refuses a model whose loss differs.
 
     **Guarantees.**
 
-    * Each step is that of running every sample by itself, clipping its gradient, and averaging: with accumulation, a
-      smaller last batch, unequal lengths, gradient checkpointing, bf16, and fp16 with its GradScaler.
+    * Each step equals that of running every sample by itself, clipping its gradient, and averaging: with accumulation,
+      a smaller last batch, unequal lengths, gradient checkpointing, bf16, and fp16 with its GradScaler.
     * The Trainer neither clips nor divides: not by the number of accumulated batches, nor by ``num_items_in_batch``.
-    * What `gradguard.PerSampleGradientClipper` refuses is refused here.
-    * A checkpoint holds what the norm clipper has learned (``gradguard_per_sample.pt``, beside the
-      optimizer's).
+    * Everything that `gradguard.PerSampleGradientClipper` refuses is refused here.
+    * A checkpoint contains the norm clipper's learned state (``gradguard_per_sample.pt``, beside the optimizer's).
 
-    The Trainer logs ``loss``, the mean of the samples' losses, and ``grad_norm``, that of the clipped average. The loss
-    of an evaluation stays the Trainer's own.
+    The Trainer logs ``loss``, the mean of the samples' losses, and ``grad_norm``, the norm of the clipped average. The
+    loss of an evaluation stays the Trainer's own.
 
     ======================================  ====================================================================
     Edge case                               What happens
@@ -511,11 +511,11 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
     a `GradGuardCallback` beside it         an error: two clips
     a sample all of whose labels are -100   adds zero, and counts as a sample
     a sample whose gradient is not finite   adds zero; the step goes on
-    ``label_smoothing_factor``              an error: another loss than the one that is clipped
+    ``label_smoothing_factor``              an error: the loss differs from the one that is clipped
     ``compute_loss_func``                   the same
     a Trainer's own ``compute_loss``        the same
     a Trainer's own ``training_step``       the same
-    training stops within a step            what was accumulated is dropped
+    training stops within a step            the accumulated samples are dropped
     removed while training                  an error
     several processes or GPUs               an error
     DeepSpeed, FSDP, ``torch_compile``      an error
@@ -524,9 +524,9 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
 
     Args:
         norm_clipper: The rule, as for `gradguard.PerSampleGradientClipper`.
-        loss: ``loss(outputs, inputs)``, from what the model returned and the batch it was called with, with the labels
-            in it; returns one loss for each sample, ``[B]``. It must treat each sample by itself. Default: from
-            ``outputs["logits"]`` and ``inputs["labels"]``, which the model is then called without.
+        loss: ``loss(outputs, inputs)``, from the model's output and the batch that it received, including the labels;
+            returns one loss for each sample, ``[B]``. It must treat each sample by itself. Default: from
+            ``outputs["logits"]`` and ``inputs["labels"]``; the model is then called without labels.
         mode: As for `gradguard.PerSampleGradientClipper`.
 
     Attributes:
@@ -570,17 +570,17 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
         self.loss = loss
 
     state_file = "gradguard_per_sample.pt"
-    _compared: bool  # with the model's own loss
+    _compared: bool  # whether the loss was compared with the model's own
 
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
         _refuse_other_losses(type(self).__name__, trainer)
         _refuse_unfollowed(type(self).__name__, trainer)
 
-    # -- what the Trainer does instead of its own -------------------------------------------------------------------
+    # -- replacements of the Trainer's methods ----------------------------------------------------------------------
 
     def _training_step(self, own: Own, trainer: Trainer, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of one batch, of the mean of its samples' losses; then clip and sum."""
+        """Run forward and backward of one batch with the mean of its samples' losses; then clip and accumulate."""
         with ExitStack() as instead:
             instead.enter_context(_without_autocast_in_forward(model))
             # The Trainer would divide the loss by the number of accumulated batches.
@@ -592,7 +592,7 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
             instead.enter_context(replaced(trainer, "compute_loss", partial(self._mean_loss, trainer)))
             loss = own()
             self.after_backward()
-        return loss / trainer.current_gradient_accumulation_steps  # which the Trainer adds up to log
+        return loss / trainer.current_gradient_accumulation_steps  # the Trainer sums these for its log
 
     def _mean_loss(
         self, trainer: Trainer, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
@@ -621,10 +621,10 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
         return (losses.mean(), outputs) if return_outputs else losses.mean()
 
     def _compare_with_the_models_own(self, trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Refuse a model whose own loss has something in it that would be left out: a penalty, weights of classes."""
+        """Refuse a model whose own loss contains more than the samples' losses: a penalty, weights of classes."""
         if not isinstance(inputs.get("labels"), Tensor) or "shift_labels" in inputs:
             raise UnsupportedGradientError(
-                f"the batch has {sorted(inputs)}: samples' own losses are made from one tensor of labels, called "
+                f"the batch has {sorted(inputs)}: samples' own losses are computed from one tensor of labels, named "
                 "labels. Give PerSampleCallback(..., loss=function) a function that returns one loss for each sample."
             )
         device = trainer.args.device
@@ -635,18 +635,18 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
             ours = (losses * counts).sum() / counts.sum()
         if not isinstance(own, Tensor) or own.numel() != 1:
             raise UnsupportedGradientError(
-                f"{type(model).__name__} returned no loss for a batch with labels, with which to compare the losses of "
+                f"{type(model).__name__} returned no loss for a batch with labels, to compare with the losses of "
                 "samples. Give PerSampleCallback(..., loss=function) a function that returns one loss for each sample."
             )
         bar = 0.02 if trainer.accelerator.native_amp else _AGREEMENT.get(outputs["logits"].dtype, 0.02)
         agrees = torch.isclose(own.to(ours), ours, rtol=bar, atol=bar)
-        # A sample with a gradient that is not finite adds zero, and there is nothing to compare.
+        # If a gradient is not finite, its sample adds zero, and there is nothing to compare.
         if bool(agrees | ~own.isfinite() | (counts.sum() == 0)):
             return
         raise UnsupportedGradientError(
-            f"{type(model).__name__} has a loss of {float(own):.6g} on the first batch, and its tokens' or samples' "
-            f"losses from logits and labels have a mean of {float(ours):.6g}: its loss is another one, and what is in "
-            "it besides would be left out. Give PerSampleCallback(..., loss=function) a function that returns one "
+            f"{type(model).__name__} has a loss of {float(own):.6g} on the first batch, but its tokens' or samples' "
+            f"losses from logits and labels have a mean of {float(ours):.6g}: its loss is another one, whose other "
+            "parts would be lost. Give PerSampleCallback(..., loss=function) a function that returns one "
             "loss for each sample."
         )
 
@@ -669,7 +669,7 @@ class PerSampleCallback(PerSampleJob, TransformersClip):
 
 
 def _run_of(trainer: Trainer, model: nn.Module) -> Run:
-    """Return the run of a Trainer that has made its optimizer."""
+    """Return the run of a Trainer that has created its optimizer."""
     optimizer, state = inner_optimizer(trainer.optimizer), trainer.state  # type: ignore[arg-type]
     return Run(
         model, model, [optimizer], scaler=trainer.accelerator.scaler, steps=state.max_steps, done=state.global_step
@@ -679,32 +679,32 @@ def _run_of(trainer: Trainer, model: nn.Module) -> Run:
 def _losses_of(trainer: Trainer, outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     if not isinstance(outputs, Mapping) or not isinstance(outputs.get("logits"), Tensor):
         raise UnsupportedGradientError(
-            "the model returned no logits, from which samples' own losses could be made. Give "
+            "the model returned no logits, from which samples' own losses could be computed. Give "
             "PerSampleCallback(..., loss=function) a function that returns one loss for each sample."
         )
     config = getattr(trainer.model, "config", None)
-    causal = getattr(trainer.model, "loss_function", None) is ForCausalLMLoss  # the Trainer's own word misses GPT-2
+    causal = getattr(trainer.model, "loss_function", None) is ForCausalLMLoss  # the Trainer's own test misses GPT-2
     shifted = causal and not getattr(config, "is_encoder_decoder", False)
     problem_type = getattr(config, "problem_type", None)
     return sample_losses(outputs["logits"], inputs["labels"], shifted=shifted, problem_type=problem_type)
 
 
 def _forward(trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """The forward with the Trainer's precision: its own autocast is inside ``model.forward``, and is off meanwhile."""
+    """Run the forward in the Trainer's precision; autocast inside ``model.forward`` is removed meanwhile."""
     with trainer.accelerator.autocast():
         outputs = model(**inputs)
     return convert_to_fp32(outputs) if trainer.accelerator.native_amp else outputs
 
 
 def _without_autocast_in_forward(model: nn.Module) -> AbstractContextManager[None]:
-    """Give the model its own forward back, of which Accelerate has made one with autocast and float32 outputs."""
-    own = vars(model).get("_original_forward")  # the clipper cannot know of a precision that begins inside
+    """Restore the model's own forward, which Accelerate has replaced by one with autocast and float32 outputs."""
+    own = vars(model).get("_original_forward")  # the clipper cannot observe autocast that begins inside
     return replaced(model, "forward", own) if own is not None and "forward" in vars(model) else nullcontext()
 
 
 def _refuse_other_losses(which: str, trainer: Trainer) -> None:
     give = f"give {which}(..., loss=function) a function that returns one loss for each sample."
-    own = f"{type(trainer).__name__} has a %s of its own, so its %s is not the one whose gradients are clipped. "
+    own = f"{type(trainer).__name__} has its own %s, so its %s is not the one whose gradients are clipped. "
     whole = "is set: a loss of the whole batch, and not the one whose gradients are clipped. Leave it out, and"
     refuse(
         UnsupportedGradientError,
@@ -737,7 +737,7 @@ def _refuse_unfollowed(which: str, trainer: Trainer) -> None:
         ),
         (
             args.fp16 and accelerator.scaler is None and accelerator.native_amp and args.device.type != "cpu",
-            "fp16 without a GradScaler of Accelerate's: the scale of the loss is not known. Use bf16.",
+            "fp16 without a GradScaler of Accelerate: the scale of the loss is not known. Use bf16.",
         ),
     )
 
@@ -747,34 +747,34 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
 
-    The Trainer's data set, collator and workers are kept. Its batches are replaced by Poisson samples: in each step
-    every one of the N samples joins with probability q. The expected number qN is ``per_device_train_batch_size`` times
+    The Trainer's data set, collator and workers are kept. Its batches are replaced by Poisson samples: each of the N
+    samples joins each step with probability q. The expected number qN is ``per_device_train_batch_size`` times
     ``gradient_accumulation_steps``, so an epoch has as many steps as before, to within rounding. Each sample's loss is
     its own, as in `PerSampleCallback`: not the Trainer's mean over all tokens.
 
-    **Guarantees.** Those of `gradguard.private.make_private`: what the weights become is (epsilon, delta)
-    differentially private with respect to one sample of the training data, epsilon never exceeds that of a budget.
-    The losses that the Trainer logs are not covered.
+    **Guarantees.** Those of `gradguard.private.make_private`: the trained weights are (epsilon, delta) differentially
+    private with respect to one sample of the training data, and epsilon never exceeds that of a budget. The losses
+    that the Trainer logs are not covered.
 
     * Noise is added once for each step of the optimizer, and the step is counted before the weights change.
-    * No other step of the optimizer is let through, and no change of the gradients after the noise.
-    * A checkpoint holds the accountant's steps and what the norm clipper has learned (``gradguard_private.pt``);
-      neither noise nor which samples were drawn. A resumed run goes on counting, and goes on within the epoch.
+    * Other steps of the optimizer, and changes of the gradients after the noise, are refused.
+    * A checkpoint contains the accountant's steps and the norm clipper's learned state (``gradguard_private.pt``), but
+      neither noise nor which samples were drawn. A resumed run continues counting, and continues within the epoch.
 
-    With the Trainer's own numbers it logs ``epsilon``; ``grad_norm`` is the norm of the noised average.
+    Beside the Trainer's own values it logs ``epsilon``; ``grad_norm`` is the norm of the noised average.
 
     ==================================================  ==========================================================
     Edge case                                           What happens
     ==================================================  ==========================================================
-    a batch that draws no sample                        one sample that does not count stands in; noise is added
+    a batch that draws no sample                        one sample stands in that does not count; noise is added
     a sample whose gradient is not finite               adds zero
     evaluation within an epoch                          the same steps
-    resuming from a checkpoint without this callback    an error: what its steps have cost is not known
-    ``fp16``                                            an error: a scale that follows overflows tells of samples
+    resuming from a checkpoint without this callback    an error: the cost of its steps is not known
+    ``fp16``                                            an error: a scale that follows overflows reveals samples
     a Trainer with its own ``get_train_dataloader``     an error
     an ``IterableDataset``, ``group_by_length``         an error
     ``auto_find_batch_size``                            an error
-    what `PerSampleCallback` refuses                    an error
+    all that `PerSampleCallback` refuses                an error
     a second ``train``                                  an error: its cost would add up
     ==================================================  ==========================================================
 
@@ -827,18 +827,18 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
             UnsupportedGradientError,
             (
                 trainer.args.fp16,
-                "fp16: the scale of the loss follows overflows, which tell of single samples. Use bf16.",
+                "fp16: the scale of the loss follows overflows, which reveal single samples. Use bf16.",
             ),
             (
                 trainer.args.auto_find_batch_size,
-                "auto_find_batch_size begins again with another sampling rate, and the steps before would be "
+                "auto_find_batch_size starts again with another sampling rate, and the steps before would be "
                 "forgotten. Choose per_device_train_batch_size, with gradient_accumulation_steps for the rest.",
             ),
         )
 
     def _get_train_dataloader(self, own: Own, trainer: Trainer) -> PrivateBatches:
-        """Keep the Trainer's loader, and give it Poisson batches instead."""
-        # Accelerate would wrap the loader, whose batches are not used, and take its order over.
+        """Keep the Trainer's loader, and return Poisson batches from its data."""
+        # Accelerate would wrap the loader, whose batches are not used, and take over its order.
         with replaced(trainer.accelerator, "prepare", lambda loader: loader):
             loader = own()
         parts = trainer.args.gradient_accumulation_steps
@@ -846,7 +846,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
         return self._batches
 
     def _started(self, trainer: Trainer) -> gg.private.PrivateTraining:
-        """Begin when the first batch is asked for: the model is wrapped then, and the checkpoint is read."""
+        """Begin when the first batch is requested: by then the model is wrapped, and the checkpoint is read."""
         if not self._acting:
             self.begin(_run_of(trainer, trainer.model_wrapped))  # type: ignore[arg-type]
         assert self.private is not None
@@ -859,9 +859,9 @@ class LoudestSample:
 
     Attributes:
         step: The optimizer's step, from 1: the Trainer's ``global_step`` after it.
-        micro_batch: Which of the batches that were accumulated, from 0.
-        row: Its row of that batch, from 0.
-        norm: The norm of its share of the step's gradient; NaN or inf where that is not finite.
+        micro_batch: Index of its accumulated batch, from 0.
+        row: Its row in that batch, from 0.
+        norm: The norm of its share of the step's gradient; NaN or inf if that is not finite.
         inputs: Its row of each tensor of the batch: in TRL's GRPO ``prompt_ids``, ``completion_ids``, ``advantages``.
     """
 
@@ -879,7 +879,7 @@ class SampleNorms:
     Attributes:
         step: The optimizer's step, from 1.
         norms: For each accumulated batch the norm of each sample's share of the step's gradient, float64 ``[B]``.
-        loudest_inputs: For each, the row of the sample with the largest, of each tensor of the batch.
+        loudest_inputs: For each batch, the row of each of its tensors that belongs to the sample with the largest norm.
     """
 
     step: int
@@ -887,60 +887,60 @@ class SampleNorms:
     loudest_inputs: Sequence[Mapping[str, Tensor]]
 
     def loudest(self) -> LoudestSample:
-        """Return the sample with the largest norm; one that is not finite comes before all others. Reads the device."""
-        tops = [(float(norms.max()), int(norms.argmax())) for norms in self.norms]  # both take NaN for the largest
+        """Return the sample with the largest norm; a norm that is not finite comes before all others. A host sync."""
+        tops = [(float(norms.max()), int(norms.argmax())) for norms in self.norms]  # both treat NaN as the largest
         which = max(range(len(tops)), key=lambda i: tops[i][0] if math.isfinite(tops[i][0]) else math.inf)
         norm, row = tops[which]
         return LoudestSample(self.step, which, row, norm, self.loudest_inputs[which])
 
     @property
     def without_a_share(self) -> list[int]:
-        """The accumulated batches all of whose samples have a share that is zero, or none that is finite.
+        """The indices of accumulated batches in which no sample has a finite share above zero; a host sync.
 
-        Nothing counts in such a batch: no token is left by the mask, all advantages are zero, or the loss was divided
-        by zero. Reads the device.
+        No token of such a batch counts: the mask leaves none, all advantages are zero, or the loss was divided by
+        zero.
         """
         return _empty(self.norms).nonzero().flatten().tolist()
 
 
 class SampleNormsCallback(PerSampleJob, TransformersClip):
-    r"""Measure how much each sample adds to the steps of a `transformers.Trainer`: which sequence made the spike?
+    r"""Measure how much each sample adds to the steps of a `transformers.Trainer`, to find what caused a spike.
 
     .. math:: g = \sum_{i=1}^{N} g_i, \qquad
               g_i = \Bigl(\frac{\partial y_i}{\partial \theta}\Bigr)^{\!\top} \frac{\partial L}{\partial y_i}
 
-    with :math:`y_i` what the model returned for sample i and :math:`L` the Trainer's own loss, whatever it is: of TRL's
+    with :math:`y_i` the model's output for sample i and :math:`L` the Trainer's own loss, which may be any: of TRL's
     `GRPOTrainer` in each of its forms (``grpo``, ``bnpo``, ``dr_grpo``, ``dapo``), of `RLOOTrainer`, of a subclass of
-    your own. Shares :math:`g_i` add up to the gradient of the step over all its accumulated batches.
+    your own. The shares :math:`g_i` add up to the gradient of the step over all its accumulated batches.
 
     **Guarantees.**
 
-    * The step is the Trainer's own: its loss, its gradient (in another order of sums, so that it rounds differently),
-      its ``max_grad_norm``. Nothing is clipped here, and a sample that is not finite makes the step not finite, as
-      without the callback.
-    * Norms are exact, or the model is refused by `gradguard.PerSampleGradientClipper` with ``loss_reduction="share"``.
-    * Norms stay on the device until they are asked for, or the Trainer logs.
+    * The step is the Trainer's own: its loss, its gradient (summed in another order, so rounded differently), its
+      ``max_grad_norm``. Nothing is clipped here, and a sample that is not finite makes the step not finite, as without
+      the callback.
+    * Norms are exact, or `gradguard.PerSampleGradientClipper` with ``loss_reduction="share"`` refuses the model.
+    * Norms stay on the device until they are read, or the Trainer logs.
 
-    **What the Trainer logs**, of the step that is logged: ``sample_norm_max``, ``sample_norm_median`` over its finite
-    samples, ``sample_norm_max_micro_batch`` and ``sample_norm_max_row``; and ``sample_norm_empty_micro_batches``, the
-    number of its batches that add nothing, and count in the average where the loss is divided by their number. A
-    record of the run (`gradguard.watch`, ``gradguard run``) has the finding ``empty_micro_batch``.
+    **Logged values**, of the step that is logged: ``sample_norm_max``, ``sample_norm_median`` over its finite samples,
+    ``sample_norm_max_micro_batch`` and ``sample_norm_max_row``; and ``sample_norm_empty_micro_batches``, the number of
+    its batches that add nothing but count in the average, if the loss is divided by their number. A record of the run
+    (`gradguard.watch`, ``gradguard run``) has the finding ``empty_micro_batch``.
 
     ======================================  ====================================================================
     Edge case                               What happens
     ======================================  ====================================================================
-    a model that returns its loss           an error: no sample has a part in a number. Compute the loss from
+    a model that returns its loss           an error: a single number has no part of a sample. Compute the loss from
                                             logits, as TRL's trainers for preferences and rewards do
-    a loss with a weight in it              an error: it belongs to no sample
-    a batch in which nothing counts         `SampleNorms.without_a_share` has its place
-    another clip among the callbacks        an error; `max_grad_norm` of the Trainer may be any
-    training stops within a step            what was measured of it is dropped
+    a loss with a weight in it              an error: the weight belongs to no sample
+    a batch in which nothing counts         `SampleNorms.without_a_share` has its index
+    another clip among the callbacks        an error; ``max_grad_norm`` of the Trainer may be any
+    training stops within a step            its measurements are dropped
     several processes or GPUs               an error
     DeepSpeed, FSDP, ``torch_compile``      an error
     ======================================  ====================================================================
 
     Args:
-        keep: How many steps are kept in ``steps``.
+        keep: Number of steps that are kept in ``steps``.
 
     Attributes:
         steps: `SampleNorms` of the last steps, the newest last.
@@ -976,12 +976,12 @@ class SampleNormsCallback(PerSampleJob, TransformersClip):
         self._of_a_run(steps=deque(maxlen=self._keep), _measured=[], _inputs={}, _hooks=ExitStack())
 
     steps: deque[SampleNorms]
-    _measured: list[tuple[Tensor, Mapping[str, Tensor]]]  # of the batches of this step
-    _inputs: Mapping[str, Any]  # what the loss of this batch is computed from
+    _measured: list[tuple[Tensor, Mapping[str, Tensor]]]  # norms and loudest rows of this step's batches
+    _inputs: Mapping[str, Any]  # the arguments of this batch's loss
     _hooks: ExitStack
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: nothing is learned."""
+        """Return an empty state: nothing is learned."""
         return {}
 
     def _refuse(self, trainer: Trainer) -> None:
@@ -989,7 +989,7 @@ class SampleNormsCallback(PerSampleJob, TransformersClip):
         _refuse_unfollowed(type(self).__name__, trainer)
 
     def _training_step(self, own: Own, trainer: Trainer, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of one batch, as the Trainer does them; then measure."""
+        """Run forward and backward of one batch as the Trainer does; then measure."""
         if not self._acting:
             self._refuse(trainer)
             if trainer.accelerator.native_amp:
@@ -998,7 +998,7 @@ class SampleNormsCallback(PerSampleJob, TransformersClip):
         loss_of = trainer.compute_loss
 
         def seen(model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            self._inputs = dict(inputs)  # the loss may take its labels out
+            self._inputs = dict(inputs)  # a copy: the loss may remove labels
             with _without_autocast_in_forward(model):
                 return loss_of(model, inputs, *args, **kwargs)
 
@@ -1021,7 +1021,7 @@ class SampleNormsCallback(PerSampleJob, TransformersClip):
             return own()
         self.before_step()
         norms, inputs = zip(*self._measured, strict=True)
-        # The clipper has left out a sample that is not finite, for which the gradient is not.
+        # The clipper leaves out samples that are not finite: make the gradient not finite, as without it.
         finite = torch.cat(norms).isfinite().all()
         smallest = min((p.grad for p in self.clipper.trained.values() if p.grad is not None), key=Tensor.numel)
         smallest += torch.where(finite, 0.0, torch.nan).to(smallest)
@@ -1046,21 +1046,21 @@ class SampleNormsCallback(PerSampleJob, TransformersClip):
         }
 
     def end(self) -> None:
-        """Give the model back; what was measured of a step that did not come is dropped. May be repeated."""
+        """Detach from the model; measurements of a step that never came are dropped. May be repeated."""
         super().end()
         self._hooks.close()
         self._norm, self._measured, self._inputs = None, [], {}
 
 
 def _empty(norms: Sequence[Tensor]) -> Tensor:
-    """Tell of each accumulated batch whether none of its samples has a share."""
+    """Return, for each accumulated batch, whether none of its samples has a finite share above zero."""
     return torch.stack([~(of_batch.isfinite() & (of_batch > 0)).any() for of_batch in norms])
 
 
 @contextmanager
 def _autocast_outside(model: nn.Module, autocast: Callable[..., Any]) -> Iterator[None]:
-    """Let autocast begin before the clipper looks at a call of the model, which has its own forward back."""
-    running: list[Any] = []  # calls of the model within each other: the clipper tries it out in its first call
+    """Begin autocast before the clipper's hook on a call of the model, which has its own forward again."""
+    running: list[Any] = []  # a stack of nested calls: the clipper tries the model out in its first call
 
     def begin(*_: Any) -> None:
         running.append(autocast())
@@ -1081,7 +1081,7 @@ def _autocast_outside(model: nn.Module, autocast: Callable[..., Any]) -> Iterato
 
 
 def _row(inputs: Mapping[str, Any], norms: Tensor) -> dict[str, Tensor]:
-    """The row of the sample with the largest norm; nothing waits for the device."""
+    """Return the row of the sample with the largest norm, without a host sync."""
     if not len(norms):
         return {}
     which = norms.argmax().reshape(1)

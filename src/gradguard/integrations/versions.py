@@ -1,4 +1,4 @@
-"""The one check that an integration meets the versions it was tested with."""
+"""Check that an integration runs with the versions of a package that it was tested with."""
 
 import re
 from importlib import metadata
@@ -12,10 +12,10 @@ def require(package: str, at_least: str, below: str, extra: str) -> None:
     Numbers are compared part by part, so 2.10 is newer than 2.9; a pre-release (2.7.0rc1) counts as its release.
 
     Args:
-        package: Name that pip knows the package by.
+        package: Name of the package for pip.
         at_least: Oldest version known to work.
         below: First version that has not been tried.
-        extra: The extra of gradguard that installs it.
+        extra: The extra of gradguard that installs the package.
 
     Raises:
         MissingPackageError: If it is not installed.
@@ -42,7 +42,7 @@ def require(package: str, at_least: str, below: str, extra: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release as numbers, without zeros at the end: 2.6 and 2.6.0 are one version."""
+    """Return the release as numbers, without zeros at the end: 2.6 and 2.6.0 are one version."""
     release = re.match(r"\d+(\.\d+)*", version.removeprefix("v"))
     numbers = list(map(int, release[0].split("."))) if release else []
     while numbers and numbers[-1] == 0:

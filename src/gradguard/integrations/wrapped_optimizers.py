@@ -1,10 +1,10 @@
-"""Optimizers of trainers that are no place for a Guard, told by the name of their module; no trainer is loaded."""
+"""Recognise trainers' optimizers that cannot hold a Guard, by the name of their module; no trainer is imported."""
 
 from gradguard.errors import InvalidTypeError
 
 _OWNED = ("deepspeed.runtime", "accelerate.utils.deepspeed")
 
-_SERVED = {  # who puts a wrapper round an optimizer, by the start of its module's name, and the call that serves it
+_SERVED = {  # the start of a wrapper's module name, and the call that guards the optimizer inside
     "accelerate.": "gradguard.integrations.accelerate.guard(accelerator, optimizer, clipper) does that",
     "lightning.fabric": "gradguard.integrations.lightning.guard_fabric(fabric, module, optimizer, clipper) does that",
     "lightning.pytorch": "Trainer(callbacks=[gradguard.integrations.lightning.GradGuardCallback(clipper)]) does that",
@@ -15,7 +15,7 @@ def refuse_owned(optimizer: object) -> None:
     """Raise if ``optimizer`` is part of an engine that owns the gradients.
 
     Raises:
-        InvalidTypeError: If so.
+        InvalidTypeError: If it is.
     """
     if any(origin.startswith(_OWNED) for origin in _origins(optimizer)):
         raise InvalidTypeError(
@@ -26,7 +26,7 @@ def refuse_owned(optimizer: object) -> None:
 
 
 def what_serves(wrapper: object) -> str | None:
-    """Return, in words, what attaches a guard to the optimizer inside ``wrapper``; None if nothing is known."""
+    """Return the call, in words, that guards the optimizer inside ``wrapper``; None if none is known."""
     origins = _origins(wrapper)
     return next((_SERVED[start] for start in _SERVED for origin in origins if origin.startswith(start)), None)
 

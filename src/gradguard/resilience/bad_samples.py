@@ -1,4 +1,4 @@
-"""The list of bad samples: in memory, and as a file with a line for each."""
+"""`BadSamples`: the list of bad samples, in memory and as a file with a line for each."""
 
 import json
 import re
@@ -20,13 +20,13 @@ from gradguard.resilience.batch_iterators import SampleId, checked_ids
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that is left out, and the reason.
+    """A sample to leave out, and the reason.
 
     Attributes:
         id: The sample.
-        reason: In words.
+        reason: The reason, in words.
         step: The step of the spike.
-        rank: Process that had it.
+        rank: The process that had the sample.
     """
 
     id: SampleId
@@ -38,22 +38,22 @@ class BadSample:
 class BadSamples:
     r"""A list of samples to leave out, in memory and, with ``file``, on disk: read at the start, appended to later.
 
-    The file has a line for each sample, ``{"id": 17, "step": 1204, "rank": 3, "reason": "..."}``, or just the id, for
-    a list by hand: ``17`` is the number, ``doc-17`` and ``017`` are strings. Empty lines and those with a ``#`` in
-    front are passed over.
+    The file has a line for each sample, ``{"id": 17, "step": 1204, "rank": 3, "reason": "..."}``, or just the id in a
+    list written by hand: ``17`` is a number, ``doc-17`` and ``017`` are strings. Empty lines and lines that begin with
+    ``#`` are skipped.
 
-    **Guarantees.** 17 and ``"17"`` are two samples. A sample that is added twice is there once, with its first reason.
-    Process 0 writes; all processes call `add` alike, or each with its own samples and ``gather=True``. A line that
-    cannot be read is an error, never passed over.
+    **Guarantees.** 17 and ``"17"`` are two samples. A sample that is added twice is stored once, with its first reason.
+    Process 0 writes; all processes call `add` with the same arguments, or each with its own samples and
+    ``gather=True``. A line that cannot be read is an error and never skipped.
 
-    A loader leaves them out where its sampler does: ``DataLoader(dataset, sampler=SubsetRandomSampler([i for i in
-    range(len(dataset)) if i not in bad]))``. So the numbers stay those of the dataset, which a ``Subset`` counts anew.
+    Let the loader's sampler leave the samples out: ``DataLoader(dataset, sampler=SubsetRandomSampler([i for i in
+    range(len(dataset)) if i not in bad]))``. This keeps the numbers of the dataset, which a ``Subset`` would change.
 
     Args:
-        file: The path of the list, which need not exist yet; None for memory only.
+        file: The path of the list, which need not exist yet; None to keep it in memory only.
 
     Raises:
-        RecordError: If a line is not a sample.
+        RecordError: If a line does not describe a sample.
 
     Example:
         >>> from gradguard.resilience import BadSamples
@@ -87,18 +87,18 @@ class BadSamples:
 
         Args:
             ids: Whole numbers or strings, in a list, a tuple, an array or a 1-d tensor; or a single one.
-            reason: In words.
+            reason: The reason, in words.
             step: The step of the spike.
-            rank: Process that had them.
-            gather: Whether each process gives samples of its own, or none, and all processes leave out all of them:
-                then all must call.
+            rank: The process that had the samples.
+            gather: Whether each process passes its own samples, or none, and all processes exclude the union; all
+                processes must then call.
             group: The processes that call; None for all. The first of them writes.
 
         Returns:
             The number of samples that were not in the list before.
 
         Raises:
-            InvalidTypeError: If the ids are no whole numbers or strings.
+            InvalidTypeError: If the ids are not whole numbers or strings.
         """
         listed = checked_ids(ids)
         listed = listed.tolist() if isinstance(listed, Tensor) else listed
@@ -115,17 +115,17 @@ class BadSamples:
         return len(new)
 
     def _write(self, file: Path, new: Iterable[BadSample]) -> None:
-        """Append to the file; lines that a full disk refuses are written by the next call, and the run goes on."""
+        """Append to the file; if the disk refuses, the run continues and the next call writes the lines."""
         self._unwritten += new
-        told = [{k: v for k, v in asdict(one).items() if v not in (None, "")} for one in self._unwritten]
+        lines = [{k: v for k, v in asdict(one).items() if v not in (None, "")} for one in self._unwritten]
         try:
             before = _text_of(file) if file.exists() else ""
-            begin = "\n" if before and not before.endswith("\n") else ""  # a list by hand may end without one
-            write_whole(file, (before + begin + "".join(f"{json.dumps(one)}\n" for one in told)).encode())
+            begin = "\n" if before and not before.endswith("\n") else ""  # a file written by hand may lack the last one
+            write_whole(file, (before + begin + "".join(f"{json.dumps(one)}\n" for one in lines)).encode())
         except (OSError, RecordError) as error:
             warnings.warn(
                 f"gradguard: {len(self._unwritten)} bad samples were not written to {str(file)!r} ({error}). The next "
-                "that is added writes them too.",
+                "call that adds a sample writes them too.",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -153,11 +153,11 @@ def _text_of(file: Path) -> str:
     except OSError as error:
         raise RecordError(f"cannot read {file}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
-        raise RecordError(f"{file} is no list of samples: it is no text.") from error
+        raise RecordError(f"{file} is not a list of samples: it is not text.") from error
 
 
 _LONGEST = 2**30
-"""Bytes of a list of samples: some ten million."""
+"""Maximum size of a list of samples in bytes: some ten million samples."""
 
 
 def _read(line: str, file: Path, number: int) -> BadSample | None:
@@ -167,12 +167,12 @@ def _read(line: str, file: Path, number: int) -> BadSample | None:
     if not line.startswith("{"):
         return BadSample(int(line) if _WHOLE.fullmatch(line) else line)
     try:
-        told = decode_json(line.encode())
-        one = BadSample(**{k: v for k, v in told.items() if k in ("id", "reason", "step", "rank")})
+        fields = decode_json(line.encode())
+        one = BadSample(**{k: v for k, v in fields.items() if k in ("id", "reason", "step", "rank")})
         checked_ids([one.id])
     except (ValueError, TypeError) as error:
         raise RecordError(
-            f"{file}, line {number}: {line[:60]!r} is no sample, or it is cut off: expected a line such as "
-            '{"id": 17, "step": 1204}, or the id alone. Mend or delete it.'
+            f"{file}, line {number}: {line[:60]!r} is not a sample, or is cut off: expected a line such as "
+            '{"id": 17, "step": 1204}, or the id alone. Correct or delete it.'
         ) from error
     return one

@@ -1,4 +1,4 @@
-"""Which samples were in the batch of a step: a ring of the last steps, and a loader that says what it yields."""
+"""Record which samples were in the batch of a step: a ring of the last steps, and a loader that reports its samples."""
 
 import copy
 from collections import deque
@@ -23,14 +23,14 @@ SampleId = int | str
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of a step, as plain numbers.
+    """One micro-batch of a step, as Python values.
 
     Attributes:
         step: Number of the step.
-        rank: Process that had it.
-        number: Its place among the micro-batches of that process' step, from 0.
-        ids: Its samples; None where they were not given.
-        loss: Its loss; None where it was not given.
+        rank: Rank of the process.
+        number: Index among the micro-batches of this process in the step, from 0.
+        ids: Its samples; None if they were not recorded.
+        loss: Its loss; None if it was not recorded.
     """
 
     step: int
@@ -52,32 +52,31 @@ class _Kept:
 
 
 class Batches:
-    r"""Remembers, for the last steps, which samples each micro-batch held and what its loss was.
+    r"""Records, for the last steps, which samples each micro-batch contained and its loss.
 
-    ``saw`` begins a micro-batch and ``end_step`` ends the step; a training loop that uses `SampleIds` calls only the
-    second. Losses are copied on their device, ids that are tensors too, so that no step waits; `of_step` waits.
+    ``saw`` begins a micro-batch and ``end_step`` ends the step; a training loop that uses `SampleIds` calls only
+    ``end_step``. Losses are copied on their device, and so are ids that are tensors: recording never waits for the
+    device, but `of_step` does.
 
-    **Guarantees.** A loss or ids that are changed in place later are remembered as they were. Nothing is known of a
-    step that has left the ring. With ``keep=True`` the batch itself is kept, not copied, and where it has been changed
-    in place `content` refuses it.
-
-    | case | result |
+    **Guarantees.** A loss or ids that are later changed in place are stored unchanged. A step that has left the ring
+    is forgotten. With ``keep=True`` the batch itself is stored, not copied; if it was changed in place, `content`
+    raises an error.
     |---|---|
     | a step without micro-batches | ``()`` |
     | a loss before any ids | a micro-batch without ids |
-    | a number of a step that was not yet, or is no longer there | an error with those that are |
-    | ids that are floats, bools or tuples | an error: nothing could be excluded by them |
+    | the number of a step that is not yet, or no longer, in the ring | an error with the numbers that are |
+    | ids that are floats, bools or tuples | an error: such ids cannot exclude a sample |
 
     Args:
-        steps: How many steps to remember, the one under way included; at least 2.
-        keep: Whether to keep the batches too, with the states of the random generators before each: what
-            `write_evidence` writes. Costs the memory of ``steps`` batches, and some 20 µs a batch.
+        steps: Number of steps to store, the current one included; at least 2.
+        keep: Whether to store the batches too, with the states of the random generators before each, for
+            `write_evidence`. It costs the memory of ``steps`` batches, and some 20 µs a batch.
 
     Raises:
         InvalidValueError: If ``steps`` is below 2.
 
     Attributes:
-        step: Number of the step under way.
+        step: Number of the current step.
 
     Example:
         >>> import torch
@@ -94,7 +93,7 @@ class Batches:
 
     def __init__(self, steps: int = 64, *, keep: bool = False) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
-            raise InvalidValueError(f"steps={steps!r}: expected at least 2, the step under way and the one before.")
+            raise InvalidValueError(f"steps={steps!r}: expected at least 2, the current step and the one before.")
         self.keep, self._ring = keep, deque[list[_Kept]]([[]], maxlen=steps)
         self.step = 0
 
@@ -103,7 +102,7 @@ class Batches:
 
         Args:
             ids: Its samples: whole numbers or strings, in a list, a tuple, an array or a 1-d tensor; or a single one.
-            batch: The batch itself, kept where ``keep=True``.
+            batch: The batch itself, which is stored if ``keep=True``.
 
         Raises:
             InvalidTypeError: If ``ids`` are of another kind.
@@ -115,7 +114,7 @@ class Batches:
         self._ring[-1].append(one)
 
     def record_loss(self, loss: Tensor | float) -> None:
-        """Record the loss of the micro-batch under way; before any ids, or as its second loss, begin one without ids.
+        """Record the loss of the current micro-batch; without one, or for a second loss, begin one without ids.
 
         Raises:
             InvalidTypeError: If ``loss`` is not a single number.
@@ -133,11 +132,11 @@ class Batches:
 
     @property
     def known(self) -> range:
-        """The numbers of the steps that are remembered, the one under way last."""
+        """The numbers of the steps in the ring, the current one last."""
         return range(self.step - len(self._ring) + 1, self.step + 1)
 
     def of_step(self, step: int) -> tuple[MicroBatch, ...]:
-        """Return this process' micro-batches of a step. The host waits for their losses.
+        """Return this process' micro-batches of a step; a host sync, as it reads their losses.
 
         Raises:
             InvalidValueError: If the step is not in the ring.
@@ -149,26 +148,26 @@ class Batches:
         return tuple(found)
 
     def content(self, step: int, number: int) -> tuple[Any, dict[str, Any]]:
-        """Return a batch that was kept, and the states of the random generators before it.
+        """Return a stored batch, and the states of the random generators before it.
 
         Raises:
-            InvalidValueError: If the batch was not kept, or was changed in place.
+            InvalidValueError: If the batch was not stored, or was changed in place.
         """
         one = dict(enumerate(self._of(step))).get(number, _Kept(None))
         if one.content is None or one.generators is None:
             raise InvalidValueError(
-                f"micro-batch {number} of step {step} was not kept. Make Batches(keep=True), and let SampleIds(loader, "
-                "batches) tell it, or say batches.saw(ids, batch=batch)."
+                f"micro-batch {number} of step {step} was not kept. Create Batches(keep=True), and iterate over "
+                "SampleIds(loader, batches) or call batches.saw(ids, batch=batch)."
             )
         if versions_of(tensors_in(one.content)) != one.versions:
             raise InvalidValueError(
                 f"micro-batch {number} of step {step} was changed in place after it was yielded, so it is not the "
-                "batch that the loader gave. Change a copy: batch['x'] = batch['x'] / 255 and not batch['x'] /= 255."
+                "batch of the loader. Change a copy: batch['x'] = batch['x'] / 255 instead of batch['x'] /= 255."
             )
         return one.content, one.generators
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of the step under way; the ring, which is of this process alone, is not saved."""
+        """Return the number of the current step; the ring belongs to this process and is not saved."""
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -181,7 +180,7 @@ class Batches:
         if step in self.known:
             return self._ring[self.known.index(step)]
         raise InvalidValueError(
-            f"step {step} is not remembered: the ring holds {self.known[0]} to {self.known[-1]}. Make it longer: "
+            f"step {step} is not in the ring, which holds {self.known[0]} to {self.known[-1]}. Make it longer: "
             "Batches(steps=...)."
         )
 
@@ -203,14 +202,14 @@ def _checked_loss(loss: Tensor | float) -> Tensor | float:
     if isinstance(loss, int | float):
         return float(loss)
     came = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise InvalidTypeError(f"the loss of a micro-batch is {came}: expected one number, as loss.mean() is.")
+    raise InvalidTypeError(f"the loss of a micro-batch is {came}: expected one number, such as loss.mean().")
 
 
 def checked_ids(ids: Any) -> Tensor | tuple[SampleId, ...]:
-    """Return ids given as a list, an array or a tensor, without a wait for a device.
+    """Return ids given as a list, an array or a tensor, without a host sync.
 
     Raises:
-        InvalidTypeError: If they are no whole numbers or strings.
+        InvalidTypeError: If they are not whole numbers or strings.
     """
     if isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         return ids.detach().flatten().clone() if ids.dim() < 2 else _refuse_ids(f"of shape {tuple(ids.shape)}")
@@ -221,7 +220,7 @@ def checked_ids(ids: Any) -> Tensor | tuple[SampleId, ...]:
         _refuse_ids(type(ids).__name__)
     found: tuple[Any, ...] = tuple(
         one.item() if hasattr(one, "item") else one for one in listed
-    )  # numbers of NumPy, 0-dim tensors
+    )  # NumPy numbers and 0-dim tensors have `item`
     wrong = [one for one in found if not isinstance(one, int | str) or isinstance(one, bool)]
     return _refuse_ids(f"such as {wrong[0]!r}") if wrong else found
 
@@ -232,35 +231,35 @@ def _refuse_ids(came: str) -> Any:
     )
 
 
-# A loader that says which samples it yields.
+# A loader that reports the samples it yields.
 
 
 class SampleIds:
-    r"""Yields the batches of ``loader``, and records in ``batches`` which samples each holds.
+    r"""Yields the batches of ``loader``, and records in ``batches`` which samples each contains.
 
-    The number of a sample travels with it: the dataset returns it beside the samples, and ``collate_fn`` takes it off
-    again. So it is right whatever draws the samples and in whatever order they come: workers, prefetching,
-    ``in_order=False``, shuffling, `DistributedSampler`, batch samplers of one's own, ``batch_size=None``, an epoch
-    that is left in the middle. ``loader`` itself is not changed: a copy of it is.
+    The dataset returns the index of a sample beside the sample, and ``collate_fn`` separates them again. So the ids
+    are right whatever sampler draws the samples and in whatever order they arrive: workers, prefetching,
+    ``in_order=False``, shuffling, `DistributedSampler`, custom batch samplers, ``batch_size=None``, an epoch that is
+    left halfway. ``loader`` itself is not changed; a copy is.
 
     | loader | ids |
     |---|---|
-    | map-style dataset, any sampler | the index that the sampler drew, of ``loader.dataset``: a Subset has its own |
-    | with ``ids_of`` | what it returns for the batch, such as ``lambda batch: batch["id"]`` |
-    | iterable dataset | only with ``ids_of``; else an error |
-    | from `Accelerator.prepare` | yes: wrap what it returned |
-    | ``dispatch_batches=True`` of Accelerate | only with ``ids_of``; else an error |
+    | map-style dataset, any sampler | the index that the sampler drew, into ``loader.dataset``: a Subset has its own |
+    | with ``ids_of`` | its result for the batch, such as ``lambda batch: batch["id"]`` |
+    | iterable dataset | only with ``ids_of``; otherwise an error |
+    | from `Accelerator.prepare` | yes: wrap the result of ``prepare`` |
+    | ``dispatch_batches=True`` of Accelerate | only with ``ids_of``; otherwise an error |
 
-    Everything else is the loader's: ``len``, ``state_dict``, ``sampler``, ``set_epoch``.
+    All other attributes are the loader's: ``len``, ``state_dict``, ``sampler``, ``set_epoch``.
 
     Args:
-        loader: A DataLoader of `torch.utils.data` or a StatefulDataLoader, that has not begun; with ``ids_of``
-            anything that yields batches.
-        batches: The `Batches` that gets the ids, before each batch is yielded.
+        loader: A DataLoader of `torch.utils.data` or a StatefulDataLoader that has not begun; with ``ids_of`` any
+            iterable of batches.
+        batches: The `Batches` that receives the ids, before each batch is yielded.
         ids_of: Returns the ids of a batch.
 
     Raises:
-        InvalidTypeError: If ids cannot be found.
+        InvalidTypeError: If the ids cannot be determined.
         InvalidValueError: If the loader has begun.
 
     Example:
@@ -279,7 +278,7 @@ class SampleIds:
 
     def __iter__(self) -> Iterator[Any]:
         for yielded in self.loader:
-            ids, batch = yielded if self.ids_of is None else (self.ids_of(yielded), yielded)  # a list, if pinned
+            ids, batch = yielded if self.ids_of is None else (self.ids_of(yielded), yielded)  # pinning makes it a list
             self.batches.saw(ids, batch=batch)
             yield batch
 
@@ -287,13 +286,13 @@ class SampleIds:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while this is being copied or unpickled
+        if name == "loader":  # not set yet while this object is copied or unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
 class _Indexed:
-    """A dataset that returns the index beside what is there."""
+    """A dataset that returns the index beside the sample."""
 
     def __init__(self, dataset: Any) -> None:
         self.__dict__["indexed_dataset"] = dataset
@@ -311,7 +310,7 @@ class _Indexed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.indexed_dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:  # as a worker_init_fn does
+    def __setattr__(self, name: str, value: Any) -> None:  # a worker_init_fn may set attributes
         setattr(self.indexed_dataset, name, value)
 
     def __reduce__(self) -> Any:
@@ -319,7 +318,7 @@ class _Indexed:
 
 
 class _StatefulIndexed(_Indexed):
-    """A dataset with a state, which StatefulDataLoader looks for in the class."""
+    """A dataset with a state; StatefulDataLoader looks for the two methods on the class."""
 
     def state_dict(self) -> Any:
         return self.indexed_dataset.state_dict()
@@ -341,17 +340,17 @@ def _with_indices(loader: Any) -> Any:
         )
     if isinstance(loader.dataset, IterableDataset):
         raise InvalidTypeError(
-            "the dataset is iterable, so nobody but itself knows which samples it yields: let each say its id, and "
-            "give SampleIds(loader, batches, ids_of=lambda batch: batch['id'])."
+            "the dataset is iterable, so the loader does not know which samples it yields: let each sample contain its "
+            "id, and use SampleIds(loader, batches, ids_of=lambda batch: batch['id'])."
         )
     if type(loader).__name__ == "DataLoaderDispatcher":
         raise InvalidTypeError(
             "with dispatch_batches=True process 0 reads for all and sends slices of batches, whose samples cannot be "
-            "told apart: leave it out, or give ids_of=lambda batch: batch['id']."
+            "identified: omit dispatch_batches, or pass ids_of=lambda batch: batch['id']."
         )
     if loader_has_begun(loader):
         raise InvalidValueError("the loader has begun already: make SampleIds(loader, batches) before its first batch.")
     kind = _StatefulIndexed if has_state(loader.dataset) else _Indexed
-    copied = copy.copy(loader)  # of whatever class it is; a DataLoader does not let one set its parts
+    copied = copy.copy(loader)  # keeps the class; a DataLoader refuses to have these attributes set
     vars(copied).update(dataset=kind(loader.dataset), collate_fn=partial(_collated, loader.collate_fn))
     return copied

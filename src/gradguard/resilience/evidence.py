@@ -1,4 +1,4 @@
-"""The file from which a step can be computed again: its batch, random generators, weights, and batches to compare."""
+"""Files for computing a step again: the step's batch, random generators and weights, and other batches to compare."""
 
 import errno
 import math
@@ -38,9 +38,9 @@ class EvidenceBatch:
 
     Attributes:
         step: Number of its step.
-        number: Its place among the micro-batches of the step.
-        ids: Its samples; None where they were not recorded.
-        loss: Its loss when it was trained on; None where it was not recorded.
+        number: Its index among the micro-batches of the step.
+        ids: Its samples; None if they were not recorded.
+        loss: Its loss in training; None if it was not recorded.
         content: The batch.
         generators: The states of the random generators.
     """
@@ -55,18 +55,18 @@ class EvidenceBatch:
 
 @dataclass(frozen=True)
 class StepEvidence:
-    """The content of a file that `write_evidence` has written.
+    """The content of a file of `write_evidence`.
 
     Attributes:
         step: Number of the step that was a spike.
-        rank: Process whose batches these are.
-        reason: The reason why it was blamed.
+        rank: Rank of the process whose batches these are.
+        reason: The reason why the batches are suspect.
         suspects: The batches of the spike.
         others: Batches of other steps, to compare with.
-        states: Weights and buffers by the number of the step that they were before.
+        states: Weights and buffers, by the number of the step that they precede.
         training: Whether the model was in training mode.
-        eval_modules: The modules in evaluation mode, where others were in training mode.
-        versions: The versions of torch.
+        eval_modules: The modules in evaluation mode, if the model was in training mode.
+        versions: The versions of packages, by name.
     """
 
     step: int
@@ -90,11 +90,11 @@ def write_evidence(
     before: int | None = None,
     others: int = 8,
 ) -> Path | None:
-    r"""Write what `gradguard replay-step` needs to compute a spike again. All processes call it.
+    r"""Write the file from which `gradguard replay-step` computes a spike again; all processes call it.
 
-    The rank that is blamed writes its suspect micro-batches; where none is, rank 0 writes its own of the step.
-    Weights that are spread over processes (FSDP2, DTensors) are gathered, one at a time, and named as in the model
-    without wrappers, so that one process can load them.
+    The rank that is blamed writes its suspect micro-batches; if none is, rank 0 writes its own of the step. Sharded
+    weights (FSDP2, DTensors) are gathered, one at a time, and named as in the model without wrappers, so that one
+    process can load them.
 
     **Guarantees.** The file holds tensors, numbers and strings only: reading it runs no code. A reader sees the old
     file or the new one, never a half-written one.
@@ -103,29 +103,29 @@ def write_evidence(
     |---|---|
     | a batch of other mappings, such as a ``BatchEncoding`` | a dict |
     | a batch of NumPy arrays | the same arrays |
-    | a batch of other objects | an error: say ``batches.saw(ids, batch=...)`` with what the step needs |
-    | a batch that was changed in place meanwhile | an error; of ``others`` it is left out |
-    | FSDP1, a pipeline's stage | an error, the weights of one process are no model |
+    | a batch of other objects | an error: pass ``batches.saw(ids, batch=...)`` the values that the step needs |
+    | a batch that was changed in place meanwhile | an error; among ``others`` it is omitted |
+    | FSDP1, a pipeline's stage | an error: the weights of one process are not the whole model |
 
     Args:
         file: The path to write, such as ``"spike-1204.pt"``.
-        batches: The object that has kept the batches: ``Batches(keep=True)``.
+        batches: The object that stores the batches: ``Batches(keep=True)``.
         culprit: The result of `find_culprit`.
-        model: The model, with the weights that it has now.
-        older: Weights of another time by the number of the step that they were before, such as those of a snapshot
-            from before the spike: without them nothing separates bad data from this batch on these weights.
-        before: Number of the step that the weights of ``model`` precede; by default the step under way. If only skipped
-            steps followed the spike, give ``culprit.step``.
-        others: How many batches of other steps to write, to compare with.
+        model: The model, with its present weights.
+        older: Weights of another time, by the number of the step that they precede, such as those of a snapshot from
+            before the spike. Without them bad data look like data that only these weights cannot fit.
+        before: Number of the step that the weights of ``model`` precede; by default the current step. If only skipped
+            steps followed the spike, pass ``culprit.step``.
+        others: Number of batches of other steps to write, to compare with.
 
     Returns:
-        The file, on the process that has written it; None on others.
+        The file, on the process that wrote it; None on others.
 
     Raises:
-        InvalidValueError: If the batches were not kept, or were changed.
+        InvalidValueError: If the batches were not stored, or were changed.
         InvalidTypeError: If a batch cannot be written.
         UnsupportedGradientError: If the weights cannot be gathered.
-        OSError: If the file cannot be written, such as on a full disk; nothing of it is left then.
+        OSError: If the file cannot be written, for instance on a full disk; no part of it is left then.
 
     Example:
         >>> import os, tempfile, torch
@@ -164,10 +164,10 @@ def write_evidence(
 
 
 def read_evidence(file: str | os.PathLike[str]) -> StepEvidence:
-    """Return the content of a file that `write_evidence` has written; no code in it is run.
+    """Return the content of a file of `write_evidence`; no code in the file is run.
 
     Raises:
-        RecordError: If there is no such file, or `write_evidence` has not written it.
+        RecordError: If there is no such file, or it is not a file of `write_evidence`.
     """
     try:
         with PlainReader(file, _KIND) as reader:
@@ -175,10 +175,10 @@ def read_evidence(file: str | os.PathLike[str]) -> StepEvidence:
                 return _evidence(Restorer().restored(Unpacker(reader).copy(reader.content())))
     except OSError as error:
         raise RecordError(f"cannot read {file}: {error.strerror or error}.") from error
-    except Exception as error:  # of a file of something else anything may be raised, and nothing is run
+    except Exception as error:  # a file of another kind may raise anything
         why = str(error).partition("\n")[0]
         raise RecordError(
-            f"{file} is not what gradguard.resilience.write_evidence writes, or it is cut off ({why})."
+            f"{file} is not a file of gradguard.resilience.write_evidence, or it is cut off ({why})."
         ) from error
     raise RecordError(f"{file} is of format {version!a:.20}, and this gradguard reads {FORMAT}: write it again.")
 
@@ -200,7 +200,7 @@ def _evidence(found: dict[str, Any]) -> StepEvidence:
     for weights in evidence.states.values():
         _check(str, *weights.keys())
         if not all(isinstance(one, Tensor) and one.layout is torch.strided for one in weights.values()):
-            raise ValueError("a weight is no ordinary tensor")
+            raise ValueError("a weight is not a dense tensor")
     if not evidence.suspects:
         raise ValueError("there is no batch of the spike")
     return replace(evidence, reason=printable(evidence.reason))
@@ -209,14 +209,14 @@ def _evidence(found: dict[str, Any]) -> StepEvidence:
 def _check(kind: type, *values: Any) -> None:
     wrong = [value for value in values if type(value) is not kind]
     if wrong:
-        raise ValueError(f"{wrong[0]!a:.40} is where a {kind.__name__} must be")
+        raise ValueError(f"{wrong[0]!a:.40}: expected a value of type {kind.__name__}")
 
 
 class EvidenceFolder:
     """Writes the evidence of spikes into a folder: at most one file in ``every`` steps.
 
     Args:
-        folder: The path of the folder; made if it is not there.
+        folder: The path of the folder, which is created if needed.
         every: The least number of steps between two files.
     """
 
@@ -226,9 +226,9 @@ class EvidenceFolder:
     def write(
         self, batches: Batches, culprit: Culprit, model: nn.Module, older: Mapping[int, Snapshot], before: int | None
     ) -> None:
-        """Write ``spike-STEP.pt`` if it is due; all processes call it. Arguments as for `write_evidence`."""
+        """Write ``spike-STEP.pt`` if it is due; all processes call it with the arguments of `write_evidence`."""
         before_it, self._last = self._last, culprit.step
-        if culprit.step - before_it < self._every:  # of the same burst, or near it
+        if culprit.step - before_it < self._every:  # near the last file, perhaps in the same burst
             return
         try:
             weights = {number: gathered_weights(model, snapshot.weights()) for number, snapshot in older.items()}
@@ -240,20 +240,20 @@ class EvidenceFolder:
 
 
 def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-    """Return copies of the weights and buffers on the CPU, whole, by their names without wrappers.
+    """Return copies on the CPU of the whole weights and buffers, by their names without wrappers.
 
     Every process that holds a part of them must call.
 
     Args:
         model: The model.
-        state: Other tensors in their places, by the names of ``model.state_dict()``; None for the model's own.
+        state: Other tensors instead of the model's own, by the names of ``model.state_dict()``; None for its own.
 
     Raises:
         UnsupportedGradientError: If the parts of a tensor cannot be gathered.
     """
     if any(map(is_fsdp1, model.modules())):
         raise UnsupportedGradientError(
-            "FSDP1 holds flat parts of several weights: give them whole, with FSDP.state_dict_type(model, "
+            "FSDP1 holds flat parts of several weights: get whole weights from FSDP.state_dict_type(model, "
             "StateDictType.FULL_STATE_DICT): model.state_dict(), or use fully_shard."
         )
     state = model.state_dict() if state is None else state
@@ -264,7 +264,7 @@ def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -
     }
 
 
-# What is written.
+# Writing the fields.
 
 
 def _batch(batches: Batches, one: MicroBatch) -> dict[str, Any]:
@@ -280,19 +280,19 @@ def _batch(batches: Batches, one: MicroBatch) -> dict[str, Any]:
 
 
 def _others(batches: Batches, step: int, count: int) -> list[dict[str, Any]]:
-    """Batches of other steps, first those before it, the latest first: what came after may be spoilt."""
+    """Return batches of other steps, earlier ones first and nearest first: later ones may be affected by the spike."""
     ordered = sorted((s for s in batches.known if s != step), key=lambda s: (s > step, abs(s - step)))
     found: list[dict[str, Any]] = []
     for one in (one for s in ordered for one in batches.of_step(s)):
         if len(found) == count:
             break
-        with suppress(GradguardError):  # changed in place, or not kept: there are others
+        with suppress(GradguardError):  # skip a batch that was changed in place or not stored
             found.append(_batch(batches, one))
     return found
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with dicts in the place of other mappings, and tensors in that of parameters."""
+    """Return ``value`` with other mappings replaced by dicts, and parameters by tensors."""
     if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "items")):
         return {key: _plain(one) for key, one in value.items()}
     if type(value) in (list, tuple):
@@ -307,7 +307,7 @@ def _read_batch(written: dict[str, Any]) -> EvidenceBatch:
     if one.loss is not None:
         _check(float, one.loss)
     if not {*map(type, one.ids or ())} <= {int, str}:
-        raise ValueError("the ids of a batch are no numbers and no text")
+        raise ValueError("the ids of a batch are neither numbers nor text")
     check_states(one.generators)
     return one
 
@@ -318,8 +318,8 @@ def _save(written: dict[str, Any], file: Path) -> Path:
         document = writer.document({"format": FORMAT}, written)
     except PlainError as error:
         raise InvalidTypeError(
-            f"the batches or weights hold {error}, which is not written: expected tensors, numbers and strings in "
-            "dicts, lists and tuples. Say what the step needs: batches.saw(ids, batch={'x': batch.x, 'y': batch.y})."
+            f"the batches or weights contain {error}, which cannot be written: expected tensors, numbers and text in "
+            "dicts, lists and tuples. Pass what the step needs: batches.saw(ids, batch={'x': batch.x, 'y': batch.y})."
         ) from error
     try:
         with replacing(file) as out:
@@ -327,6 +327,6 @@ def _save(written: dict[str, Any], file: Path) -> Path:
     except OSError as problem:
         code, why = problem.errno or errno.EIO, problem.strerror or problem
         raise OSError(
-            code, f"no evidence was written to {str(file)!r}: {why}. Nothing of it is left there"
+            code, f"no evidence was written to {str(file)!r}: {why}. No part of it is left there"
         ) from problem
     return file

@@ -1,4 +1,4 @@
-"""Weights from before a row of spikes: which snapshots are kept, and the trials in which they may come back."""
+"""Weights from before a row of spikes: the snapshots that are kept, and the trials in which they are tested."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from gradguard.state.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step as the detector and the guard measured it, in plain numbers."""
+    """One step as the detector and the guard measured it, in Python numbers."""
 
     step: int
     spike: bool
-    stands_out: bool  # be it alone, which is no spike
+    stands_out: bool  # also a single step, which is no spike
     adopted: bool
     nonfinite: bool
-    changed: bool  # weights, outside of the optimizer, before it
+    changed: bool  # whether weights were changed outside of the optimizer before the step
     in_a_row: int
     scores: list[float]
 
@@ -31,34 +31,34 @@ class MeasuredStep:
 
     @property
     def is_bad(self) -> bool:
-        """Whether it stood out or was not finite."""
+        """Whether the step stood out or was not finite."""
         return self.stands_out or self.nonfinite
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSnapshot:
-    """A snapshot of the weights after ``step``, which was taken at the step ``taken``."""
+    """A snapshot of the weights after ``step``, taken at the step ``taken``."""
 
     step: int
     taken: int
     snapshot: Snapshot
 
     def go_back(self) -> None:
-        """Restore the snapshot, except generators and schedules, which go on."""
+        """Restore the snapshot, except generators and schedules, which continue."""
         self.snapshot.restore(rewind_generators=False, rewind_schedule=False)
 
 
 class SnapshotShelf:
-    """Two snapshots, of which one is older than the detection delay, and a spare one."""
+    """Keeps two snapshots, one of them older than the detection delay, and a spare one."""
 
     def __init__(self, make: Callable[[], Snapshot], delay: int) -> None:
         self._make, self._delay = make, delay
         self.clear()
 
     def clear(self) -> None:
-        """Let all snapshots go."""
+        """Drop all snapshots."""
         self.kept: list[KeptSnapshot] = []
-        self.held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
+        self.held_at = 0  # step at which weights from before a possible row of spikes were saved; 0 if none were
         self._spare: Snapshot | None = None
 
     def is_due(self, step: int, every: int, calm_since: int) -> bool:
@@ -71,13 +71,13 @@ class SnapshotShelf:
         """Take a snapshot at step ``now``; it holds the state after ``step``."""
         if len(self.kept) < 2:
             snapshot = self._make()
-        else:  # the older one goes, unless the newer is too young to be alone: it may hold what is not detected yet
+        else:  # drop the older one, unless the newer is so young that it may contain an undetected spike
             snapshot = self.kept.pop(0 if step - self.kept[1].step >= self._delay else 1).snapshot
         snapshot.take()
         self.kept = sorted([*self.kept, KeptSnapshot(step, now, snapshot)], key=lambda kept: kept.step)
 
     def settle(self, step: int) -> None:
-        """Note that ``step`` was taken: a snapshot held for an earlier state is of a later one, and is dropped."""
+        """Note that ``step`` was taken: a snapshot that was taken for an earlier state is wrong, and is dropped."""
         if step <= self.held_at:
             del self.kept[-1:]
         self.held_at = 0
@@ -87,7 +87,7 @@ class SnapshotShelf:
         return next((kept for kept in reversed(self.kept) if kept.step < step and kept.taken < taken), None)
 
     def spare(self, step: int) -> KeptSnapshot:
-        """Return a snapshot of the state as it is now."""
+        """Return a snapshot of the current state."""
         self._spare = self._spare or self._make()
         self._spare.take()
         return KeptSnapshot(step, step, self._spare)
@@ -95,7 +95,7 @@ class SnapshotShelf:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A trial of the older weights ``base``, begun at the step ``began``; the ``newer`` ones may come back."""
+    """A trial of the older weights ``base``, begun at the step ``began``; ``newer`` are restored if it fails."""
 
     base: KeptSnapshot
     newer: KeptSnapshot
@@ -104,16 +104,16 @@ class Trial:
 
 @dataclass(slots=True)
 class Burst:
-    """A row of spikes that was adopted, and the older weights that are still to be tried.
+    """A row of spikes that the detector adopted, and the older weights that are still to be tried.
 
     Attributes:
         first: The step of the first spike.
         seen: The step on which the row was adopted.
-        changed: Whether something else had changed the weights before.
+        changed: Whether weights were changed outside of the optimizer before the burst.
         trials: The trials to come: the step at which each begins, and its older weights.
-        lost: Steps whose work is lost: spikes that were skipped, and the steps of trials that failed.
-        trial: The trial that is running; None between trials.
-        good: Steps in a row without a spike in that trial.
+        lost: Number of steps whose work is lost: spikes that were skipped, and the steps of failed trials.
+        trial: The running trial; None between trials.
+        good: Consecutive steps without a spike in the running trial.
     """
 
     first: int

@@ -1,4 +1,4 @@
-"""Spikes skipped in a script that was not written for it: what ``gradguard run --resilient`` does."""
+"""``gradguard run --resilient``: skip spikes in a script that does not call gradguard."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,21 +21,21 @@ from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import is_captured
 
 NO_ROLL_BACK = (
-    "--resilient skips spikes and steps that are not finite. It does not go back to older weights: where the schedule, "
-    "an averaged model or the data stand cannot be known from outside. For that use gradguard.SpikeRecovery in the "
-    "script."
+    "--resilient skips spikes and steps that are not finite. It does not go back to older weights, because the states "
+    "of the schedule, an averaged model and the data are not known from outside. For that use gradguard.SpikeRecovery "
+    "in the script."
 )
 
 
 class GuardEachOptimizer(Listener):
     """Attaches a `Guard` that skips spikes to each optimizer of a script, after its first step.
 
-    The signals are the loss, which ``backward`` is called on, and the norm before any clip of the script. Where a
-    script has several optimizers, the loss belongs to none of them for certain, so each is judged by its norm alone.
-    Under a GradScaler, the norm that the script's clip returned may be scaled, so only the loss is judged.
+    The signals are the loss, on which ``backward`` is called, and the norm before any clip of the script. If a script
+    has several optimizers, it is uncertain to which the loss belongs, so each is judged by its norm alone. Under a
+    GradScaler, the norm that the script's clip returned may be scaled, so only the loss is judged.
 
-    **Guarantees.** A step that is no spike keeps every bit. Where an optimizer cannot be guarded, or several processes
-    train together, `refused` says so and no guard is attached.
+    **Guarantees.** A step that is no spike keeps every bit. If an optimizer cannot be guarded, or several processes
+    train together, `refused` contains the reason and no guard is attached.
 
     Args:
         applied: A clip to apply before each step, which returns the norm before it; None for no clip.
@@ -46,11 +46,11 @@ class GuardEachOptimizer(Listener):
 
     def __init__(self, applied: Callable[..., ClipEvent] | None = None) -> None:
         self._applied = applied
-        # A guard keeps its optimizer; of one that cannot be guarded there is none.
+        # The value returns the guard, which holds its optimizer, or None if the optimizer cannot be guarded.
         self._guards: WeakKeyDictionary[Optimizer, Callable[[], Guard | None]] = WeakKeyDictionary()
         self._spikes: list[_ScriptSpikes] = []
         self._losses, self._scales = Losses(), False
-        self._clipped: Sequence[Tensor] = ()  # of the clip of the script that acts now
+        self._clipped: Sequence[Tensor] = ()  # the parameters of the script's clip that is acting now
         self._steps = self._nonfinite = 0
         self.refused: dict[str, str] = {}
 
@@ -61,7 +61,7 @@ class GuardEachOptimizer(Listener):
                 guard.detach()
 
     def clip(self, optimizer: Optimizer, modules: Callable[[], Sequence[nn.Module]]) -> ClipEvent:
-        """Apply the clip that was given, and remember the norm before it."""
+        """Apply the given clip, and store the norm before it."""
         assert self._applied is not None
         event = self._applied(optimizer, modules)
         if (guard := self._guard_of(optimizer)) is not None and event.norm is not None:
@@ -75,22 +75,22 @@ class GuardEachOptimizer(Listener):
         why = "".join(f" {name} was left alone: {reason}" for name, reason in self.refused.items())
         return f"--resilient skipped {skipped:,} of {self._steps:,} steps as spikes{nonfinite}.{why}"
 
-    # What the script does.
+    # Events of the script.
 
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
-        """Keep the loss for the step that comes."""
+        """Store the loss for the next step."""
         if not any(is_captured(loss.device) for loss in losses):
-            with suppress(Exception):  # one that cannot be read is no reason to stop
+            with suppress(Exception):  # a loss that cannot be read must not stop the script
                 self._losses.add(losses, weights)
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
-        """Note what the script clips: the norm of these gradients after its clip shows no spike."""
+        """Note the parameters that the script clips: afterwards their norm shows no spike."""
         if call.rule:
             self._clipped = parameters if call.rule == "norm" else ()
 
     def on_clipped(self, event: ClipEvent) -> None:
-        """Remember the norm before the script's clip."""
-        if event.parameters is not self._clipped:  # a clip of gradguard's
+        """Store the norm before the script's clip."""
+        if event.parameters is not self._clipped:  # a clip of gradguard's own
             return
         norm, parameters, self._clipped = event.norm, event.parameters, ()
         if norm is None or norm.numel() != 1 or type(norm) is not Tensor:
@@ -102,18 +102,18 @@ class GuardEachOptimizer(Listener):
                 _spikes_of(guard).hear(None if self._scales else norm.detach().reshape(()))
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
-        """Note the loss as it was before a GradScaler scaled it."""
-        if scaled is not loss:  # a scaler that is disabled gives it back
+        """Record the loss before a GradScaler scaled it."""
+        if scaled is not loss:  # a disabled scaler returns the loss itself
             self._scales = True
             self._losses.scaled(loss, scaled)
 
     def on_scaler_stepped(self, optimizer: Optimizer, step: ScalerStep) -> None:
-        """Drop the losses of a step that the scaler left out."""
+        """Drop the losses of a step that the scaler skipped."""
         del optimizer, step
         self._losses.clear()
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
-        """Give the losses to the guard, which judges the step."""
+        """Pass the losses to the guard, which judges the step."""
         if evaluation:
             return
         self._steps += 1
@@ -125,12 +125,13 @@ class GuardEachOptimizer(Listener):
                 guard.record_loss(loss)
         elif _spikes_of(guard).norm_is_hidden:
             self.refused[type(optimizer).__name__] = (
-                "a GradScaler and the script's clip hide its norm, and of several optimizers nobody knows whose loss "
-                "it is. Put gradguard.Guard(optimizer, clipper, spikes=gradguard.SkipSpikes()) into the script."
+                "a GradScaler and the script's clip hide its norm, and with several optimizers it is unknown to which "
+                "the loss belongs. Put gradguard.Guard(optimizer, clipper, spikes=gradguard.SkipSpikes()) into the "
+                "script."
             )
 
     def on_stepped(self, optimizer: Optimizer) -> None:
-        """Guard an optimizer after its first step; count what its guard skipped."""
+        """Attach a guard to an optimizer after its first step; count the non-finite steps that its guard skipped."""
         if optimizer not in self._guards:
             self._guards[optimizer] = self._attached(optimizer)
         elif (guard := self._guard_of(optimizer)) is not None and guard.last_skip not in (None, "spike"):
@@ -158,7 +159,7 @@ class GuardEachOptimizer(Listener):
 
 
 class _ScriptSpikes(SkipSpikes):
-    """Judges by the norm before the script's own clip, where there was one."""
+    """Judges by the norm before the script's own clip, if there was one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class _ScriptSpikes(SkipSpikes):
         self.norm_is_hidden = False
 
     def hear(self, norm: Tensor | None) -> None:
-        """Take the norm before a clip of the step that comes, None if it is not known; the first clip is the one."""
+        """Store the norm before the next step's first clip, None if it is not known; later clips are ignored."""
         if self._heard is None and not self.norm_is_hidden:
             self._heard, self.norm_is_hidden = None if norm is None else norm.clone(), norm is None
 

@@ -1,4 +1,4 @@
-"""A learning rate that is lower for some steps, unseen by schedulers."""
+"""`SlowDown`: lower the learning rate during some steps, hidden from schedulers."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from gradguard.optimizer_hooks import EveryStep
 class SlowDown:
     """Multiplies the learning rate of each group by ``factor``, from the beginning to the end of each step.
 
-    Between steps the groups hold what the user or a scheduler wrote, so that a schedule that computes each rate from
-    the one before goes on as if nothing had happened. A factor of 1 costs nothing: nothing is hooked then.
+    Between steps the groups hold the rate that the user or a scheduler set, so a schedule that computes each rate from
+    the previous one is not disturbed. With a factor of 1 no hook is installed.
 
     Args:
         optimizer: The optimizer.
@@ -25,7 +25,7 @@ class SlowDown:
 
     @property
     def factor(self) -> float:
-        """The factor, from 0 to 1, where 1 changes nothing. It is set between steps."""
+        """The factor, above 0 and at most 1; set it between steps. 1 changes nothing."""
         return self._factor
 
     @factor.setter
@@ -33,13 +33,13 @@ class SlowDown:
         self._factor = factor
         if factor == 1:
             self.remove()
-        elif self._hooks is None:  # behind the guard's: it must be the last to end a step
+        elif self._hooks is None:  # after the guard's hooks: it must be the last to end a step
             self._hooks = EveryStep(
                 lambda *_: None, lambda _: self.put_back(), optimizer=self._optimizer, enter=self._begin
             )
 
     def remove(self) -> None:
-        """Stop acting."""
+        """Remove the hooks and restore the rates."""
         self.put_back()
         if self._hooks is not None:
             self._hooks.remove()
@@ -47,7 +47,7 @@ class SlowDown:
 
     def _begin(self, optimizer: Optimizer, closure: bool) -> None:
         del optimizer, closure
-        self.put_back()  # what a step that raised has left
+        self.put_back()  # a step that raised an error may have left lower rates
         for group in self._optimizer.param_groups:
             rate = group.get("lr")
             if isinstance(rate, Tensor):
@@ -58,7 +58,7 @@ class SlowDown:
                 group["lr"] = rate * self._factor
 
     def put_back(self) -> None:
-        """Give the groups their own rates again."""
+        """Restore the groups' own rates."""
         for group, rate, value in self._before:
             if isinstance(rate, Tensor):
                 rate.detach().copy_(value)

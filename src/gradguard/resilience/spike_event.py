@@ -1,4 +1,4 @@
-"""Events of `SpikeRecovery`, for its list and for its watchers."""
+"""Events of `SpikeRecovery`, for its list of events and for listeners."""
 
 import math
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ class SpikeEvent:
     """One action or observation of `SpikeRecovery`.
 
     Attributes:
-        step: The step at which it began, counted from 1; steps that are undone count on.
-        what: ``"spike"``, ``"burst"`` (spikes in a row, as many as the detector's cap), ``"shift"`` (a burst that
-            turned out to be what the data are like now) or ``"nonfinite"``.
+        step: The step at which it began, counted from 1; steps that are undone count too.
+        what: ``"spike"``, ``"burst"`` (consecutive spikes, as many as the detector's cap), ``"shift"`` (a burst that
+            turned out to be a lasting change of the data) or ``"nonfinite"``.
         action: ``"skipped"``, ``"adopted"``, ``"rolled back"``, ``"rolled back, slowed down"`` or ``"went on"``.
-        signal: The number that was too high: ``"loss"``, ``"norm"`` or the name of a group.
+        signal: The signal that was too high: ``"loss"``, ``"norm"`` or the name of a group.
         score: The distance of the signal from its usual value, in the detector's deviations.
-        ids: The samples of the micro-batches that `find_culprit` blames, on any process; where none stands out, the
-            samples that this process had on these steps. Only samples that `SpikeRecovery.batch` recorded are known.
+        ids: The samples of the micro-batches that `find_culprit` blames, on any process; if none stands out, the
+            samples of this process on these steps. Only samples that `SpikeRecovery.batch` recorded are known.
         rank: The process that had the blamed samples; None if no process is blamed, or several are.
         to_step: The step whose weights a roll-back restored.
-        recovery: The number of steps from the first spike to the action that ended it; None where it goes on.
-        lost: The number of steps whose work is lost, skipped ones included; None where it is not known yet.
-        changed: Whether something other than the optimizer had changed weights just before.
+        recovery: Number of steps from the first spike to the action that ended it; None if it continues.
+        lost: Number of steps whose work is lost, skipped ones included; None if it is not known yet.
+        changed: Whether weights were changed outside of the optimizer just before.
     """
 
     step: int
@@ -54,7 +54,7 @@ class SpikeEvent:
 
 
 def recovery_of(event: SpikeEvent, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
-    """Return ``event`` as listeners get it; ``slowed`` are the words for a lower learning rate."""
+    """Return ``event`` as listeners receive it; ``slowed`` is the text for a lower learning rate."""
     kind: RecoveryKind = "data_shift" if event.what == "shift" else "burst"
     spikes = f"spikes in a row{event._height()}"
     if event.changed:
@@ -64,7 +64,7 @@ def recovery_of(event: SpikeEvent, optimizer: Optimizer, slowed: str) -> Recover
         kind, cause = "rolled_back", "gradients that stayed non-finite" if event.what == "nonfinite" else spikes
         words = f"went back to the weights of {event.lost} steps before, because of {cause}"
     elif kind == "data_shift":
-        words = f"{spikes} were a change of the data, which older weights do not fit either: training goes on"
+        words = f"{spikes} were a change of the data, which older weights do not fit either: training continues"
     elif event.action == "went on":
         words = f"{spikes} were adopted as the new level; there is no snapshot from before to go back to"
     slows = "slowed down" in event.action

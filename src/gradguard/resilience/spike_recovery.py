@@ -1,4 +1,4 @@
-"""`SpikeRecovery`: skip spikes, and go back to older weights where they do not end by themselves."""
+"""`SpikeRecovery`: skip spikes, and go back to older weights if they do not end by themselves."""
 
 import math
 import os
@@ -47,20 +47,20 @@ _GOOD = 2
 """Steps in a row that older weights must take without a spike to be kept."""
 
 _NONFINITE = 18
-"""Steps in a row that are not finite after which to go back; a new GradScaler may need 17 to find its scale."""
+"""Consecutive non-finite steps after which to go back; a new GradScaler may need 17 to find its scale."""
 
 
 @dataclass(slots=True)
 class _Course:
-    """The state of a run between two steps; all of it begins anew where a run is resumed.
+    """The state of a run between two steps, which is reset when a run is resumed.
 
     Attributes:
         calm_since: The last step that stood out or was not finite.
         slow_until: The step up to which the learning rate is lower.
-        missed: Steps of the optimizer between the last two calls, less one.
-        nonfinite: Steps in a row that were not finite.
-        changed_at: The last step that began with weights that something else had changed.
-        burst: The burst that is adopted, and neither rolled back nor taken for a shift.
+        missed: Number of optimizer steps between the last two calls, minus one.
+        nonfinite: Number of consecutive steps that were not finite.
+        changed_at: The last step that began with weights that were changed outside of the optimizer.
+        burst: The adopted burst that has neither been rolled back nor recognised as a shift.
     """
 
     calm_since: int
@@ -72,53 +72,53 @@ class _Course:
 
 
 class SpikeRecovery:
-    r"""Guard an optimizer against spikes: skip them, slow down, go back to a snapshot, leave the samples out.
+    r"""Guard an optimizer against spikes: skip them, slow down, go back to a snapshot, exclude the samples.
 
     Call `record_loss` for each micro-batch, and `step` once after each step of the optimizer. What happens:
 
     1. A step that is a **spike** is skipped (`SkipSpikes`).
-    2. After ``detector.cap`` spikes in a row (a **burst**) the detector adopts the new level, and training goes on with
-       it: the data may have changed for good. The weights from before the burst are kept, untouched, in memory.
-    3. 6, 16 and 36 steps later these older weights are **tried** on the data that come then. If two steps in a
-       row are no spike to them, the burst is over: they are kept, with their optimizer state, and what was learnt from
-       the burst is gone (**rolled back**). The data are not rewound, nor are schedules and generators. At the first
-       step that spikes the trial ends: the newer weights come back bit by bit, and training goes on.
-    4. If the last trial fails, the data have **shifted**: training goes on as usual.
-    5. Gradients that are not finite on 18 steps in a row are answered by going back at once.
-    6. From the second roll-back within 1,000 steps on the **learning rate** is ``lr_factor`` times as high for 64
-       steps: it may be the weights, and not the data. Schedulers do not see it.
+    2. After ``detector.cap`` spikes in a row (a **burst**) the detector adopts the new level, and training continues:
+       the data may have changed for good. The weights from before the burst stay in memory.
+    3. 6, 16 and 36 steps later these older weights are **tried** on the data of that moment. If two consecutive steps
+       are no spikes with them, the burst is over: they are kept, with their optimizer state, and everything learnt
+       from the burst is undone (**rolled back**). The data are not rewound, nor are schedules and generators. At the
+       first spike the trial ends: the newer weights are restored bit by bit, and training continues.
+    4. If the last trial fails, the data have **shifted**: training continues as usual.
+    5. After 18 consecutive steps with non-finite gradients, the run goes back at once.
+    6. From the second roll-back within 1,000 steps on, the **learning rate** is multiplied by ``lr_factor`` for 64
+       steps, because the weights may be at fault instead of the data. Schedulers do not see the factor.
     7. More than ``budget`` roll-backs within 1,000 steps end the run with an error that lists the events.
 
     A legitimate shift of the data therefore costs ``cap`` skipped steps, and ``detection_delay`` + 1 steps a trial.
 
     **Guarantees.**
 
-    * All processes do the same on the same step: they judge numbers that were added up over all of them, and read the
-      verdict on step t after step t + ``detection_delay``, never earlier. The host waits for a step that is
-      ``detection_delay`` old.
-    * A skipped step changes nothing; what its forward wrote to buffers (BatchNorm's statistics) is undone by `step`. A
-      roll-back gives back weights, buffers, optimizer state, scaler, ``extra_state``, clipper and detector bit by bit
+    * All processes take the same action on the same step: they judge numbers that were reduced over all of them, and
+      read the verdict on step t after step t + ``detection_delay``, never earlier. So the host waits only for a step
+      that is ``detection_delay`` steps old.
+    * A skipped step changes nothing; `step` undoes what its forward wrote to buffers (BatchNorm's statistics). A
+      roll-back restores weights, buffers, optimizer state, scaler, ``extra_state``, clipper and detector bit by bit
       (`Snapshot`).
-    * One snapshot is older than the detection delay, and none is taken while spikes are near.
+    * One snapshot is older than the detection delay, and none is taken near spikes.
 
-    **Memory.** Two snapshots, three while a burst goes on: 12 bytes a parameter each for AdamW in float32, on the host
-    where the model is on an accelerator.
+    **Memory.** Two snapshots, three during a burst: 12 bytes a parameter each for AdamW in float32, on the host if the
+    model is on an accelerator.
 
     **Edge cases.**
 
     ===================================  ======================================================================
     case                                 what happens
     ===================================  ======================================================================
-    bursts below ``detector.cap``        skipped whole; nothing to roll back
-    bursts longer than the last trial    taken for a shift of the data, and learnt
-    the loss is not recorded             judged by gradient norms alone
-    a scheduler                          pass it in ``extra_state``; its schedule goes on, it is not rewound
-    a data loader in ``extra_state``     refused: going back must not bring the same data again
+    bursts below ``detector.cap``        all their steps are skipped; nothing to roll back
+    bursts longer than the last trial    treated as a shift of the data, and learnt
+    the loss is not recorded             gradient norms alone decide
+    a scheduler                          pass it in ``extra_state``; its schedule continues and is not rewound
+    a data loader in ``extra_state``     refused: going back must not repeat the same data
     several optimizers                   refused, unless one has the others as attributes, and steps them
     accumulation                         call `step` after the real steps, or after each micro-batch: no difference
-    ``add_param_group``                  snapshots are let go, and a new one is taken: a burst from before is learnt,
+    ``add_param_group``                  snapshots are dropped, and a new one is taken: an earlier burst is learnt,
                                          and weights that are being tried stay
-    resumed from `state_dict`            calm, with new snapshots: they are not saved
+    resumed from `state_dict`            no burst and new snapshots: snapshots are not saved
     ===================================  ======================================================================
 
     Args:
@@ -130,23 +130,23 @@ class SpikeRecovery:
         extra_state: Further objects that a roll-back restores, as for `Snapshot`: schedulers, a GradScaler, an
             averaged model.
         bad_samples: The list to which the samples of bursts and spikes are added; None for no list.
-        snapshot_every: Steps between two snapshots.
-        detection_delay: Steps from a measurement to the action on it; None for 2 on an accelerator, so that the host
-            does not wait, and 0 on the CPU. Below ``detector.cap`` - 2 a roll-back restores the weights from just
-            before a burst; else those of the last snapshot.
-        lr_factor: The factor of the learning rate after a second roll-back; 1 leaves it.
+        snapshot_every: Number of steps between two snapshots.
+        detection_delay: Number of steps from a measurement to the action on it; None for 2 on an accelerator, so that
+            the host does not wait, and 0 on the CPU. Below ``detector.cap`` - 2 a roll-back restores the weights from
+            just before a burst; otherwise those of the last snapshot.
+        lr_factor: The factor of the learning rate after a second roll-back; 1 keeps the rate.
         budget: The number of roll-backs within 1,000 steps that are no error.
-        evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
-            first spike of a burst, and at most one in ``snapshot_every`` steps. `batch` must then be given the batches,
-            which are kept for as long as their samples. A file that cannot be written is a warning.
+        evidence: A folder for the files of ``gradguard replay-step``. One file, twice as large as the weights, is
+            written at the first spike of a burst, at most once in ``snapshot_every`` steps. `batch` must then receive
+            the batches, which are kept as long as their samples. A file that cannot be written causes a warning.
         process_group: The processes that train this model together, as for `SkipSpikes`.
         guard_options: Further arguments of `Guard`: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
 
     Attributes:
-        guard: The `Guard` that it has made.
+        guard: The `Guard` that it creates.
         events: The events, in order.
-        steps: Steps so far, skipped and undone ones included.
-        batches: Which samples the last steps had.
+        steps: Number of steps so far, skipped and undone ones included.
+        batches: The samples of the last steps.
 
     Raises:
         InvalidTypeError: If an argument is of another type.
@@ -166,10 +166,10 @@ class SpikeRecovery:
         [('spike', 'skipped', 5)]
 
     Reference:
-        Chowdhery et al. (2022), PaLM, arXiv 2204.02311 (going back some 100 steps and leaving batches out).
+        Chowdhery et al. (2022), PaLM, arXiv 2204.02311 (going back some 100 steps and omitting batches).
     """
 
-    _guard_type: type[Guard] = Guard  # a trainer's refuses the trainer's own clip
+    _guard_type: type[Guard] = Guard  # a trainer's subclass refuses the trainer's own clip
 
     def __init__(
         self,
@@ -215,19 +215,19 @@ class SpikeRecovery:
         self.batches = Batches(steps=_TRIALS[-1] + self._cap + self.detection_delay + 32, keep=evidence is not None)
         self.bad_samples, self.events = bad_samples, list[SpikeEvent]()
         self._pending: deque[tuple[int, Tensor | list[float], CopyEvent | None]] = deque()
-        self._verdict: Any = None  # the last that was read
+        self._verdict: Any = None  # the last verdict that was read
         self._begin_at(0, 0)
         self._groups = self._group_sizes()
 
     def _begin_at(self, steps: int, slow_until: int) -> None:
-        """Begin or go on after ``steps`` steps, of which no snapshot and no measurement is there."""
+        """Begin or resume after ``steps`` steps, without any snapshot or measurement."""
         self.steps, self._course = steps, _Course(steps, slow_until)
         self._spikes.followed = self.guard.steps
-        self.batches.load_state_dict({"step": steps + 1})  # as steps are counted here
+        self.batches.load_state_dict({"step": steps + 1})  # `batches` counts the current step
         self._pending.clear()
         self._shelf.clear()
 
-    # -- what the loop tells --------------------------------------------------------------------------------------
+    # -- called by the training loop ------------------------------------------------------------------------------
 
     def record_loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
         """Record the loss of one micro-batch before its step; return it unchanged. See `Guard.record_loss`."""
@@ -236,7 +236,7 @@ class SpikeRecovery:
         return self.guard.record_loss(loss, weight, kind)
 
     def batch(self, ids: Any = None, batch: Any = None) -> None:
-        """Record the samples of the next micro-batch, and the batch itself where it is kept, before its `record_loss`.
+        """Record the next micro-batch's samples, and the batch itself if it is kept; call it before `record_loss`.
 
         Args:
             ids: Whole numbers or strings.
@@ -261,10 +261,10 @@ class SpikeRecovery:
         if self.batches.step != self.steps + 1:
             raise InvalidValueError(
                 f"resilience.batches is at step {self.batches.step} and resilience has taken {self.steps} steps, so "
-                "events would name the samples of other steps. Leave the count of resilience.batches alone; "
+                "events would name the samples of other steps. Do not change the count of resilience.batches; "
                 "resilience.load_state_dict() sets it."
             )
-        if taken - 1 + self._course.missed > 1:  # one alone may be a step that raised an error
+        if taken - 1 + self._course.missed > 1:  # a single one may be a step that raised an error
             raise InvalidValueError(_forgotten(taken))
         self._course.missed, self._spikes.followed = taken - 1, self.guard.steps
         self._buffers.put_back(self.guard.skipped)
@@ -282,14 +282,14 @@ class SpikeRecovery:
 
     def _note(self, event: SpikeEvent) -> None:
         self.events.append(event)
-        if event.action != "skipped":  # which the clip's own event tells
+        if event.action != "skipped":  # the clip's own event already reports a skip
             slowed = f"; the learning rate is {self.lr_factor:g} times as high for {_SLOW_STEPS} steps"
             tell_of(Listener.on_recover, recovery_of(event, self._optimizer, slowed))
 
     def _measured(self) -> tuple[Tensor | list[float], CopyEvent | None]:
-        """Return the numbers of the step, on the host or on their way there; none of a step that was not taken."""
+        """Return the step's numbers, on the host or being copied there; empty if the step was not taken."""
         verdict, result = self._detector.last, self.guard.last
-        if verdict is None or verdict is self._verdict or result is None:  # a GradScaler has not let it step
+        if verdict is None or verdict is self._verdict or result is None:  # a GradScaler skipped the step
             return [], None
         self._verdict = verdict
         bad = result.nonfinite if self._spikes.nonfinite is None else self._spikes.nonfinite
@@ -302,10 +302,10 @@ class SpikeRecovery:
         numbers = [torch.as_tensor(flag, dtype=scores.dtype, device=scores.device) for flag in flags]
         return copy_to_host(torch.cat([torch.stack(numbers), scores]))
 
-    # -- what is done ---------------------------------------------------------------------------------------------
+    # -- actions --------------------------------------------------------------------------------------------------
 
     def _process(self, step: int, numbers: Tensor | list[float], landed: CopyEvent | None) -> SpikeEvent | None:
-        """Act on the numbers of a step; there are none of one that was not taken."""
+        """Act on the numbers of a step; ``numbers`` is empty for a step that was not taken."""
         if landed is not None:
             landed.synchronize()
         if not len(numbers):
@@ -332,7 +332,7 @@ class SpikeRecovery:
                 self._shelf.settle(now.step)
             return None
         if burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
-            self._shelf.take(now.step - 2, self.steps)  # whose weights these are, if all steps since then were spikes
+            self._shelf.take(now.step - 2, self.steps)  # weights are unchanged since then, if all steps were spikes
             self._shelf.held_at = self.steps
         if burst is None and now.adopted:
             return self._suspect(now)
@@ -342,41 +342,41 @@ class SpikeRecovery:
         return [len(group["params"]) for one in optimizers_in(self._optimizer) for group in one.param_groups]
 
     def _follow_groups(self) -> SpikeEvent | None:
-        """Let go of the snapshots if parameters have come since: none of them could be restored."""
+        """Drop the snapshots if parameters were added: a snapshot could not be restored."""
         before, self._groups = self._groups, self._group_sizes()
         if self._groups == before:
             return None
         self._shelf.clear()
         self._buffers.remove()
-        self._buffers = StepBuffers(self._model)  # of layers that have come too
+        self._buffers = StepBuffers(self._model)  # also of added layers
         self._spikes.weights = WeightWatch(self._optimizer)
         burst, self._course.burst = self._course.burst, None
         if burst is None:
             return None
-        if burst.trial is not None:  # then the newer weights cannot come back
+        if burst.trial is not None:  # the newer weights can no longer be restored
             return self._roll_back(burst, burst.trial)
         return self._event(burst.first, "burst", "went on", burst.seen, lost=burst.lost)
 
     def _suspect(self, now: MeasuredStep) -> SpikeEvent:
-        """A burst is adopted: plan at which steps to try the weights from before it."""
+        """Plan the trials of the weights from before a burst that was just adopted."""
         first, changed_at = now.step - now.in_a_row + 1, self._course.changed_at
         self._shelf.held_at, base = 0, self._shelf.before(first)
         if base is None:
             return self._event(first, "burst", "went on", now, lost=now.in_a_row)
         older = self._shelf.before(math.inf, changed_at) if base.taken >= changed_at > 0 else None
-        bases = [base, older] if older is not None else [base]  # the other from before the weights were changed
+        bases = [base, older] if older is not None else [base]  # `older` is from before the weights were changed
         trials = [(self.steps + wait, one) for wait in _TRIALS for one in bases]
         burst = self._course.burst = Burst(first, now, older is not None, trials, now.in_a_row)
         return self._event(first, "burst", "adopted", now, changed=burst.changed)
 
     def _go_on(self) -> None:
-        """Do what is due at the end of a step: begin a trial, set the learning rate, take a snapshot."""
+        """End a step: begin a trial, set the learning rate or take a snapshot, if due."""
         burst = self._course.burst
         if burst is not None and burst.trial is None and self.steps >= burst.trials[0][0]:
             newer, (_, base) = self._shelf.spare(self.steps), burst.trials.pop(0)
             base.go_back()
             burst.trial, burst.good = Trial(base, newer, self.steps), 0
-            self._pending.clear()  # of weights that are gone
+            self._pending.clear()  # measurements of weights that were replaced
         self._slow_down.factor = self.lr_factor if self.steps < self._course.slow_until else 1.0
         if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._course.calm_since):
             self._shelf.take(self.steps, self.steps)
@@ -402,7 +402,7 @@ class SpikeRecovery:
     def _went_back(
         self, base: KeptSnapshot, first: int, what: str, seen: MeasuredStep | None = None, **more: Any
     ) -> SpikeEvent:
-        """Tell of a roll-back, and pay for it: with a lower rate from the second on, and with an error in the end."""
+        """Report a roll-back; from the second on lower the learning rate, and beyond the budget raise an error."""
         self._course.burst, self._course.nonfinite, self._course.calm_since = None, 0, self.steps
         self._shelf.kept = [kept for kept in self._shelf.kept if kept.step <= base.step]
         recent = sum(e.to_step is not None and self.steps - e.step < 1000 for e in self.events)
@@ -413,11 +413,11 @@ class SpikeRecovery:
         if recent < self.budget:
             return event
         self._note(event)
-        told = "\n  ".join(str(e) for e in self.events[-40:])
+        story = "\n  ".join(str(e) for e in self.events[-40:])
         raise SpikeError(
-            f"{recent + 1} roll-backs within 1,000 steps, and budget={self.budget}: going back does not cure this "
+            f"{recent + 1} roll-backs within 1,000 steps, but budget={self.budget}: going back does not cure this "
             f"run. It is at step {self.steps}, with the weights after step {event.to_step}, which are good. What "
-            f"happened:\n  {told}\nLook at the samples that the events name, or lower the learning rate."
+            f"happened:\n  {story}\nCheck the samples that the events name, or lower the learning rate."
         )
 
     def _event(
@@ -437,21 +437,21 @@ class SpikeRecovery:
             return SpikeEvent(step, what, action, signal, score, _ids(own), **more)
         culprits = find_culprits(self.batches, steps, group=self._group)
         blamed, unclear = to_leave_out(culprits)
-        if self.bad_samples is not None:  # on all processes, on the same step
+        if self.bad_samples is not None:  # all processes reach this on the same step
             reason = what if seen is None else f"{what}: {signal} {score:.1f} deviations above the median"
             for one in (*blamed, *unclear):
                 self.bad_samples.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
         if self._evidence is not None and what == "spike" and culprits:
             base, culprit = self._shelf.before(step), culprits[0]
             older = {} if base is None else {base.step + 1: base.snapshot}
-            before = None if self.detection_delay else culprit.step  # as later steps may have changed the weights
+            before = None if self.detection_delay else culprit.step  # with a delay later steps have changed the weights
             self._evidence.write(self.batches, culprit, self._model, older, before)
         ranks, of_steps = {one.rank for one in blamed}, {one.step for one in unclear}
         ids = _ids([*blamed, *(one for one in own if one.step in of_steps)])
         return SpikeEvent(step, what, action, signal, score, ids, rank=min(ranks) if len(ranks) == 1 else None, **more)
 
     def _worst(self, seen: MeasuredStep | None) -> tuple[str, float]:
-        """Return the signal that stood out most and how far; "" and NaN where nothing was judged."""
+        """Return the signal that stood out most and its score; "" and NaN if nothing was judged."""
         scores = [] if seen is None else seen.scores
         score, i = max(((score, i) for i, score in enumerate(scores) if not math.isnan(score)), default=(math.nan, -1))
         if i < 0:
@@ -460,15 +460,15 @@ class SpikeRecovery:
         names = self._spikes.signal_names([*groups] if groups else ["norm"])
         return (names[i] if i < len(names) else f"signal {i}"), score
 
-    # -- between runs ---------------------------------------------------------------------------------------------
+    # -- saving and resuming --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: the guard's state, counts and events. Snapshots stay in memory."""
+        """Return the guard's state, the counts and the events for a resumed run; snapshots are not saved."""
         events, slow_until = list(map(asdict, self.events)), self._course.slow_until
         return {"guard": self.guard.state_dict(), "steps": self.steps, "slow_until": slow_until, "events": events}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; the next step takes a first snapshot.
+        """Load the result of `state_dict`; the next step takes a first snapshot.
 
         Raises:
             InvalidValueError: If ``state_dict`` is not the state of a `SpikeRecovery`.
@@ -485,7 +485,7 @@ class SpikeRecovery:
         self._begin_at(steps, slow_until)
 
     def detach(self) -> None:
-        """Stop acting: the optimizer steps as it did before, and the snapshots are let go."""
+        """Detach from the optimizer, which then steps as it did before, and drop the snapshots."""
         self.guard.detach()
         self._slow_down.remove()
         self._buffers.remove()
@@ -493,18 +493,18 @@ class SpikeRecovery:
 
 
 class _HostSpikes(SkipSpikes):
-    """Spikes of steps that the host counts, and of weights that are watched."""
+    """Spikes of steps that the host counts, with a watch on the weights."""
 
     def __init__(self, detector: Detector, weights: WeightWatch, process_group: Any) -> None:
         super().__init__(detector, process_group=process_group)
         self.weights = weights
-        self.followed = 0  # the last step of the guard after which `SpikeRecovery.step` was called
+        self.followed = 0  # the guard's step count at the last call of `SpikeRecovery.step`
 
     def check_captured(self, device: torch.device) -> None:
         if is_captured(device):
             raise UnsupportedGradientError(
-                "the step is recorded in a CUDA graph, and SpikeRecovery counts its steps on the host, which replays "
-                "do not reach: it would never act. Leave the step out of the graph, or take Guard(..., spikes=) alone."
+                "the step is recorded in a CUDA graph, but SpikeRecovery counts steps on the host, which a replay "
+                "does not run: it would never act. Keep the step out of the graph, or use Guard(..., spikes=) alone."
             )
         super().check_captured(device)
 
@@ -523,13 +523,13 @@ class _HostSpikes(SkipSpikes):
 
 
 _FORGOTTEN = 4
-"""Steps that the optimizer may take without a call of `SpikeRecovery.step`: the next one is refused."""
+"""Number of optimizer steps without a call of `SpikeRecovery.step` after which the next step is refused."""
 
 
 def _forgotten(steps: int) -> str:
     return (
         f"the optimizer has taken {steps} steps since resilience.step() was last called, and SpikeRecovery has not "
-        "followed all of them: it could neither go back nor count right. Call resilience.step() once after each "
+        "followed all of them: it could neither go back nor count correctly. Call resilience.step() once after each "
         "optimizer.step(): `gradguard explain resilience`."
     )
 
@@ -540,9 +540,9 @@ def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
 
 def _several(what: str) -> str:
     return (
-        f"{what}, and several optimizers step one after the other: the first would take a step that the last finds to "
-        "be a spike. Pass one optimizer that steps all of them (Muon beside AdamW in `gradguard explain resilience`), "
-        "or put all parameters into one, with groups."
+        f"{what}, and several optimizers step one after the other: the first would take a step that the last finds "
+        "to be a spike. Pass one optimizer that steps all of them (Muon beside AdamW in `gradguard explain "
+        "resilience`), or put all parameters into one, with groups."
     )
 
 
@@ -552,6 +552,6 @@ def _check_extra_state(extra_state: list[Any]) -> None:
             raise InvalidTypeError(_several("extra_state has an optimizer"))
         if isinstance(one, torch.utils.data.DataLoader):
             raise InvalidTypeError(
-                f"extra_state has a {type(one).__name__}: going back must not bring back the data that did the harm, "
-                "so the loader goes on. Leave it out of extra_state=."
+                f"extra_state has a {type(one).__name__}: going back must not repeat the data that did the harm, "
+                "so the loader continues. Remove it from extra_state=."
             )

@@ -1,4 +1,4 @@
-"""`gradguard replay-step`: compute a spike again, and say whether the data or the weights made it."""
+"""`gradguard replay-step`: compute a spike again, and tell whether the data or the weights caused it."""
 
 import math
 import traceback
@@ -23,10 +23,10 @@ from gradguard.state.generators import generator_states, restore_generators
 from gradguard.words import listed
 
 FEWEST = 4
-"""So many other batches tell what is usual on the same weights."""
+"""Number of other batches that suffice to define the usual level on the same weights."""
 
 _NEAR = 1.1
-"""A loss that is computed again on the same weights is the same within this factor, whatever the kernels."""
+"""Largest ratio of two losses that count as equal on the same weights; kernels may differ in rounding."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class StateResult:
     """The measurements of all batches with one set of weights.
 
     Attributes:
-        step: The step that these weights were the weights before; None if the file does not say.
-        label: A name for them.
-        suspects: The batches of the spike.
-        others: Batches of other steps.
+        step: The step that these weights precede; None if the file does not say.
+        label: A name for these weights.
+        suspects: The measurements of the spike's batches.
+        others: The measurements of batches of other steps.
     """
 
     step: int | None
@@ -55,12 +55,12 @@ class StateResult:
 
     @property
     def score(self) -> float | None:
-        """How far the suspects stand above the others here, in deviations; None where too few others are finite."""
+        """How far the suspects are above the others here, in deviations; None if too few others are finite."""
         return max((score for scores in _deviations(self.suspects, self.others) for score in scores), default=None)
 
     @property
     def stands_out(self) -> bool:
-        """Whether the score is above the bar."""
+        """Whether the score is above the threshold."""
         return (self.score or 0.0) > FAR
 
 
@@ -69,12 +69,12 @@ class ReplayReport:
     """The result of `gradguard replay-step`.
 
     Attributes:
-        verdict: ``"PASS"``: the spike comes back; ``"FAIL"``: it does not, on the very weights of the step;
+        verdict: ``"PASS"``: the spike comes back; ``"FAIL"``: it does not, on the exact weights of the step;
             ``"INCONCLUSIVE"``: it is not known.
         cause: ``"data"``, ``"weights"``, ``"both"`` (this batch on these weights), or None.
         reason: The reason for the verdict, in words.
         step: Number of the step.
-        rank: Whose batches these are.
+        rank: Rank of the process whose batches these are.
         ids: The samples of the suspects.
         states: The measured losses and norms.
     """
@@ -88,7 +88,7 @@ class ReplayReport:
     states: tuple[StateResult, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as values that JSON has."""
+        """Return all fields as JSON values."""
         states = []
         for s in self.states:
             states.append({"step": s.step, "label": s.label, "score": s.score})
@@ -97,7 +97,7 @@ class ReplayReport:
         return jsonable({**vars(self), "states": states})
 
     def __str__(self) -> str:
-        """Return the verdict, and a table of what was measured."""
+        """Return the verdict and a table of the measurements."""
         head = f"{self.verdict} {self.cause}" if self.cause else self.verdict
         samples = f"samples {listed(self.ids, 12)}" if self.ids else "samples not known"
         lines = [f"{head}: {self.reason}", "", f"step {self.step}, rank {self.rank}, {samples}", ""]
@@ -115,12 +115,12 @@ class ReplayReport:
 
 
 def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()) -> ReplayReport:
-    """Compute the step in ``file`` again, on all weights that are known, beside other batches.
+    """Compute the step in ``file`` again, on all known weights, beside other batches.
 
     Args:
         file: A file of `write_evidence`.
-        target: ``package.module:name`` of a function without arguments that returns ``(model, step)``: the model as it
-            is built, and ``step(batch)``, which returns the loss of a batch as in training.
+        target: ``package.module:name`` of a function without arguments that returns ``(model, step)``: the model as
+            built for training, and ``step(batch)``, which returns the loss of a batch as in training.
         states: Further weights, such as those of an older checkpoint: files of a ``state_dict``.
 
     Returns:
@@ -128,7 +128,7 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
 
     Raises:
         RecordError: If a file cannot be read.
-        CommandError: If ``target`` does not give a model and a step, the weights do not fit, or the step raises.
+        CommandError: If ``target`` does not return a model and a step, the weights do not fit, or the step raises.
     """
     evidence = read_evidence(file)
     with torch.random.fork_rng(devices=[]):
@@ -149,7 +149,7 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
     return ReplayReport(verdict, cause, reason, evidence.step, evidence.rank, ids, results)
 
 
-# The verdict, on plain numbers.
+# The verdict, computed from plain numbers.
 
 _Judgement = tuple[str, str | None, str]
 
@@ -157,26 +157,26 @@ _Judgement = tuple[str, str | None, str]
 def judge(evidence: StepEvidence, results: Sequence[StateResult]) -> _Judgement:
     """Return the verdict, the cause and the reason.
 
-    The suspects are compared with other batches on the same weights, and the others with themselves on other weights:
-    bad data stand out on any weights, on bad weights all batches stand out. Weights from after the step may be bad
-    because of it, so these do not clear the data.
+    The suspects are compared with other batches on the same weights, and the others with themselves on other weights.
+    Bad data stand out on any weights; on bad weights all batches stand out. Weights from after the step may be bad
+    because of the step, so they do not clear the data.
     """
-    # The weights of the step, else those nearest to it, of two that are as near the later ones.
+    # Use the weights of the step, or else the nearest; of two that are equally near, the later ones.
     far = [math.inf if one.step is None else abs(one.step - evidence.step - 0.25) for one in results]
     at = results[far.index(min(far))]
     older = next((one for one in results if one is not at and (one.step is None or one.step < evidence.step)), None)
     if len(at.others) < FEWEST:
         return "INCONCLUSIVE", None, (
-            f"there are fewer than {FEWEST} other batches in the file, so it is not known what is usual: let "
-            "Batches(keep=True) remember more steps."
+            f"there are fewer than {FEWEST} other batches in the file, so the usual level is not known: let "
+            "Batches(keep=True) store more steps."
         )  # fmt: skip
     if at.step is not None and at.step < evidence.step:
         return _bad_data(at) if at.stands_out else _does_not_come_back(evidence, at)
     raised = _raised(evidence, at, older)
     if raised is None:
         return "INCONCLUSIVE", None, (
-            f"whether other batches are as usual on the weights {at.label} is not known: older weights are not in the "
-            "file. Give some: --state older_checkpoint.pt."
+            f"whether other batches are as usual on the weights {at.label} is not known: the file has no older "
+            "weights. Pass some: --state older_checkpoint.pt."
         )  # fmt: skip
     if not at.stands_out and not raised:
         return _does_not_come_back(evidence, at)
@@ -185,75 +185,75 @@ def judge(evidence: StepEvidence, results: Sequence[StateResult]) -> _Judgement:
     if raised and at.step == evidence.step:
         cause, too = ("both", ", and the batch stands out among them") if at.stands_out else ("weights", "")
         return "PASS", cause, (
-            f"the spike comes back: on the weights {at.label} other batches, too, are far above what they were{too}. "
-            "Go back to older weights."
+            f"the spike comes back: on the weights {at.label} other batches, too, are far above their earlier "
+            f"losses{too}. Go back to older weights."
         )  # fmt: skip
     if older is not None and older.stands_out:
         return _bad_data(older)
     if raised:
         return "INCONCLUSIVE", None, (
-            f"on the weights {at.label} all batches are far above what they were, but these are of after the step, so "
-            "that it may have made them so. Write the weights of the step itself: write_evidence(..., "
+            f"on the weights {at.label} all batches are far above their earlier losses, but these weights are from "
+            "after the step, which may have caused it. Write the weights of the step itself: write_evidence(..., "
             "before=culprit.step)."
         )  # fmt: skip
-    # The batch stands out on the weights of the step, and on no older ones; other batches are as usual there.
+    # The batch stands out on the weights of the step but on no older ones; other batches are as usual there.
     front = f"the spike comes back: the batch stands out by {at.score:.1f} deviations, and other batches are as usual"
     if older is None or older.score is None:
         return "INCONCLUSIVE", None, (
-            f"{front}. It is not the weights alone; whether it is the data alone is told by weights of another time: "
-            "give some, as in --state older_checkpoint.pt."
+            f"{front}. It is not the weights alone; whether it is the data alone can be decided by weights of another "
+            "time: pass some, as in --state older_checkpoint.pt."
         )  # fmt: skip
     if max(_above(older, at), default=0.0) > FAR:
         return "INCONCLUSIVE", None, (
-            f"{front}. On the weights {older.label} it does not, but there all batches are far worse, so that nothing "
-            "would stand out: give weights from nearer to the step."
+            f"{front}. On the weights {older.label} it does not, but there all batches are far worse, so nothing "
+            "would stand out: pass weights from nearer to the step."
         )  # fmt: skip
     return "PASS", "both", (
-        f"{front}, but on the weights {older.label} it is one like others ({older.score:.1f}): it takes this batch on "
-        "these weights. Go back to older weights, and pass over the batch."
+        f"{front}, but on the weights {older.label} it is like the others ({older.score:.1f}): it takes this batch on "
+        "these weights. Go back to older weights, and skip the batch."
     )  # fmt: skip
 
 
 def _bad_data(on: StateResult) -> _Judgement:
     return "PASS", "data", (
         f"the spike comes back: on the weights {on.label}, too, the batch stands out by {on.score:.1f} deviations "
-        "among other batches. The data are bad: look at these samples, or leave them out."
+        "among other batches. The data are bad: check these samples, or leave them out."
     )  # fmt: skip
 
 
 def _does_not_come_back(evidence: StepEvidence, at: StateResult) -> _Judgement:
     if at.step != evidence.step:
         return "INCONCLUSIVE", None, (
-            f"the spike does not come back on the weights {at.label}, which are not those of step {evidence.step}: it "
-            "may have been theirs. Write the weights of the step itself: write_evidence(..., before=culprit.step)."
+            f"the spike does not come back on the weights {at.label}, which are not those of step {evidence.step}, so "
+            "it may depend on them. Write the weights of the step itself: write_evidence(..., before=culprit.step)."
         )  # fmt: skip
     recorded = [one.loss for one in evidence.suspects if one.loss is not None]
     was = f"; it was {_largest(recorded):.4g}" if recorded else ""
     now = _largest(one.loss for one in at.suspects)
     return "FAIL", None, (
-        f"the spike does not come back: on the same weights, batch and random numbers the loss is {now:.4g}{was}. The "
-        "hardware, a computation that is not deterministic, other micro-batches or ranks, or a step function that is "
-        "not the one that trained."
+        f"the spike does not come back: on the same weights, batch and random numbers the loss is {now:.4g}{was}. "
+        "Possible reasons are the hardware, a computation that is not deterministic, other micro-batches or ranks, or "
+        "a step function that is not the one that trained."
     )  # fmt: skip
 
 
 def _raised(evidence: StepEvidence, at: StateResult, older: StateResult | None) -> bool | None:
-    """Whether the other batches are far above what they were: on older weights, or in training, a little before."""
-    told = [] if older is None else [*_above(at, older)]
+    """Tell whether the other batches are far above their losses on older weights, or in training shortly before."""
+    excess = [] if older is None else [*_above(at, older)]
     recorded = finite(one.loss for one in evidence.others if one.step < evidence.step)
     comparable = at.step == evidence.step and all(one.loss is not None for one in evidence.suspects)
-    if comparable and len(recorded) >= FEWEST:  # the suspects' losses tell whether the step gives what training gave
-        told.append(median(deviations(one.loss, recorded) for one in at.others))
-    return max(told) > FAR if told else None
+    if comparable and len(recorded) >= FEWEST:  # the suspects' losses show whether the step computes training's loss
+        excess.append(median(deviations(one.loss, recorded) for one in at.others))
+    return max(excess) > FAR if excess else None
 
 
 def _above(here: StateResult, there: StateResult) -> list[float]:
-    """How far the other batches are above themselves on other weights, by the loss and by the norm."""
+    """Return how far the other batches are above themselves on other weights, by the loss and by the norm."""
     return [median(scores) for scores in _deviations(here.others, there.others) if scores]
 
 
 def _deviations(these: Sequence[MeasuredBatch], usual: Sequence[MeasuredBatch]) -> list[list[float]]:
-    """How far each of ``these`` is above what is usual, by the loss and by the norm; without one that is not known."""
+    """Return how far each of ``these`` is above the usual level, by the loss and by the norm, where it is known."""
     found = []
     for name in ("loss", "norm"):
         known = finite(getattr(one, name) for one in usual)
@@ -263,7 +263,7 @@ def _deviations(these: Sequence[MeasuredBatch], usual: Sequence[MeasuredBatch]) 
 
 
 def _different_loss(evidence: StepEvidence, at: StateResult) -> str:
-    """Words where the very weights of the step give another loss than they gave."""
+    """Return an explanation if the exact weights of the step give another loss than in training; else ""."""
     if at.step != evidence.step:
         return ""
     for was, now in zip(evidence.suspects, at.suspects, strict=True):
@@ -272,13 +272,13 @@ def _different_loss(evidence: StepEvidence, at: StateResult) -> str:
         if not abs(now.loss - was.loss) <= (_NEAR - 1) * abs(was.loss):
             return (
                 f"on the same weights, batch and random numbers the loss is {now.loss:.4g} and was {was.loss:.4g}: the "
-                "step function is not the one that trained, or something is not deterministic. It is compared as it "
-                "was given to batches.record_loss or guard.record_loss."
+                "step function is not the one that trained, or something is not deterministic. It is compared with the "
+                "loss that batches.record_loss or guard.record_loss received."
             )
     return ""
 
 
-# What is measured.
+# Measurements.
 
 
 class _ReplayedRun:
@@ -346,8 +346,8 @@ def _made(target: str) -> tuple[nn.Module, Callable[[Any], Any]]:
         raise CommandError(f"{target}() raised {type(error).__name__}: {error}.") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise CommandError(
-            f"{target}() returned {_described(made)}: expected (model, step), the model as it is built and a function "
-            "that takes a batch and returns its loss."
+            f"{target}() returned {_described(made)}: expected (model, step), the model as built for training and a "
+            "function that takes a batch and returns its loss."
         )
     return made
 
@@ -357,18 +357,18 @@ def _state_dict(file: str | Path) -> dict[str, Tensor]:
         with open_regular(file) as opened:
             refuse_compressed(opened)
             found = torch.load(opened, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a file of something else anything may be raised
+    except Exception as error:  # a file of another kind may raise anything
         raise CommandError(
             f"--state {file}: {type(error).__name__}: {error}. Expected a file of torch.save(model.state_dict(), file)."
         ) from error
     if not isinstance(found, dict) or not found or not all(isinstance(one, Tensor) for one in found.values()):
         raise CommandError(
-            f"--state {file} holds {_described(found)}: expected what torch.save(model.state_dict(), file) writes."
+            f"--state {file} contains {_described(found)}: expected a file of torch.save(model.state_dict(), file)."
         )
     return found
 
 
-# Words.
+# Text.
 
 
 def _described(value: Any) -> str:
@@ -380,5 +380,5 @@ def _described(value: Any) -> str:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Return the largest number; NaN counts as one that is larger than all."""
+    """Return the largest number; NaN counts as larger than all others."""
     return max(values, key=lambda value: math.inf if math.isnan(value) else value)

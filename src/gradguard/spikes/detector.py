@@ -1,4 +1,4 @@
-"""The recommended rule: a loss or a norm far above the median of recent ones, by their median absolute deviation."""
+"""The recommended rule: compare a loss or norm with the median of recent ones, in median absolute deviations."""
 
 import inspect
 import math
@@ -18,26 +18,26 @@ from gradguard.tensors.number_operations import TENSORS, median_of_stored
 from gradguard.threshold_formulas import PLAIN, Number, Operations
 
 MAD_TO_SIGMA = 1.4826
-"""Times the median absolute deviation is the standard deviation, of a normal distribution."""
+"""The ratio of the standard deviation to the median absolute deviation, for a normal distribution."""
 
 JUMP_TO_SIGMA = MAD_TO_SIGMA / math.sqrt(2)
-"""Times the median absolute difference of two independent values in turn is the same."""
+"""The ratio of the standard deviation to the median absolute difference of consecutive values, if independent."""
 
 BURST = 9.0
-"""Evidence, as a logarithm, that makes a burst of steps that stand out: chance does that once in e^9."""
+"""Evidence, as a logarithm, above which steps that stand out are a burst; chance makes it about once in e^9."""
 
 SPAN = 16
-"""Over how many steps such a row is looked for."""
+"""Maximum number of steps of a burst."""
 
 FIRST_LOOK = 8
-"""From how many values on it is noted which steps stand out, before any of them is skipped."""
+"""Number of values from which on steps that stand out are counted, before any step is judged."""
 
 ORDINARY, STOOD_OUT, SKIPPED = 1, 2, 3
-"""Codes of past steps; 0 where there was none yet."""
+"""Codes of past steps; 0 for a step before the first."""
 
 
 class SpikeDetector(Detector):
-    r"""Recognise spikes: steps that stand far above the recent past, and more often than such steps did before.
+    r"""Recognise spikes: steps that stand far above the recent past, and do so more often than earlier steps did.
 
     A signal is a loss or a gradient norm. With x the logarithms of the last ``window`` accepted values of one, and r
     the last ``recent`` of them,
@@ -47,56 +47,56 @@ class SpikeDetector(Detector):
                   \operatorname{median}|x_t - x_{t-1}| / \sqrt 2\bigr), \qquad
               \text{score} = \frac{\log v - m}{s \max(d, \text{floor})}
 
-    and the step **stands out** if any signal's score is above ``k``. A fall is never a spike. The centre and the first
-    term of d use few values, so that the trend of a falling loss does not widen it; the second term uses many, so that
-    d is not too narrow by chance. Where the step's ``weight`` w is known, a number of samples or tokens, :math:`s =
-    \max(1, \sqrt{\operatorname{median}(w_r) / w})`: a mean of fewer samples varies more.
+    The step **stands out** if any signal's score is above ``k``. A fall is never a spike. The median and the first
+    term of d use few values, so the trend of a falling loss does not widen d. The second term uses many values, so d
+    is not too narrow by chance. If the step's ``weight`` w, a number of samples or tokens, is known, :math:`s =
+    \max(1, \sqrt{\operatorname{median}(w_r) / w})`, because a mean of fewer samples varies more.
 
-    **A step that stands out alone is no spike**, unless it is ``alone`` times the median: the last batch of an epoch,
-    a task that comes every 40th step, a new target network look like that, and one bad batch does little harm. It is
-    a spike if such steps come more often than they did. With p the share of accepted steps that stood out before, and
-    q that of the last L (at most 16, the first and the last of which stood out),
+    **A single step that stands out is no spike**, unless it is ``alone`` times the median. The last batch of an epoch,
+    a task that comes every 40th step, and a new target network look like that, and one bad batch does little harm. The
+    step is a spike if such steps have become more frequent. Let p be the share of accepted steps that stood out before,
+    and q their share of the last L steps (at most 16, of which the first and the last stood out):
 
     .. math:: G = \max_L\; L \Bigl(q \log\frac{q}{p} + (1 - q) \log\frac{1 - q}{1 - p}\Bigr) \ge 9,
               \qquad p = \frac{n + 1}{N + 2}
 
-    where n of the N steps before stood out: two in a row after 89 ordinary ones, three after 19, or three of five
-    after 60. ``alone=1`` calls each step that stands out a spike.
+    where n of the N earlier steps stood out. Two in a row are a spike after 89 ordinary ones, three after 19, three of
+    five after 60. ``alone=1`` treats each step that stands out as a spike.
 
-    **A rejected value never becomes the measure.** It goes to a second memory, so that an outlier never hides the next
-    one. After ``cap`` spikes in a row, the rejected values are taken for the new level and replace the history of the
-    signals that were too high (**adoption**): a rule without a cap would skip every step after a lasting rise. So a
-    lasting rise costs at most ``cap`` steps, and a burst of more than ``cap`` bad batches gets in after them.
+    **A rejected value never enters the history.** It is stored in a second buffer, so an outlier never hides the next
+    one. After ``cap`` consecutive spikes the rejected values are taken as the new level and replace the history of the
+    signals that were too high (**adoption**): without a cap, every step after a lasting rise would be skipped. So a
+    lasting rise costs at most ``cap`` steps, but a burst of more than ``cap`` bad batches is accepted after them.
 
     **Losses of 0 and below**, as in reinforcement learning or of a density, have no logarithm. While the history of a
-    signal holds such a value it is judged by the values themselves, with the same rule, ``floor`` times :math:`|m|` in
-    place of ``floor``; alone it is a spike if it is ``alone`` - 1 times :math:`\max(|m|, d)` above m.
+    signal contains such a value, the values themselves are judged by the same rule, with ``floor`` times :math:`|m|` in
+    place of ``floor``. A single step is then a spike if it is ``alone`` - 1 times :math:`\max(|m|, d)` above m.
 
     **Edge cases.**
 
     =======================================  ===================================================================
     case                                     what happens
     =======================================  ===================================================================
-    NaN or infinite value                    that signal is not judged, and remembers nothing; if all are, the
-                                             step leaves no trace: a row of spikes is neither longer nor broken
-    the first ``warmup`` values of a signal  are accepted; from 8 on it is noted how often they stand out
-    all values alike                         the floor holds: k·floor = 0.3 is a rise by 35 %
+    NaN or infinite value                    that signal is not judged and its history is unchanged; if all are
+                                             not finite, the row of consecutive spikes neither grows nor ends
+    the first ``warmup`` values of a signal  are accepted; from 8 on, those that stand out are counted
+    all values equal                         the floor applies: k·floor = 0.3 is a rise by 35 %
     value <= 0 after positive ones           accepted: it is below the median
-    more than half of r and x exactly 0      the signal is not judged: there is no measure of what is usual
+    more than half of r and x exactly 0      the signal is not judged: no deviation can be measured
     after an adoption                        a signal whose history was replaced is judged again from ``warmup``
                                              values on, the ``cap`` adopted ones among them
-    a signal that was fine in that row       keeps its history
-    weight not given, 0 or not finite        s = 1, and it is not remembered
+    a signal that was not too high in a row  keeps its history
+    weight not given, 0 or not finite        s = 1, and the weight is not stored
     =======================================  ===================================================================
 
     Args:
-        k: How many deviations above the median, above 0.
-        window: How many accepted values of each signal are remembered, and of how many steps whether they stood out.
-        recent: How many of the latest of them the median is taken over; all, if there are no more.
-        warmup: From how many accepted values on a signal is judged, from 1 to ``window``.
-        cap: After how many spikes in a row what was rejected is adopted, from 1 to ``window``.
+        k: Number of deviations above the median, above 0.
+        window: Number of accepted values of each signal that are kept, and of steps whose outcome is kept.
+        recent: Number of the latest values over which the median is taken; at most all of them.
+        warmup: Number of accepted values after which a signal is judged, from 1 to ``window``.
+        cap: Number of consecutive spikes after which the rejected values are adopted, from 1 to ``window``.
         floor: The least deviation, in units of the logarithm, above 0.
-        alone: A step that stands out alone is a spike above this multiple of the median, at least 1.
+        alone: Multiple of the median above which a single step is a spike, at least 1.
 
     Raises:
         InvalidValueError: If a number is outside its range.
@@ -140,7 +140,7 @@ class SpikeDetector(Detector):
         return f"SpikeDetector({', '.join(f'{name}={value!r}' for name, value in given)})"
 
     def _empty(self, signals: int) -> dict[str, Tensor]:
-        # A ring: `count` values have entered, the last at count - 1 modulo its length. Empty places hold inf.
+        # A ring buffer: `count` values have entered, the last at index count - 1 modulo its length; the rest is inf.
         def room(length: int) -> Tensor:
             return torch.full((signals, length), torch.inf, dtype=torch.float64, device="cpu")
 
@@ -149,13 +149,13 @@ class SpikeDetector(Detector):
             "count": torch.zeros(signals, dtype=torch.int64, device="cpu"),
             "rejected": room(self.cap),
             "in_a_row": torch.zeros((), dtype=torch.int64, device="cpu"),
-            "too_high": torch.zeros(signals, dtype=torch.bool, device="cpu"),  # in the row of spikes that goes on
+            "too_high": torch.zeros(signals, dtype=torch.bool, device="cpu"),  # in the current row of spikes
             "weights": torch.zeros(signals, self.recent, dtype=torch.float64, device="cpu"),  # the newest last
-            "steps": torch.zeros(self.window, dtype=torch.int64, device="cpu"),  # what became of each, the newest last
+            "steps": torch.zeros(self.window, dtype=torch.int64, device="cpu"),  # codes of steps, the newest last
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, also of a version that kept what an adoption had replaced."""
+        """Load the result of `state_dict`; entries of older versions that begin with ``replaced`` are ignored."""
         super().load_state_dict({name: one for name, one in state_dict.items() if not name.startswith("replaced")})
 
     def _judge(self, values: Tensor) -> SpikeVerdict:
@@ -169,10 +169,10 @@ class SpikeDetector(Detector):
         return self._judge_tensors(values)
 
     def _take_ordinary(self, values: Sequence[float], weight: float) -> SpikeVerdict | None:
-        """Return the verdict on an ordinary step and let the state follow; None for a step that stands out.
+        """Return the verdict on an ordinary step and update the state; None for a step that stands out.
 
-        On the CPU nearly all steps are ordinary, and plain numbers tell so in a fifth of the time (benchmarks/LOG.md).
-        A step that stands out is judged by the tensors.
+        On the CPU nearly all steps are ordinary, and Python numbers judge them in a fifth of the time
+        (benchmarks/LOG.md). `_judge_tensors` judges a step that stands out.
         """
         state, weight = self._tensors, weight if 0 < weight < math.inf else math.nan
         histories, counts, weights = (state[name].tolist() for name in ("history", "count", "weights"))
@@ -189,7 +189,7 @@ class SpikeDetector(Detector):
         if any(map(math.isfinite, values)):
             for name, numbers in (("history", histories), ("count", counts), ("weights", weights)):
                 state[name].copy_(torch.tensor(numbers, dtype=state[name].dtype, device="cpu"))
-            if int(state["in_a_row"]):  # else no signal is too high
+            if int(state["in_a_row"]):  # otherwise no signal is marked too high
                 before |= {name: state[name].clone() for name in ("in_a_row", "too_high")}
                 state["in_a_row"].zero_()
                 state["too_high"].zero_()
@@ -198,13 +198,13 @@ class SpikeDetector(Detector):
             state["steps"][-1] = ORDINARY
         self._before = before, self._verdict
         no = torch.zeros((), dtype=torch.bool, device="cpu")
-        told = torch.tensor(judged, dtype=torch.float64, device="cpu")
-        return SpikeVerdict(no, told, state["in_a_row"].clone(), no, no)
+        judged_scores = torch.tensor(judged, dtype=torch.float64, device="cpu")
+        return SpikeVerdict(no, judged_scores, state["in_a_row"].clone(), no, no)
 
     def _score_on_host(
         self, value: float, ring: list[float], count: int, weights: Sequence[float], weight: float
     ) -> float:
-        """Return the score of one signal, NaN where it cannot be told."""
+        """Return the score of one signal, NaN if it cannot be computed."""
         if count < min(FIRST_LOOK, self.warmup) or not math.isfinite(value):
             return math.nan
         at = count % len(ring)
@@ -219,13 +219,13 @@ class SpikeDetector(Detector):
         return self._score(PLAIN, PLAIN.log(value) if in_logarithms else value, usual, weight)[0]
 
     def _score(self, ops: Operations, value: Number, usual: "_Usual", weight: Number) -> tuple[Number, Number, Number]:
-        """Return the score of ``value``, NaN without a measure, how far it is above the median, and one deviation.
+        """Return the score of ``value`` (NaN without a deviation), its distance above the median, and the deviation.
 
         Args:
-            ops: The operations.
+            ops: The operations on numbers or tensors.
             value: The new value, or its logarithm.
             usual: The usual values.
-            weight: The step's weight, above 0 and finite; NaN if that is not known.
+            weight: The step's weight, above 0 and finite; NaN if it is not known.
         """
         least = ops.where(usual.in_logarithms, self.floor, self.floor * abs(usual.middle))
         deviation = ops.larger(ops.larger(MAD_TO_SIGMA * usual.spread, JUMP_TO_SIGMA * usual.jumps), least)
@@ -257,7 +257,7 @@ class SpikeDetector(Detector):
         return SpikeVerdict(spike, judged, in_a_row, adopted, stands_out)
 
     def _scores(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of all signals, and which are spikes alone."""
+        """Return the scores of all signals, and which signals are high enough to be a spike in a single step."""
         history, count, weights = (self._tensors[name] for name in ("history", "count", "weights"))
         places = torch.arange(self.window, device=history.device)
         past = history.gather(1, (count[:, None] + places) % self.window)  # the newest last
@@ -268,9 +268,9 @@ class SpikeDetector(Detector):
         recent, few = past[:, -self.recent :], stored.clamp(max=self.recent)
         middle = median_of_stored(recent, few)
         spread = median_of_stored((recent - middle[:, None]).abs(), few)
-        # Between empty places a jump is NaN, which a sort on CUDA puts in front where there are more than 32 numbers.
+        # Jumps between empty places are NaN, which a sort on CUDA moves to the front beyond 32 numbers.
         jumps = x.diff(dim=1).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        jumps[:, -1] = torch.inf  # to the new value
+        jumps[:, -1] = torch.inf  # the jump to the new value does not count
         jumps = torch.where(stored > 1, median_of_stored(jumps, stored - 1), 0.0)
         heavy = (weights > 0).sum(1)
         usual_weight = median_of_stored(torch.where(weights > 0, weights, torch.inf), heavy)
@@ -281,7 +281,7 @@ class SpikeDetector(Detector):
         return torch.where(stored >= min(FIRST_LOOK, self.warmup), scores, torch.nan), above > far
 
     def _is_burst(self) -> Tensor:
-        """Return whether steps have come to stand out more often, the present one included."""
+        """Return whether steps that stand out have become more frequent, the present one included."""
         steps, dtype = self._tensors["steps"].flip(0), self._tensors["history"].dtype  # the newest first
         longest = min(SPAN, len(steps) + 1)
         lengths = torch.arange(1, longest + 1, dtype=dtype, device=steps.device)
@@ -294,7 +294,7 @@ class SpikeDetector(Detector):
         return ((earlier > 0) & (share > usual) & (evidence >= BURST)).any()
 
     def _reject(self, values: Tensor, known: Tensor, over: Tensor, spike: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a spike's values among the rejected ones; return the spikes in a row, and whether they are adopted."""
+        """Store a spike's values as rejected; return the number of spikes in a row, and whether they are adopted."""
         in_a_row, too_high, rejected = self._tensors["in_a_row"], self._tensors["too_high"], self._tensors["rejected"]
         _put(rejected, in_a_row.expand(len(values)), torch.where(known, values, torch.inf), spike.expand(len(values)))
         heard = known.any()
@@ -307,10 +307,10 @@ class SpikeDetector(Detector):
         return row, adopted
 
     def _adopt(self, chosen: Tensor) -> None:
-        """Make the rejected values the history of the ``chosen`` signals."""
+        """Replace the history of the ``chosen`` signals by their rejected values."""
         history, count, rejected = self._tensors["history"], self._tensors["count"], self._tensors["rejected"]
         known = rejected < torch.inf
-        ahead = (~known).to(torch.uint8).sort(dim=1, stable=True).indices  # the known ones, in their order
+        ahead = (~known).to(torch.uint8).sort(dim=1, stable=True).indices  # known values first, in their order
         new = torch.full_like(history, torch.inf)
         new[:, : self.cap] = rejected.gather(1, ahead)
         history.copy_(torch.where(chosen[:, None], new, history))
@@ -318,12 +318,12 @@ class SpikeDetector(Detector):
 
 
 class _Usual(NamedTuple):
-    """The usual values of one signal as plain numbers, or of all signals as tensors ``[signals]``.
+    """The usual values of one signal as numbers, or of all signals as tensors ``[signals]``.
 
     Attributes:
         middle: The median of the recent values, or of their logarithms.
-        spread: The median of their distances from it.
-        jumps: The median of the distances of neighbours.
+        spread: The median of their distances from ``middle``.
+        jumps: The median of the distances between consecutive values.
         in_logarithms: Whether the rule compares logarithms.
         weight: The median of the recent weights; NaN if none is known.
     """
@@ -336,12 +336,12 @@ class _Usual(NamedTuple):
 
 
 def _after(chosen: Tensor, longest: int) -> Tensor:
-    """Return the sums of ``chosen`` without its first 0, 1, ... entries, for ``longest`` such numbers."""
+    """Return, for i from 0 to ``longest`` - 1, the sum of ``chosen`` without its first i entries."""
     before = torch.cat([torch.zeros_like(chosen[:1]), chosen[: longest - 1]]).cumsum(0)
     return chosen.sum() - before
 
 
 def _put(rows: Tensor, places: Tensor, values: Tensor, enters: Tensor) -> None:
-    """Write ``values`` to ``places``, one a row, in place, where it ``enters``."""
+    """Write one value a row to ``places``, in place, where ``enters`` is True."""
     places = places[:, None]
     rows.scatter_(1, places, torch.where(enters[:, None], values[:, None], rows.gather(1, places)))

@@ -1,4 +1,4 @@
-"""A guard's use of a spike detector: it gathers the loss and the norms of a step, and leaves out a spike."""
+"""`SkipSpikes`: gather the loss and norms of a step for a spike detector, on behalf of a guard that skips spikes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class _StepLosses:
     Attributes:
         sums: The sums of weight * loss and of weight; None without a loss.
         kinds: The kinds of these losses.
-        are_captured: Whether a CUDA graph was being recorded when the last was.
+        are_captured: Whether a CUDA graph was being captured when the last loss was recorded.
     """
 
     sums: Tensor | None = None
@@ -41,56 +41,58 @@ class _StepLosses:
 
 
 class SkipSpikes:
-    r"""Leave out an optimizer step whose loss or gradient norm is a spike: ``Guard(..., spikes=SkipSpikes())``.
+    r"""Skip an optimizer step whose loss or gradient norm is a spike: ``Guard(..., spikes=SkipSpikes())``.
 
-    The signals are the loss, where ``guard.record_loss(loss)`` records it, and the norm of all gradients, unscaled and
+    The signals are the loss, if ``guard.record_loss(loss)`` records it, and the norm of all gradients, unscaled and
     before the clip; under `Groups` the norm of each group. Over all processes the loss is the weighted mean
 
     .. math:: \bar L = \sum_{r, i} w_{r i} L_{r i} \Big/ \sum_{r, i} w_{r i}
 
-    over ranks r and micro-batches i, and each norm is the mean over the ranks, on which it is the same number already
-    up to rounding: one all-reduce of a few numbers, so that all ranks decide by the same bits, if their detectors have
-    the same history: load a state, or reset it, on all ranks or on none (nothing compares them). Pipeline stages that
-    are named to the guard (``process_group=``, ``mesh=``) have one norm; of others it is the mean of the stages' norms.
-    Processes that know the loss record it. Its weight is the step's: one of few samples is judged by a wider scale.
+    over ranks r and micro-batches i. Each norm is the mean over the ranks, where it is already the same number up to
+    rounding. One all-reduce of a few numbers makes all ranks decide by the same bits, provided that their detectors
+    have the same history. Nothing compares the histories: load or reset a state on all ranks or on none. Pipeline
+    stages that the guard is given (``process_group=``, ``mesh=``) have one norm; otherwise the signal is the mean of
+    the stages' norms. Processes that compute the loss record it. Its weight is the step's weight: a step of few samples
+    is judged by a wider scale.
 
-    **Kinds.** Steps of several tasks or players, whose losses differ in size, are kept apart by
-    ``guard.record_loss(loss, kind="rare task")``: each is compared with its own past only, from its own warm-up on. A
-    step whose micro-batches are of several kinds is of a kind of its own; one whose processes record different kinds,
-    or of which some record none, has no kind. A process that does not know the loss records the kind by
+    **Kinds.** Steps of several tasks or players may have losses of different size. Separate them by
+    ``guard.record_loss(loss, kind="rare task")``: each kind is compared with its own past only, after its own warm-up.
+    A step whose micro-batches are of several kinds is a kind of its own. A step has no kind if its processes record
+    different kinds or some record none. A process that does not compute the loss records the kind by
     ``guard.record_loss(0.0, weight=0, kind=...)``.
 
     **Guarantees.** Those of the detector, and:
 
-    - A step that is not finite is not judged and leaves no trace.
-    - With ``act=True`` all ranks treat such a step as not finite, also a rank whose own gradients are finite.
+    - A step that is not finite is not judged and leaves the history unchanged.
+    - With ``act=True`` all ranks treat such a step as not finite, even a rank whose own gradients are finite.
     - A loss that is NaN or infinite although all gradients are finite is reported once, as a RuntimeWarning. On an
       accelerator the warning comes some steps late: the host never waits for it.
 
-    **Updates.** With ``updates=True`` the last signal is the norm of what the step takes from the weights: Adam's
-    update may spike where neither loss nor gradient does. Where the optimizer is one of `torch.optim` that treats each
+    **Updates.** With ``updates=True`` the last signal is the norm of the update, the step's change of the weights:
+    Adam's update may spike although neither loss nor gradient does. The update is computed on copies first, tensor by
+    tensor, and a spike never happens, if three conditions hold: the optimizer is one of `torch.optim` that treats each
     tensor by itself (Adam, AdamW, SGD, Muon, ...), the rule multiplies all gradients by one number, and this process
-    holds all of them, the step is rehearsed on copies, tensor by tensor, and a spike never happens. Elsewhere (other
-    optimizers and rules, closures, sharded weights) the step is judged after it was taken: the host waits for the
-    verdict, and a spike is undone bit by bit, from copies of weights and state that are made before each step.
+    holds all of them. Otherwise (other optimizers and rules, closures, sharded weights) the step is judged after it
+    was taken. The host then waits for the verdict, and a spike is undone bit by bit from copies of weights and state
+    that are made before each step.
 
     Args:
         detector: The rule that recognises a spike; None for ``SpikeDetector()``. It belongs to one guard.
         updates: Whether the norm of the update is a signal.
-        act: Whether spikes are skipped; if not, they are only reported, by ``detector.last`` and to monitors.
-        process_group: The processes that train this model together; None for all that `torch.distributed` joins.
-            Processes that train models of their own name a group of their own.
+        act: Whether spikes are skipped. If not, they are only reported, by ``detector.last`` and to monitors.
+        process_group: The processes that train this model together; None for all processes of `torch.distributed`.
+            Processes that train separate models each pass their own group.
 
     Attributes:
         detector: The detector.
-        updates: As given.
-        act: As given; it may be changed at any time, on all processes at once.
-        changed: Whether weights of any process changed between the step judged last and the one before, outside of
-            the optimizer; 0-dim bool where only the device knows. `SpikeRecovery` looks for that; else it is False.
-        nonfinite: Whether a gradient of any process was not finite on the step judged last; 0-dim bool, None if there
-            is one process only.
-        nonfinite_loss: Whether the loss of the step judged last is NaN or infinite and all gradients are finite, on all
-            processes; 0-dim bool where only the device knows.
+        updates: The argument ``updates``.
+        act: The argument ``act``; it may be changed at any time, on all processes at once.
+        changed: Whether weights of any process were changed outside of the optimizer between the last two judged
+            steps; 0-dim bool if only the device has it. `SpikeRecovery` checks for such changes; otherwise it is False.
+        nonfinite: Whether a gradient of any process was not finite on the last judged step; 0-dim bool, None with a
+            single process.
+        nonfinite_loss: Whether the loss of the last judged step is NaN or infinite although all gradients on all
+            processes are finite; 0-dim bool if only the device has it.
 
     Raises:
         InvalidTypeError: If ``detector`` is not a detector.
@@ -122,11 +124,11 @@ class SkipSpikes:
         self.nonfinite_loss: Tensor | bool = False
         self._group = process_group
         self._losses = _StepLosses()
-        self._kinds = [""]  # those that have a scale of their own, in the order of the detector's signals
-        self._counts = torch.zeros(2, dtype=torch.int64, device="cpu")  # spikes seen, and spikes skipped
+        self._kinds = [""]  # kinds with a scale of their own, in the order of the detector's signals
+        self._counts = torch.zeros(2, dtype=torch.int64, device="cpu")  # spikes observed, and spikes skipped
 
     def __repr__(self) -> str:
-        """Return the call that makes an equal object; the process group is left out."""
+        """Return the call that makes an equal object, without the process group."""
         updates = ", updates=True" if self.updates else ""
         return f"SkipSpikes({self.detector!r}{updates}{'' if self.act else ', act=False'})"
 
@@ -135,12 +137,12 @@ class SkipSpikes:
 
         Args:
             loss: The mean loss, without a loss scale; one number.
-            weight: Its weight in the mean, such as its number of tokens.
-            kind: The task or player that it belongs to, where their losses differ in size: each kind of step has a
-                scale and a warm-up of its own. None for the kind of all others.
+            weight: The weight of the loss in the mean, such as its number of tokens.
+            kind: The task or player of this loss, if their losses differ in size: each kind of step has a scale and a
+                warm-up of its own. None for the default kind.
 
         Raises:
-            InvalidTypeError: If ``loss`` or ``weight`` is not a number, or ``kind`` no text.
+            InvalidTypeError: If ``loss`` or ``weight`` is not a number, or ``kind`` is not a string.
             InvalidValueError: If ``loss`` has several elements, ``weight`` is negative or not finite, or there are
                 more than 64 kinds.
         """
@@ -157,40 +159,40 @@ class SkipSpikes:
         self._losses = _StepLosses(sums, before.kinds | {kind or ""}, captured)
 
     def check_captured(self, device: torch.device) -> None:
-        """Check that a step in a CUDA graph records its loss there too: else all replays would judge one number.
+        """Check that loss and step are both inside a CUDA graph or both outside: else replays would reuse one loss.
 
         Raises:
-            UnsupportedGradientError: If one of the two is recorded in a graph and the other is not.
+            UnsupportedGradientError: If one of the two is captured in a graph and the other is not.
         """
         losses = self._losses
         if losses.sums is None or (captured := is_captured(device)) == losses.are_captured:
             return
         how = "as a tensor on the device, inside torch.cuda.graph(...)" if captured else "after each replay, outside"
         raise UnsupportedGradientError(
-            f"the {'step' if captured else 'loss'} is recorded in a CUDA graph and the "
+            f"the {'step' if captured else 'loss'} is recorded in a CUDA graph but the "
             f"{'loss' if captured else 'step'} is not: each step would be judged by the loss of the first. Call "
             f"guard.record_loss(loss) {how}, before the step."
         )
 
     def forget_loss(self) -> None:
-        """Drop the losses recorded so far: their step is over."""
+        """Drop the losses recorded so far, after their step."""
         self._losses = _StepLosses()
 
     def _place(self) -> int:
-        """Return the number of the scale of the next step; a step of several kinds is of a kind of its own."""
+        """Return the index of the next step's kind; a step of several kinds is a kind of its own."""
         kind = self._losses.kind
         if kind not in self._kinds:
             if len(self._kinds) > _MOST_KINDS:
                 raise InvalidValueError(
                     f"kind={kind!r} would be the {len(self._kinds)}th kind of step: expected the names of a few tasks, "
-                    f"at most {_MOST_KINDS}, each of which is judged by its own past. Leave kind= away where steps do "
-                    "not differ in size."
+                    f"at most {_MOST_KINDS}, each of which is judged by its own past. Omit kind= if steps do not "
+                    "differ in size."
                 )
             self._kinds.append(kind)
         return self._kinds.index(kind)
 
     def signal_names(self, norms: Sequence[str]) -> list[str]:
-        """Return the names of the detector's signals, in its order.
+        """Return the names of the detector's signals, in the detector's order.
 
         Args:
             norms: The names of the norms.
@@ -199,21 +201,20 @@ class SkipSpikes:
 
     @torch.no_grad()
     def judge(self, norms: Tensor, bad: Tensor) -> Tensor:
-        """Return whether the step is a spike, 0-dim bool on the device of ``norms``; the detector follows.
+        """Return whether the step is a spike, a 0-dim bool on ``norms``' device, and update the detector.
 
         Args:
             norms: The unscaled norms before the clip, ``[n]``.
-            bad: Whether a gradient is not finite; 0-dim bool. Then the step leaves no trace.
+            bad: Whether a gradient is not finite; 0-dim bool. Such a step leaves the history unchanged.
 
         Raises:
-            UnsupportedGradientError: If the step is recorded in a CUDA graph and its loss is not, or the other way
-                round.
+            UnsupportedGradientError: If only one of the step and its loss is captured in a CUDA graph.
         """
         if are_readable(norms, bad) and self.is_alone():
             return torch.tensor(self.judge_numbers(norms.tolist(), bool(bad)), dtype=torch.bool, device="cpu")
         self.check_captured(norms.device)
         values, weight, place = self._values(norms, bad)
-        self.nonfinite_loss = (weight > 0) & ~values[0].isfinite()  # a step that is not finite weighs NaN
+        self.nonfinite_loss = (weight > 0) & ~values[0].isfinite()  # the weight of a step that is not finite is NaN
         spike = self._observe(values, weight, place)
         if self._counts.device != spike.device:
             refuse_capture(spike.device, "the count of spikes")
@@ -222,7 +223,7 @@ class SkipSpikes:
         return spike
 
     def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
-        """Judge a step as `judge` does, by plain numbers on the CPU, where no other process trains this model."""
+        """Judge a step like `judge`, from Python numbers on the CPU, if no other process trains this model."""
         sums = self._losses.sums
         total, weight = (0.0, 0.0) if sums is None else sums.tolist()
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
@@ -246,24 +247,24 @@ class SkipSpikes:
         return self.detector.observe(values, weight)
 
     def take_back(self) -> None:
-        """Forget the step judged last, which an error has ended; a detector on an accelerator keeps it."""
+        """Forget the last judged step, which an error has ended; a detector on an accelerator keeps it."""
         verdict = self.detector.last
         if verdict is not None and self.detector.take_back():
             self._counted.sub_(verdict.spike.long())
 
     @property
     def _counted(self) -> Tensor:
-        """The counts that a spike adds to: where spikes are not skipped, only that of the spikes seen."""
+        """The counts to which a spike adds 1: spikes that are not skipped only count as seen."""
         return self._counts if self.act else self._counts[:1]
 
     def is_alone(self) -> bool:
-        """Whether no other process trains this model."""
+        """Tell whether no other process trains this model."""
         return rank_and_size(self._group)[1] == 1
 
     def _values(self, norms: Tensor, bad: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
-        """Return the signals of the step, its weight, and the number of its scale: 0 where the ranks' kinds differ."""
+        """Return the step's signals, its weight, and the index of its kind: 0 if the ranks' kinds differ."""
         wide = norms.to(wide_dtype(norms.device))
-        wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
+        wide = torch.where(wide == 0, torch.nan, wide)  # a norm of 0 means no gradients, and tells nothing of the scale
         sums = self._losses.sums
         losses = wide.new_zeros(2) if sums is None else move(sums, wide.device, wide.dtype)
         own = torch.where(bad, torch.nan, torch.cat([losses, wide]))
@@ -281,20 +282,20 @@ class SkipSpikes:
         return torch.cat([added[:1] / added[1:2], added[2:-4] / count]), added[1], torch.where(alike, place, 0)
 
     def begin(self, step: int) -> None:
-        """Begin a step of the guard, counted from 1: the guard calls this before anything else is done."""
+        """Begin a step of the guard, counted from 1; the guard calls this before any other method."""
 
     def _weights_changed(self) -> Tensor | bool:
-        """Whether the weights of this process have changed outside of the optimizer since the last step."""
+        """Return whether the weights of this process were changed outside of the optimizer since the last step."""
         return False
 
     @property
     def seen(self) -> int:
-        """Number of spikes so far, skipped or not; the host waits for an accelerator."""
+        """Number of spikes so far, skipped or not; a host sync on an accelerator."""
         return int(self._counts[0])
 
     @property
     def skipped(self) -> int:
-        """Number of steps that were skipped as spikes; the host waits for an accelerator."""
+        """Number of steps that were skipped as spikes; a host sync on an accelerator."""
         return int(self._counts[1])
 
     def to(self, device: torch.device | str) -> Self:
@@ -303,12 +304,12 @@ class SkipSpikes:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the detector's state, and the counts."""
+        """Return a copy of the detector's state and of the counts."""
         counts = {"seen": self.seen, "skipped": self.skipped}
         return {"detector": self.detector.state_dict(), "kinds": list(self._kinds), **counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load the result of `state_dict`.
 
         Raises:
             InvalidValueError: If ``state_dict`` is not the state of a `SkipSpikes`.
@@ -321,7 +322,7 @@ class SkipSpikes:
         self.detector.load_state_dict(state_dict["detector"])
         self._kinds = [*map(str, state_dict["kinds"])]
         counts = [int(state_dict["seen"]), int(state_dict["skipped"])]
-        self._counts.copy_(torch.tensor(counts, device="cpu"))  # in place: a captured graph goes on with it
+        self._counts.copy_(torch.tensor(counts, device="cpu"))  # in place: a captured graph keeps using this memory
         self.forget_loss()
 
 
@@ -330,14 +331,14 @@ def _flag(flag: Tensor | bool, like: Tensor) -> Tensor:
 
 
 def _one_number(name: str, value: Tensor | float, device: torch.device) -> Tensor:
-    """Return ``value`` as a 0-dim tensor of a wide dtype, where it is; on ``device`` if it is a Python number."""
+    """Return ``value`` as a 0-dim tensor of a wide dtype on its own device, or on ``device`` if it is a number."""
     if not isinstance(value, Tensor):
         return torch.full((), _in_range(name, check_number(name, value)), dtype=wide_dtype(device), device=device)
     whole = whole_of(value.detach(), "record a loss")
     if whole.numel() != 1 or whole.is_complex():
         raise InvalidValueError(
             f"{name} is a tensor of shape {list(whole.shape)} and {whole.dtype}: expected one real number. Pass the "
-            "mean, loss.mean(), and what it counts as weight=."
+            "mean, loss.mean(), and its number of samples or tokens as weight=."
         )
     if are_readable(whole):
         _in_range(name, whole.item())

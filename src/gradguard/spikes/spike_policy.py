@@ -1,4 +1,4 @@
-"""The base of the rules that call a step a spike: signals in, a verdict out, state on the device."""
+"""The base class of spike detectors: it takes signals, returns a verdict, and keeps its state on the device."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,16 +16,17 @@ from gradguard.tensors.layout import move_state
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpikeVerdict:
-    """The verdict of a detector on one step. Tensors on the detector's device: nothing waits until one is read.
+    """The verdict of a detector on one step, as tensors on the detector's device; reading one is a host sync.
 
     Attributes:
         spike: Whether the step is a spike; 0-dim bool.
-        scores: How far each signal is above what is usual, in the rule's deviations; ``[signals]``, NaN where a signal
-            was not judged.
-        in_a_row: How many spikes have come in a row, this one included; 0-dim int64.
-        adopted: Whether this spike was the last that is rejected: what was rejected is usual from now on; 0-dim bool.
-        stands_out: Whether a signal is far above what is usual, also alone, which is no spike; 0-dim bool. None for a
-            rule that calls each such step a spike.
+        scores: How far each signal is above the usual level, in the rule's deviations; ``[signals]``, NaN for a signal
+            that was not judged.
+        in_a_row: Number of consecutive spikes, this one included; 0-dim int64.
+        adopted: Whether this spike is the last to be rejected: the rejected values are the usual ones from now on;
+            0-dim bool.
+        stands_out: Whether a signal is far above the usual level. A single such step need not be a spike. None for a
+            rule that treats every such step as a spike.
     """
 
     spike: Tensor
@@ -36,30 +37,30 @@ class SpikeVerdict:
 
 
 _AS_BEFORE = (
-    ", as on the steps before or in the state that was loaded. Under a guard the signals are the loss, the norm of "
-    "each group and, with updates=True, the update: give the settings of before, or call reset() of the detector."
+    ", as on earlier steps or in the loaded state. Under a guard the signals are the loss, the norm of each group and, "
+    "with updates=True, the update: use the earlier settings, or call the detector's reset()."
 )
 
 
 class Detector(ABC):
-    """A rule that recognises spikes: `observe` it once a step. Subclasses write `_empty` and `_judge`.
+    """Base class of rules that recognise spikes: call `observe` once a step. Subclasses write `_empty` and `_judge`.
 
     **Guarantees.**
 
     - All state is in tensors on one device. On an accelerator it is changed in place, by a fixed sequence of operations
-      without a host sync: a CUDA graph can hold it.
-    - Ranks that observe the same bits decide the same.
+      without a host sync, so a CUDA graph can capture it.
+    - Ranks that observe the same bits make the same decisions.
     - The state moves to the device of the observed values.
-    - A run that is resumed from `state_dict` decides bit by bit as the uninterrupted one.
+    - A run that is resumed from `state_dict` makes bit-identical decisions to an uninterrupted one.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._weight: Tensor | float = math.nan  # of the step that is judged
-        self._fewer: set[int] = set()  # how many signals there were before `grow`
+        self._weight: Tensor | float = math.nan  # the weight of the current step
+        self._fewer: set[int] = set()  # earlier numbers of signals, before `grow`
         self._verdict: SpikeVerdict | None = None
-        self._before: tuple[Mapping[str, Any], SpikeVerdict | None] | None = None  # numbers and verdict, if kept
-        self._is_new = False  # since `reset`: the next step may have another number of signals
+        self._before: tuple[Mapping[str, Any], SpikeVerdict | None] | None = None  # state to restore in `take_back`
+        self._is_new = False  # after `reset`: the next step may have another number of signals
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -77,20 +78,20 @@ class Detector(ABC):
 
     @abstractmethod
     def _judge(self, values: Tensor) -> SpikeVerdict:
-        """Judge ``values`` by the state, and let the state follow in place."""
+        """Judge ``values`` by the state, and update the state in place."""
 
     @torch.no_grad()
     def observe(self, values: Tensor, weight: Tensor | float = math.nan) -> Tensor:
-        """Return whether this step is a spike, 0-dim bool on the device of ``values``; the history follows.
+        """Return whether this step is a spike, a 0-dim bool on ``values``' device, and update the history.
 
         Args:
             values: One number a signal, the same signals in the same order each step; ``[signals]``, floating-point.
-                NaN or infinite where it is not known: that signal is not judged on this step.
-            weight: The step's weight, such as its number of samples; NaN where that is not known. `SpikeDetector`
-                looks at it, other rules need not.
+                A NaN or infinite value is unknown: its signal is not judged on this step.
+            weight: The step's weight, such as its number of samples; NaN if it is not known. `SpikeDetector` uses it;
+                other rules need not.
 
         Raises:
-            InvalidTypeError: If ``values`` is no floating-point tensor.
+            InvalidTypeError: If ``values`` is not a floating-point tensor.
             InvalidValueError: If it has another shape than before.
         """
         self._check(values)
@@ -105,10 +106,10 @@ class Detector(ABC):
         return self._verdict.spike
 
     def take_back(self) -> bool:
-        """Forget the step observed last. `SpikeDetector` can do so on the CPU.
+        """Forget the last observed step, if the detector kept its previous state; `SpikeDetector` does so on the CPU.
 
         Returns:
-            Whether the step was forgotten; on an accelerator, or the second time, nothing changes.
+            Whether the step was forgotten. On an accelerator, or the second time, nothing changes.
         """
         if self._before is None:
             return False
@@ -119,7 +120,7 @@ class Detector(ABC):
         return True
 
     def grow(self, signals: int) -> None:
-        """Make room for more signals, behind the present ones; before the first step nothing is to be done.
+        """Add more signals after the present ones; does nothing before the first step.
 
         Args:
             signals: The number of signals from now on.
@@ -134,7 +135,7 @@ class Detector(ABC):
             state.update(self._grown(state, signals))
 
     def _grown(self, state: Mapping[str, Tensor], signals: int) -> dict[str, Tensor]:
-        """Return ``state`` with fresh signals behind the present ones."""
+        """Return ``state`` with new signals appended to the present ones."""
         fresh = {name: tensor.to(state[name]) for name, tensor in self._empty(signals).items()}
         return {
             name: state[name] if state[name].shape == new.shape else torch.cat([state[name], new[len(state[name]) :]])
@@ -154,7 +155,7 @@ class Detector(ABC):
             )
 
     def reset(self) -> None:
-        """Forget all history, as for another data set; call it on all ranks at once."""
+        """Forget all history, for instance for another data set; call it on all ranks at once."""
         self._verdict, self._before, self._is_new = None, None, True
         if state := self._tensors:
             fresh = self._empty(len(state["history"]))
@@ -162,7 +163,7 @@ class Detector(ABC):
                 tensor.copy_(fresh[name])
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the state to ``device`` and return the detector; it also follows the observed values by itself."""
+        """Move the state to ``device`` and return the detector; `observe` also moves it to the observed values."""
         refuse_capture(torch.device(device), "the memory of the spike detector")
         self._before = None
         move_state(self._tensors, device)
@@ -173,11 +174,11 @@ class Detector(ABC):
         return {name: tensor.clone() for name, tensor in self._tensors.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; decisions go on as if nothing had been interrupted.
+        """Load the result of `state_dict`; decisions continue as in an uninterrupted run.
 
         Raises:
             InvalidValueError: If ``state_dict`` is not the state of a detector of this class with the same windows. The
-                other arguments may differ: those of this detector hold from here on.
+                other arguments may differ; this detector's own arguments apply from now on.
         """
         self._verdict, self._before = None, None
         if not state_dict:
@@ -185,12 +186,12 @@ class Detector(ABC):
             return
         expected = self._expected(state_dict)
         if self._tensors and state_dict.keys() == expected.keys() and len(state_dict["history"]) in self._fewer:
-            state_dict = self._grown(state_dict, len(self._tensors["history"]))  # of before a new kind of step
+            state_dict = self._grown(state_dict, len(self._tensors["history"]))  # saved before a new kind appeared
         given = {name: list(t.shape) for name, t in state_dict.items() if isinstance(t, Tensor)}
         if given != {name: list(t.shape) for name, t in expected.items()} or len(given) != len(state_dict):
             raise InvalidValueError(
-                f"the state is not of this {self!r}: expected tensors of shapes "
-                f"{ {name: list(t.shape) for name, t in expected.items()} }, came {given or sorted(state_dict)}. Make "
+                f"the state does not fit this {self!r}: expected tensors of shapes "
+                f"{ {name: list(t.shape) for name, t in expected.items()} }, got {given or sorted(state_dict)}. Create "
                 "the detector with the arguments it had when the state was saved."
             )
         if not self._tensors:

@@ -1,8 +1,7 @@
-"""Copies of whatever holds tensors, in memory of their own, that can be written back in place as often as wanted.
+"""Copies of objects that contain tensors, in memory of their own, which can be written back in place repeatedly.
 
-Nothing is shared between a copy and what it was taken from, nor with what it is written back to: torch's own
-``load_state_dict`` keeps the tensors that it is given, so that the steps after a first restore would change what a
-second one finds.
+A copy shares no memory with its source, nor with the objects it is written back to. torch's own ``load_state_dict``
+keeps the given tensors, so the steps after a first restore would change the copy for a second one.
 """
 
 import copy
@@ -23,20 +22,20 @@ from gradguard.tensors.host_copy import refuse_capture
 from gradguard.torch_private import spec_of
 
 PINNED = ("cuda", "xpu")
-"""Devices that copy to pinned memory while the host goes on."""
+"""Devices that copy to pinned memory asynchronously."""
 
 _BY_REFERENCE = (type, ModuleType, nn.Module, Optimizer)
-"""Types that a state may point to and does not own."""
+"""Types that a state may refer to but does not own."""
 
 _NEVER_CHANGES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
 class Copier:
-    """Takes copies into memory that earlier copies no longer need: the second snapshot allocates nothing.
+    """Makes copies, reusing the memory of earlier copies that are no longer needed.
 
     Attributes:
-        known: Objects that are copied already, by their ids, or stay themselves, such as parameters that another object
-            points to; None if each is copied by itself.
+        known: Objects, by their ids, that are copied already or are not to be copied, such as parameters to which
+            another object refers; None if each object is copied by itself.
     """
 
     def __init__(self) -> None:
@@ -46,28 +45,28 @@ class Copier:
         self.known: dict[int, Any] | None = None
 
     def begin(self) -> None:
-        """Give all memory free: what was copied before is lost."""
+        """Release the memory of all earlier copies for reuse; their content is lost."""
         for key, memory in self._used:
             self._free[key].append(memory)
         self._used, self._seen = [], {}
 
     def end(self) -> None:
-        """Let go of memory that nothing needed, and of the tensors that were copied."""
+        """Free unused memory, and drop references to the copied tensors."""
         self._free.clear()
         self._seen = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
+        """Size of all copies in bytes."""
         return sum(memory.numel() * memory.element_size() for _, memory in self._used)
 
     def keep(self, memory: Tensor) -> Tensor:
-        """Return ``memory``, which was filled by others: it is this copier's from here on."""
+        """Return ``memory``, which the caller has filled; this copier may reuse it later."""
         self._used.append(((tuple(memory.shape), memory.stride(), memory.dtype, memory.is_pinned()), memory))
         return memory
 
     def copy(self, value: Any) -> Any:
-        """Return ``value`` with a `TensorCopy` for each tensor and a copy of everything else.
+        """Return ``value`` with a `TensorCopy` in place of each tensor and a copy of everything else.
 
         A tensor that occurs twice is copied once. Functions, modules and optimizers are not copied.
         """
@@ -82,14 +81,14 @@ class Copier:
         return self.other(value)
 
     def other(self, value: Any) -> Any:
-        """Return what to keep of an object: a copy, but of functions, modules and optimizers."""
+        """Return a copy of an object; functions, modules and optimizers are returned themselves."""
         return _owned(value, self.known)
 
     def tensor(self, tensor: Tensor) -> "TensorCopy":
         """Return a copy of one tensor.
 
         Raises:
-            UnsupportedGradientError: If it holds no numbers that could be copied: it is on the meta device.
+            UnsupportedGradientError: If it has no data to copy, because it is on the meta device.
         """
         if id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor, self._copied(tensor)
@@ -98,7 +97,7 @@ class Copier:
     def _copied(self, tensor: Tensor) -> "TensorCopy":
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise UnsupportedGradientError(
-                f"a snapshot needs the numbers of every tensor, and one ({type(tensor).__name__}, {tensor.device}) has "
+                f"a snapshot needs the data of every tensor, but one ({type(tensor).__name__}, {tensor.device}) has "
                 "none yet: materialize the model, or run it once if it has lazy layers, before the snapshot."
             )
         parts = {name: self.tensor(part) for name, part in inner_tensors(tensor).items()}
@@ -117,10 +116,11 @@ class Copier:
 
 
 class UndoCopier(Copier):
-    """Takes copies for undoing one step: tensors stay on their devices, objects that nothing can change are the same.
+    """Makes copies for undoing one step: tensors stay on their devices, and immutable objects are not copied.
 
     Args:
-        lists: Whether tensors in lists are copied; else these are kept as they are, being replaced and never written.
+        lists: Whether tensors in lists are copied; if not, such lists are kept by reference, for lists whose tensors
+            are replaced and never written.
     """
 
     def __init__(self, lists: bool = True) -> None:
@@ -128,26 +128,26 @@ class UndoCopier(Copier):
         self._lists = lists
 
     def copy(self, value: Any) -> Any:
-        """Return ``value`` with a `TensorCopy` for each tensor."""
+        """Return ``value`` with a `TensorCopy` in place of each tensor."""
         if type(value) is list and not self._lists and all(one is None or isinstance(one, Tensor) for one in value):
             return _Sequence(value, list(map(Same, value)))
         return super().copy(value)
 
     def other(self, value: Any) -> Any:
-        """Return an object as it is, or a copy if a step may change it.
+        """Return an object itself, or a copy if a step may change it.
 
         Raises:
-            UnsupportedGradientError: If it cannot be copied, so that such a step could not be undone.
+            UnsupportedGradientError: If it cannot be copied, so a step that changes it could not be undone.
         """
         if isinstance(value, _NEVER_CHANGES):
             return Same(value)
         try:
             return super().other(value)
-        except Exception as error:  # of a __deepcopy__, or of what has none
+        except Exception as error:  # raised by a __deepcopy__, or for lack of one
             raise UnsupportedGradientError(
                 f"an object of type {type(value).__name__} in the optimizer's state cannot be copied ({error}), so "
-                "that a step which changes it could not be skipped. Keep numbers, tensors and containers of these in "
-                "the state, or give its class a __deepcopy__."
+                "a step that changes it could not be skipped. Keep numbers, tensors and containers of these in the "
+                "state, or give its class a __deepcopy__."
             ) from error
 
     def _filled(self, tensor: Tensor) -> Tensor:
@@ -155,25 +155,25 @@ class UndoCopier(Copier):
 
 
 class Same(NamedTuple):
-    """An object that is not copied."""
+    """An object that is kept by reference."""
 
     value: Any
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that a wrapper is made of, as a DTensor of its local one; none of a plain tensor."""
+    """Return the tensors inside a wrapper tensor, such as a DTensor's local one; empty for a plain tensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     named = {} if flatten is None else {name: getattr(tensor, name) for name in flatten()[0]}
-    return {name: part for name, part in named.items() if isinstance(part, Tensor)}  # and not a DTensor's mesh
+    return {name: part for name, part in named.items() if isinstance(part, Tensor)}  # without a DTensor's mesh
 
 
 class PlainCopy:
-    """The copy of a tensor that wraps no other.
+    """The copy of a plain tensor, which wraps no other.
 
     Args:
         memory: A tensor with its elements.
-        device: Where it was.
-        layout: How it lay there.
+        device: The device of the original.
+        layout: The layout of the original.
     """
 
     def __init__(self, memory: Tensor, device: torch.device, layout: torch.layout = torch.strided) -> None:
@@ -181,7 +181,7 @@ class PlainCopy:
         self._layout = layout
 
     def fits(self, live: Any) -> bool:
-        """Tell whether ``live`` is a tensor that it can be written into."""
+        """Tell whether the copy can be written into ``live``."""
         return (
             isinstance(live, Tensor)
             and (live.shape, live.dtype) == (self.memory.shape, self.memory.dtype)
@@ -191,23 +191,23 @@ class PlainCopy:
         )
 
     def into(self, live: Tensor) -> None:
-        """Write it into ``live``."""
+        """Write the copy into ``live``."""
         if self._layout is torch.strided:
-            live = live.detach()  # of a sparse tensor that is another, of the same elements
+            live = live.detach()  # detaching a sparse tensor would make another object
         with torch.no_grad():
             live.copy_(self.memory, non_blocking=True)
 
     def fresh(self) -> Tensor:
-        """Return a new tensor that holds it."""
+        """Return a new tensor with the copied elements."""
         return self.memory.to(self.device, copy=True)
 
 
 class WrappedCopy:
-    """The copy of a tensor made of others: a DTensor, a quantized state.
+    """The copy of a tensor made of other tensors, such as a DTensor or a quantized state.
 
     Args:
         tensor: The tensor.
-        parts: Copies of those it is made of.
+        parts: Copies of the inner tensors.
     """
 
     def __init__(self, tensor: Any, parts: Mapping[str, "TensorCopy"]) -> None:
@@ -220,29 +220,29 @@ class WrappedCopy:
         self.requires_grad = tensor.requires_grad
 
     def fits(self, live: Any) -> bool:
-        """Tell whether ``live`` is made of such tensors."""
+        """Tell whether ``live`` has inner tensors that the parts fit."""
         if not isinstance(live, Tensor) or live.shape != self.shape:
             return False
         inner = inner_tensors(live)
         return inner.keys() == self.parts.keys() and all(part.fits(inner[name]) for name, part in self.parts.items())
 
     def into(self, live: Tensor) -> None:
-        """Write it into what ``live`` is made of."""
+        """Write the copy into the inner tensors of ``live``."""
         for name, inner in inner_tensors(live).items():
             self.parts[name].into(inner)
 
     def fresh(self) -> Tensor:
-        """Return a new tensor that holds it."""
+        """Return a new tensor with the copied elements."""
         parts = {name: part.fresh() for name, part in self.parts.items()}
         return self.kind.__tensor_unflatten__({**self._others, **parts}, self._context, self.shape, self.stride)
 
 
 TensorCopy = PlainCopy | WrappedCopy
-"""The copy of one tensor: written ``into`` one that it ``fits``, or made anew, ``fresh``."""
+"""The copy of one tensor: ``into`` writes it to a tensor that it ``fits``, and ``fresh`` makes a new one."""
 
 
 class _Mapping(dict[Any, Any]):
-    """The entries of a dict; ``empty`` is one of its type."""
+    """The entries of a dict; ``empty`` is an empty dict of the original type."""
 
     def __init__(self, empty: dict[Any, Any], entries: dict[Any, Any]) -> None:
         super().__init__(entries)
@@ -250,7 +250,7 @@ class _Mapping(dict[Any, Any]):
 
 
 class _Sequence(list[Any]):
-    """The entries of a list, tuple or deque, whose type (named tuples too) must come back."""
+    """The entries of a list, tuple or deque, whose type (a named tuple's too) is restored."""
 
     def __init__(self, like: Any, entries: list[Any]) -> None:
         super().__init__(entries)
@@ -262,14 +262,14 @@ class _Sequence(list[Any]):
 
 
 class StreamOrder:
-    """Lets copies on an accelerator happen one after the other, whichever stream is current."""
+    """Orders copies on an accelerator, whichever stream is current."""
 
     def __init__(self) -> None:
         self.devices: list[torch.device] = []
         self._events: list[torch.Event] = []
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Let the current streams wait for what `done` marked; the host does not."""
+        """Let the current streams wait for the copies that `done` marked, without a host sync."""
         self.devices = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
         for device in self.devices:
             refuse_capture(device, "a snapshot")
@@ -277,32 +277,32 @@ class StreamOrder:
             event.wait()
 
     def done(self) -> None:
-        """Mark the copies that were asked for."""
+        """Mark the copies that were enqueued so far."""
         self._events = []
         for device in self.devices:
             if device.type not in PINNED:
-                continue  # the copy itself waits
+                continue  # its copies are synchronous
             with torch.get_device_module(device).device(device):
                 event = torch.Event(device)
                 event.record()
                 self._events.append(event)
 
     def synchronize(self) -> None:
-        """Let the host wait for them."""
+        """Let the host wait for the marked copies."""
         for event in self._events:
             event.synchronize()
 
 
 class Restorer:
-    """Writes copies back, each into the tensor that is there if it can, else into a new one."""
+    """Writes copies back, each into the existing tensor if it fits, else into a new one."""
 
     def __init__(self) -> None:
         self._places: set[int] = set()
         self._given: dict[int, Any] = {}
-        self.known: dict[int, Any] | None = None  # as of `Copier`
+        self.known: dict[int, Any] | None = None  # see `Copier.known`
 
     def write(self, kept: TensorCopy, live: Tensor) -> None:
-        """Write into this tensor and no other, once."""
+        """Write the copy into ``live``, once."""
         if self._given.get(id(kept)) is live:
             return
         kept.into(live)
@@ -310,7 +310,7 @@ class Restorer:
         self._given.setdefault(id(kept), live)
 
     def restored(self, kept: Any, live: Any = None) -> Any:
-        """Return what `Copier.copy` copied, in the objects of ``live`` as far as they serve."""
+        """Return the value that `Copier.copy` copied, reusing the objects of ``live`` where possible."""
         if isinstance(kept, TensorCopy):
             return self._tensor(kept, live)
         if isinstance(kept, _Mapping):
@@ -331,7 +331,7 @@ class Restorer:
     def _tensor(self, kept: TensorCopy, live: Any) -> Tensor:
         if id(kept) in self._given:
             return self._given[id(kept)]
-        # Two places may hold one tensor now that held two before: the second would overwrite the first.
+        # Two places that held two tensors may now hold the same one: the second write would overwrite the first.
         if kept.fits(live) and _place(live) not in self._places:
             self.write(kept, live)
         else:
@@ -341,7 +341,7 @@ class Restorer:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether ``value`` is made of numbers, text, tensors, arrays and containers of these only."""
+    """Tell whether ``value`` consists only of numbers, text, tensors, arrays and containers of these."""
     if is_numpy(value):
         return not value.dtype.hasobject or all(isinstance(one, _NEVER_CHANGES) for one in value.ravel().tolist())
     if isinstance(value, set | frozenset):
@@ -365,7 +365,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Tell whether several elements of ``tensor`` are one in memory, so that nothing can be written to it."""
+    """Tell whether several elements of ``tensor`` share memory, so that it cannot be written."""
     if tensor.layout is not torch.strided:
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Modules and random generators between two runs of a step or a call, so that the second finds what the first found."""
+"""Freeze modules and random generators between two runs of a step or a call, so that both start from the same state."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from gradguard.state.generators import States, restore_generators
 from gradguard.torch_private import buffer_slots
 
 _MOST = 100_000
-"""Containers that are looked into."""
+"""Maximum number of containers that are searched."""
 
 _DEEPEST = 4
 _WITHOUT_MODULES = frozenset({
     Tensor, str, bytes, bool, int, float, complex, type(None), type(random), type(len), torch.dtype, torch.device,
     torch.Size, nn.Parameter,
 })  # fmt: skip
-"""Types of objects that refer to no module."""
+"""Types of objects that cannot refer to a module."""
 
 
 class Frozen:
-    """Modules as they are: their buffers; on request their attributes, and the random generators.
+    """The state of modules: their buffers; on request their attributes, and the random generators.
 
-    Hooks are among the attributes: a model that puts hooks on its layers the first time it is asked for hidden states
-    must not keep them from a run that never was. So are layers, which a model may replace in its first forward.
+    Attributes include hooks: if a first forward installs hooks, a run that is restored must not keep them. They also
+    include layers, which a model may replace in its first forward.
 
-    Containers are read and written by the methods of their base class, and only those that hold other objects than
-    before are written: a subclass that forbids `update` is the user's business.
+    Containers are read and written by the methods of their base class, and only those whose content has changed are
+    written. So a subclass that forbids `update` is bypassed only if its content has changed.
 
     Args:
-        modules: The modules, with all inside them.
-        generators: States of the random generators that `lend` and `restore` put back; None leaves these alone.
-        copies: Keep the values of buffers. Without it only `lend` may write them.
-        attributes: Keep what the modules hold besides: attributes, hooks, layers.
+        modules: The modules, with all their submodules.
+        generators: States of the random generators that `lend` and `restore` set; None to leave them alone.
+        copies: Copy the values of buffers. Without it only `lend` protects them.
+        attributes: Keep the other content of modules: attributes, hooks, layers.
 
     Attributes:
-        generators: As given; another state may be set.
+        generators: The argument ``generators``; another state may be assigned.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Frozen:
         waiting: list[Any] = [vars(one) for one in owners] if attributes else []
         while waiting and len(self._contents) < _MOST:
             container = waiting.pop()
-            if type(container) in _BASES and not container:  # most are tables of hooks
+            if type(container) in _BASES and not container:  # most of them are tables of hooks
                 self._empty.append(container)
             elif id(container) not in self._contents:
                 held = _content_of(container)
@@ -84,7 +84,7 @@ class Frozen:
         return [one for key, one in tensors.items() if key not in buffers]
 
     def lend(self) -> None:
-        """Lend the modules copies of their buffers, which a graph may keep, and start from the kept generators."""
+        """Replace the buffers by copies, which a graph may keep, and set the generators to the stored states."""
         for slots, name, buffer in self._slots:
             slots[name] = buffer.detach().clone()
         if self.generators is not None:
@@ -92,10 +92,10 @@ class Frozen:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, in the same containers and buffers."""
+        """Restore everything, in the same containers and buffers."""
         if self.generators is not None:
             restore_generators(self.generators)
-        for layers in self._gathered:  # before their parameters are put back, which they would not notice
+        for layers in self._gathered:  # first, because layers do not notice that their parameters are restored
             layers.shard_again()
         for container in filter(None, self._empty):
             _refill(container, ())
@@ -105,7 +105,7 @@ class Frozen:
                 _refill(container, before)
         for slots, name, buffer in self._slots:
             slots[name] = buffer
-        for buffer, value in self._copies:  # one that has not changed may be in a graph, which no write may meet
+        for buffer, value in self._copies:  # an unchanged buffer may be saved in a graph, and must not be written
             if value.layout is not torch.strided or not torch.equal(local_part(buffer), local_part(value)):
                 if buffer.shape != value.shape:
                     buffer.resize_(value.shape)
@@ -113,7 +113,7 @@ class Frozen:
 
 
 _BASES: Any = OrderedDict, dict, list, set, deque
-"""Kinds of containers; what a subclass has overridden is not called."""
+"""Types of containers; methods that a subclass overrides are not called."""
 
 
 def _base_of(kind: type) -> Any:
@@ -121,7 +121,7 @@ def _base_of(kind: type) -> Any:
 
 
 def _content_of(container: Any) -> list[Any]:
-    """Return the objects that a container holds; of a dictionary the keys, and then the values."""
+    """Return the objects in a container; for a dict the keys, then the values."""
     base = _base_of(type(container))
     if issubclass(base, dict):
         return [*base.keys(container), *base.values(container)]
@@ -129,7 +129,7 @@ def _content_of(container: Any) -> list[Any]:
 
 
 def _refill(container: Any, held: Sequence[Any]) -> None:
-    """Let a container hold the same objects again, in the same order."""
+    """Fill a container with the given objects, in their order."""
     base, half = _base_of(type(container)), len(held) // 2
     base.clear(container)
     if issubclass(base, dict):
@@ -142,7 +142,7 @@ def _refill(container: Any, held: Sequence[Any]) -> None:
 
 
 def modules_of_call(fn: Callable[..., Any], *arguments: Any) -> list[nn.Module]:
-    """Return the modules that a call of ``fn`` may write to, those it refers to; not ``fn`` itself."""
+    """Return the modules that a call of ``fn`` may write to because it refers to them; not ``fn`` itself."""
     found: dict[int, nn.Module] = {}
     if not isinstance(fn, nn.Module):
         _collect(fn, _DEEPEST, {}, found)
@@ -170,7 +170,7 @@ def _referred(value: Any) -> list[Any]:
     held += [value.func, getattr(value, "args", ()), getattr(value, "keywords", {})] if has_function else []
     held += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if is_filled(cell)]
     if (code := getattr(value, "__code__", None)) is not None:
-        if not str(getattr(value, "__module__", "")).startswith("torch."):  # whose globals are no user's modules
+        if not str(getattr(value, "__module__", "")).startswith("torch."):  # torch's globals hold no user modules
             held += [value.__globals__.get(name) for name in code.co_names]
         held += [getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)]
     elif not isinstance(value, type) and not has_function:

@@ -1,14 +1,14 @@
-"""The states of the random generators that code uses without naming one: Python's, NumPy's, torch's on each device.
+"""The states of the random generators that code uses implicitly: Python's, NumPy's, torch's on each device.
 
 ================================  ============================================================================
 generator                         kept
 ================================  ============================================================================
 Python's ``random``               always
-NumPy's global one                where the program has imported NumPy
+NumPy's global one                if the program has imported NumPy
 torch's on the CPU                always
-torch's on accelerators           on the devices asked for; by default on all of the current accelerator (CUDA, XPU,
+torch's on accelerators           on the given devices; by default on all of the current accelerator (CUDA, XPU,
                                   MPS ...), once the program has used it
-a ``torch.Generator`` by name     not: the object that holds it has a state of its own
+a named ``torch.Generator``       no: the object that holds it must save its state
 ================================  ============================================================================
 """
 
@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 States = dict[str, Any]
-"""``python``, ``numpy`` (None where NumPy is not imported), ``torch``, and ``devices``: pairs of a name and a state."""
+"""``python``, ``numpy`` (None if NumPy is not imported), ``torch``, and ``devices``: pairs of a name and a state."""
 
 
 def generator_states(devices: Iterable[torch.device] | None = None) -> States:
     """Return the states of all generators, as plain values and tensors on the CPU.
 
     Args:
-        devices: Accelerators to look at; None for all of the current kind that the program has used.
+        devices: Accelerators to include; None for all of the current kind that the program has used.
     """
     numpy, states = sys.modules.get("numpy"), states_of_torch(_used() if devices is None else devices)
     states["python"] = random.getstate()
@@ -39,13 +39,13 @@ def generator_states(devices: Iterable[torch.device] | None = None) -> States:
 
 
 def states_of_torch(devices: Iterable[torch.device]) -> States:
-    """Return the states of torch's generators alone, on the CPU and ``devices``: a hundred times quicker to read."""
+    """Return the states of torch's generators alone, on the CPU and ``devices``; a hundred times faster to read."""
     of_devices = [(str(device), device_state(device)) for device in devices]
     return {"python": None, "numpy": None, "torch": torch.get_rng_state(), "devices": of_devices}
 
 
 def restore_generators(states: States) -> None:
-    """Put the generators into these states."""
+    """Set the generators to these states."""
     if states["python"] is not None:
         random.setstate(states["python"])
     if states["numpy"] is not None:
@@ -58,7 +58,7 @@ def restore_generators(states: States) -> None:
 def have_drawn(before: States) -> bool:
     """Tell whether random numbers have been drawn since ``before``."""
     now = generator_states([torch.device(device) for device, _ in before["devices"]])
-    kept = before.keys() if before["numpy"] is not None else before.keys() - {"numpy"}  # imported since
+    kept = before.keys() if before["numpy"] is not None else before.keys() - {"numpy"}  # NumPy was imported since
     return not all(_same(before[name], now[name]) for name in kept)
 
 
@@ -68,24 +68,24 @@ def accelerators_of(parameters: Iterable[Tensor]) -> set[torch.device]:
 
 
 def device_state(device: torch.device) -> Tensor:
-    """Return the state of torch's generator on one device; of tensors without data, the CPU's."""
+    """Return the state of torch's generator on one device; for the meta device, the CPU's."""
     module, where = _generator_of(device)
     return module.get_rng_state(*where)
 
 
 def set_device_state(device: torch.device, state: Tensor) -> None:
-    """Put torch's generator on one device into ``state``."""
+    """Set torch's generator on one device to ``state``."""
     module, where = _generator_of(device)
     module.set_rng_state(state, *where)
 
 
 def check_states(states: States) -> None:
-    """Check states from a file: generators of our own take them, so that those of the program will.
+    """Check states from a file on new generators, so that the program's own will accept them.
 
-    NumPy takes any position without a look, also one outside of its table.
+    NumPy accepts any position without a check, even one outside of its table.
 
     Raises:
-        ValueError: A generator would not take its state, or draw from outside of it.
+        ValueError: If a generator would reject its state, or read outside of it.
     """
     try:
         random.Random().setstate(states["python"])
@@ -93,17 +93,17 @@ def check_states(states: States) -> None:
         if (of_numpy := states["numpy"]) is not None:
             importlib.import_module("numpy").random.RandomState().set_state(of_numpy)
             if not 0 <= of_numpy[2] <= 624:
-                raise ValueError("the state of NumPy's generator is none")
+                raise ValueError("the position in the state of NumPy's generator is invalid")
         for device, state in states["devices"]:
             torch.device(device)
             if not isinstance(state, Tensor) or state.dtype is not torch.uint8:
-                raise ValueError("the state of a device's generator is none")
+                raise ValueError("the state of a device's generator is invalid")
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"the state of a random generator is none ({error})") from error
+        raise ValueError(f"the state of a random generator is invalid ({error})") from error
 
 
 def _used() -> list[torch.device]:
-    """Return the devices of the current accelerator; none before the program has used one."""
+    """Return the devices of the current accelerator; empty before the program has used one."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)():
         return []
@@ -111,11 +111,11 @@ def _used() -> list[torch.device]:
 
 
 def _generator_of(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
-    """Return the module with a device's generator, and what tells its functions the device."""
+    """Return the module of a device's generator, and the arguments that select the device in its functions."""
     if device.type in ("cpu", "meta"):
         return torch, ()
     module = torch.get_device_module(device)
-    return module, () if device.type == "mps" else (device,)  # which has one device, and functions that take none
+    return module, () if device.type == "mps" else (device,)  # MPS has one device, and its functions take none
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -123,13 +123,13 @@ def _same(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_same, a, b))
-    return bool((a == b).all()) if hasattr(a, "all") else a == b  # an array of NumPy's
+    return bool((a == b).all()) if hasattr(a, "all") else a == b  # a NumPy array has `all`
 
 
 def seeded_normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    """Return normal numbers, drawn where they are needed, that leave the generators of the program as they are.
+    """Return normal random numbers, drawn on ``device`` if possible, without using the program's generators.
 
-    Those of a language model's logits are so many that drawing them on the CPU for a GPU takes seconds.
+    For a language model's logits, drawing on the CPU for a GPU would take seconds.
     """
     home = device if device.type in ("cuda", "xpu") else torch.device("cpu")
     generator = torch.Generator(home).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Copies of all that a step of an optimizer changes, written back in place; also the attributes that it counts with."""
+"""Copies of everything that a step of an optimizer changes, restored in place; also its plain attributes."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from gradguard.state.copies import Copier, Restorer, is_plain
 from gradguard.torch_private import hook_tables
 
 NOT_ATTRIBUTES = ("state", "param_groups", "defaults")
-"""Attributes that are kept apart, or never change."""
+"""Attributes that are copied separately, or never change."""
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return plain ones, also those that a class keeps in ``__slots__``; torch's tables of hooks are not among them."""
-    held: Any = object.__getstate__(optimizer)  # an optimizer's own leaves out what is no state for a file
+    """Return an optimizer's plain attributes, also those in ``__slots__``, without torch's tables of hooks."""
+    held: Any = object.__getstate__(optimizer)  # the optimizer's own __getstate__ omits attributes
     own, slots = held if isinstance(held, tuple) else (held, {})
     others = {*NOT_ATTRIBUTES, *hook_tables(optimizer)}
     return {name: value for name, value in {**own, **slots}.items() if name not in others and is_plain(value)}
@@ -23,18 +23,18 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr", "max_lr", "min_lr")
 SCHEDULED += ("base_momentum", "max_momentum")
-"""Numbers of a group that schedulers write; what else it holds is the optimizer's own."""
+"""Numbers of a group that schedulers write; the optimizer owns the others."""
 
 
 class OptimizerCopy:
-    """A copy of all that a step of one optimizer changes: parameters, state, numbers of groups, plain attributes.
+    """A copy of everything that a step of one optimizer changes: parameters, state, numbers of groups, attributes.
 
     Args:
         optimizer: The optimizer.
 
     Attributes:
-        parameters: Its parameters when they were copied, by group and place in it.
-        keys: Those of its state then.
+        parameters: Its parameters when they were copied, by group and position in the group.
+        keys: The keys of its state then.
         kept: The copies.
     """
 
@@ -45,17 +45,17 @@ class OptimizerCopy:
         self.kept: Any = None
 
     def named(self) -> dict[str, Tensor]:
-        """Return the parameters as they are now, by group and place in it."""
+        """Return the present parameters, by group and position in the group."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         return {f"group {i}, parameter {k}": p for i, group in enumerate(groups) for k, p in enumerate(group)}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return what the groups hold now beside parameters."""
+        """Return the present content of the groups, without parameters."""
         groups = self.optimizer.param_groups
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
     def take(self, copier: Copier) -> None:
-        """Copy it.
+        """Copy the optimizer.
 
         Raises:
             UnsupportedGradientError: If a container contains itself.
@@ -72,22 +72,22 @@ class OptimizerCopy:
             self.kept = copier.copy(content)
         except RecursionError as error:
             raise UnsupportedGradientError(
-                f"{type(self.optimizer).__name__} keeps a list or dict that contains itself, or very many in one "
-                "another, in its state, groups or attributes, and that cannot be copied: keep flat ones."
+                f"{type(self.optimizer).__name__} keeps a list or dict that contains itself, or a very deep nest of "
+                "them, in its state, groups or attributes, which cannot be copied: keep flat ones."
             ) from error
         finally:
             copier.known = None
 
     def _by_reference(self) -> dict[int, Any]:
-        """Return what objects of the optimizer may point to, by ids: it stays itself in their copies."""
+        """Return the objects, by ids, that copies refer to instead of copying them."""
         return {id(one): one for one in (self.optimizer, *self.parameters.values())}
 
     def restore(self, restorer: Restorer, rewind_schedule: bool = True) -> None:
-        """Write it back, each number into the tensors, dictionaries and lists that are there.
+        """Restore the copy, each number into the existing tensors, dicts and lists.
 
         Args:
             restorer: Writes the copies.
-            rewind_schedule: Whether the numbers of groups that schedulers write go back, too.
+            rewind_schedule: Whether the numbers of groups that schedulers write are restored, too.
         """
         restorer.known = self._by_reference()
         for name, parameter in self.parameters.items():
@@ -104,7 +104,7 @@ class OptimizerCopy:
             for key in numbers.keys() - stays:
                 group[key] = restorer.restored(numbers[key], group.get(key))
         now = attributes_of(self.optimizer)
-        for name in now.keys() - self.kept["attributes"].keys():  # which a step may have set for the first time
+        for name in now.keys() - self.kept["attributes"].keys():  # a step may have set them for the first time
             delattr(self.optimizer, name)
         for name, value in restorer.restored(self.kept["attributes"], now).items():
             setattr(self.optimizer, name, value)

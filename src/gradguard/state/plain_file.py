@@ -1,7 +1,7 @@
 """One file of values and tensors: a JSON document, and a raw block of bytes for each tensor. Nothing in it is code.
 
-A value that JSON lacks stands in an object of one entry, whose name is its kind: ``{"tuple": [1, 2]}``. The kinds are a
-fixed list, so a file never names what is called. A tensor is the number of its block.
+A value that JSON lacks is encoded as an object with one entry, whose key is its kind: ``{"tuple": [1, 2]}``. The kinds
+are a fixed list, so a file never chooses a function to call. A tensor is encoded as the number of its block.
 """
 
 import ctypes
@@ -28,11 +28,11 @@ _FACTORIES: dict[str, Any] = {"None": None, **{one.__name__: one for one in (lis
 
 
 class PlainError(ValueError):
-    """A value has no form in a file; or a file holds something that is never written."""
+    """A value cannot be encoded in a file, or a file contains something that is never written."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor whose bytes are a block of the file, in the order of its memory; ``like`` has its layout, no numbers."""
+    """A tensor whose bytes are a block of the file, in memory order; ``like`` has its layout but no data."""
 
     number: int
     like: Tensor
@@ -41,7 +41,7 @@ class StoredTensor(NamedTuple):
 
 
 class StoredSparse(NamedTuple):
-    """A tensor of the layout `torch.sparse_coo`: its indices and its values."""
+    """A tensor of the layout `torch.sparse_coo`, as its indices and its values."""
 
     shape: tuple[int, ...]
     coalesced: bool
@@ -49,7 +49,7 @@ class StoredSparse(NamedTuple):
 
 
 class StoredShard(NamedTuple):
-    """The part of a DTensor that a process holds."""
+    """A process' part of a DTensor."""
 
     local: StoredTensor
     mesh: tuple[Any, ...]
@@ -60,22 +60,22 @@ class StoredShard(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """How values of one type are told by simpler ones, and made of these again."""
+    """How values of one type are encoded as simpler ones, and decoded from them."""
 
     type: type
-    told: Callable[[Any], Any]
-    made: Callable[[Any], Any]
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
 
 
 def _fields(kind: Any) -> _Kind:
-    return _Kind(kind, list, lambda told: kind(*told))
+    return _Kind(kind, list, lambda encoded: kind(*encoded))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in a file.
 
     Raises:
-        PlainError: It has none, as quantized ones.
+        PlainError: If the dtype has none, such as a quantized one.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
@@ -84,18 +84,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def checked_device(text: str) -> torch.device:
-    """Return the device of this name, which this machine has.
+    """Return the device of this name, if this machine has it.
 
     Raises:
-        PlainError: It has none.
+        PlainError: If it does not.
     """
     device = torch.device(text)
     if device.type != "cpu" and torch.get_device_module(device).device_count() <= (device.index or 0):
-        raise PlainError(f"a tensor was on {device}, which this machine has not")
+        raise PlainError(f"a tensor was on {device}, which this machine does not have")
     return device
 
 
-def _pairs(value: Mapping[Any, Any]) -> list[Any]:
+def _encode_mapping(value: Mapping[Any, Any]) -> list[Any]:
     for key in value:
         for part in key if type(key) is tuple else [key]:
             if type(part) not in (type(None), bool, int, float, str, bytes):
@@ -103,17 +103,17 @@ def _pairs(value: Mapping[Any, Any]) -> list[Any]:
     return [[key, one] for key, one in value.items()]
 
 
-def _ordered(told: Any) -> OrderedDict[Any, Any]:
-    pairs, attributes = told
+def _decode_ordered_dict(encoded: Any) -> OrderedDict[Any, Any]:
+    pairs, attributes = encoded
     made = OrderedDict(pairs)
     vars(made).update(attributes)
     return made
 
 
-def _told_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
+def _encode_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
     if value.default_factory not in _FACTORIES.values():
         raise PlainError(f"a defaultdict of {value.default_factory}")
-    return [getattr(value.default_factory, "__name__", "None"), _pairs(value)]
+    return [getattr(value.default_factory, "__name__", "None"), _encode_mapping(value)]
 
 
 _KINDS = {
@@ -121,33 +121,35 @@ _KINDS = {
     "set": _Kind(set, list, set),
     "frozenset": _Kind(frozenset, list, frozenset),
     "size": _Kind(torch.Size, list, torch.Size),
-    "deque": _Kind(deque, lambda value: [value.maxlen, list(value)], lambda told: deque(told[1], told[0])),
-    "complex": _Kind(complex, lambda value: [value.real, value.imag], lambda told: complex(*told)),
+    "deque": _Kind(deque, lambda value: [value.maxlen, list(value)], lambda encoded: deque(encoded[1], encoded[0])),
+    "complex": _Kind(complex, lambda value: [value.real, value.imag], lambda encoded: complex(*encoded)),
     "bytes": _Kind(bytes, bytes.hex, bytes.fromhex),
     "dtype": _Kind(torch.dtype, dtype_name, _DTYPES.__getitem__),
     "device": _Kind(torch.device, str, checked_device),
-    "mapping": _Kind(dict, _pairs, dict),
-    "counter": _Kind(Counter, _pairs, lambda told: Counter(dict(told))),
-    "ordered dict": _Kind(OrderedDict, lambda value: [_pairs(value), vars(value)], _ordered),
-    "defaultdict": _Kind(defaultdict, _told_defaultdict, lambda told: defaultdict(_FACTORIES[told[0]], told[1])),
+    "mapping": _Kind(dict, _encode_mapping, dict),
+    "counter": _Kind(Counter, _encode_mapping, lambda encoded: Counter(dict(encoded))),
+    "ordered dict": _Kind(OrderedDict, lambda value: [_encode_mapping(value), vars(value)], _decode_ordered_dict),
+    "defaultdict": _Kind(
+        defaultdict, _encode_defaultdict, lambda encoded: defaultdict(_FACTORIES[encoded[0]], encoded[1])
+    ),
     "sparse": _fields(StoredSparse),
     "shard": _fields(StoredShard),
 }
 _NAMES = {kind.type: name for name, kind in _KINDS.items()}
-_AS_THEY_ARE = (type(None), bool, int, float, str)
-"""Types that JSON has; of floats also NaN and infinity, as Python writes them."""
+_JSON_TYPES = (type(None), bool, int, float, str)
+"""Types that JSON represents; floats include NaN and infinity, as Python writes them."""
 
 
 def is_stored(value: Any) -> bool:
-    """Tell whether ``value`` stands for a tensor of the file."""
+    """Tell whether ``value`` is the entry of a tensor of the file."""
     return isinstance(value, StoredTensor | StoredSparse | StoredShard)
 
 
 class PlainWriter:
-    """Collects values and tensors, sparse ones too, and writes them as one file.
+    """Collects values and tensors, also sparse ones, and writes them as one file.
 
     Args:
-        kind: The word for the file, such as ``"snapshot"``.
+        kind: The kind of the file, such as ``"snapshot"``.
     """
 
     def __init__(self, kind: str) -> None:
@@ -158,7 +160,7 @@ class PlainWriter:
         """Return the entry of a tensor on the CPU that was on ``device``.
 
         Raises:
-            PlainError: Its dtype or its layout has no name.
+            PlainError: If its dtype or its layout has no name.
         """
         if memory.layout is not torch.strided:
             if memory.layout is not torch.sparse_coo:
@@ -174,21 +176,21 @@ class PlainWriter:
         return stored
 
     def document(self, about: Mapping[str, Any], content: Any) -> str:
-        """Return the document of the file; the tensors of ``content`` are collected.
+        """Return the JSON document of the file, and collect the tensors of ``content``.
 
         Args:
             about: Numbers and texts by their names.
             content: The values.
 
         Raises:
-            PlainError: A value has no form in a file; it says which.
+            PlainError: If a value cannot be encoded; the message names it.
         """
-        told = self._encoded(content)
+        encoded = self._encoded(content)
         tensors = [
             [list(one.like.shape), list(one.like.stride()), dtype_name(one.like.dtype), one.device, one.checksum]
             for one, _ in self._tensors
         ]
-        document = {**about, "tensors": tensors, "content": told}
+        document = {**about, "tensors": tensors, "content": encoded}
         if is_deep(document):
             raise PlainError("containers that are nested too deeply")
         return json.dumps(document, separators=(",", ":"))
@@ -196,27 +198,27 @@ class PlainWriter:
     def _encoded(self, value: Any) -> Any:
         if type(value) is list:
             return list(map(self._encoded, value))
-        if type(value) in _AS_THEY_ARE:
+        if type(value) in _JSON_TYPES:
             return value
-        kind, content = self._told(value)
+        kind, content = self._encoding(value)
         return {kind: self._encoded(content)}
 
-    def _told(self, value: Any) -> tuple[str, Any]:
-        """Return the kind of a value, and simpler values that tell it."""
+    def _encoding(self, value: Any) -> tuple[str, Any]:
+        """Return the kind of a value, and simpler values that encode it."""
         if isinstance(value, StoredTensor):
             return "tensor", value.number
         if type(value) in _NAMES:
             name = _NAMES[type(value)]
-            return name, _KINDS[name].told(value)
+            return name, _KINDS[name].encode(value)
         if type(value) is Tensor:
             if value.is_nested or value.is_meta:
                 raise PlainError(
                     "a nested tensor" if value.is_nested else "a tensor without numbers, on the meta device"
                 )
             memory = value.detach().resolve_conj().resolve_neg().cpu()
-            return self._told(self.add(memory, str(value.device)))
+            return self._encoding(self.add(memory, str(value.device)))
         if is_array(value):
-            array = sys.modules["numpy"].asarray(value)  # in which an empty text has room for a character
+            array = sys.modules["numpy"].asarray(value)  # here an empty string has room for one character
             raw = torch.from_numpy(array.reshape(-1).view("u1").copy())
             return "array", [array.dtype.str, list(array.shape), array is not value, raw]
         kind, name = type(value).__name__, getattr(value, "__qualname__", None)
@@ -226,11 +228,11 @@ class PlainWriter:
         """Write a `document` and the blocks.
 
         Args:
-            file: Open for bytes.
-            document: From `document`.
+            file: The file, open for writing bytes.
+            document: The result of `document`.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: If it cannot be written.
         """
         blocks = {str(t.number): NewBlock("U8", [len(b)], b) for t, m in self._tensors for b in [bytes_of(m)]}
         checksum = f"{zlib.crc32(document.encode()):08x}"
@@ -238,21 +240,21 @@ class PlainWriter:
 
 
 class PlainReader:
-    """Reads what a `PlainWriter` has written; to be used in a ``with`` block.
+    """Reads a file of `PlainWriter`; use it in a ``with`` block.
 
-    **Guarantees**: nothing in the file is run. Each tensor that it speaks of is a block of the file, of the size that
-    its shape and dtype say, before memory is taken for it.
+    **Guarantees**: nothing in the file is run. Each tensor that the document names is a block of the file. Before
+    memory is allocated for it, the block's size is compared with its shape and dtype.
 
     Args:
         path: The file.
-        kind: The word that the file must have been written with.
+        kind: The kind with which the file must have been written.
 
     Attributes:
-        about: Everything it says but its tensors and values.
+        about: All fields of the document except its tensors and values.
 
     Raises:
-        OSError: It cannot be read, or it is no regular file.
-        ValueError: It is another file, or it is damaged. A forged file may raise anything else here and in `content`.
+        OSError: If it cannot be read, or is not a regular file.
+        ValueError: If it is another file, or is damaged. A forged file may raise any error here and in `content`.
     """
 
     def __init__(self, path: str | os.PathLike[str], kind: str) -> None:
@@ -260,10 +262,10 @@ class PlainReader:
         try:
             text = self._file.about.get(f"gradguard_{kind}")
             if text is None:
-                raise ValueError(f"it says nothing of a {kind}")
+                raise ValueError(f"it does not contain a {kind}")
             raw = text.encode("utf-8", "surrogatepass")
             if self._file.about.get(_CHECKSUM) != f"{zlib.crc32(raw):08x}":
-                raise ValueError("what it says of itself is not what was written")
+                raise ValueError("its document does not match its checksum")
             self.about = decode_json(raw, finite=False)
             self._content = self.about.pop("content")
             self._tensors = {i: self._described(i, *one) for i, one in enumerate(self.about.pop("tensors"))}
@@ -274,24 +276,24 @@ class PlainReader:
     def _described(self, number: int, shape: Any, stride: Any, name: str, device: str, checksum: Any) -> StoredTensor:
         like = torch.empty_strided(shape, stride, dtype=_DTYPES[name], device="meta")
         if not is_dense(like) or like.numel() * like.itemsize != self._file.blocks[str(number)].nbytes:
-            raise ValueError("a tensor has another size than its bytes")
+            raise ValueError("a tensor's size differs from the number of its bytes")
         return StoredTensor(number, like, device, checksum)
 
     def content(self) -> Any:
-        """Return the values, with entries of the file in the place of tensors; what is no value raises anything."""
-        return self._made(self._content)
+        """Return the values, with entries of the file in place of tensors; invalid content may raise any error."""
+        return self._decoded(self._content)
 
-    def _made(self, told: Any) -> Any:
-        if type(told) is list:
-            return list(map(self._made, told))
-        if type(told) is not dict:
-            return told
-        ((kind, content),) = told.items()
-        content = self._made(content)
+    def _decoded(self, encoded: Any) -> Any:
+        if type(encoded) is list:
+            return list(map(self._decoded, encoded))
+        if type(encoded) is not dict:
+            return encoded
+        ((kind, content),) = encoded.items()
+        content = self._decoded(content)
         if kind == "tensor":
             return self._tensors[content]
         if kind != "array":
-            return _KINDS[kind].made(content)
+            return _KINDS[kind].decode(content)
         import numpy
 
         name, shape, is_scalar, raw = content
@@ -304,25 +306,25 @@ class PlainReader:
         """Return a sparse tensor.
 
         Raises:
-            RuntimeError: It is none.
-            PlainError: It is damaged.
+            RuntimeError: If it is not a valid sparse tensor.
+            PlainError: If it is damaged.
         """
         indices, values = map(self.tensor, stored.parts)
         made = torch.sparse_coo_tensor(indices, values, stored.shape, check_invariants=True)
         return made.coalesce() if stored.coalesced else made
 
     def tensor(self, stored: StoredTensor, *, pinned: bool = False) -> Tensor:
-        """Return a tensor, in new memory of the host.
+        """Return a tensor, in new host memory.
 
         Raises:
-            PlainError: It is damaged.
+            PlainError: If it is damaged.
         """
         memory = torch.empty_like(stored.like, device="cpu", pin_memory=pinned)
         into = bytes_of(memory)
         if self._file.read_into(str(stored.number), into) != stored.checksum:
-            raise PlainError("a tensor is not what was written")
+            raise PlainError("a tensor does not match its checksum")
         if memory.dtype is torch.bool and into and memory.as_strided((len(into),), (1,)).view(torch.uint8).max() > 1:
-            raise PlainError("a truth value is neither true nor false")
+            raise PlainError("a bool is neither 0 nor 1")
         return memory
 
     def __enter__(self) -> Self:
@@ -333,19 +335,19 @@ class PlainReader:
 
 
 def is_numpy(value: Any) -> bool:
-    """Tell whether ``value`` is an array or a number of NumPy's."""
+    """Tell whether ``value`` is a NumPy array or number."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether ``value`` is an array or a number of NumPy's for a file: of numbers or text of a fixed length."""
+    """Tell whether ``value`` is a NumPy array or number that a file can hold: of numbers or text of a fixed length."""
     plain = is_numpy(value) and type(value) in (sys.modules["numpy"].ndarray, value.dtype.type)
     return plain and value.dtype.kind in "biufcSU"
 
 
 def bytes_of(memory: Tensor) -> memoryview:
-    """Return the bytes of a dense tensor on the CPU, in the order of its memory; they are its own, and no copy."""
+    """Return the bytes of a dense tensor on the CPU, in memory order, as a view."""
     size = memory.numel() * memory.element_size()
     if not size:
         return memoryview(bytearray())

@@ -1,8 +1,8 @@
-"""A snapshot as files of plain data, and back.
+"""Write a snapshot to files of plain data, and read it again.
 
-Each process writes its own file, under its rank: tensors as raw bytes, and everything else as JSON in which each
-tensor is a number (`gradguard.state.plain_file`). Both have checksums; each file has a number that is random at
-each save, so that files of two saves are told apart. Nothing in a file is run: a snapshot may come from anybody.
+Each process writes its own file, named by its rank: tensors as raw bytes, and everything else as JSON in which each
+tensor is a number (`gradguard.state.plain_file`). Both have checksums. Each save has a random number, which all its
+files contain, so that files of two saves are distinguished. No code in a file is run: a snapshot may come from anybody.
 """
 
 import errno
@@ -40,7 +40,7 @@ _TASK = "save a snapshot"
 
 
 class Packer(Restorer):
-    """Makes plain data of copies: ``restored`` returns them with entries of the file in place of tensors.
+    """Converts copies to plain data: ``restored`` returns them with entries of the file in place of tensors.
 
     Attributes:
         writer: The writer of the file.
@@ -63,19 +63,19 @@ class Packer(Restorer):
         local, *more = kept.parts.values()
         if kept.layout is None or more or not isinstance(local, PlainCopy):
             raise UnsupportedGradientError(
-                f"the state holds a {kept.kind.__name__}, which cannot be written to a file: expected ordinary tensors "
-                "and DTensors. Keep the snapshot in memory, or save checkpoints with your own state_dict."
+                f"the state contains a {kept.kind.__name__}, which cannot be written to a file: expected ordinary "
+                "tensors and DTensors. Keep the snapshot in memory, or save checkpoints with your own state_dict."
             )
         name, shape, stride = layout_name(kept.layout), tuple(kept.shape), tuple(kept.stride)
         return StoredShard(self.restored(local), name.mesh, name.placements, shape, stride, kept.requires_grad)
 
 
 class Unpacker(Copier):
-    """Makes copies of plain data again, in memory that the file fills.
+    """Converts plain data to copies, in memory that is filled from the file.
 
     Args:
         reader: The file.
-        live: Tensors of the run, in whose device meshes shards lie.
+        live: Tensors of the run, whose device meshes the shards use.
     """
 
     def __init__(self, reader: PlainReader, live: Iterable[Tensor] = ()) -> None:
@@ -85,7 +85,7 @@ class Unpacker(Copier):
         self._known: dict[int, TensorCopy] = {}
 
     def copy(self, value: Any) -> Any:
-        """Return ``value`` with a `TensorCopy` where a tensor was."""
+        """Return ``value`` with a `TensorCopy` in place of each tensor's entry."""
         if not is_stored(value):
             return super().copy(value)
         first = first_of(value).number
@@ -104,8 +104,8 @@ class Unpacker(Copier):
     def _shard(self, stored: StoredShard, device: torch.device) -> WrappedCopy:
         if not self._layouts.has_mesh(stored.mesh):
             raise InvalidValueError(
-                f"the snapshot has a tensor on {mesh_in_words(stored.mesh)}, and no parameter of this model is on "
-                "such a one. Shard the model as it was when the snapshot was saved."
+                f"the snapshot has a tensor on {mesh_in_words(stored.mesh)}, but no parameter of this model is on "
+                "such a mesh. Shard the model as it was when the snapshot was saved."
             )
         empty = torch.empty_like(stored.local.like, device=device)
         name = LayoutName(stored.mesh, stored.placements)
@@ -116,7 +116,7 @@ class Unpacker(Copier):
 
 
 def first_of(stored: Any) -> StoredTensor:
-    """Return the first block of what stands for a tensor in a file."""
+    """Return the first block of a tensor's entry in a file."""
     if isinstance(stored, StoredSparse):
         return stored.parts[0]
     return stored.local if isinstance(stored, StoredShard) else stored
@@ -126,50 +126,50 @@ def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any
     """Check that tensors of the same names have the same shape, dtype, device and layout.
 
     Args:
-        what: The words for them.
+        what: The name of these tensors in the error.
         stored: Their entries in the file.
-        live: Those of the run.
+        live: The tensors of the run.
 
     Raises:
-        InvalidValueError: If not.
+        InvalidValueError: If any differs.
     """
     then = {name: _in_words(one) for name, one in stored.items()}
     now = {name: _in_words(one) for name, one in live.items()}
     wrong = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     if wrong:
-        told = "; ".join(f"{n}: {then.get(n, 'none')}, here {now.get(n, 'none')}" for n in wrong[:5])
+        differences = "; ".join(f"{n}: {then.get(n, 'none')}, here {now.get(n, 'none')}" for n in wrong[:5])
         raise InvalidValueError(
-            f"the snapshot is of another run: {what} differ ({told}{'; and more' if len(wrong) > 5 else ''}). Nothing "
-            "was changed. Make the model and the optimizer as they were when it was saved."
+            f"the snapshot is of another run: {what} differ ({differences}{'; and more' if len(wrong) > 5 else ''}). "
+            "Nothing was changed. Build the model and the optimizer as they were when it was saved."
         )
 
 
 def compare_names(what: str, stored: Iterable[str], live: Iterable[str]) -> None:
-    """Check that what was saved and what is there are called alike, in this order.
+    """Check that the saved names equal the present ones, in the same order.
 
     Raises:
-        InvalidValueError: If not.
+        InvalidValueError: If they do not.
     """
     then, now = list(stored), list(live)
     if then != now:
         raise InvalidValueError(
             f"the snapshot is of another run: {what} were {', '.join(then) or 'none'}, here {', '.join(now) or 'none'}."
-            " Nothing was changed. Make the model, the optimizer and extra_state= as they were when it was saved."
+            " Nothing was changed. Build the model, the optimizer and extra_state= as they were when it was saved."
         )
 
 
 def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> None:
-    """Write what ``pack`` returns of each process of ``group``; a collective.
+    """Write the result of ``pack`` of each process of ``group``; a collective.
 
-    The files are written beside, and get the directory's name when all are there: until then nobody finds a snapshot,
-    and of two jobs that save into one directory, one succeeds.
+    The files are written to a temporary directory, which is renamed when all are complete. Until then there is no
+    snapshot; and if two jobs save into one directory, one of them fails.
 
     Raises:
-        InvalidValueError: On all processes, if the directory is not empty or something cannot be written.
-        UnsupportedGradientError: If the state holds a value that has no form in a file.
-        OSError: If the disk is full, or the like; nothing is left behind then.
+        InvalidValueError: On all processes, if the directory is not empty or a file cannot be written.
+        UnsupportedGradientError: If the state contains a value that cannot be encoded in a file.
+        OSError: If the disk is full, for example; nothing is left behind then.
     """
-    number = numbers_of_all(1 << 52 | secrets.randbits(52), group, _TASK)[0]  # no generator of the run draws
+    number = numbers_of_all(1 << 52 | secrets.randbits(52), group, _TASK)[0]  # leaves the run's generators alone
     rank, processes = rank_and_size(group)
     filled, packer = beside_name(directory, number), Packer()
     own = filled / file_of(rank)
@@ -181,9 +181,9 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
                 document = packer.writer.document(about, pack(packer))
             except PlainError as error:
                 raise UnsupportedGradientError(
-                    f"the state holds something that cannot be written to a file ({error}): expected numbers, text, "
+                    f"the state contains something that cannot be written to a file ({error}): expected numbers, text, "
                     "tensors, arrays of numbers or text, and containers of these. Keep the snapshot in memory, or "
-                    "leave it out of the optimizer's groups and attributes, and of what state_dict() returns."
+                    "remove it from the optimizer's groups and attributes, and from the result of state_dict()."
                 ) from error
             if rank == 0:
                 begin_directory(directory, filled)
@@ -208,24 +208,24 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
 
 
 def file_of(rank: int | str) -> str:
-    """Return the name of the file of one process."""
+    """Return the name of a process' file."""
     return f"process-{rank}.safetensors"
 
 
 @contextmanager
 def saved_part(directory: Path, group: Any) -> Iterator[tuple[PlainReader, int]]:
-    """Open what `save_parts` has written of this process, until the block ends.
+    """Open this process' file of `save_parts`, until the block ends.
 
     Args:
-        directory: Where it is.
+        directory: The directory of the snapshot.
         group: The processes that load.
 
     Yields:
-        The reader of its file, and the number of the save.
+        The reader of the file, and the number of the save.
 
     Raises:
-        InvalidValueError: If there is no such thing, or what is read in the block is none.
-        PlainError: If the number of the save is none; the block's end makes it an InvalidValueError.
+        InvalidValueError: If there is no such file, or its content is invalid.
+        PlainError: If the number of the save is invalid; the block's end turns it into an InvalidValueError.
     """
     rank, processes = rank_and_size(group)
     file = directory / file_of(rank)
@@ -234,7 +234,7 @@ def saved_part(directory: Path, group: Any) -> Iterator[tuple[PlainReader, int]]
         if saved not in (0, processes):
             raise InvalidValueError(_other_number(directory, saved, processes))
         raise InvalidValueError(
-            f"{str(directory)!r} holds no snapshot that was written to its end: expected the directory of a "
+            f"{str(directory)!r} holds no complete snapshot: expected the directory of a "
             f"snapshot.save(directory), with its file {file.name!r}."
         )
     with _understood(directory), PlainReader(file, _KIND) as reader:
@@ -253,54 +253,54 @@ def saved_part(directory: Path, group: Any) -> Iterator[tuple[PlainReader, int]]
 
 @contextmanager
 def _understood(directory: Path) -> Iterator[None]:
-    """Turn what goes wrong with the content of a file into one error."""
+    """Turn any error about the content of a file into one kind of error."""
     try:
         yield
     except GradguardError:
         raise
-    except Exception as error:  # a forged file may raise anything, and runs nothing
+    except Exception as error:  # a forged file may raise any error, but runs no code
         why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
-        told = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {why}"
+        reason = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {why}"
         raise InvalidValueError(
-            f"the snapshot in {str(directory)!r} cannot be read: a file is missing or damaged, or was never one "
-            f"({told}). Take another one."
+            f"the snapshot in {str(directory)!r} cannot be read: a file is missing or damaged, or is not a snapshot "
+            f"({reason}). Use another one."
         ) from error
 
 
 @contextmanager
 def _together(directory: Path, group: Any) -> Iterator[None]:
-    """Do a part of a save, and raise on all processes what one of them meets; a collective."""
+    """Run one part of a save, and raise an error of one process on all of them; a collective."""
     error: Exception | None = None
     try:
         yield
     except FileExistsError:
         error = InvalidValueError(
-            f"{str(directory)!r} is there already: expected a new or empty directory, because one that was overwritten "
-            "in part would hold two states. Name another, such as snapshots/step-1000."
+            f"{str(directory)!r} exists already: expected a new or empty directory, because a partly overwritten "
+            "snapshot would contain two states. Name another, such as snapshots/step-1000."
         )
     except OSError as problem:
         code, why = problem.errno or errno.EIO, problem.strerror or problem
-        error = OSError(code, f"no snapshot was written to {str(directory)!r}: {why}. Nothing of it is left there")
-    except Exception as problem:  # or the others would wait for this process
+        error = OSError(code, f"no snapshot was written to {str(directory)!r}: {why}. No part of it is left there")
+    except Exception as problem:  # raised below, as the others would wait for this process
         error = problem
     raise_together(error, group, _TASK)
 
 
 def _other_number(directory: Path, saved: Any, here: int) -> str:
     return (
-        f"{str(directory)!r} is a snapshot of {saved!a:.20} processes, and here are {here}: go on with as many, on the "
-        "same mesh. To go on with another number, restore it on as many, and save a checkpoint of your own there with "
-        "torch.distributed.checkpoint, which has a form for that."
+        f"{str(directory)!r} is a snapshot of {saved!a:.20} processes, but here are {here}: continue with as many, on "
+        "the same mesh. To continue with another number, restore it on as many, and save your own checkpoint there "
+        "with torch.distributed.checkpoint, which can be loaded on another number."
     )
 
 
 def check_save(directory: Path, number: int, error: Exception | None, group: Any) -> None:
-    """Check that all processes of ``group`` have read files, and those of one save; a collective.
+    """Check that all processes of ``group`` have read files, and files of the same save; a collective.
 
     Args:
-        directory: Where they were.
+        directory: The directory of the files.
         number: The number of the save from which this process has read.
-        error: Why it has not.
+        error: The error that prevented reading; None if there was none.
         group: A process group.
 
     Raises:
@@ -309,14 +309,14 @@ def check_save(directory: Path, number: int, error: Exception | None, group: Any
     raise_together(error, group, "load a snapshot")
     if len(set(numbers_of_all(number, group, "load a snapshot"))) > 1:
         raise InvalidValueError(
-            f"{str(directory)!r} has files of two different saves, as after a copy over another snapshot that was not "
-            "finished: its parts would be of different steps. Nothing was changed. Copy all files of one snapshot to a "
-            "new directory, or load another snapshot."
+            f"{str(directory)!r} has files of two different saves, as after an unfinished copy over another snapshot: "
+            "its parts would be of different steps. Nothing was changed. Copy all files of one snapshot to a new "
+            "directory, or load another snapshot."
         )
 
 
 def _in_words(one: Any) -> str:
-    """Return dtype, shape, device and layout of a tensor, or of what stands for one in a file."""
+    """Describe dtype, shape, device and layout of a tensor, or of a tensor's entry in a file."""
     match one:
         case StoredTensor():
             facts = one.like.dtype, one.like.shape, one.device
@@ -330,4 +330,4 @@ def _in_words(one: Any) -> str:
             facts = one.dtype, one.shape, one.device, *([] if one.layout is torch.strided else [one.layout])
     dtype, shape, device, *layout = facts
     words = [f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"]
-    return ", ".join([*words, *(str(told).removeprefix("torch.") for told in layout)])
+    return ", ".join([*words, *(str(part).removeprefix("torch.") for part in layout)])

@@ -1,4 +1,4 @@
-"""A whole training state in memory, to which a run can go back again and again."""
+"""`Snapshot`: a complete training state in memory, to which a run can go back repeatedly."""
 
 import os
 from collections.abc import Iterable
@@ -19,57 +19,57 @@ from gradguard.torch_private import has_scheduler
 
 
 class Snapshot:
-    r"""Keep a copy of a training state in memory, and go back to it as often as wanted.
+    r"""Keep a copy of a training state in memory, and go back to it any number of times.
 
-    Weights, buffers, the optimizer's state and the numbers of its groups, the generators of Python, NumPy, the CPU
-    and the accelerators in use, and whatever ``extra_state`` lists. `take` replaces what an earlier one has kept.
+    It contains weights, buffers, the optimizer's state and the numbers of its groups, the generators of Python, NumPy,
+    the CPU and the accelerators in use, and the objects in ``extra_state``. `take` replaces an earlier copy.
 
     **Guarantees.**
 
-    * `restore` writes into the tensors that are there: data pointers stay, so CUDA graphs, compiled code, FSDP2's
-      buffers and other holders of a weight go on. Optimizer state that has come since is dropped, and what has gone is
-      made anew; buffers that have come since stay.
-    * Nothing is shared with the run: training on after `restore` does not change the snapshot. Going back twice and
-      training on the same data gives the same bits.
+    * `restore` writes into the existing tensors: data pointers stay, so CUDA graphs, compiled code, FSDP2's buffers
+      and other holders of a weight remain valid. Newer optimizer state is dropped, and missing state is created again;
+      newer buffers stay.
+    * The snapshot shares no memory with the run: training after `restore` does not change the snapshot. Going back
+      twice and training on the same data gives the same bits.
     * All or nothing: a `take` that fails leaves no snapshot, a `restore` that is refused has written nothing.
-    * `save` and `load` carry it to another process, with the same bits; damaged or mixed files are refused.
-    * Of sharded weights (FSDP2, tensor parallelism) each process keeps its own part; nothing is sent.
-    * The host does not wait for CUDA; copies go to pinned memory in the order of the stream, so no later step can
-      tear one. (A GradScaler in ``extra_state`` reads one number.)
+    * `save` and `load` transfer it to another process, with the same bits; damaged or mixed files are refused.
+    * For sharded weights (FSDP2, tensor parallelism) each process keeps its own part; nothing is sent.
+    * There is no host sync on CUDA. Copies go to pinned memory in the order of the stream, so no later step can
+      change a copy. (A GradScaler in ``extra_state`` reads one number.)
 
     **Memory.** As much as the weights, buffers and optimizer state of this process: 12 bytes a parameter for AdamW in
-    float32. For a model on an accelerator it is on the host. `nbytes` is the number.
+    float32. For a model on an accelerator it is host memory. `nbytes` is the size.
 
     **Edge cases.**
 
     ==========================================  ======================================================================
     case                                        what happens
     ==========================================  ======================================================================
-    taken before the first step                 there is no optimizer state yet, and going back leaves none
-    the same, ``capturable=True``               refused at `restore` on an accelerator: a CUDA graph may hold that state
+    taken before the first step                 there is no optimizer state yet, and `restore` removes it
+    the same, ``capturable=True``               refused at `restore` on an accelerator: a CUDA graph may use that state
     tied weights                                kept once
-    frozen weights                              kept too: something else may write to them (a teacher, a projection)
-    gradients                                   set to 0 by `restore`, in place: they were of other weights
-    parameters or groups come or go, or a       an error at `restore`; take a new snapshot
-    module is replaced
-    buffers that have come since                stay as they are
-    numbers that an optimizer of one's own      kept, as text, tensors, arrays and containers of these are, also those
-    counts with                                 of ``__slots__``; what it has set since goes. Its other objects are not
-    a scheduler that is not in `extra_state`    an error at `take`: it would go on from old numbers
-    StatefulDataLoader in `extra_state`         goes back too, from its next ``iter()`` on; the data do not otherwise
-    LBFGS, SparseAdam, wrapped states           kept as they are, lists and all
+    frozen weights                              kept too: other code may write them (a teacher, a projection)
+    gradients                                   set to 0 by `restore`, in place: they belong to other weights
+    parameters or groups added or removed, or   an error at `restore`; take a new snapshot
+    a module replaced
+    buffers added since                         stay unchanged
+    attributes of a custom optimizer            kept if they are numbers, text, tensors, arrays or containers of these,
+                                                also in ``__slots__``; newer ones are removed. Its other objects are not
+    a scheduler that is not in `extra_state`    an error at `take`: it would continue from outdated numbers
+    StatefulDataLoader in `extra_state`         restored too, from its next ``iter()`` on; otherwise data continue
+    LBFGS, SparseAdam, wrapped states           kept completely, including lists
     FSDP1, meta tensors, lazy layers            refused
-    Python attributes of modules: ``training``  not kept, nor are hooks, and whether a weight is frozen: the loop that
-                                                goes on has set them. ``get_extra_state`` is kept
-    a generator, EMA, GradScaler, guard or      goes on as it is: `restore` knows only what `extra_state` lists, such as
+    Python attributes of modules: ``training``  not kept, nor are hooks, nor whether a weight is frozen: the training
+                                                loop sets them. ``get_extra_state`` is kept
+    a generator, EMA, GradScaler, guard or      continues: `restore` changes only what `extra_state` lists, such as
     sampler that is not in `extra_state`        the `torch.Generator` that a module or sampler holds
     ==========================================  ======================================================================
 
     Args:
-        model: The module that is trained; wrapped by DDP, FSDP2 or `torch.compile` or not.
-        optimizer: Its optimizer, of a wrapper the one inside.
+        model: The module that is trained, with or without a wrapper of DDP, FSDP2 or `torch.compile`.
+        optimizer: Its optimizer; not a wrapper, but the optimizer inside.
         extra_state: Further parts of the state: schedulers, a GradScaler, modules (an averaged model), further
-            optimizers, `torch.Generator`, clippers, anything with ``state_dict`` and ``load_state_dict``.
+            optimizers, `torch.Generator`, clippers, any object with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
         taken: Whether there is a snapshot to go back to.
@@ -100,7 +100,7 @@ class Snapshot:
                 raise InvalidTypeError(f"optimizer is {type(one).__name__}: expected a torch.optim.Optimizer.")
             if isinstance(getattr(one, "optimizer", None), Optimizer):
                 raise InvalidTypeError(
-                    f"optimizer is {type(one).__name__}, which wraps another: pass the one inside, wrapper.optimizer."
+                    f"optimizer is {type(one).__name__}, which wraps another: pass the inner one, wrapper.optimizer."
                 )
         for one in extra_state:
             if not isinstance(one, torch.Generator) and not has_state(one):
@@ -122,24 +122,24 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that it holds."""
+        """Size in bytes of the tensors that it holds."""
         return self._copier.nbytes if self.taken else 0
 
     @torch.no_grad()
     def take(self) -> None:
-        """Keep the state as it is now, between two steps.
+        """Copy the present state; call it between two steps.
 
         Raises:
             InvalidValueError: If a scheduler of the optimizer is not in ``extra_state``.
             UnsupportedGradientError: If there are weights that cannot be copied, a container of an optimizer contains
-                itself, or a CUDA graph is being recorded.
+                itself, or a CUDA graph is being captured.
         """
         driven = [part.driven for part in self._parts if isinstance(part, OtherState)]
         for state in self._optimizers:
             if has_scheduler(state.optimizer) and not any(one is state.optimizer for one in driven):
                 raise InvalidValueError(
                     f"a learning-rate scheduler drives this {type(state.optimizer).__name__} and is not in the "
-                    "snapshot: it would go on from a learning rate that has gone back. Pass it: "
+                    "snapshot: it would continue from a learning rate that was rewound. Pass it: "
                     "Snapshot(model, optimizer, extra_state=(scheduler,))."
                 )
         self._prepare()
@@ -154,20 +154,20 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, *, rewind_generators: bool = True, rewind_schedule: bool = True) -> None:
-        """Make the state what it was when it was taken.
+        """Restore the state of the last `take`.
 
         Args:
-            rewind_generators: Whether random numbers come again. A run that goes on with new data does without: data
-                loaders draw the order of the next epoch from the same generators.
+            rewind_generators: Whether random numbers repeat. Pass False to continue with new data: data loaders draw
+                the order of the next epoch from the same generators.
             rewind_schedule: Whether schedulers in ``extra_state``, and the numbers of the groups that they write
-                (learning rate, momentum, weight decay), go back as well.
+                (learning rate, momentum, weight decay), are restored as well.
 
         Raises:
-            InvalidValueError: If nothing was taken, or parameters or groups have come or gone since.
-            UnsupportedGradientError: If optimizer state would have to go that a CUDA graph may use.
+            InvalidValueError: If nothing was taken, or parameters or groups were added or removed since.
+            UnsupportedGradientError: If it would drop optimizer state that a CUDA graph may use.
         """
         if not self.taken:
-            raise InvalidValueError("there is no snapshot to restore: call take() first, and let it end.")
+            raise InvalidValueError("there is no snapshot to restore: call take() first, and let it finish.")
         self._prepare()
         for part in self._parts:
             part.check()
@@ -182,29 +182,29 @@ class Snapshot:
         """Return new tensors with the weights and buffers of the model, by the names of its ``state_dict``.
 
         Raises:
-            InvalidValueError: If nothing was taken, or a tensor has come or gone since.
+            InvalidValueError: If nothing was taken, or a tensor was added or removed since.
         """
         if not self.taken:
-            raise InvalidValueError("there is no snapshot whose weights could be told: call take() first.")
+            raise InvalidValueError("there is no snapshot to return weights of: call take() first.")
         self.synchronize()
         return self._model.weights()
 
     def save(self, directory: str | os.PathLike[str], *, process_group: Any = None) -> None:
-        """Write what was taken to files of plain data, for `load`; all processes call it.
+        """Write the copy to files of plain data, for `load`; all processes call it.
 
-        Each process writes its own part: of shards no more than it holds, of weights that all hold a copy for each.
-        The directory appears when all is written: before, there is none. Of two jobs that save into one
-        the second is refused, and after an error nothing is left, so that the same name serves again.
+        Each process writes its own part: of sharded weights its shards, of replicated weights a copy. The directory
+        appears when all files are written. If two jobs save into one directory, the second is refused. After an error
+        nothing is left, so the same name can be used again.
 
         Args:
-            directory: A new or empty one, which all processes see by this path; it is looked at when all is written.
+            directory: A new or empty one, which all processes reach by this path; that is checked at the end.
             process_group: The processes that train this model together; None for all.
 
         Raises:
-            InvalidValueError: If nothing was taken, or the directory is not empty, or not one for all processes.
-            UnsupportedGradientError: If the state holds what has no form in a file, such as a lambda or an object of a
-                class of your own.
-            OSError: If the disk is full, or the like.
+            InvalidValueError: If nothing was taken, or the directory is not empty, or not the same for all processes.
+            UnsupportedGradientError: If the state contains a value that cannot be encoded in a file, such as a lambda
+                or an object of your own class.
+            OSError: If the disk is full, for example.
         """
         save_parts(Path(directory), self._packed, process_group)
 
@@ -218,22 +218,22 @@ class Snapshot:
         extra_state: Iterable[Any] = (),
         process_group: Any = None,
     ) -> Self:
-        """Return the snapshot that `save` has written, for `restore`; the run itself is not changed yet.
+        """Return the snapshot in files of `save`, for `restore`; the run itself is not changed yet.
 
-        A run in a new process goes on from it to the bit. Nothing in the files is run: they hold numbers, text and
-        tensors. Their author decides these, so load only weights that you would train on.
+        After `restore` a run in a new process continues bit by bit. No code in the files is run: they hold numbers,
+        text and tensors. Their author decides the values, so load only weights that you would train on.
 
         Args:
-            directory: As given to `save`.
+            directory: The directory given to `save`.
             model: A model like the saved one, sharded over as many processes on the same mesh.
             optimizer: An optimizer like the saved one, which may be new, with its parameters in the same order, so
                 not from a set.
             extra_state: Objects like the saved ones, in the same order.
-            process_group: As for `save`.
+            process_group: The processes that train this model together; None for all.
 
         Raises:
             InvalidValueError: On all processes, if there is no such snapshot, a file is damaged or of another save, or
-                it is of another model, optimizer or number of processes. The optimizer's state is taken as it is.
+                it is of another model, optimizer or number of processes. The optimizer's values are not checked.
 
         Example:
             >>> import gradguard as gg, tempfile, torch
@@ -251,7 +251,7 @@ class Snapshot:
         snapshot, number, error = cls(model, optimizer, extra_state=extra_state), 0, None
         try:
             number = snapshot._unpack(Path(directory), process_group)
-        except Exception as problem:  # or the others would wait for this process
+        except Exception as problem:  # `check_save` raises it; the others would wait for this process
             error = problem
         check_save(Path(directory), number, error, process_group)
         snapshot.taken = True
@@ -259,7 +259,7 @@ class Snapshot:
 
     def _packed(self, packer: Packer) -> dict[str, Any]:
         if not self.taken:
-            raise InvalidValueError("there is no snapshot that could be saved: call take() first.")
+            raise InvalidValueError("there is no snapshot to save: call take() first.")
         self.synchronize()
         parts = [part.packed(packer) for part in self._parts]
         return {"kinds": [*(part.kind for part in self._parts)], "parts": parts, "generators": self._generators}
@@ -280,7 +280,7 @@ class Snapshot:
             return number
 
     def synchronize(self) -> None:
-        """Wait until all copies have arrived on the host."""
+        """Let the host wait until all copies have arrived."""
         self._order.synchronize()
 
     def _prepare(self) -> None:

@@ -1,6 +1,6 @@
-"""The parts of a training state: a module, an optimizer, and whatever else has a state.
+"""The parts of a training state: a module, an optimizer, and any other object with a state.
 
-Each part keeps one value of plain containers, which `Copier.copy` has made of it, and which a file holds as it is.
+Each part keeps one value of plain containers, made by `Copier.copy`; a file holds the same value.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,39 +20,39 @@ from gradguard.torch_private import buffer_slots, is_fsdp1
 
 
 class SnapshotPart:
-    """A part of the state that is kept together.
+    """A part of the state that is copied and restored together.
 
     Attributes:
-        kind: A word for the part: two parts of one shape may differ in meaning, as the states of Adam and AdamW.
+        kind: The part's kind. Parts of equal shape may differ in meaning, such as the states of Adam and AdamW.
     """
 
     kind: str
     _kept: Any = None
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the tensors on whose devices the copies are ordered."""
+        """Return the tensors whose devices determine the order of copies."""
         return ()
 
     def prepare(self) -> None:
-        """Refuse what cannot be copied, before anything is."""
+        """Refuse parts that cannot be copied, before any copy is made."""
 
     def take(self, copier: Copier) -> None:
-        """Keep the state."""
+        """Copy the state."""
         raise NotImplementedError
 
     def packed(self, packer: Packer) -> Any:
-        """Return what was kept, for a file."""
+        """Return the copy in the form that a file holds."""
         return packer.restored(self._kept)
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:
-        """Keep what `packed` has returned."""
+        """Take the copy from the result of `packed`."""
         self._kept = unpacker.copy(packed)
 
     def check(self) -> None:
-        """Refuse to restore where the run is not what it was; nothing has been written yet."""
+        """Refuse to restore if the run has changed its structure; called before anything is written."""
 
     def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
-        """Write back what was kept."""
+        """Write the copy back."""
         raise NotImplementedError
 
 
@@ -64,7 +64,7 @@ class ModulePart(SnapshotPart):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters: dict[str, Tensor] = {}
-        self._slots: dict[str, tuple[dict[str, Tensor | None], str]] = {}  # of each buffer: its module's, and its name
+        self._slots: dict[str, tuple[dict[str, Tensor | None], str]] = {}  # each buffer's dict in its module, and name
         self._modules: dict[str, nn.Module] = {}
         self._buffers: dict[str, Tensor | None] = {}
         self._with_extra: dict[str, nn.Module] = {}
@@ -75,18 +75,18 @@ class ModulePart(SnapshotPart):
         yield from self._module.buffers()
 
     def prepare(self) -> None:
-        """Refuse FSDP1, and let FSDP2 show its shards."""
+        """Refuse FSDP1, and reshard FSDP2's layers."""
         for module in self._module.modules():
             if is_fsdp1(module):
                 raise UnsupportedGradientError(
-                    "FullyShardedDataParallel (FSDP1) moves its weights between flat buffers, and a copy may miss "
+                    "FullyShardedDataParallel (FSDP1) moves its weights between flat buffers, so a copy may miss "
                     "them: use torch.distributed.fsdp.fully_shard(model), or save checkpoints with its own state_dict."
                 )
             if is_fully_sharded(module):
-                module.reshard()  # type: ignore[operator]  # a layer that is gathered shows other parameters
+                module.reshard()  # type: ignore[operator]  # a gathered layer has other parameters
 
     def take(self, copier: Copier) -> None:
-        """Keep weights, buffers and extra state by their names."""
+        """Copy weights, buffers and extra state by their names."""
         self._look()
         content = {
             "parameters": self._parameters,
@@ -96,12 +96,12 @@ class ModulePart(SnapshotPart):
         self._kept = copier.copy(content)
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:
-        """Keep those of a file, if they are of such a module."""
+        """Take the copies from a file, if its module has the same structure."""
         self._look()
         compare_layouts("parameters", packed["parameters"], self._parameters)
         compare_names("buffers", sorted(packed["buffers"]), sorted(self._slots))
         if not all(one is None or is_stored(one) for one in packed["buffers"].values()):
-            raise PlainError("a buffer is no tensor")
+            raise PlainError("a buffer is not a tensor")
         compare_names("modules with extra state", packed["extra"], self._with_extra)
         places = {"parameters": self._parameters, "buffers": self._slots, "extra": self._with_extra}
         super().unpack({part: {name: packed[part][name] for name in live} for part, live in places.items()}, unpacker)
@@ -111,29 +111,28 @@ class ModulePart(SnapshotPart):
         self._parameters = dict(self._module.named_parameters())
         none = nn.Module.get_extra_state
         self._with_extra = {name: m for name, m in self._modules.items() if type(m).get_extra_state is not none}
-        self._slots = {
-            f"{prefix}.{name}".lstrip("."): (slots, name)
-            for prefix, module in self._modules.items()
-            for slots in [buffer_slots(module)]
-            for name in slots
-        }
+        self._slots = {}
+        for prefix, module in self._modules.items():
+            slots = buffer_slots(module)
+            for name in slots:
+                self._slots[f"{prefix}.{name}".lstrip(".")] = slots, name
         self._buffers = self._live_buffers()
 
     def _live_buffers(self) -> dict[str, Any]:
         return {place: slots.get(name) for place, (slots, name) in self._slots.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return new tensors with the weights and buffers that were kept."""
+        """Return new tensors with the copied weights and buffers."""
         kept = self._kept
         places = [(self._parameters, kept["parameters"]), (self._live_buffers(), kept["buffers"])]
         copies = {id(one): copied[name] for live, copied in places for name, one in live.items()}
         live = {name: one for name, one in self._module.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
         if missing := [name for name, one in live.items() if copies.get(id(one)) is None]:
-            raise InvalidValueError(f"{', '.join(missing[:5])} is not that of the snapshot any more: take() anew.")
+            raise InvalidValueError(f"{', '.join(missing[:5])} is no longer that of the snapshot: call take() again.")
         return {name: copies[id(one)].fresh() for name, one in live.items()}
 
     def check(self) -> None:
-        """Refuse parameters that have come, gone or changed their shape, and modules that were replaced."""
+        """Refuse parameters that were added, removed or resized, and modules that were replaced."""
         then, now = self._parameters, dict(self._module.named_parameters())
         kept = self._kept["parameters"]
         names = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
@@ -142,13 +141,13 @@ class ModulePart(SnapshotPart):
         names += [name for name, module in self._modules.items() if modules.get(name) is not module]
         if names:
             raise InvalidValueError(
-                f"these are not those of the snapshot any more (added, removed, replaced or resized): "
+                f"these are no longer those of the snapshot (added, removed, replaced or resized): "
                 f"{', '.join(names[:5])}{' and more' if len(names) > 5 else ''}. Nothing was restored; call take() "
                 "after such a change."
             )
 
     def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
-        """Write weights and buffers into the tensors that are there."""
+        """Write weights and buffers into the existing tensors."""
         kept = self._kept
         for name, parameter in self._parameters.items():
             restorer.write(kept["parameters"][name], parameter)
@@ -156,7 +155,7 @@ class ModulePart(SnapshotPart):
         now, others = self._live_buffers(), {}
         for place, copied in kept["buffers"].items():
             if copied is not None and now[place] is self._buffers[place] and copied.fits(now[place]):
-                restorer.write(copied, now[place])  # also one that shares memory with a weight, or with another buffer
+                restorer.write(copied, now[place])  # even if it shares memory with a weight or another buffer
             else:
                 others[place] = copied
         for place, copied in others.items():
@@ -167,11 +166,11 @@ class ModulePart(SnapshotPart):
 
 
 class OptimizerPart(SnapshotPart):
-    """The state of one optimizer, the numbers of its groups, and plain attributes that it counts with.
+    """The state of one optimizer, the numbers of its groups, and its plain attributes.
 
     Args:
         optimizer: The optimizer.
-        modules: Those that name its parameters.
+        modules: The modules that name its parameters.
     """
 
     def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -183,31 +182,31 @@ class OptimizerPart(SnapshotPart):
         return self._copy.named().values()
 
     def take(self, copier: Copier) -> None:
-        """Keep the parameters, the numbers of the groups, the state and the attributes."""
+        """Copy the parameters, the numbers of the groups, the state and the attributes."""
         self._copy.take(copier)
 
     def packed(self, packer: Packer) -> Any:
-        """Return what was kept, with names in the place of parameters, which a file does not hold."""
+        """Return the copy, with names in place of parameters, which a file does not hold."""
         content = packer.restored(self._copy.kept)
         places = {id(p): place for place, p in self._copy.parameters.items()}
         if any(isinstance(key, Tensor) and id(key) not in places for key in self._copy.keys):
             raise UnsupportedGradientError(
-                "the optimizer has state of a tensor that is in none of its groups any more."
+                "the optimizer has state of a tensor that is no longer in any of its groups."
             )
         keys = [places.get(id(key), key) for key in self._copy.keys]
         state = list(zip(keys, content["state"], strict=True))
         return {"names": self._names(), **content, "state": state}
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:
-        """Keep what a file holds, if it is of such an optimizer."""
+        """Take the copy from a file, if its optimizer has the same structure."""
         live = self._copy.parameters = self._copy.named()
         compare_layouts(f"the parameters of {type(self.optimizer).__name__}", packed["parameters"], live)
         self._refuse_another_order(packed["names"])
         self._copy.keys = [live.get(key, key) for key, _ in packed["state"]]
         known, saved = attributes_of(self.optimizer), packed["attributes"]
-        for name in saved.keys() - known.keys():  # a file may set numbers, and no method or table
+        for name in saved.keys() - known.keys():  # a file may set plain attributes, but no method or hook table
             if name in NOT_ATTRIBUTES or hasattr(self.optimizer, name) or not name.isidentifier():
-                raise PlainError(f"{type(self.optimizer).__name__}.{name!a:.40} is no number of an optimizer")
+                raise PlainError(f"{type(self.optimizer).__name__}.{name!a:.40} is no attribute of an optimizer")
         content = {
             "parameters": packed["parameters"],
             "groups": packed["groups"],
@@ -217,12 +216,12 @@ class OptimizerPart(SnapshotPart):
         self._copy.kept = unpacker.copy(content)
 
     def _names(self) -> dict[str, str]:
-        """Return the name in a module of the parameter at each place; empty where none has it."""
+        """Return the name in a module of the parameter at each position; empty if no module has it."""
         names = {id(p): name for module in reversed(self._modules) for name, p in module.named_parameters()}
         return {place: names.get(id(p), "") for place, p in self._copy.named().items()}
 
     def _refuse_another_order(self, names: dict[str, str]) -> None:
-        """State belongs to places, as in ``load_state_dict``: of parameters of one shape only names tell them apart."""
+        """Refuse parameters in another order: state belongs to positions, and only names tell equal shapes apart."""
         moved = [(place, then, now) for place, now in self._names().items() if (then := names[place]) != now]
         if moved:
             place, then, now = moved[0]
@@ -234,7 +233,7 @@ class OptimizerPart(SnapshotPart):
             )
 
     def check(self) -> None:
-        """Refuse other parameters or groups, and to drop state that a CUDA graph may use."""
+        """Refuse other parameters or groups, and a restore that would drop state in use by a CUDA graph."""
         then, now = self._copy.parameters, self._copy.named()
         kept, groups = self._copy.kept["groups"], self.optimizer.param_groups
         if len(kept) != len(groups) or then.keys() != now.keys() or any(then[place] is not now[place] for place in now):
@@ -249,12 +248,12 @@ class OptimizerPart(SnapshotPart):
             if group.get("capturable") and any(not p.is_cpu for p in lost):
                 raise UnsupportedGradientError(
                     f"the snapshot was taken before {type(self.optimizer).__name__} had any state, and a CUDA graph "
-                    "may use the state that it has now (capturable=True). Nothing was restored; take the snapshot "
-                    "after the first step."
+                    "may use its present state (capturable=True). Nothing was restored; take the snapshot after the "
+                    "first step."
                 )
 
     def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
-        """Write parameters, state, numbers of groups and attributes into what is there."""
+        """Write parameters, state, numbers of groups and attributes into the existing objects."""
         self._copy.restore(restorer, rewind_schedule)
         _zero_gradients(self._copy.parameters.values())
 
@@ -263,7 +262,7 @@ class OtherState(SnapshotPart):
     """An object with ``state_dict`` and ``load_state_dict``, or a generator.
 
     Attributes:
-        driven: The optimizer that it drives, if it is a scheduler.
+        driven: The optimizer that the object schedules, if it is a scheduler.
     """
 
     def __init__(self, thing: Any) -> None:
@@ -275,11 +274,11 @@ class OtherState(SnapshotPart):
         )
 
     def take(self, copier: Copier) -> None:
-        """Keep its state."""
+        """Copy its state."""
         self._kept = copier.copy(self._save())
 
     def restore(self, restorer: Restorer, rewind_schedule: bool = True) -> None:
-        """Hand the state back, as a copy that the object may keep."""
+        """Load the state as a new copy, which the object may keep."""
         if rewind_schedule or self.driven is None:
             self._load(Restorer().restored(self._kept))
 
@@ -290,15 +289,15 @@ def has_state(one: Any) -> bool:
 
 
 def optimizer_of(thing: Any) -> Optimizer | None:
-    """Return which optimizer a scheduler drives; None of anything else."""
-    inner = getattr(thing, "scheduler", thing)  # of a trainer's wrapper
+    """Return the optimizer of a scheduler; None for any other object."""
+    inner = getattr(thing, "scheduler", thing)  # a trainer's wrapper has the scheduler inside
     optimizer = getattr(inner, "optimizer", None)
     is_scheduler = hasattr(inner, "get_last_lr") or isinstance(inner, torch.optim.lr_scheduler.LRScheduler)
     return optimizer if is_scheduler and isinstance(optimizer, Optimizer) else None
 
 
 def _zero_gradients(parameters: Iterable[Tensor]) -> None:
-    """Let gradients, which were of other weights, become 0."""
+    """Set gradients to 0, because they belong to other weights."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.zero_()

@@ -1,4 +1,4 @@
-"""Buffers that a forward writes, as BatchNorm does: a step that is skipped leaves them as they were before it."""
+"""Buffers that a forward writes, such as BatchNorm's statistics: restore them after a skipped step."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from gradguard.torch_private import buffer_slots, version_of
 
 
 class StepBuffers:
-    """Keeps the buffers of a module from step to step, and gives them back where a step was skipped.
+    """Keeps the buffers of a module from step to step, and restores them after a skipped step.
 
-    Only those that were written since are looked at: torch counts the writes to a tensor, but for running statistics,
-    which count as written at each step, and those of kernels of one's own, which are not seen. On an accelerator the
-    host does not wait, but for a buffer that has become another tensor or is no ordinary one.
+    Only buffers that were written since are compared, by torch's count of writes. Running statistics are not counted,
+    so they are treated as written at each step. Writes by custom kernels are not counted and not detected. On an
+    accelerator there is no host sync, except for a buffer that was replaced or is not a plain tensor.
 
     Args:
-        model: The module. What ``load_state_dict`` writes to it is kept, and taken for no step's.
+        model: The module. Values from its ``load_state_dict`` are kept, not treated as written by a step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,28 +30,28 @@ class StepBuffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep the buffers as they are now: the step is over."""
+        """Copy the present buffers, at the end of a step."""
         for one in filter(_KeptBuffer.is_written, self._kept):
             one.keep()
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor | bool) -> None:
-        """Give back what `keep` has kept if the step was ``skipped``, 0-dim bool on any device."""
+        """Restore the buffers of the last `keep` if the step was ``skipped``, a 0-dim bool on any device."""
         for one in filter(_KeptBuffer.is_written, self._kept):
             one.put_back(skipped)
 
     def remove(self) -> None:
-        """Let go of all copies."""
+        """Drop all copies."""
         self._hook.remove()
         self._kept = []
 
 
 _UNCOUNTED = ("running_mean", "running_var")
-"""Buffers that batch and instance norms write without torch's count of writes going up."""
+"""Buffers that batch and instance norms write without increasing torch's count of writes."""
 
 
 class _KeptBuffer:
-    """One buffer, and a copy of its numbers."""
+    """One buffer, and a copy of its values."""
 
     def __init__(self, slots: dict[str, Tensor | None], name: str) -> None:
         self._slots, self._name = slots, name
@@ -60,39 +60,39 @@ class _KeptBuffer:
         self.keep()
 
     def keep(self) -> None:
-        """Copy it, and note how often it has been written until now."""
+        """Copy the buffer, and store its present count of writes."""
         now: Any = self._slots.get(self._name)
         if self._is_plain(now):
-            self._copy.memory.copy_(now)  # of the copy before, whose memory is used again
+            self._copy.memory.copy_(now)  # reuses the memory of the previous copy
         else:
             self._live, self._copy = now, UndoCopier().copy(now)
         self._writes = self._count()
 
     def _is_plain(self, now: Any) -> bool:
-        """Whether it is the ordinary tensor that it was."""
+        """Tell whether the buffer is still the same plain tensor."""
         copy = self._copy
         is_strided = isinstance(copy, PlainCopy) and copy.memory.layout is torch.strided
         return is_strided and now is self._live and copy.fits(now)
 
     def _count(self) -> int | None:
-        """Return how often torch has written it; None where that is not counted."""
+        """Return torch's count of writes to the buffer; None if they are not counted."""
         if self._live is None:
             return 0
         local = local_part(self._live)
         return None if local.is_inference() or self._name in _UNCOUNTED else version_of(local)
 
     def is_written(self) -> bool:
-        """Tell whether it may have been written since."""
+        """Tell whether the buffer may have been written since."""
         if self._slots.get(self._name) is not self._live:
             return True
         count = self._count()
         return count is None or count != self._writes
 
     def put_back(self, skipped: Tensor | bool) -> None:
-        """Write the copy into it if the step was skipped."""
+        """Write the copy into the buffer if the step was skipped."""
         now: Any = self._slots.get(self._name)
         if isinstance(skipped, Tensor) and not are_readable(skipped) and self._is_plain(now):
             now.copy_(torch.where(move(skipped.bool(), now.device), self._copy.memory, now))
         elif skipped:
-            own = now if now is self._live else None  # another tensor in this place is somebody else's
+            own = now if now is self._live else None  # a tensor that replaced the buffer must not be overwritten
             self._slots[self._name] = Restorer().restored(self._copy, own)

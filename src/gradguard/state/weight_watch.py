@@ -1,4 +1,4 @@
-"""Whether weights changed between two steps: by a fault, a bit flip, or code that is no optimizer."""
+"""Detect weights that changed between two steps: by a fault, a bit flip, or code other than the optimizer."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,24 +14,24 @@ from gradguard.tensors.sketch import hashed, in_chunks
 from gradguard.torch_private import versions_of
 
 _ROW = 1 << 14
-"""Weights in one sum."""
+"""Number of weights in one sum."""
 _SHORT = 1 << 14
-"""Tensors up to this length are copied into one, so that many small ones take few operations."""
+"""Largest length of tensors that are concatenated into one, so that many small ones take few operations."""
 _AT_ONCE, _AT_ONCE_ON_DEVICES = 1 << 18, 1 << 24
-"""Elements that are converted at a time."""
+"""Number of elements that are converted at a time."""
 
 
 class WeightWatch:
-    r"""Compares the weights before a step with those after the one before.
+    r"""Compares the weights before a step with those after the previous one.
 
-    It compares how often torch has written each tensor, and checksums: of each 16,384 weights :math:`w_i` the sum
+    It compares torch's count of writes to each tensor, and checksums: for each 16,384 weights :math:`w_i` the sum
     :math:`\sum_i r_i w_i` with fixed random numbers :math:`r_i`, in float32 (float64 for float64 weights). A changed
-    value, a flipped sign or exchanged weights change the sum, also where NumPy or another library wrote them. A change
-    below the rounding of the sum, some 1e-5 of the size of the weights around it, is not seen. On an accelerator the
-    host does not wait.
+    value, a flipped sign or exchanged weights change the sum, even if NumPy or another library wrote them. A change
+    below the rounding of the sum, some 1e-5 of the size of the weights around it, is not detected. On an accelerator
+    there is no host sync.
 
     Args:
-        optimizer: Whose parameters are compared.
+        optimizer: The optimizer whose parameters are compared.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -43,18 +43,18 @@ class WeightWatch:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Note the weights as they are: what was done to them until now is in order."""
+        """Store the present weights' write counts and checksums as the reference."""
         weights = self._weights()
         self._writes, self._sums = versions_of(weights), self._sums_of(weights)
 
     @torch.no_grad()
     def were_written(self) -> bool:
-        """Return whether torch has written one of them since; that costs next to nothing."""
+        """Return whether torch has written any weight since `keep`; this costs almost nothing."""
         return versions_of(self._weights()) != self._writes
 
     @torch.no_grad()
     def changed(self) -> Tensor | bool:
-        """Return whether they have changed since; a bool, or a 0-dim tensor where only the device knows."""
+        """Return whether any weight has changed since `keep`; a bool, or a 0-dim tensor if only the device has it."""
         if self.were_written():
             return True
         now, then = self._sums_of(self._weights()), self._sums
@@ -79,7 +79,7 @@ class WeightWatch:
         return torch.cat([move(one, home, sums[-1].dtype) for one in sums])
 
     def _weights(self) -> list[Tensor]:
-        """The weights, of sharded ones the part of this process."""
+        """Return the weights; of sharded ones, this process' part."""
         if not self._sharded:
             return self._whole
         return [*self._whole, *_readable(list(map(local_part, self._sharded)))]
@@ -93,7 +93,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return a number that changes if any element of ordinary tensors does, in its last bit; the host waits."""
+    """Return a number that depends on every bit of the elements of plain tensors; a host sync."""
     total = 0
     for tensor in tensors:
         kind = _INTEGERS.get(tensor.dtype.itemsize, torch.int8)
