@@ -94,8 +94,8 @@ class RecoveryEvent:
 
     Attributes:
         optimizer: The optimizer that stepped.
-        kind: ``"burst"`` (several spikes in a row were accepted), ``"rolled_back"`` or ``"data_shift"`` (the burst turned
-            out to be a lasting change of the data).
+        kind: ``"burst"`` (several spikes in a row were accepted), ``"rolled_back"``, or ``"data_shift"`` (the burst was
+            a lasting change of the data).
         message: A description in words.
         lost: Steps whose work no weight contains any more, skipped steps included; None if not known yet.
         recovery: Steps from the first spike until the end of the recovery; None as long as the recovery lasts.
@@ -128,7 +128,8 @@ class Listener:
 
         Args:
             losses: The tensors that the backward starts from; none if it starts from edges of the graph.
-            weights: The initial gradient of each loss: None for 1, or the tensor that the script passed.
+            weights: The initial gradient of each loss: ones, or the tensor that the script passed; None for a tensor
+                that needs no gradient.
         """
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> AbstractContextManager | None:

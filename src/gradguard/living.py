@@ -13,7 +13,7 @@ def all_objects() -> list[Any]:
     """Return all objects of the garbage collector, frozen ones too: a missed wrapper would make a norm wrong."""
     if not gc.get_freeze_count():
         return gc.get_objects()
-        gc.collect()  # else garbage that exists now would be frozen below
+    gc.collect()  # else garbage that exists now would be frozen below
     gc.unfreeze()
     try:
         return gc.get_objects()
