@@ -48,6 +48,7 @@ class GradguardError(Exception):
     """Base class of every error that gradguard raises on purpose.
 
     A note (PEP 678) names the documentation page about the error. Tracebacks show the note; ``str(error)`` omits it.
+
     Example:
         >>> import gradguard as gg
         >>> try:

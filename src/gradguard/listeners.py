@@ -276,6 +276,7 @@ def tell_of(method: Callable[..., None], *facts: Any) -> None:
     Args:
         method: A method of `Listener`, such as ``Listener.on_recover``; a listener's override is called.
         *facts: The arguments of the call.
+
     Example:
         >>> class Log(Listener):
         ...     def on_recover(self, event): print(event.kind, event.lost)

@@ -113,6 +113,7 @@ def clipping_rule(text: str) -> NamedRule:
 
     Raises:
         InvalidValueError: If the rule is unknown, or its number is out of range.
+
     Returns:
         The rule.
 

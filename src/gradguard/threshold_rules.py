@@ -332,7 +332,7 @@ class LockInAlarm:
         self._bound_on, self._bound = deque([False] * window, maxlen=window), 0
 
     def follow(self, clipped: bool, threshold: float) -> bool:
-        """Add one step, and return whether the clip is locked in.
+        """Return the verdict after one more step.
 
         Args:
             clipped: Whether the clip binds on this step.

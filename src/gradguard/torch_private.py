@@ -318,7 +318,7 @@ def saved_constant(node: Node, name: str) -> Any:
 
 
 def saved_value(node: Node, name: str) -> Any:
-    """Return the value that ``node`` saved as ``name``; AttributeError if there is none, RuntimeError if it is freed."""
+    """Return the value that ``node`` saved as ``name``; AttributeError if it has none, RuntimeError if it is freed."""
     return getattr(node, f"_saved_{name}")
 
 
@@ -613,7 +613,7 @@ def traced_scale_of(scaler: Any) -> float | Tensor:
 
 
 def constant_when_traced(function: _F) -> _F:
-    """Mark ``function`` so that the compiler calls it while tracing instead of tracing into it."""
+    """Return ``function``, marked so that the compiler calls it while tracing instead of tracing into it."""
     # As `torch.compiler.assume_constant_result`, without importing the compiler. If the compiler ignores the mark, it
     # traces into the function, and raises its own error if it cannot.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -621,7 +621,7 @@ def constant_when_traced(function: _F) -> _F:
 
 
 def never_compiled(function: _F) -> _F:
-    """Mark ``function`` so that compiled code calls it uncompiled, with everything that it calls.
+    """Return ``function``, marked so that compiled code calls it uncompiled, with everything that it calls.
 
     `torch.compiler.disable` does the same, but imports the compiler and adds a Python frame that is compiled. If torch
     has no such marks, the compiler traces into the function.
