@@ -127,7 +127,7 @@ MEDIAN_START_TIMES = 1.5
 
 
 MEDIAN_START_TIMES_BOUNDED = 3.0
-"""The same multiple if the update is bounded."""
+"""This multiple applies if the update is bounded."""
 
 MEDIAN_UPDATE = 0.1
 """`ClipByMedian` lets a step move the weights by at most this share of their norm."""

@@ -39,7 +39,7 @@ class Need(NamedTuple):
         holder: The module, class or object that has the names.
         names: The names, separated by spaces.
         feature: The feature of gradguard that reads them.
-        instead: What the user can do without the feature.
+        instead: A workaround for the user.
     """
 
     holder: str

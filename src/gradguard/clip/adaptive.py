@@ -509,7 +509,7 @@ def _added_up(
     here: tuple[Tensor, Tensor, Tensor],
     rule: tuple[float | Tensor, float],
 ) -> UnitClip:
-    """Combine the measurements of all ranks in one all-reduce, and return the effect of the clip.
+    """Return the effect of the clip on all ranks: one all-reduce combines their measurements.
 
     Args:
         grads: The gradients, of which each rank holds parts.

@@ -323,8 +323,8 @@ def apply_gradient_clipping(
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type != "adaptive" and selector_of(exclude) is not None:
         raise InvalidValueError(
-            f"exclude= needs clipping_type='adaptive', but clipping_type is {clipping_type!r}. To exempt parameters "
-            "from another rule, use gradguard.Groups."
+            f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: use gradguard.Groups to "
+            "exempt parameters from another rule."
         )
     if clipping_type == "adaptive":
         clipper = ClipAdaptive(threshold, exclude=exclude)
