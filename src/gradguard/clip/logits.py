@@ -80,14 +80,14 @@ def _call_of(
         raise UnsupportedGradientError(
             "torch.nn.functional.scaled_dot_product_attention was replaced by a function of "
             f"{getattr(attention, '__module__', None)}, as context_parallel does, where queries and keys are parts "
-            "of the sequence: the largest logit is not known. Run attention without it, or detach() the watch."
+            "of the sequence: the largest logit is not known. Run attention without it, or detach() the LogitWatch or QKClip."
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if query.is_nested or key.is_nested or any_sharded([query, key, attn_mask]):
         raise UnsupportedGradientError(
             "scaled_dot_product_attention is called with nested tensors or DTensors, so this process does not hold "
             "every logit. Expected padded tensors, and under tensor parallelism the local heads "
-            "(ColwiseParallel() with its default use_local_output=True); or detach() the watch of the logits."
+            "(ColwiseParallel() with its default use_local_output=True); or detach() the LogitWatch or QKClip."
         )
     return AttentionCall(query.detach(), key.detach(), value.detach(), attn_mask, is_causal, scale)
 
@@ -294,7 +294,7 @@ def _call_of_flex(call: AttentionCall, name: str) -> AttentionCall:
     if call.told is None:
         raise UnsupportedGradientError(
             f"{name} calls flex_attention with the kernel 'FLASH', or on a device where no kernel returns the "
-            "largest logit. Expected kernel_options without BACKEND='FLASH', or detach() the watch."
+            "largest logit. Expected kernel_options without BACKEND='FLASH', or detach() the LogitWatch or QKClip."
         )
     return call
 
