@@ -80,7 +80,8 @@ def _call_of(
         raise UnsupportedGradientError(
             "torch.nn.functional.scaled_dot_product_attention was replaced by a function of "
             f"{getattr(attention, '__module__', None)}, as context_parallel does, where queries and keys are parts "
-            "of the sequence: the largest logit is not known. Run attention without it, or detach() the LogitWatch or QKClip."
+            "of the sequence: the largest logit is not known. Run attention without it, or detach() the LogitWatch "
+            "or QKClip."
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if query.is_nested or key.is_nested or any_sharded([query, key, attn_mask]):

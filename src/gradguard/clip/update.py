@@ -273,7 +273,7 @@ def _as_before(moving: Sequence[_Moving]) -> Iterator[None]:
 
 
 def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
-    """Return the absolute learning rate of each parameter of ``optimizer``; 1 in place of 0, because nothing moves then.
+    """Return the absolute learning rate of each parameter of ``optimizer``; 1 in place of 0, which moves nothing.
 
     Raises:
         InvalidValueError: If a group has no learning rate.
