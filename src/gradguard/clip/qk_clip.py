@@ -44,9 +44,9 @@ class QKClip(OfOneOptimizer):
     micro-batches and processes.
 
     ``projections`` names the layers that make queries and keys. Without it they are found:
-    `torch.nn.MultiheadAttention`, and modules with `torch.nn.Linear` layers called ``q_proj, k_proj``, ``wq, wk``, ``to_q, to_k``, ``query, key``, or,
-    with rows for all queries, all keys, all values in this order, ``qkv``, ``qkv_proj``, ``c_attn``. The attention
-    calls show the number of heads.
+    `torch.nn.MultiheadAttention`, and modules with `torch.nn.Linear` layers called ``q_proj, k_proj``, ``wq, wk``,
+    ``to_q, to_k``, ``query, key``, or, with rows for all queries, all keys, all values in this order, ``qkv``,
+    ``qkv_proj``, ``c_attn``. The attention calls show the number of heads.
 
     **Guarantees.**
 
@@ -582,7 +582,7 @@ class _Attention:
 
 
 def _by_rows(gamma: Tensor, *pattern: tuple[float, int]) -> Tensor:
-    """Return the factor of each row; ``pattern`` lists the powers of ``gamma`` in one head, with their numbers of rows."""
+    """Return the factor of each row; ``pattern`` lists powers of ``gamma`` for one head, with their numbers of rows."""
     return torch.cat([(gamma**power)[:, None].expand(-1, count) for power, count in pattern], 1).flatten()
 
 
