@@ -43,12 +43,12 @@ def runs_hooks(optimizer: Any) -> bool:
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and those that it holds in its attributes, or in lists, tuples and dicts there."""
     found: list[Optimizer] = []
-    queue, seen = deque[Any]([optimizer]), set[int]()
+    queue, visited = deque[Any]([optimizer]), set[int]()
     while queue:
         value = queue.popleft()
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, Optimizer):
             found.append(value)
             queue.extend(entry for name, entry in vars(value).items() if name not in ("param_groups", "state"))

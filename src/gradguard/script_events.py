@@ -86,14 +86,14 @@ def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any
         call = read(*rest, **named)
     except Exception:  # the arguments are wrong: let the original raise its own error
         return original(*args, **kwargs)
-    seen = parameters
+    repeatable = parameters
     if isinstance(parameters, Iterator):  # it can be read only once; torch warns about an empty generator as such
-        seen = list(parameters)
-        parameters = seen or parameters
-    call.again = functools.partial(original, seen, *rest, **named)
+        repeatable = list(parameters)
+        parameters = repeatable or parameters
+    call.again = functools.partial(original, repeatable, *rest, **named)
     tensors: list[Tensor] = []
     with suppress(Exception):  # reading a script's own iterable a second time may raise anything
-        tensors = tensors_of(seen)
+        tensors = tensors_of(repeatable)
     with announced(call, tensors):
         result = original(parameters, *rest, **named)
     norm = result if isinstance(result, Tensor) else None

@@ -245,7 +245,7 @@ class Guard(OfOneOptimizer):
         self._policy: GuardPolicy = nonfinite
         # Helpers.
         self._guarded = GuardedParameters(optimizer, clipper, model, stages)
-        self._guarded.look()  # before attaching: the clipper may refuse the parameters
+        self._guarded.refresh()  # before attaching: the clipper may refuse the parameters
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
         self._spike_watch = SpikeWatch(spikes, clipper)
         # State across steps.
@@ -296,7 +296,7 @@ class Guard(OfOneOptimizer):
         if number == 0:
             self._spike_watch.begin(self.steps + 1, in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        self._guarded.look()
+        self._guarded.refresh()
         grads = self._guarded.gradients(self._policy, self._proxy)
         with refused_by_name(grads):
             # Spikes keep their gradients unchanged for `SpikeRecovery`, and an error must change nothing.
@@ -490,7 +490,7 @@ class Guard(OfOneOptimizer):
         if not self._attached or not self._step.waits or step.skipped is None:
             return
         with torch.no_grad():
-            self._guarded.look()
+            self._guarded.refresh()
             decision = self.clipper.decide(self._guarded.gradients(self._policy, self._proxy))
         self.last = decision.result
         self._step = _GuardStep(SkippedStep("grad_scaler"))

@@ -19,12 +19,12 @@ class GuardedParameters:
 
     Args:
         optimizer: The optimizer.
-        clipper: Learns the parameters in each `look` that finds new ones, and may refuse them.
+        clipper: Learns the parameters in each `refresh` that finds new ones, and may refuse them.
         model: Names the parameters; None for the optimizer's own names.
         stages: The pipeline stages along which the parameters differ.
 
     Attributes:
-        parameters: The parameters at the last `look`.
+        parameters: The parameters at the last `refresh`.
         model: The argument.
         stages: The argument.
     """
@@ -36,7 +36,7 @@ class GuardedParameters:
         self._stages_learned = False
 
     def gradients(self, policy: str, proxy: OptimizerProxy | None = None, reach: Reach | None = None) -> Gradients:
-        """Return the gradients of the parameters of the last `look`, with the settings that all ranks must share.
+        """Return the gradients of the parameters of the last `refresh`, with the settings that all ranks must share.
 
         Args:
             policy: The policy for non-finite gradients, or another setting that all ranks must share.
@@ -52,8 +52,8 @@ class GuardedParameters:
         grads = with_reach(grads, self._clipper, self._optimizer) if reach is None else replace(grads, reach=reach)
         return self._clipper.compared(grads, policy)
 
-    def look(self) -> None:
-        """Show the parameters to the clipper if they differ from those of the last `look` that it accepted."""
+    def refresh(self) -> None:
+        """Show the parameters to the clipper if they differ from those of the last `refresh` that it accepted."""
         parameters = parameters_of(self._optimizer)
         if list(map(id, parameters)) == list(map(id, self.parameters)):
             return

@@ -40,7 +40,7 @@ class AttentionCall(NamedTuple):
         mask: ``attn_mask``.
         causal: ``is_causal``.
         scale: The factor of the products.
-        told: The largest logit of each head, if the kernel returned it; else None.
+        from_kernel: The largest logit of each head, if the kernel returned it; else None.
         is_changed: Whether a ``score_mod`` changes the products.
     """
 
@@ -50,7 +50,7 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
     causal: bool
     scale: float
-    told: Tensor | None = None
+    from_kernel: Tensor | None = None
     is_changed: bool = False
 
     @property
@@ -109,8 +109,8 @@ def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
         One number for each head. A query of fewer than four dimensions does not separate heads from the batch; the
         result is then one number for all. An additive mask of -1e4 or less masks; it adds nothing elsewhere.
     """
-    if call.told is not None:
-        return call.told
+    if call.from_kernel is not None:
+        return call.from_kernel
     wide = torch.float64 if call.query.dtype == torch.float64 else torch.float32
     with torch.autocast(call.query.device.type, enabled=False), full_float32("product"):
         query, key = call.query.to(wide) * call.scale, call.key.to(wide)
@@ -292,7 +292,7 @@ def tell_waiting() -> None:
 
 
 def _call_of_flex(call: AttentionCall, name: str) -> AttentionCall:
-    if call.told is None:
+    if call.from_kernel is None:
         raise UnsupportedGradientError(
             f"{name} calls flex_attention with the kernel 'FLASH', or on a device where no kernel returns the "
             "largest logit. Expected kernel_options without BACKEND='FLASH', or detach() the LogitWatch or QKClip."

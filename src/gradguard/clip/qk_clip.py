@@ -165,17 +165,17 @@ class QKClip(OfOneOptimizer):
         self._alpha = check_number("alpha", alpha, "a number from 0 to 1")
         self._exact, self._group = exact, process_group
         self._attentions = _found(model, projections or {})
-        self._told = [one for one in self._attentions.values() if one is not None]
-        _check_weights(model, self._told, optimizer)
-        for one in self._told:
+        self._rescaled = [one for one in self._attentions.values() if one is not None]
+        _check_weights(model, self._rescaled, optimizer)
+        for one in self._rescaled:
             one.measured = one.nothing()
         self._overflow: Tensor | None = None
         self._is_agreed = False  # whether all ranks are known to have the same attentions
         self._late = LateReader(self._refuse_changed)
         self._listener = AttentionListener(model, self._heard)
-        self._hooks = [hook for one in self._told for hook in one.keep_outputs()]
+        self._hooks = [hook for one in self._rescaled for hook in one.keep_outputs()]
         self._steps = EveryStep(self._before, self._after, optimizer=optimizer)
-        _clipped.update(one.query for one in self._told)
+        _clipped.update(one.query for one in self._rescaled)
 
     def __repr__(self) -> str:
         """Return the constructor call, with the names ``optimizer`` and ``model``."""
@@ -185,7 +185,7 @@ class QKClip(OfOneOptimizer):
         """Stop clipping, for good; may be repeated."""
         self._listener.remove()
         self._steps.remove()
-        _clipped.difference_update([one.query for one in self._told] if self._hooks else [])
+        _clipped.difference_update([one.query for one in self._rescaled] if self._hooks else [])
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -209,9 +209,9 @@ class QKClip(OfOneOptimizer):
         del number
         self._overflow = getattr(optimizer, "found_inf", None)
         self._steps.act_last()  # rescale after a `ClipUpdate` that was attached later, which measures the step alone
-        for one in self._told:
+        for one in self._rescaled:
             one.check()
-        parts = [one.measured.to(one.nothing()) for one in self._told]
+        parts = [one.measured.to(one.nothing()) for one in self._rescaled]
         joined = torch.cat([move(part, parts[0].device) for part in parts])
         if not self._is_agreed and len(set(numbers_of_all(len(joined), self._group, _TASK))) > 1:
             raise InvalidValueError(
@@ -220,7 +220,7 @@ class QKClip(OfOneOptimizer):
             )
         self._is_agreed = True
         joined = largest_over(joined, self._group, _TASK).split(list(map(len, parts)))
-        for one, part, everywhere in zip(self._told, parts, joined, strict=True):
+        for one, part, everywhere in zip(self._rescaled, parts, joined, strict=True):
             one.measured = move(everywhere, part.device)
             one.look()
         self._late.push(torch.stack([part[_FAULTS] for part in joined]).flatten())
@@ -229,7 +229,7 @@ class QKClip(OfOneOptimizer):
     def _after(self, optimizer: Optimizer) -> None:
         guard = guard_of(optimizer)
         self.last = {}
-        for one in self._told:
+        for one in self._rescaled:
             one.is_seen = False
             if one.shape is None:
                 continue
@@ -250,11 +250,11 @@ class QKClip(OfOneOptimizer):
         Raises:
             UnsupportedGradientError: If a fault is above 1; the message names the attention.
         """
-        is_late = self._told[0].nothing().device.type != "cpu"
+        is_late = self._rescaled[0].nothing().device.type != "cpu"
         done = "It was never rescaled; steps since then were taken" if is_late else _NOTHING_DONE
         for place, fault in enumerate(faults):
             if fault > 1:
-                one, words = self._told[place // len(_FAULT_WORDS)], _FAULT_WORDS[place % len(_FAULT_WORDS)]
+                one, words = self._rescaled[place // len(_FAULT_WORDS)], _FAULT_WORDS[place % len(_FAULT_WORDS)]
                 raise UnsupportedGradientError(
                     f"{one.title} {words} Name the right layers, or leave this one unclipped, {one.left_alone}. {done}."
                 )

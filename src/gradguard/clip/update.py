@@ -166,7 +166,7 @@ class ClipUpdate(OfOneOptimizer):
         parameters = parameters_of(self.optimizer)
         if is_in_backward():
             refuse_in_backward(self.clipper, parameters, self._guarded.stages)
-        self._guarded.look()
+        self._guarded.refresh()
         self._rates = _learning_rates(self.optimizer)
         known = {id(one.parameter): one for one in self._moving if one.fits()}
         if list(known) != list(map(id, parameters)):

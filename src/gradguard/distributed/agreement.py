@@ -104,7 +104,7 @@ def agree(
     table = mine.repeat(dist.get_world_size(union.group), 1)
     if len(table) > 1:
         gather = partial(dist.all_gather, list(table.unbind()), mine, group=union.group)
-        together(gather, union, signature, on_host=table.is_cpu, compares=True)
+        run_collective(gather, union, signature, on_host=table.is_cpu, compares=True)
     table = table.cpu()
     stages, of_stage = table[:, 0].unique(return_inverse=True)  # tensors: the world may have thousands of ranks
     rows = torch.arange(len(table), device="cpu")
@@ -143,7 +143,7 @@ def texts_of(union: ReductionGroup, mine: bytes, lengths: Mapping[int, int], dev
     for sender, part in zip(lengths, buffer.split(sizes), strict=True):
         if sender == me:
             part.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    together(partial(dist.all_reduce, buffer, group=union.group), union, [], on_host=buffer.is_cpu)
+    run_collective(partial(dist.all_reduce, buffer, group=union.group), union, [], on_host=buffer.is_cpu)
     return [bytes(part.tolist()) for part in buffer.split(sizes)]
 
 
@@ -156,17 +156,19 @@ def details_of_stages(union: ReductionGroup, agreement: Agreement, device: torch
 
 
 def gather_objects(union: ReductionGroup, value: Any, signature: Sequence[str] = (), task: str = "") -> list[Any]:
-    """Return the ``value`` of every rank of the union, in order of rank; for the other arguments see `together`."""
+    """Return the ``value`` of every rank of the union, in order of rank; the rest as for `run_collective`."""
     found: list[Any] = [None] * dist.get_world_size(union.group)
     if len(found) == 1:
         return [value]
     if find_spec("numpy") is None:
         raise MissingPackageError("PyTorch needs NumPy to exchange objects between processes: pip install numpy")
-    together(lambda async_op: dist.all_gather_object(found, value, group=union.group), union, signature, task=task)
+    run_collective(
+        lambda async_op: dist.all_gather_object(found, value, group=union.group), union, signature, task=task
+    )
     return found
 
 
-def together(
+def run_collective(
     collective: Callable[..., Any],
     union: ReductionGroup,
     signature: Sequence[str],
@@ -223,9 +225,9 @@ def _difference_while_waiting(
             if store is None:
                 name = str(getattr(union.group, "group_name", ""))
                 store = dist.PrefixStore(f"gradguard/{name}/call/{number}", default_store())
-                _tell_presence(store, ranks)
-                tell_list(store, union, signature, known)
-            difference = told_difference(store)
+                _report_presence(store, ranks)
+                publish_list(store, union, signature, known)
+            difference = published_difference(store)
             if difference is not None:
                 if compares:  # give all ranks time to compare their lists: a rank that left now would count as missing
                     with suppress(RuntimeError):
@@ -317,14 +319,14 @@ def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapp
     if store.check(["found"]):  # this rank is much later than the others, which have ended their survey
         return {}
     ranks = dist.get_process_group_ranks(union.group)
-    _tell_presence(store, ranks)
-    tell_list(store, union, signature)
+    _report_presence(store, ranks)
+    publish_list(store, union, signature)
     if store.add("came", 1) > 1:
         store.wait(["found"], timedelta(seconds=3 * _PATIENCE))
         return json.loads(store.get("found"))
     _wait_for_all(store, len(ranks))
     found: dict[str, Any] = {"missing": listed(_missing(store, ranks), MOST_RANKS)}
-    difference = told_difference(store)
+    difference = published_difference(store)
     if difference is not None:
         found["difference"] = difference
     store.set("found", json.dumps(found))
@@ -341,7 +343,7 @@ def _wait_for_all(store: Any, count: int) -> None:
         last = time.monotonic() if came > before else last
 
 
-def _tell_presence(store: Any, ranks: Sequence[int]) -> None:
+def _report_presence(store: Any, ranks: Sequence[int]) -> None:
     at = ranks.index(dist.get_rank())
     store.add(f"here/{at // _IN_A_WORD}", 1 << at % _IN_A_WORD)
 
@@ -352,7 +354,7 @@ def _missing(store: Any, ranks: Sequence[int]) -> list[int]:
     return [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
 
 
-def tell_list(store: Any, union: ReductionGroup, signature: Sequence[str], known: bool = False) -> None:
+def publish_list(store: Any, union: ReductionGroup, signature: Sequence[str], known: bool = False) -> None:
     """Publish this rank's list in ``store``, unless a rank of its stage has published the same one."""
     if not signature:
         return
@@ -364,7 +366,7 @@ def tell_list(store: Any, union: ReductionGroup, signature: Sequence[str], known
         store.set(f"list/{number}", json.dumps([stage, dist.get_rank(), list(signature), known]))
 
 
-def told_difference(store: Any) -> str | None:
+def published_difference(store: Any) -> str | None:
     """Return how two published lists of one stage differ; None if none do."""
     first_of: dict[int, tuple[int, list[str], bool]] = {}
     for number in range(1, min(store.add("lists", 0), _LISTS) + 1):

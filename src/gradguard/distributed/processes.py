@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradguard.distributed.agreement import device_of, gather_objects, together
+from gradguard.distributed.agreement import device_of, gather_objects, run_collective
 from gradguard.distributed.reduction_group import ReductionGroup, check_alive, several_processes
 from gradguard.errors import InvalidValueError
 from gradguard.replacements import Replacement
@@ -133,7 +133,7 @@ def run(collective: Callable[..., Any], group: Any = None, task: str = "", *, on
     Raises:
         DistributedError: If a rank is missing.
     """
-    together(collective, _union_of(group), _signature(task), on_host=on_host, task=task)
+    run_collective(collective, _union_of(group), _signature(task), on_host=on_host, task=task)
 
 
 def _signature(task: str) -> list[str]:

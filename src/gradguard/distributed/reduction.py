@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradguard.distributed.agreement import agree, device_of, gather_objects, together
+from gradguard.distributed.agreement import agree, device_of, gather_objects, run_collective
 from gradguard.distributed.reduction_group import MOST_RANKS, ReductionGroup, check_alive
 from gradguard.distributed.settings import Settings, difference, digest
 from gradguard.errors import DistributedError, UnsupportedGradientError
@@ -185,7 +185,7 @@ class Reducer:
         """
         sent = torch.nn.functional.pad(vector, (0, max(0, SHORTEST - len(vector))))
         reduce = partial(dist.all_reduce, sent, operation, self.union.group)
-        together(reduce, self.union, self._signature, known=True, on_host=sent.is_cpu)
+        run_collective(reduce, self.union, self._signature, known=True, on_host=sent.is_cpu)
         return sent[: len(vector)]
 
     def difference(self, refusal: Exception | None, is_refused: bool) -> Exception:
