@@ -163,7 +163,7 @@ class Listener:
         """A GradScaler updated its scale; a smaller scale means that a step was skipped."""
 
     def on_recover(self, event: RecoveryEvent) -> None:
-        """A recovery from spikes began, changed or ended."""
+        """A burst of spikes was accepted, rolled back, or turned out to be a lasting change of the data."""
 
     def on_empty_batches(self, count: Tensor) -> None:
         """``count`` of the batches that the next step accumulates contribute nothing to its gradient."""
@@ -176,7 +176,9 @@ _listeners: tuple[Listener, ...] = ()
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Report every clip and every recovery to ``listener`` from now on; a script's own clips only as long as replaced.
+    """Report every clip and recovery to ``listener`` from now on.
+
+    A script's own clips are reported only as long as `gradguard.script_events.clips_are_heard`.
 
     Args:
         listener: The receiver of the events.
