@@ -1,7 +1,7 @@
 """Watch a GradScaler: which steps it skips, and which losses it has scaled.
 
-`torch.amp.GradScaler` has no hooks. Its methods `step`, `scale` and `update` are therefore wrapped as long as somebody
-listens, and restored afterwards.
+`torch.amp.GradScaler` has no hooks. Its methods `step`, `scale` and `update` are therefore wrapped as long as there
+are listeners, and restored afterwards.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Events of a script that does not use gradguard: its backwards, clips, steps and loss scales, for listeners.
 
-The clipping functions of PyTorch and of other engines are replaced as long as somebody listens. A replacement reports
-the call to the listeners and then calls the original, with the same arguments and result.
+The clipping functions of PyTorch and of other engines are replaced as long as there are listeners. A replacement
+reports the call to the listeners and then calls the original, with the same arguments and result.
 """
 
 import functools
@@ -24,7 +24,7 @@ from gradguard.torch_private import Backward, call_before_backwards, current_gra
 def listening(*listeners: Listener) -> Iterator[None]:
     """Report everything that a script does to ``listeners`` until the block ends; each event in their order.
 
-    Blocks may end in any order. A class of the script, or somebody else's wrapper, may hold a replacement after the
+    Blocks may end in any order. A class of the script, or another package's wrapper, may hold a replacement after the
     block has ended. Such a replacement reports to the listeners of the moment: none, or those of the next block.
 
     Args:

@@ -174,7 +174,7 @@ def foreach_clamp_(tensors: list[Tensor], low: float, high: float) -> None:
 # Tensors.
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""Return how often a tensor has been written in place. A change of the number shows that somebody else wrote to it."""
+"""Return how often a tensor has been written in place. A change of the number shows that other code wrote to it."""
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the base of a view; None for a tensor that is not a view."""
 sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")

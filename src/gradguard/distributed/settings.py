@@ -46,7 +46,7 @@ def digest(settings: Settings, device: torch.device) -> Tensor:
 
 
 def _plain(setting: Setting) -> object:
-    """Return the same value for 1, 1.0 and a CPU tensor of 1; a tensor on an accelerator is not read."""
+    """Return one value for 1, 1.0 and a CPU tensor of 1; a tensor on an accelerator is not read."""
     if isinstance(setting, Tensor):
         return float(setting) if setting.is_cpu else "on the device"
     return float(setting) + 0.0 if isinstance(setting, Real) else setting
