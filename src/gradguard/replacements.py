@@ -20,8 +20,8 @@ class Replacement:
     """A function of another package that is replaced as long as the replacement has users.
 
     **Guarantees.** Users may end in any order. If other code has wrapped the replacement meanwhile, it stays within
-    that wrapper and behaves like the original until it has a user again. A call that passes through several replacements of
-    one function, for example because a script kept an older one, counts once.
+    that wrapper and behaves like the original until it has a user again. A call that passes through several
+    replacements of one function, for example because a script kept an older one, counts once.
 
     Args:
         module: The name of a module. `place_waiting` looks again for a module that is not imported yet.
