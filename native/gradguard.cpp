@@ -1,8 +1,8 @@
-// A plain C interface: lists of addresses in, numbers out. No torch, no Python, no C++ runtime, no threads of its own.
+// A plain C interface to the kernels: lists of addresses in, numbers out. It needs no torch, Python or C++ runtime, and
+// starts no threads of its own.
 //
-// Work is cut into chunks, none of which spans two tensors; chunks next to one another make a task; threads take tasks
-// from a counter. Every chunk has a sum of its own and these are put together in order, so the number of threads does
-// not change the bits.
+// Work is cut into chunks, each within one tensor. Consecutive chunks form a task, and threads take tasks from a shared
+// counter. Every chunk has its own sum. These are joined in order, so the number of threads does not change the bits.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,7 +31,7 @@ static int level_of(const Kernels*) { return 1; }
 #endif
 static const Kernels* use = kernels_at(4);
 
-// Use the best instruction set of the machine up to `level`; returns which that is. For tests.
+// Use the best instruction set of this machine up to `level`, and return its level. For tests.
 API int gg_use_level(int level) {
   use = kernels_at(level);
   return level_of(use);
@@ -39,11 +39,11 @@ API int gg_use_level(int level) {
 API int gg_interface() { return 5; }
 
 // ---- subnormal numbers ----
-// Where a thread flushes them to 0 (torch.set_flush_denormal), it does not while this lives: some threads of a pool do
-// and some do not, and results must not depend on which of them takes which chunk.
+// Keeps this thread from flushing subnormal numbers to 0 (torch.set_flush_denormal) as long as the object exists. Some
+// threads of a pool flush and others do not, and results must not depend on which thread takes which chunk.
 struct Subnormals {
 #if defined(__x86_64__)
-  static constexpr unsigned FLUSH = 0x8040;  // results, and operands
+  static constexpr unsigned FLUSH = 0x8040;  // the bits for results and for operands
   unsigned before = __builtin_ia32_stmxcsr();
   Subnormals() {
     if (before & FLUSH) __builtin_ia32_ldmxcsr(before & ~FLUSH);
@@ -52,7 +52,7 @@ struct Subnormals {
     if (before & FLUSH) __builtin_ia32_ldmxcsr(before);
   }
 #elif defined(__aarch64__)
-  static constexpr uint64_t FLUSH = 1 << 24 | 1 << 19;  // of float32 and float64, and of float16
+  static constexpr uint64_t FLUSH = 1 << 24 | 1 << 19;  // the bits for float32 and float64, and for float16
   uint64_t before;
   Subnormals() {
     __asm__ volatile("mrs %0, fpcr" : "=r"(before));
@@ -67,7 +67,7 @@ struct Subnormals {
 
 // ---- threads ----
 typedef void (*Body)(int64_t begin, int64_t end, void* context);
-// torch's own pool: the function `torch_parallel_for` that libtorch_cpu exports is handed in, not linked.
+// torch's own thread pool: the caller passes the function `torch_parallel_for` of libtorch_cpu, so nothing is linked.
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
 struct Threads {
   int64_t count;
@@ -122,7 +122,7 @@ struct Chunk {
 };
 struct Work {
   Room<Chunk> chunks;
-  Room<int64_t> tasks;  // the first chunk of each, and the end
+  Room<int64_t> tasks;  // the first chunk of each task, then the number of chunks
   int64_t chunk_count = 0, task_count = 0, elements = 0;
 
   static int64_t most(const List* list) {
@@ -166,7 +166,7 @@ static void join(Sum& a, const Sum& b, Order order) {
   else if (!(b.middle <= a.middle) && a.middle == a.middle) a.middle = b.middle;
 }
 
-// The norm of all tensors; of each too, where `norms` is given.
+// The norm of all tensors; also that of each tensor if `norms` is not null.
 API int gg_norm(const List* list, int order_code, double* norm, double* norms, const Threads* threads) {
   Subnormals kept;
   Order order = (Order)order_code;
@@ -190,11 +190,11 @@ API int gg_norm(const List* list, int order_code, double* norm, double* norms, c
   return DONE;
 }
 
-// ---- samples: every so-many-th element of each tensor, all of one dtype, side by side in `before` and `changes` ----
+// ---- samples: every stride-th element of each tensor, all of one dtype, stored in order in `before`, `changes` ----
 struct SampleList {
-  const uint64_t* at;      // the first element of each
-  const int64_t* numel;    // how many are looked at
-  const int64_t* stride;   // elements from one to the next
+  const uint64_t* at;      // the first element of each tensor
+  const int64_t* numel;    // the number of sampled elements
+  const int64_t* stride;   // the distance between them, in elements
   char *before, *changes;
   int64_t count, dtype;
 };
@@ -223,8 +223,8 @@ template <class T> static int moved(const SampleList* list, double* norms, const
     norms[t] = root(of_change), norms[list->count + t] = root(of_weight);
   });
 }
-// Before a step: keep what the elements are. After it: what it has changed them by, and the 2-norm of the changes of
-// each tensor, then of what its elements were. Of float32 and float64.
+// gg_take stores the elements before a step. gg_moved then computes their changes, and two lists of 2-norms: of the
+// changes of each tensor, then of its elements before. For float32 and float64.
 API int gg_take(const SampleList* list, const Threads* threads) {
   Subnormals kept;
   return list->dtype == F64 ? take<double>(list, threads) : take<float>(list, threads);
@@ -235,12 +235,12 @@ API int gg_moved(const SampleList* list, double* norms, const Threads* threads) 
 }
 
 // ---- writes ----
-// Whether two tensors share memory: two threads must not multiply one element. Addresses are sorted, a digit at a time.
+// Whether two tensors share memory: two threads must not multiply one element. A radix sort orders the addresses.
 template <class F> static bool overlap(const uint64_t* at, int64_t count, const F& bytes) {
   const int DIGIT = 11, PLACES = 1 << DIGIT;
   Room<int64_t> order(2 * count);
   if (!order.at) return true;
-  uint64_t same = ~(uint64_t)0;  // bits in which no two addresses differ
+  uint64_t same = ~(uint64_t)0;  // the bits that are equal in all addresses: no pass needs them
   for (int64_t i = 1; i < count; ++i) same &= ~(at[i] ^ at[0]);
   int64_t *from = order.at, *to = order.at + count, kept = 0;
   for (int64_t i = 0; i < count; ++i)
@@ -259,7 +259,7 @@ template <class F> static bool overlap(const uint64_t* at, int64_t count, const 
   return false;
 }
 
-// The last task comes first: what a norm has just read is still in the cache.
+// Tasks run in reverse order: the norm has read the last elements most recently, so they are still in the cache.
 API int gg_scale(const List* list, double factor, const Threads* threads) {
   Subnormals kept;
   Work w(list);
@@ -274,7 +274,7 @@ API int gg_scale(const List* list, double factor, const Threads* threads) {
   return DONE;
 }
 
-// `low` and `high` have a bound for each dtype, which it can hold; `written` becomes 1 where a tensor was.
+// `low` and `high` hold a bound for each dtype, rounded to it; `written` becomes 1 for each tensor that was written.
 API int gg_clamp(const List* list, const double* low, const double* high, uint8_t* written, const Threads* threads) {
   Subnormals kept;
   Work w(list);
@@ -301,7 +301,7 @@ API int gg_exceeds(const List* list, const double* low, const double* high, int*
   return DONE;
 }
 
-// ---- what is not finite, in each tensor ----
+// ---- non-finite elements of each tensor ----
 API int gg_nonfinite(const List* list, int64_t* nan, int64_t* inf, const Threads* threads) {
   Subnormals kept;
   Work w(list);
@@ -319,7 +319,7 @@ API int gg_nonfinite(const List* list, int64_t* nan, int64_t* inf, const Threads
   return DONE;
 }
 
-// ---- units: a tensor is [groups, before, units, after] in memory, one unit for each group and each of `units` ----
+// ---- units: a tensor is [groups, before, units, after] in memory, with groups * units units ----
 struct Shape {
   int64_t groups, before, units, after;
 };
@@ -329,13 +329,13 @@ struct UnitList {
   const uint8_t* dtype;
   int64_t count;
 };
-// Where nothing stands before the units, each is one stretch of memory (a row); else they lie side by side (columns).
+// If `before` is 1, each unit is a contiguous run of memory (a row); otherwise units are side by side (columns).
 static bool are_rows(const Shape& s) { return s.before == 1; }
 
-static const int64_t SPAN = 1 << 11;  // elements of a row of columns that are summed at a time: 16 kB of float64
+static const int64_t SPAN = 1 << 11;  // columns that are summed at a time: 16 kB of float64
 
 // A piece of work. Rows: units [first, first + count), or a part of one long unit. Columns: elements [start, start + n)
-// of each of the rows of one group, where `first` is that group.
+// of each row of one group, where `first` is the group.
 struct Piece {
   int64_t tensor, first, count, start, n, unit;
 };
@@ -400,8 +400,8 @@ static char* line_of(const UnitList* list, const Piece& p, int64_t before) {
 static void measure_rows(const UnitList* list, const Piece& p, Sum* sums) {
   for (int64_t u = 0; u < p.count; ++u) use->squares[list->dtype[p.tensor]](row_of(list, p, u), p.n, &sums[u]);
 }
-// Squares of float64 may leave its range: those of columns whose sum tells so are added up scaled down, or up. As rows:
-// `MOST` and the least sum that is trusted are those of kernels.cpp.
+// Squares of float64 may leave its range. Columns whose plain sum shows this are summed again from elements scaled down
+// or up. The limits are the same as for rows, in kernels.cpp.
 static void add_columns_of_all_sizes(const UnitList* list, const Piece& p, int64_t start, int64_t n, const double* square,
                                      Sum* sums) {
   const Shape& s = list->shape[p.tensor];
@@ -420,7 +420,7 @@ static void add_columns_of_all_sizes(const UnitList* list, const Piece& p, int64
     else sum.middle += square[i];  // NaN too
   }
 }
-// Columns of units longer than SPAN are taken a stretch at a time.
+// Wide pieces of columns are processed SPAN elements at a time.
 static void measure_columns(const UnitList* list, const Piece& p, Sum* sums) {
   const Shape& s = list->shape[p.tensor];
   uint8_t d = list->dtype[p.tensor];
@@ -437,7 +437,7 @@ static void measure_columns(const UnitList* list, const Piece& p, Sum* sums) {
   }
 }
 
-// The 2-norm of each unit of each tensor, one after the other.
+// The 2-norm of each unit of each tensor, in order.
 API int gg_unit_norms(const UnitList* list, double* norms, const Threads* threads) {
   Subnormals kept;
   UnitWork w(list);
@@ -461,7 +461,7 @@ API int gg_unit_norms(const UnitList* list, double* norms, const Threads* thread
       ++i;
       continue;
     }
-    Sum one = {};  // the parts of a long unit
+    Sum one = {};  // of all pieces of a long unit
     int64_t unit = p.unit;
     for (; i < w.piece_count && w.pieces[i].unit == unit && w.pieces[i].count == 1; ++i) join(one, sums[slot[i]], TWO);
     norms[unit] = root(one);
@@ -493,7 +493,7 @@ static void scale_columns(const UnitList* list, const Piece& p, const double* fa
   }
 }
 
-// Multiply each unit by its own factor; one whose factor is 1 is not written, but beside another in a column.
+// Multiply each unit by its own factor. A unit with factor 1 is not written, unless it is a column beside another one.
 API int gg_unit_scale(const UnitList* list, const double* factors, const Threads* threads) {
   Subnormals kept;
   UnitWork w(list);
@@ -501,7 +501,7 @@ API int gg_unit_scale(const UnitList* list, const double* factors, const Threads
   Threads alone = {1, nullptr};
   if (units_overlap(list)) threads = &alone;
   for_tasks(w.task_count, w.elements, threads, [&](int64_t i) {
-    int64_t task = w.task_count - 1 - i;  // the last first, as gg_scale
+    int64_t task = w.task_count - 1 - i;  // in reverse order, as in gg_scale
     for (int64_t k = w.tasks[task + 1]; k-- > w.tasks[task];) {
       const Piece& p = w.pieces[k];
       (are_rows(list->shape[p.tensor]) ? scale_rows : scale_columns)(list, p, factors + p.unit);
@@ -510,8 +510,8 @@ API int gg_unit_scale(const UnitList* list, const double* factors, const Threads
   return DONE;
 }
 
-// ---- adaptive clipping: the units of a gradient against those of its weight ----
-// A factor is a float64; where that has too few digits of it, two numbers whose product it is.
+// ---- adaptive clipping: each unit of a gradient is bounded by the same unit of its weight ----
+// `whole` is the factor; where float64 would lose digits of it, `first` * `second` is more exact.
 struct Factor {
   double whole, first, second;
 };
@@ -522,13 +522,13 @@ static Factor factor_for(double norm, double weight, double threshold, double ep
   return {whole, 0x1p-1021, bound * 0x1p1021 / norm};
 }
 
-// Measure the units of weights and gradients and scale the latter while they are in the cache. `norms` gets those of
-// the gradients, `factors` what they were multiplied by, `norm` that of all.
+// Measure the units of weights and gradients, and scale the gradients' units while they are in the cache. The results
+// are `norms` (of the gradients' units), `factors` (of the units) and `norm` (of all gradients).
 API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double threshold, double eps, double* norms,
                      double* factors, double* norm, const Threads* threads) {
   Subnormals kept;
   UnitWork w(grads);
-  Room<Sum> parts(2 * w.pieces.size);  // of the pieces of long units: gradient, weight
+  Room<Sum> parts(2 * w.pieces.size);  // for the pieces of long units: gradient, weight
   Room<Factor> of_parts(w.pieces.size);
   if (!w.is_there() || !parts.at || !of_parts.at) return NO_MEMORY;
   Threads alone = {1, nullptr};
@@ -600,8 +600,8 @@ API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double thre
 }
 
 // ---- noise ----
-// x = x * factor + deviation * (standard normal numbers), for float32 tensors alone. Each tensor begins a tile of its own,
-// the first of them `tile`; the caller gives no tile away twice under one key. The bits do not depend on the threads.
+// x = x * factor + deviation * (standard normal numbers), for float32 tensors only. Each tensor begins a new tile; the
+// first is `tile`. The caller must not use a tile twice under one key. The bits do not depend on the threads.
 API int gg_add_normal(const List* list, const uint32_t* key, uint64_t tile, double factor, double deviation,
                       const Threads* threads) {
   Subnormals kept;
@@ -610,7 +610,7 @@ API int gg_add_normal(const List* list, const uint32_t* key, uint64_t tile, doub
   if (!w.is_there() || !first.at) return NO_MEMORY;
   for (int64_t c = 0; c < w.chunk_count; ++c) {
     first[c] = tile;
-    tile += (w.chunks[c].n + TILE - 1) / TILE;  // a chunk that is not a tensor's last is whole tiles
+    tile += (w.chunks[c].n + TILE - 1) / TILE;  // only a tensor's last chunk can end within a tile
   }
   Threads alone = {1, nullptr};
   if (overlap(list->at, list->count, [&](int64_t t) { return list->numel[t] * SIZE[F32]; })) threads = &alone;
@@ -620,21 +620,21 @@ API int gg_add_normal(const List* list, const uint32_t* key, uint64_t tile, doub
   return DONE;
 }
 
-// ---- each instruction set against the plain one, on this machine: the library is used only if they agree ----
+// ---- comparison of an instruction set with the plain one on this machine: the library is used only if they agree ----
 static uint32_t random_bits(uint64_t& state) {
   state = state * 6364136223846793005u + 1442695040888963407u;
   return (uint32_t)(state >> 32);
 }
 template <class T> static bool same(const T* a, const T* b, int64_t n) { return memcmp(a, b, n * sizeof(T)) == 0; }
 
-// 0 if `better` gives the bits of `plain` for every kernel and dtype, else 1 + the dtype. Takes a millisecond.
+// 0 if `better` computes the bits of `plain` for every kernel and dtype, else 1 + the dtype. Takes a millisecond.
 static int differs(const Kernels* plain, const Kernels* better) {
-  const int64_t N = 4500;  // two blocks, and what is left
+  const int64_t N = 4500;  // two blocks and a remainder
   Room<double> given(N), one(N), two(N), sums(2 * N), factors(N);
   if (!given.at || !one.at || !two.at || !sums.at || !factors.at) return 1;
   uint64_t state = 1;
   const uint32_t key[8] = {1, 2, 3, 4, 5, 6, 7, 8};
-  plain->add_normal((float*)one.at, N, key, ((uint64_t)1 << 28) - 9, 0.3f, 2.5f);  // counters pass 2^32 on the way
+  plain->add_normal((float*)one.at, N, key, ((uint64_t)1 << 28) - 9, 0.3f, 2.5f);  // the block counter passes 2^32
   better->add_normal((float*)two.at, N, key, ((uint64_t)1 << 28) - 9, 0.3f, 2.5f);
   if (!same((float*)one.at, (float*)two.at, N)) return 1 + F32;
   for (int d = 0; d < DTYPES; ++d)
@@ -647,7 +647,7 @@ static int differs(const Kernels* plain, const Kernels* better) {
         uint32_t bits;
         memcpy(&bits, &f, 4);
         uint16_t b = bits >> 16, h = random_bits(state) & (round == 2 ? 0xffff : 0xbbff);
-        if ((h & 0x7c00) == 0x7c00) h &= 0xfc00;  // no NaN, whose bits may differ
+        if ((h & 0x7c00) == 0x7c00) h &= 0xfc00;  // no NaN: the bits of NaN may differ
         memcpy((char*)given.at + i * SIZE[d], d == F64 ? (void*)&v : d == F32 ? (void*)&f : d == BF16 ? (void*)&b : (void*)&h, SIZE[d]);
       }
       Sum a[3] = {}, b[3] = {};
@@ -693,7 +693,7 @@ API int gg_check_level() {
 }
 
 // ---- a Python list of tensors, through the exchange table of DLPack: no libtorch, no Python.h ----
-// Called with the GIL held (ctypes.PyDLL). The two functions of Python are handed in, so that nothing is linked.
+// Called with the GIL held (ctypes.PyDLL). The caller passes the two functions of Python, so nothing is linked.
 namespace dlpack {
 struct DataType { uint8_t code, bits; uint16_t lanes; };
 struct Tensor {
@@ -715,7 +715,7 @@ enum { CPU = 1, CUDA = 2, FLOAT = 2, BFLOAT = 4 };
 
 struct Python {
   const dlpack::Exchange* exchange;
-  void* (*list_item)(void* list, intptr_t i);  // PyList_GetItem: borrowed
+  void* (*list_item)(void* list, intptr_t i);  // PyList_GetItem: returns a borrowed reference
   void (*clear_error)();                       // PyErr_Clear
 };
 
@@ -724,7 +724,7 @@ static int dtype_of(dlpack::DataType d) {
   if (d.code == dlpack::FLOAT) return d.bits == 32 ? F32 : d.bits == 16 ? F16 : d.bits == 64 ? F64 : -1;
   return d.code == dlpack::BFLOAT && d.bits == 16 ? BF16 : -1;
 }
-// Whether dimensions [from, ndim) fill a block of memory, in whatever order; `in_order` asks for the usual one.
+// Whether dimensions [from, ndim) fill a block of memory in any order; with `in_order`, in the usual order.
 static bool is_block(const dlpack::Tensor& t, int from, int64_t numel, bool in_order) {
   if (numel <= 1 || !t.strides) return true;
   int64_t expected = 1;
@@ -737,7 +737,7 @@ static bool is_block(const dlpack::Tensor& t, int from, int64_t numel, bool in_o
   expected = 1;
   uint64_t used = 0;
   if (t.ndim > 64) return false;
-  for (int k = from; k < t.ndim; ++k) {  // the next dimension is the one whose stride is what lies below it
+  for (int k = from; k < t.ndim; ++k) {  // find the next outer dimension: its stride is the size of the inner ones
     int found = -1;
     for (int d = from; d < t.ndim && found < 0; ++d)
       if (!(used >> d & 1) && (t.shape[d] == 1 || t.strides[d] == expected)) found = d;
@@ -760,8 +760,8 @@ static bool look(const Python* py, void* list, int64_t i, int gpu, dlpack::Tenso
   return t->data || !*numel;
 }
 
-// Returns n if every tensor is a block of memory, on the CPU or on one GPU (-1 or its number), of one of the four dtypes,
-// else the place of the first that is not.
+// Returns n if every tensor is a block of memory of one of the four dtypes, on the CPU (gpu = -1) or on that GPU; else
+// the index of the first that is not.
 API int64_t gg_collect(const Python* py, void* list, int64_t n, int gpu, uint64_t* at, int64_t* numel, uint8_t* dtype) {
   for (int64_t i = 0; i < n; ++i) {
     dlpack::Tensor t;
@@ -771,7 +771,7 @@ API int64_t gg_collect(const Python* py, void* list, int64_t n, int gpu, uint64_
   return n;
 }
 
-// The same for tensors with units along dimension `dims[i]` (-1: the whole tensor is one) in `groups[i]` groups.
+// As gg_collect, for tensors with units along dimension `dims[i]` (-1: the whole tensor is one) in `groups[i]` groups.
 API int64_t gg_collect_units(const Python* py, void* list, int64_t n, const int32_t* dims, const int32_t* groups,
                              uint64_t* at, Shape* shape, uint8_t* dtype) {
   for (int64_t i = 0; i < n; ++i) {

@@ -1,7 +1,7 @@
-// The kernels of one instruction set: compiled several times with another -march and -DISA, chosen in gradguard.cpp.
+// The kernels of one instruction set: compiled several times with different -march and -DISA, chosen in gradguard.cpp.
 //
-// Written with GCC's vector extensions, in 64 lanes whatever the width of a register, and without fused multiply-add
-// (-ffp-contract=off): so every processor adds the same numbers in the same order and gets the same bits.
+// The code uses GCC's vector extensions, in 64 lanes whatever the width of a register, without fused multiply-add
+// (-ffp-contract=off). Every processor therefore adds the same numbers in the same order and gets the same bits.
 #include "kernels.h"
 
 #include <string.h>
@@ -23,8 +23,8 @@ constexpr int BYTES = 16;
 constexpr int W = BYTES / 4;             // floats in a register
 constexpr int LANES = 64;                // partial sums in float32
 constexpr int WIDE = 16;                 // partial sums in float64
-constexpr int BLOCK = 2048;              // elements between looks: 32 additions a lane, and a second look finds it in L1
-constexpr int64_t CHUNK = 1 << 15;       // elements that are taken again in float64 where float32 was too narrow
+constexpr int BLOCK = 2048;              // elements between tests: 32 additions a lane; a second pass finds it in L1
+constexpr int64_t CHUNK = 1 << 15;       // elements that are summed again in float64 if float32 was too narrow
 
 typedef float VF __attribute__((vector_size(BYTES)));
 typedef int32_t VI __attribute__((vector_size(BYTES)));
@@ -53,7 +53,7 @@ INLINE VF load(const float* p) { return raw<VF>(p); }
 INLINE void store(float* p, VF v) { memcpy(p, &v, sizeof v); }
 
 INLINE VF load(const Bf16* p) { return (VF)(__builtin_convertvector(raw<VH>(p), VU) << 16); }
-INLINE VU rounded(VF v) {  // to bfloat16, in the upper halves
+INLINE VU rounded(VF v) {  // to bfloat16, in the upper halves of the words
   VU bits = (VU)v;
   VI nan = v != v;
   return nan ? (VU){} + 0x7fc00000u : bits + 0x7fff + ((bits >> 16) & 1);
@@ -82,19 +82,19 @@ INLINE void store(Fp16* p, VF v) {
   VP h = __builtin_convertvector(v, VP);
   memcpy(p, &h, sizeof h);
 }
-#else  // with integers
+#else  // the same conversions with integers
 INLINE VF load(const Fp16* p) {
   VU h = __builtin_convertvector(raw<VH>(p), VU);
   VU magnitude = (h & 0x7fff) << 13, sign = (h & 0x8000) << 16;
-  VF scaled = (VF)magnitude * 0x1p112f;     // right for subnormal ones too
-  VI special = (VI)(h & 0x7c00) == 0x7c00;  // inf or NaN: the exponent goes to the top
+  VF scaled = (VF)magnitude * 0x1p112f;     // exact for subnormal numbers too
+  VI special = (VI)(h & 0x7c00) == 0x7c00;  // inf or NaN, which get the largest exponent
   VU bits = ((VU)scaled & ~(VU)special) | ((magnitude | 0x7f800000u) & (VU)special);
   return (VF)(bits | sign);
 }
 INLINE void store(Fp16* p, VF v) {
   VU bits = (VU)v, sign = bits & 0x80000000u, a = bits ^ sign;
-  VU normal = (a + 0xc8000fffu + ((a >> 13) & 1)) >> 13;  // the exponent less 112
-  VU small = (VU)((VF)a + 0.5f) - 0x3f000000u;            // subnormal: the addition rounds
+  VU normal = (a + 0xc8000fffu + ((a >> 13) & 1)) >> 13;  // subtracts 112 from the exponent, and rounds
+  VU small = (VU)((VF)a + 0.5f) - 0x3f000000u;            // subnormal result: the addition rounds
   VI is_small = (VI)a < 0x38800000, is_over = (VI)a >= 0x477ff000, is_nan = (VI)a > 0x7f800000;
   VU out = (small & (VU)is_small) | (normal & ~(VU)is_small);
   out = (out & ~(VU)is_over) | ((VU)is_over & 0x7c00);
@@ -114,11 +114,11 @@ struct Magnitude {
   static double of(double v) { return __builtin_fabs(v); }
 };
 
-// 64 elements into 64 lanes.
+// Add the powers of 64 elements to 64 lanes.
 template <class Power, class T> INLINE void add_lanes(const T* x, VF (&lanes)[LANES / W]) {
   for (int k = 0; k < LANES / W; ++k) lanes[k] += Power::of(load(x + k * W));
 }
-// Pairs of bfloat16 are taken apart by a shift and a mask: of each 32 the even ones go to 16 lanes, then the odd ones.
+// A shift and a mask separate pairs of bfloat16: of each 32 elements the even ones go to 16 lanes, then the odd ones.
 template <class Power> INLINE void add_lanes(const Bf16* x, VF (&lanes)[LANES / W]) {
   constexpr int R = 16 / W;
   for (int half = 0; half < 2; ++half)
@@ -134,7 +134,7 @@ INLINE double total(double (&wide)[WIDE]) {
   return wide[0];
 }
 
-// Blocks in 64 float32 lanes, folded to 16, and on in float64.
+// The sum of powers: each block in 64 float32 lanes, folded to 16, which are then summed in float64.
 template <class Power, class T> INLINE double narrow_sum(const T* x, int64_t n) {
   double wide[WIDE] = {};
   for (int64_t at = 0; at < n; at += BLOCK) {
@@ -156,7 +156,7 @@ template <class Power, class T> INLINE double narrow_sum(const T* x, int64_t n) 
   return total(wide);
 }
 
-// float64 holds the square of every float32: nothing is lost.
+// The sum of powers in float64, which holds the square of every float32 without loss.
 template <class Power, class T> __attribute__((noinline)) double wide_sum(const T* x, int64_t n) {
   double wide[WIDE] = {};
   T rest[WIDE] = {};
@@ -177,7 +177,7 @@ template <class Power, class T> __attribute__((noinline)) double wide_sum(const 
   return total(wide);
 }
 
-// ---- the largest magnitude: the bits of numbers without a sign are in order, and those of NaN above infinity's ----
+// ---- the largest magnitude: without the sign, bits have the order of the numbers, with NaN above infinity ----
 INLINE uint32_t largest_bits(const float* x, int64_t n) {
   VI most = {};
   int64_t i = 0;
@@ -231,8 +231,8 @@ template <class T> INLINE double value_of(uint16_t bits, const T*) {
   return load(one)[0];
 }
 
-// A chunk whose float32 sum left the range is taken once more in float64, while it is in the cache. Above the floor,
-// squares that underflowed are less than 1e-7 of the sum.
+// A chunk whose float32 sum left the range is summed again in float64, while it is in the cache. Above the lower limit,
+// underflowed squares are less than 1e-7 of the sum.
 template <class T> INLINE void add_squares(const T* x, int64_t n, Sum& sum) {
   for (int64_t at = 0; at < n; at += CHUNK) {
     int64_t count = n - at < CHUNK ? n - at : CHUNK;
@@ -252,7 +252,7 @@ template <class T> INLINE void add_absolutes(const T* x, int64_t n, Sum& sum) {
 }
 
 constexpr double DOWN = 0x1p-600, UP = 0x1p600;
-constexpr double MOST = 0x1p960;  // of a block: what 2^63 elements of such blocks add up to is within float64's range
+constexpr double MOST = 0x1p960;  // limit of a block's sum: 2^63 elements of such blocks stay within float64's range
 template <class Power> INLINE double sum_of_doubles(const double* x, int64_t n, double scale) {
   double lanes[32] = {};
   int64_t i = 0;
@@ -277,7 +277,7 @@ INLINE void add_absolutes(const double* x, int64_t n, Sum& sum) {
     sum.middle += sum_of_doubles<Magnitude>(x + at, n - at < BLOCK ? n - at : BLOCK, 1.0);
 }
 
-// ---- what is not finite ----
+// ---- non-finite elements ----
 template <class T, class Bits> INLINE void count_nonfinite(const T* x, int64_t n, Bits top, int64_t* nan, int64_t* inf) {
   const Bits magnitude = (Bits)~((Bits)1 << (8 * sizeof(Bits) - 1));
   for (int64_t at = 0; at < n; at += BLOCK) {
@@ -303,7 +303,7 @@ INLINE void add_nonfinite(const double* x, int64_t n, int64_t* nan, int64_t* inf
   count_nonfinite<double, uint64_t>(x, n, 0x7ff0000000000000u, nan, inf);
 }
 
-// ---- bounds: a block is looked at, and written only if an element lies outside ----
+// ---- bounds: a block is tested first, and written only if an element is outside ----
 template <class T> INLINE bool is_outside(const T* p, int64_t count, float low, float high) {
   VI out = {};
   int64_t i = 0;
@@ -313,7 +313,7 @@ template <class T> INLINE bool is_outside(const T* p, int64_t count, float low, 
   }
   if (i < count) {
     T rest[W];
-    for (int k = 0; k < W; ++k) rest[k] = p[i];  // repeated, so that there is nothing in it that is not in the block
+    for (int k = 0; k < W; ++k) rest[k] = p[i];  // padding: an element of the block, so no other value is tested
     memcpy(rest, p + i, (count - i) * sizeof(T));
     VF v = load(rest);
     out |= (v < low) | (v > high);
@@ -341,7 +341,7 @@ INLINE bool is_outside(const double* p, int64_t count, double low, double high) 
   for (int64_t i = 0; i < count; ++i) out |= (p[i] < low) | (p[i] > high);
   return out != 0;
 }
-// These tell too whether an element lay outside.
+// These functions also tell whether an element was outside.
 INLINE VF clamped(VF v, float low, float high, VI& out) {  // NaN compares false and stays
   VI below = v < low, above = v > high;
   out |= below | above;
@@ -361,7 +361,7 @@ template <class T> INLINE bool clamp_block(T* p, int64_t count, float low, float
   }
   return any(out);
 }
-// Pairs again, without rounding: what is written is a bound or what was there.
+// Pairs again, without rounding: every result is a bound or the old element.
 INLINE bool clamp_block(Bf16* p, int64_t count, float low, float high) {
   VI out = {};
   int64_t i = 0;
@@ -395,8 +395,8 @@ INLINE bool clamp_block(double* p, int64_t count, double low, double high) {
 }
 
 // ---- products ----
-// By a factor whose digits float32 does not hold, the product is taken in float64. `factors` has one for each element,
-// or one for all.
+// If float32 would lose digits of the factor, the product is computed in float64. `factors` holds one factor for each
+// element, or one for all.
 template <class T> __attribute__((noinline)) void multiply_wide(T* x, int64_t n, const double* factors, bool for_all) {
   for (int64_t i = 0; i < n; i += W) {
     T rest[W] = {};
@@ -477,12 +477,12 @@ INLINE void multiply_columns(double* x, int64_t n, const double* factors, bool) 
 
 // ---- normal numbers, from ChaCha20 (Bernstein, 2008) by Box and Muller's formula ----
 //
-// The key has 256 bits, and block b of the stream is the function's value at counter b: whoever adds noise to any part
-// of a tensor gets the numbers of that part, on whichever thread. A tile is 16 blocks of 16 words: word w of block
+// The key has 256 bits, and block b of the stream is the function's value at counter b. Any thread that adds noise to
+// some part of a tensor therefore gets the numbers of that part. A tile is 16 blocks of 16 words: word w of block
 // 16 t + l of stream 0 makes number 16 w + l of tile t. Words 2 j and 2 j + 1 make a pair: the first its radius
-// sqrt(-2 ln u), the second its angle. u = (word + 1/2) / 2^32; where that is below 2^-16 it gets 32 bits more, from the
-// same word of stream 1, so that the tail goes on to 9.5 standard deviations. Every operation is an exact one of
-// integers, or one that IEEE 754 rounds: so the bits are the same everywhere.
+// sqrt(-2 ln u), the second its angle. u = (word + 1/2) / 2^32. If u is below 2^-16 it gets 32 more bits, from the same
+// word of stream 1, so the tail reaches 9.5 standard deviations. Every operation is exact, on integers, or rounded as
+// IEEE 754 defines, so the bits are the same everywhere.
 constexpr int ROUNDS = 20;
 constexpr int WORDS = 16;
 constexpr uint32_t FEW = 1 << 16;
@@ -494,7 +494,7 @@ template <class V> INLINE void quarter(V& a, V& b, V& c, V& d) {
   a += b, d = rotated(d ^ a, 8);
   c += d, b = rotated(b ^ c, 7);
 }
-// Words of the blocks whose counters are low | high << 32.
+// The words of W blocks with the counters low | high << 32.
 template <class V> INLINE void chacha(const uint32_t* key, V low, uint32_t high, uint32_t stream, V (&x)[WORDS]) {
   V start[WORDS] = {V{} + 0x61707865u, V{} + 0x3320646eu, V{} + 0x79622d32u, V{} + 0x6b206574u};
   for (int i = 0; i < 8; ++i) start[4 + i] = V{} + key[i];
@@ -522,10 +522,10 @@ INLINE VF root(VF v) {
   for (int k = 0; k < W; ++k) each[k] = __builtin_sqrtf(each[k]);
   return raw<VF>(each);
 }
-// sqrt(-2 ln u), of u = y, or of 1 - y where `upper` is set; 0 < y <= 1/2.
+// sqrt(-2 ln u), where u = 1 - y if `upper` is set and u = y otherwise; 0 < y <= 1/2.
 INLINE VF radius(VF y, VI upper) {
   VI bits = (VI)y;
-  VI above = (bits & 0x7fffff) > 0x3504f3;  // of sqrt(2)
+  VI above = (bits & 0x7fffff) > 0x3504f3;  // the mantissa is above sqrt(2)
   VI exponent = (bits >> 23) - 127 - above;
   VF f = (VF)((bits & 0x7fffff) | (above ? (VI){} + 0x3f000000 : (VI){} + 0x3f800000)) - 1.0f;
   VI near = y <= 0.29289323f;  // 1 - y is above sqrt(1/2)
@@ -540,7 +540,7 @@ INLINE VF radius(VF y, VI upper) {
 }
 // Cosine and sine of (a + 1/2) / 2^32 of a turn.
 INLINE void on_circle(VU a, VF& cosine, VF& sine) {
-  VI offset = (VI)((VU)(((VI)(a << 2)) >> 1) | 1);  // twice the place in the quadrant around the nearest axis, and one
+  VI offset = (VI)((VU)(((VI)(a << 2)) >> 1) | 1);  // 2 k + 1, where k is the signed distance from the nearest axis
   VF x = __builtin_convertvector(offset, VF) * 7.314590396335798e-10f;  // 2 pi / 2^33
   VU quadrant = (a + 0x20000000u) >> 30;
   VF z = x * x;
@@ -603,7 +603,7 @@ template <class T> struct Of {
     for (int64_t at = 0; at < n; at += BLOCK) {
       int64_t count = n - at < BLOCK ? n - at : BLOCK;
       if (!last && !is_outside((const T*)x + at, count, low, high)) continue;
-      last = clamp_block((T*)x + at, count, low, high);  // after a block that was clamped the next is not looked at first
+      last = clamp_block((T*)x + at, count, low, high);  // if it wrote, the next block is clamped without a test
       wrote = true;
     }
     return wrote;

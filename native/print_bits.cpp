@@ -1,5 +1,5 @@
-// Prints, for each kernel and each instruction set of the machine, a hash of the bits of its results on numbers that are
-// the same everywhere. tests/tensors/test_kernels.py has the hashes that every processor must print.
+// Prints a hash of each kernel's result bits for each instruction set of the machine, on numbers that are the same
+// everywhere. tests/tensors/test_kernels.py holds the hashes that every processor must print.
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,7 +21,7 @@ static const int64_t LENGTHS[] = {0, 1, 3, 15, 16, 17, 31, 63, 64, 65, 100, 2047
 enum { COUNT = sizeof LENGTHS / sizeof *LENGTHS, TOTAL = 300000 };
 alignas(64) static uint8_t memory[8 * TOTAL + 64], before[8 * TOTAL + 64];
 
-// Finite numbers of all magnitudes that `spread` binary digits of exponent allow, some of them 0.
+// Returns finite numbers whose exponents span `spread` binary digits, some of them 0.
 static void fill(DType dtype, int spread) {
   memset(before, 0, sizeof before);
   for (int64_t i = 0; i < TOTAL; ++i) {

@@ -1,4 +1,4 @@
-"""Checks of thresholds and orders of norms, made before any gradient is changed."""
+"""Checks of clipping thresholds and norm orders, made before any gradient is changed."""
 
 import math
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from gradguard.torch_private import assert_async
 
 
 def check_threshold(name: str, value: float | Tensor) -> float | Tensor:
-    """Return ``value`` as a float, or as it is if it is a tensor.
+    """Return ``value`` as a float, or as a detached 0-dim float tensor if it is a tensor.
 
-    A tensor on an accelerator cannot be looked at without a wait: a device-side assertion guards it, which stops the
-    stream before the gradients change.
+    Reading a tensor on an accelerator would be a host sync. A device-side assertion checks such a threshold instead: it
+    stops the stream before the gradients change.
 
     Raises:
-        InvalidValueError: If it is NaN, negative, or a tensor of more than one element.
+        InvalidValueError: If the threshold is NaN, negative, or a tensor of more than one element.
         InvalidTypeError: If the argument is not a number.
     """
     if not isinstance(value, Tensor):
@@ -48,20 +48,20 @@ _RANGES: dict[str, Callable[[float], bool]] = {
     "a share above 0 and below 1": lambda number: 0 < number < 1,
     "at least 1, which calls each that stands out a spike": lambda number: number >= 1,
 }
-"""Each range that an argument may have to lie in, by the words of its error. Only ``"a number"`` includes NaN."""
+"""The ranges that `check_number` can require, by the words that its error uses. Only ``"a number"`` accepts NaN."""
 
 
 def check_number(name: str, value: float, expected: str = "a number") -> float:
-    """Return ``value`` as a float; a truth value is no number.
+    """Return ``value`` as a float; refuse a bool.
 
     Args:
         name: The argument's name.
         value: The argument.
-        expected: The range that it must lie in, one of `_RANGES`; by default any number, NaN included.
+        expected: The range that ``value`` must lie in, a key of `_RANGES`; by default any number, NaN included.
 
     Raises:
         InvalidTypeError: If the argument is not a number.
-        InvalidValueError: If it is another one.
+        InvalidValueError: If the number is outside the range.
     """
     if isinstance(value, str | bool) or not hasattr(value, "__float__"):
         raise InvalidTypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
@@ -75,11 +75,11 @@ def check_number(name: str, value: float, expected: str = "a number") -> float:
 
 
 def check_whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:
-    """Return ``value``, a whole number from ``least`` to ``most``; a truth value is none.
+    """Return ``value`` if it is an integer from ``least`` to ``most``; refuse a bool.
 
     Raises:
-        InvalidTypeError: If it is no whole number.
-        InvalidValueError: If it is outside.
+        InvalidTypeError: If ``value`` is not an integer.
+        InvalidValueError: If the integer is out of range.
     """
     bound = f">= {least}" if most is None else f"from {least} to {most}"
     if not isinstance(value, int) or isinstance(value, bool):
@@ -93,7 +93,7 @@ def check_order(norm_type: float) -> float:
     """Return the order p of a norm as a float.
 
     Raises:
-        InvalidValueError: If it is not above 0.
+        InvalidValueError: If the order is not above 0.
     """
     try:
         order = float(norm_type)
@@ -105,10 +105,10 @@ def check_order(norm_type: float) -> float:
 
 
 def check_bounds(low: float, high: float, names: tuple[str, str]) -> tuple[float, float]:
-    """Return ``low`` and ``high`` as floats; ``names`` are what the caller calls them.
+    """Return ``low`` and ``high`` as floats; ``names`` are the caller's names of the two arguments.
 
     Raises:
-        InvalidValueError: If ``[low, high]`` is no interval.
+        InvalidValueError: If a bound is NaN or ``low > high``.
     """
     low, high = check_number(names[0], low), check_number(names[1], high)
     if math.isnan(low) or math.isnan(high) or low > high:
@@ -119,16 +119,16 @@ def check_bounds(low: float, high: float, names: tuple[str, str]) -> tuple[float
 def check_interval(
     low: float | None, high: float | Tensor, names: tuple[str, str]
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Return the bounds of a clip by value: ``[-high, high]`` where ``low`` is None.
+    """Return the bounds of a clip by value; without ``low`` they are ``[-high, high]``.
 
     Args:
         low: The lower bound, or None.
         high: The upper bound.
-        names: The names that the caller has for them.
+        names: The caller's names of the two arguments.
 
     Raises:
-        InvalidTypeError: If an argument is not a number.
-        InvalidValueError: If they are no bounds.
+        InvalidTypeError: If a bound is not a number.
+        InvalidValueError: If a bound is NaN, ``low > high``, or ``high`` alone is negative.
     """
     if low is None:
         high = check_threshold(names[1], high)

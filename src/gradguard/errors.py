@@ -38,16 +38,16 @@ _PAGES = {
     "spikes": "resilience",
     "testing": "gradient_check",
 }
-"""The page on what each folder does, as `gradguard explain` prints it."""
+"""The documentation page about each folder; `gradguard explain PAGE` prints it."""
 
 _TRAINERS = ("accelerate", "composer", "deepspeed", "keras", "lightning", "timm", "torchtitan", "transformers")
-"""Files of integrations/ that have a page of their own."""
+"""The modules of `gradguard.integrations` that have a page of their own."""
 
 
 class GradguardError(Exception):
     """Base class of every error that gradguard raises on purpose.
 
-    A note (PEP 678) names the page on what raised it. Tracebacks show it; ``str(error)`` is the message alone.
+    A note (PEP 678) names the documentation page about the error. Tracebacks show the note; ``str(error)`` omits it.
 
     Example:
         >>> import gradguard as gg
@@ -66,7 +66,7 @@ class GradguardError(Exception):
 
 
 def _page_of_caller() -> str:
-    """Return the page of the innermost folder that has one, or of the trainer that called it, or of all errors."""
+    """Return the page of the innermost gradguard folder on the call stack, or of the calling trainer, or ``errors``."""
     page = None
     frame = sys._getframe(2)
     while frame is not None:
@@ -83,11 +83,11 @@ def _page_of_caller() -> str:
 
 
 class InvalidValueError(GradguardError, ValueError):
-    """An argument has the right type and a value that is not allowed, such as a negative threshold."""
+    """An argument has the right type but a value that is not allowed, such as a negative threshold."""
 
 
 class InvalidTypeError(GradguardError, TypeError):
-    """An argument is of a type that the call cannot take."""
+    """An argument has a type that the call does not accept."""
 
 
 class NonFiniteGradientError(GradguardError, RuntimeError):
@@ -97,23 +97,23 @@ class NonFiniteGradientError(GradguardError, RuntimeError):
 
 
 class UnsupportedGradientError(GradguardError, NotImplementedError):
-    """The result for this kind of gradient would be wrong, so the operation refuses."""
+    """The operation refuses this kind of gradient, because its result would be wrong."""
 
 
 class DistributedError(GradguardError, RuntimeError):
-    """Processes that must act together did not: one is missing, or called with something else."""
+    """Processes that must act together did not: a process is missing, or was called with other arguments."""
 
 
 class FreedGraphError(GradguardError, RuntimeError):
-    """A backward went through a graph whose values an earlier backward has freed."""
+    """A backward went through a graph whose saved tensors an earlier backward had freed."""
 
 
 class GradientCheckError(GradguardError, AssertionError):
-    """A gradient is not the derivative that it should be, or the check was inconclusive and that was not allowed."""
+    """A gradient differs from the derivative, or the check was inconclusive and the caller did not allow that."""
 
 
 class ParityError(GradguardError, AssertionError):
-    """Two runs do not have the same gradients, or the comparison was inconclusive and that was not allowed."""
+    """Two runs have different gradients, or the comparison was inconclusive and the caller did not allow that."""
 
 
 class MissingPackageError(GradguardError, ImportError):
@@ -121,7 +121,7 @@ class MissingPackageError(GradguardError, ImportError):
 
 
 class UnsupportedVersionError(GradguardError, ImportError):
-    """A package is installed in a version that this part of gradguard does not know."""
+    """A package is installed in a version that this part of gradguard does not support."""
 
 
 class RecordError(GradguardError):
@@ -129,7 +129,7 @@ class RecordError(GradguardError):
 
 
 class SpikeError(GradguardError, RuntimeError):
-    """A run spikes again and again, and going back to older weights does not cure it."""
+    """A run keeps spiking, and rolling back to older weights does not cure it."""
 
 
 class CommandError(GradguardError):
@@ -137,14 +137,14 @@ class CommandError(GradguardError):
 
 
 def refuse(kind: type[GradguardError], *cases: tuple[object, str]) -> None:
-    """Go through a table of the cases that cannot be served.
+    """Raise the first error in a table of unsupported cases, if any applies.
 
     Args:
-        kind: The kind of error.
-        *cases: For each whether it holds, and the words of the error.
+        kind: The class of the error.
+        *cases: Pairs of a condition and the message of its error.
 
     Raises:
-        GradguardError: If a case holds: an error of ``kind`` with the words of the first one.
+        GradguardError: If a condition is true: an error of ``kind`` with the message of the first such case.
 
     Example:
         >>> try:
@@ -153,6 +153,6 @@ def refuse(kind: type[GradguardError], *cases: tuple[object, str]) -> None:
         ...     print(error)
         the second is.
     """
-    for holds, words in cases:
-        if holds:
-            raise kind(words)
+    for applies, message in cases:
+        if applies:
+            raise kind(message)

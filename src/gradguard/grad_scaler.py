@@ -1,7 +1,7 @@
-"""The one place that looks into a GradScaler: which steps it skips, and what it has scaled.
+"""Watch a GradScaler: which steps it skips, and which losses it has scaled.
 
-`torch.amp.GradScaler` has no hooks. Its methods `step`, `scale` and `update` are therefore wrapped while somebody
-listens, and given back when nobody does.
+`torch.amp.GradScaler` has no hooks. Its methods `step`, `scale` and `update` are therefore wrapped as long as there
+are listeners, and restored afterwards.
 """
 
 import functools
@@ -30,23 +30,23 @@ _REMEMBERED_BACKWARDS = 64
 
 
 class ScalerStep:
-    """One ``scaler.step(optimizer)``.
+    """One call of ``scaler.step(optimizer)``.
 
     Attributes:
-        scale: The scaler's factor of the loss, 0-dim, if nobody has divided the gradients by it yet when
-            ``scaler.step`` began; else None.
-        loss_scale: The scaler's factor of the loss, also where the gradients have been divided by it since.
+        scale: The loss scale, 0-dim, if the gradients were still multiplied by it when ``scaler.step`` began; else
+            None.
+        loss_scale: The loss scale, also if ``unscale_`` has already divided the gradients by it.
     """
 
     def __init__(self, scale: Tensor | None = None, loss_scale: Tensor | None = None) -> None:
         self.scale, self.loss_scale = scale, loss_scale
-        self.overflows: Sequence[Tensor] = ()  # what the scaler has found on each device, once it has ended
+        self.overflows: Sequence[Tensor] = ()  # the scaler's found_inf of each device, once `step` has ended
 
     @property
     def skipped(self) -> Tensor | None:
-        """Whether the scaler found infinity or NaN and left the optimizer's step out; None until that is known.
+        """Whether the scaler found infinity or NaN and skipped the optimizer's step; None until that is known.
 
-        0-dim bool on the device of the gradients, so that only who reads it waits.
+        A 0-dim bool on the gradients' device: only code that reads it causes a host sync.
         """
         if not self.overflows:
             return None
@@ -63,12 +63,14 @@ def listen_to_steps(
     """Call ``before`` and ``after`` around each ``scaler.step(optimizer)`` of every enabled GradScaler from now on.
 
     Args:
-        before: Called with the optimizer when ``scaler.step`` begins, and with what is known of it.
-        after: Called with the same when it has ended, or raised.
-        optimizer: The optimizer; None for all. For one, both must be methods, whose object is not kept alive.
+        before: Called with the optimizer and a `ScalerStep` when ``scaler.step`` begins.
+        after: Called with the same two when ``scaler.step`` has returned or raised.
+        optimizer: The only optimizer to listen to; None for all. With an optimizer, both functions must be bound
+            methods; their object is not kept alive.
 
     Returns:
-        A function that ends it; calling it again does nothing. It ends by itself when ``optimizer`` is gone.
+        A function that ends the listening; further calls do nothing. Listening also ends when ``optimizer`` is garbage
+        collected.
     """
     pair: _Pair = (lambda: before), (lambda: after)
     if optimizer is not None:
@@ -84,14 +86,14 @@ def listen_to_steps(
 def listen_to_scale(
     scaled: Callable[[Any, Any], None], updated: Callable[[Tensor | None, Tensor | None], None]
 ) -> Callable[[], None]:
-    """Hear of what every GradScaler multiplies losses by from now on.
+    """Tell listeners about every loss that a GradScaler scales, and every update of its scale, from now on.
 
     Args:
-        scaled: Called with what ``scaler.scale`` got, and with what it returned.
+        scaled: Called with the argument of ``scaler.scale`` and with its result.
         updated: Called with copies of the scale before and after each ``scaler.update``, each None if there was none.
 
     Returns:
-        A function that ends it; calling it again does nothing.
+        A function that ends the listening; further calls do nothing.
     """
     pair = scaled, updated
     _of_scale.append(pair)
@@ -99,36 +101,36 @@ def listen_to_scale(
 
 
 def notice_scaled_losses() -> Callable[[], None]:
-    """Let `refuse_other_scaler` know which backward starts from a loss that a GradScaler scaled, from now on.
+    """Record from now on which backward starts from a loss that a GradScaler scaled, for `refuse_other_scaler`.
 
     Returns:
-        A function that ends it; calling it again does nothing.
+        A function that ends the recording; further calls do nothing.
     """
     return _scales.use()
 
 
 def refuse_other_scaler(task: int, scaler: Any) -> None:
-    """Check that the loss of backward number ``task`` was scaled by ``scaler`` or by none.
+    """Check that the loss of backward number ``task`` was scaled by ``scaler`` or by no GradScaler.
 
     Raises:
-        InvalidValueError: If not.
+        InvalidValueError: If another GradScaler scaled it.
     """
     known = _scaled_by.get(task)
     if known is not None and known != id(scaler):
         raise InvalidValueError(
-            "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
-            "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
+            "a GradScaler scaled the loss, so every per-sample gradient is too large by the same factor. Pass the "
+            "scaler to the clipper: PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
         )
 
 
-# How the methods are replaced.
+# The replaced methods of GradScaler.
 
 
 _Pair = tuple[Callable[[], StepListener | None], Callable[[], StepListener | None]]
 
 _of_scale: list[tuple[Callable[[Any, Any], None], Callable[[Tensor | None, Tensor | None], None]]] = []
-_of_steps: dict[int | None, list[_Pair]] = {}  # by the identity of an optimizer that lives; None stands for all
-_scaled_by: "OrderedDict[int, int]" = OrderedDict()  # the identity of the scaler, by the number of a recent backward
+_of_steps: dict[int | None, list[_Pair]] = {}  # by the id of a live optimizer; None holds listeners to all optimizers
+_scaled_by: "OrderedDict[int, int]" = OrderedDict()  # number of a recent backward -> id of the scaler of its loss
 
 
 def _forget(key: int | None, pair: _Pair) -> None:
@@ -148,7 +150,7 @@ def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
         result = original(scaler, optimizer, *args, **kwargs)
         step.overflows = overflows_of(scaler, optimizer)
         return result
-    except BaseException:  # or a fused optimizer keeps them, and divides again on every later step
+    except BaseException:  # a fused optimizer would keep these attributes and unscale again on every later step
         optimizer.__dict__.pop("grad_scale", None)
         optimizer.__dict__.pop("found_inf", None)
         raise
@@ -182,7 +184,7 @@ def _update(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
 
 
 def _scale_of(scaler: Any) -> Tensor | None:
-    """A copy of its loss scale; a scaler that is disabled or has scaled nothing has none."""
+    """Return a copy of the scaler's loss scale; None if the scaler has scaled nothing yet."""
     scale = loss_scale_of(scaler)
     return scale.detach().clone() if isinstance(scale, Tensor) else None
 

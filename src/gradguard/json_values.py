@@ -1,11 +1,11 @@
-"""Values of a report as JSON has them."""
+"""Conversion of a report's values to JSON."""
 
 import math
 from typing import Any
 
 
 def jsonable(value: Any) -> Any:
-    """Return ``value`` with tuples as lists, and what is not finite as None."""
+    """Return ``value`` with tuples as lists and non-finite floats as None."""
     if isinstance(value, dict):
         return {key: jsonable(one) for key, one in value.items()}
     if isinstance(value, tuple | list):

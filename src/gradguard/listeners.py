@@ -1,8 +1,8 @@
-"""Events of a training, and who listens to them: a clip does not know that it is watched.
+"""Events of a training run and their listeners: a clip does not know whether it is watched.
 
-A clip calls `announce` before it writes, and `tell` when it is done; `tell_of` tells what else happens. Where nobody
-listens that is a look at an empty tuple. A script's own clips do the same while
-`gradguard.script_events.clips_are_heard`. Listeners hear the calls of all threads, each in the thread that makes it.
+A clip calls `announce` before it writes, and `tell` when it is done; `tell_of` reports every other event. Without
+listeners each call only tests an empty tuple. A script's own clips report the same two events as long as
+`gradguard.script_events.clips_are_heard`. A listener is called for events of all threads, in the thread of the event.
 """
 
 import threading
@@ -27,16 +27,16 @@ RecoveryKind = Literal["burst", "rolled_back", "data_shift"]
 
 @dataclass(slots=True)
 class ClipCall:
-    """A clip that is about to act. One of gradguard's says the rest when it is done.
+    """A clip that is about to act. For a clip of gradguard's, `ClipEvent` carries the details when the clip is done.
 
     Attributes:
         rule: ``"norm"``, ``"value"`` or ``"adaptive"``; "" for a clip of gradguard's.
-        threshold: Its threshold.
+        threshold: The clip's threshold.
         norm_type: The order of its norm.
-        norm: The norm that it was given, if it does not take one itself.
-        whole: Whether the gradients are shards, so that only the call itself knows their norm.
-        tells_norms: Whether its `ClipEvent` will have the norm of each gradient.
-        again: Makes the call, which no listener hears of; None where it cannot be repeated.
+        norm: The norm that the caller passed, if the clip does not measure one itself.
+        whole: Whether the gradients are shards and only the call itself computes the norm of the whole.
+        tells_norms: Whether the clip's `ClipEvent` will hold the norm of each gradient.
+        again: Repeats the call without events; None if the call cannot be repeated.
     """
 
     rule: str = ""
@@ -50,26 +50,27 @@ class ClipCall:
 
 @dataclass(frozen=True, slots=True)
 class ClipEvent:
-    """One clip. Tensors are those of the clip, on its device: copy what is read later than at once.
+    """One finished clip. Its tensors belong to the clip and stay on its device: copy any that are read later.
 
     Attributes:
-        rule: ``"norm"``, ``"value"``, ``"adaptive"``, or the class of a clipper that is none of these.
-        parameters: The parameters whose gradients it clipped.
-        threshold: The bound that it compared with; None where there is not one number.
-        norm: Norm of all gradients before, without a loss scale that the optimizer takes off; None if not measured.
-        coefficient: The norm after over the norm before; None if not known.
+        rule: ``"norm"``, ``"value"``, ``"adaptive"``, or the class name of any other clipper.
+        parameters: The parameters whose gradients were clipped.
+        threshold: The bound; None if the rule has no single number.
+        norm: Norm of all gradients before the clip, divided by the loss scale if the optimizer unscales; None if not
+            measured.
+        coefficient: The norm after the clip over the norm before; None if not known.
         norms: 2-norm of each gradient before, in the order of ``parameters``; None if not known.
-        optimizer: The optimizer whose step is running, for a clip that acts within it.
-        skipped: Whether that step is left out: a bool, or a 0-dim tensor where only the device knows.
-        skip_reason: Why, if it is left out: ``"grad_scaler"`` if a GradScaler found infinity or NaN, which lowers its
-            scale, ``"nonfinite"`` if the clip itself did, ``"spike"`` if it was finite and stood out. None
-            where no step can be left out.
+        optimizer: The optimizer whose step is running, for a clip that acts within the step.
+        skipped: Whether that step is skipped: a bool, or a 0-dim tensor if only the device holds the answer.
+        skip_reason: Why the step is skipped: ``"grad_scaler"`` if a GradScaler found infinity or NaN, which lowers its
+            scale; ``"nonfinite"`` if the clip itself found them; ``"spike"`` if the gradients were finite and stood
+            out. None if the clip cannot skip a step.
         norm_type: The order of ``norm``.
-        elements: For an error clip, the number of elements of all gradients on their way that it looked at; it has no
+        elements: For an error clip, the number of elements in all the gradients that it received; an error clip has no
             parameters, norm or coefficient. None for clips of parameters' gradients.
-        spike: Whether it is left out as a finite spike, whatever ``skip_reason`` says: a bool, or a 0-dim tensor where
-            only the device knows.
-        clipped_elements: How many of these it changed: an int, or a 0-dim tensor where only the device knows.
+        spike: Whether the step is skipped as a finite spike, whatever ``skip_reason`` says: a bool, or a 0-dim tensor
+            if only the device holds the answer.
+        clipped_elements: How many of ``elements`` changed: an int, or a 0-dim tensor if only the device holds it.
     """
 
     rule: str
@@ -89,16 +90,16 @@ class ClipEvent:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryEvent:
-    """Something that was done about spikes, after the step of an optimizer.
+    """A recovery from loss spikes, after an optimizer's step.
 
     Attributes:
-        optimizer: Whose step.
-        kind: ``"burst"`` (spikes in a row were adopted), ``"rolled_back"`` or ``"data_shift"`` (the burst was what the
-            data are like now).
+        optimizer: The optimizer that stepped.
+        kind: ``"burst"`` (several spikes in a row were accepted), ``"rolled_back"``, or ``"data_shift"`` (the burst was
+            a lasting change of the data).
         message: A description in words.
-        lost: Steps whose work is in no weight any more, skipped ones included; None if it is not known yet.
-        recovery: Steps from the first spike until the matter ended; None while it goes on.
-        slowed_down: Whether the learning rate is lower for a while.
+        lost: Steps whose work no weight contains any more, skipped steps included; None if not known yet.
+        recovery: Steps from the first spike until the end of the recovery; None as long as the recovery lasts.
+        slowed_down: Whether the learning rate is lowered for a while.
     """
 
     optimizer: "Optimizer"
@@ -110,10 +111,10 @@ class RecoveryEvent:
 
 
 class Listener:
-    """Hears of a training; each method does nothing unless a subclass overrides it.
+    """Receives the events of a training run; each method does nothing unless a subclass overrides it.
 
-    A method must not write to a gradient, nor raise, unless it is to end the script. `listen` brings clips and
-    recoveries, `gradguard.script_events.listening` all of these.
+    A method must not write to a gradient. It must not raise either, except to end the script. `listen` reports clips
+    and recoveries; `gradguard.script_events.listening` reports all of these events.
     """
 
     def on_begin(self) -> None:
@@ -123,23 +124,24 @@ class Listener:
         """`listening` ends."""
 
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Callable[[], object] | None:
-        """A backward begins; what this returns is called when it is done.
+        """A backward begins; the function that this method returns is called when the backward is done.
 
         Args:
-            losses: The tensors that it starts from; none where it starts from edges of a graph.
-            weights: The factor of each in the sum that it differentiates: 1, or what the script gave.
+            losses: The tensors that the backward starts from; none if it starts from edges of the graph.
+            weights: The initial gradient of each loss: ones, or the tensor that the script passed; None for a tensor
+                that needs no gradient.
         """
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> AbstractContextManager | None:
-        """A clip is about to act; gradients are as they were. One of a script runs inside what this returns.
+        """A clip is about to act and the gradients are unchanged. A script's clip runs inside the returned context.
 
         A clip within an optimizer's step is not announced, nor is an error clip.
         """
 
     def on_clipped(self, event: ClipEvent) -> None:
-        """A clip is done: the one that `on_clip` announced last in this thread, or one that was not announced.
+        """A clip is done: the last one that `on_clip` announced in this thread, or a clip that was not announced.
 
-        Of a clip of a script the event has what the call said, and as ``norm`` the tensor that it returned.
+        For a clip of a script, the event holds the arguments of the call, and as ``norm`` the tensor that it returned.
         """
 
     def on_step(self, optimizer: "Optimizer", evaluation: int) -> None:
@@ -152,35 +154,37 @@ class Listener:
         """A GradScaler's ``step(optimizer)`` begins, whether or not the optimizer will step."""
 
     def on_scaler_stepped(self, optimizer: "Optimizer", step: "ScalerStep") -> None:
-        """It has ended, or raised."""
+        """``scaler.step(optimizer)`` has returned or raised."""
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
-        """A GradScaler turned ``loss`` into ``scaled``."""
+        """A GradScaler scaled ``loss``; the result is ``scaled``."""
 
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
-        """A GradScaler updated its scale: a smaller one means that a step was skipped."""
+        """A GradScaler updated its scale; a smaller scale means that a step was skipped."""
 
     def on_recover(self, event: RecoveryEvent) -> None:
-        """Something was done about spikes."""
+        """A burst of spikes was accepted, rolled back, or turned out to be a lasting change of the data."""
 
     def on_empty_batches(self, count: Tensor) -> None:
-        """Of the batches that the next step accumulates, so many add nothing to its gradient."""
+        """``count`` of the batches that the next step accumulates contribute nothing to its gradient."""
 
     def on_logits(self, name: str, largest: Tensor) -> None:
-        """A `LogitWatch` has seen a call of the attention ``name``: its largest logit for each head."""
+        """A `LogitWatch` measured one call of the attention ``name``; ``largest`` is the largest logit of each head."""
 
 
 _listeners: tuple[Listener, ...] = ()
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Let ``listener`` hear of every clip and every recovery from now on; of a script's own clips while they are heard.
+    """Report every clip and recovery to ``listener`` from now on.
+
+    A script's own clips are reported only as long as `gradguard.script_events.clips_are_heard`.
 
     Args:
-        listener: Who listens.
+        listener: The receiver of the events.
 
     Returns:
-        A function that ends it; calling it again does nothing.
+        A function that ends the listening; further calls do nothing.
 
     Example:
         >>> import gradguard as gg, torch
@@ -213,7 +217,7 @@ _muted = _Muted()
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Let no listener hear of what this thread does in the block: a clip that is made to see what it does."""
+    """Report nothing that this thread does in the block, such as a clip that is repeated only to measure its effect."""
     _muted.blocks += 1
     try:
         yield
@@ -222,21 +226,21 @@ def muted() -> Iterator[None]:
 
 
 def is_muted() -> bool:
-    """Tell whether this thread runs in a block of `muted`."""
+    """Tell whether this thread is inside a block of `muted`."""
     return _muted.blocks > 0
 
 
 def is_heard() -> bool:
-    """Tell whether anybody listens; nobody does to code that is being compiled."""
+    """Tell whether an event would reach a listener; never in code that is being compiled."""
     return bool(_listeners) and not torch.compiler.is_compiling() and not _muted.blocks
 
 
 def announce(parameters: Sequence[Tensor], *, tells_norms: bool = False) -> None:
-    """Say that a clip of gradguard's is about to act on the gradients of ``parameters``.
+    """Report that a clip of gradguard's is about to act on the gradients of ``parameters``.
 
     Args:
         parameters: The parameters.
-        tells_norms: Whether its event will have the norm of each gradient.
+        tells_norms: Whether the clip's event will hold the norm of each gradient.
     """
     call = ClipCall(tells_norms=tells_norms)
     for listener in _listeners:
@@ -244,17 +248,17 @@ def announce(parameters: Sequence[Tensor], *, tells_norms: bool = False) -> None
 
 
 def announced(call: ClipCall, parameters: Sequence[Tensor]) -> AbstractContextManager:
-    """Say that a clip of a script's is about to act; it runs inside what is returned.
+    """Report that a script's clip is about to act, and return the context to run it in.
 
     Args:
         call: The clip.
         parameters: The parameters whose gradients it clips.
 
     Returns:
-        The contexts of those who listen.
+        The contexts of all listeners, as one.
     """
     contexts = [context for one in _listeners if (context := one.on_clip(call, parameters)) is not None]
-    if not contexts:  # as nearly always
+    if not contexts:  # the usual case
         return nullcontext()
     with ExitStack() as inside:
         for context in contexts:
@@ -263,17 +267,17 @@ def announced(call: ClipCall, parameters: Sequence[Tensor]) -> AbstractContextMa
 
 
 def tell(event: ClipEvent) -> None:
-    """Say what a clip did."""
+    """Report a finished clip to every listener."""
     for listener in _listeners:
         listener.on_clipped(event)
 
 
 def tell_of(method: Callable[..., None], *facts: Any) -> None:
-    """Call a method of every listener.
+    """Call one method of every listener.
 
     Args:
-        method: A method of `Listener`, such as ``Listener.on_recover``; each listener's own is called.
-        *facts: Its arguments.
+        method: A method of `Listener`, such as ``Listener.on_recover``; a listener's override is called.
+        *facts: The arguments of the call.
 
     Example:
         >>> class Log(Listener):
@@ -292,7 +296,7 @@ _on_the_way: list[str] = []
 
 @contextmanager
 def changing_on_the_way(what: str) -> Iterator[None]:
-    """Let it be known in a block that ``what`` changes gradients on their way through a backward."""
+    """Declare that ``what`` changes gradients during a backward, as long as the block lasts."""
     _on_the_way.append(what)
     try:
         yield
@@ -301,15 +305,15 @@ def changing_on_the_way(what: str) -> Iterator[None]:
 
 
 def changes_on_the_way() -> str:
-    """Return what changes gradients on their way through a backward now, or ""."""
+    """Return the innermost declaration of `changing_on_the_way`, or "" if there is none."""
     return _on_the_way[-1] if _on_the_way else ""
 
 
 RULES = {"ClipByGlobalNorm": "norm", "ClipByValue": "value", "ClipAdaptive": "adaptive"}
-"""The names that records have for the rules of these classes; any other goes by its class."""
+"""The rule names that records use for these classes; any other clipper is recorded under its class name."""
 
 
 def rule_of(clipper: Any) -> str:
-    """Return the name of a clipper's rule."""
+    """Return the name of a clipper's rule, as records store it."""
     kind = type(clipper).__name__
     return RULES.get(kind, kind)

@@ -1,4 +1,4 @@
-"""The objects of a class that exist, wherever a program keeps them."""
+"""All existing objects of a class, wherever the program holds them."""
 
 import functools
 import gc
@@ -10,10 +10,10 @@ __all__ = ["Living", "alive", "all_objects"]
 
 
 def all_objects() -> list[Any]:
-    """Return the objects of the garbage collector, frozen ones too: a wrapper that is missed is a wrong number."""
+    """Return all objects of the garbage collector, frozen ones too: a missed wrapper would make a norm wrong."""
     if not gc.get_freeze_count():
         return gc.get_objects()
-    gc.collect()  # or what is garbage by now would be frozen too
+    gc.collect()  # else garbage that exists now would be frozen below
     gc.unfreeze()
     try:
         return gc.get_objects()
@@ -22,40 +22,40 @@ def all_objects() -> list[Any]:
 
 
 def alive(kind: type, frozen: bool = True) -> list[Any]:
-    """Return the objects of a class, or of one below it, that exist.
+    """Return the existing instances of a class and its subclasses.
 
     Args:
         kind: The class.
-        frozen: Whether objects that ``gc.freeze`` has put apart belong to them.
+        frozen: Whether to include the objects that ``gc.freeze`` hides.
     """
     every = all_objects() if frozen else gc.get_objects()
     kinds = {one for one in set(map(type, every)) if issubclass(one, kind)}
-    return list(itertools.compress(every, map(kinds.__contains__, map(type, every))))  # of millions of objects
+    return list(itertools.compress(every, map(kinds.__contains__, map(type, every))))  # fast enough for millions
 
 
 class Living:
-    """The objects of a class, or of one below it, that exist: looked for at times, and noted as they are made.
+    """The existing instances of a class and its subclasses: found by a search, then tracked as they are made.
 
-    A look at all objects takes a tenth of a second in a program that has imported much, so it is no work for each
-    step. Between looks only a copy, which is made without ``__init__``, goes unnoticed.
+    A search of all objects takes a tenth of a second in a program with many imports, too long for every step. Between
+    two searches, only a copy that is made without ``__init__`` goes unnoticed.
 
     Args:
-        kind: The class. Its ``__init__``, and those of the classes below, are wrapped at the first look.
+        kind: The class. The first search wraps its ``__init__`` and those of its subclasses.
     """
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
-        self._noting = weakref.WeakSet[type]()  # classes that note their objects
-        self._known = weakref.WeakValueDictionary[int, Any]()  # by identity, in the order in which they were noted
+        self._noting = weakref.WeakSet[type]()  # classes whose __init__ is wrapped
+        self._known = weakref.WeakValueDictionary[int, Any]()  # by id, in the order of registration
 
     def __call__(self) -> list[Any]:
-        """Return them, in the order in which they were found or made."""
-        if any(kind not in self._noting for kind in _below(self._kind)):  # it need not call the others' __init__
+        """Return the instances, in the order in which they were found or made."""
+        if any(kind not in self._noting for kind in _below(self._kind)):  # a new subclass may not call super().__init__
             self.look()
         return list(self._known.values())
 
     def look(self) -> None:
-        """Look for them among all objects."""
+        """Search all objects of the program for instances."""
         for kind in _below(self._kind):
             if kind not in self._noting:
                 self._wrap(kind)
@@ -76,5 +76,5 @@ class Living:
 
 
 def _below(kind: type) -> list[type]:
-    """Return a class and all below it."""
+    """Return a class and all its subclasses."""
     return [kind, *[one for below in type.__subclasses__(kind) for one in _below(below)]]

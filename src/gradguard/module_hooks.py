@@ -5,9 +5,10 @@ from typing import Any
 
 
 class ForwardHook(partial):
-    """A hook on a module that does not follow it into copies and files: there it does nothing.
+    """A hook on a module that does nothing in copies of the module, pickled ones included.
 
-    A `partial` has no Python code of its own, which the compiler would compile, `never_compiled` or not.
+    The hook is a `partial` because that has no Python code: `torch.compile` would compile Python code here even if it
+    is marked `never_compiled`.
     """
 
     __slots__ = ()

@@ -1,7 +1,7 @@
-"""How clipping rules are written on the command line, once for all commands: ``norm=1.0``, ``median``, ``zclip=inf``.
+"""Names of the clipping rules on the command line, shared by all commands: ``norm=1.0``, ``median``, ``zclip=inf``.
 
-Each name stands for a clipper, which acts on gradients, and for the same rule on plain numbers, which is shown the
-norms of a record; what looks at single elements or units has only the first.
+Each name stands for a clipper of gradients. If the rule needs only the norms of a record, the name also stands for the
+same rule on plain numbers.
 """
 
 import math
@@ -25,17 +25,17 @@ _LEAST = 1e-300  # thresholds are above 0
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """The meaning of one name.
+    """One rule's name and its two implementations.
 
     Attributes:
-        example: How it is typed.
-        low: The smallest number that it takes.
-        high: The largest.
-        clipper: The class of the clipper in `gradguard`.
-        argument: Which of its arguments the number is.
-        on_numbers: The rule on plain numbers; None if a record does not hold what it looks at.
-        needs_number: Whether it has no default.
-        excludes: Whether its clipper can leave parameters alone.
+        example: How to type the rule.
+        low: The smallest number that the rule accepts.
+        high: The largest number.
+        clipper: The class name of the clipper in `gradguard`.
+        argument: The clipper's argument that the number sets.
+        on_numbers: The rule on plain numbers; None if a record does not hold what the rule needs.
+        needs_number: Whether the number has no default.
+        excludes: Whether the clipper can exclude parameters.
     """
 
     example: str
@@ -60,7 +60,7 @@ _NAMES = {
 }
 
 REPLAYABLE = tuple(kind.example for kind in _NAMES.values() if kind.on_numbers is not None)
-"""An example of each rule that a record can be shown to."""
+"""An example of each rule that can be replayed on a record."""
 
 CLIPPERS = tuple(kind.example for kind in _NAMES.values())
 """An example of each rule."""
@@ -71,10 +71,10 @@ class NamedRule:
     """A rule as it was typed.
 
     Attributes:
-        text: The rule as typed, such as ``"median=6"``.
+        text: The whole text, such as ``"median=6"``.
         name: The rule, ``"median"``.
-        number: Its number; None for the default.
-        exclude: The parameters that it leaves alone: names, modules or patterns.
+        number: The number; None for the default.
+        exclude: Excluded parameters: names, modules or patterns.
     """
 
     text: str
@@ -84,7 +84,7 @@ class NamedRule:
 
     @property
     def clipper(self) -> tuple[str, dict[str, float]]:
-        """The clipper: the name of its class in `gradguard`, and its arguments."""
+        """The clipper: its class name in `gradguard`, and its arguments."""
         kind = _NAMES[self.name]
         return kind.clipper, {} if self.number is None else {kind.argument: self.number}
 
@@ -105,14 +105,14 @@ class NamedRule:
 
 
 def clipping_rule(text: str) -> NamedRule:
-    """Return the rule that ``text`` names, to clip by.
+    """Return the clipping rule that ``text`` names.
 
     Args:
-        text: As for `replayed_rule`, or ``value=0.5`` (`ClipByValue`), ``adaptive=0.01`` (`ClipAdaptive`), which may
-            leave parameters alone, as in ``adaptive=0.01,exclude=fc,exclude=embed*``.
+        text: As for `replayed_rule`, or ``value=0.5`` (`ClipByValue`) or ``adaptive=0.01`` (`ClipAdaptive`). The latter
+            may exclude parameters, as in ``adaptive=0.01,exclude=fc,exclude=embed*``.
 
     Raises:
-        InvalidValueError: If there is no such rule, or the number is not one that it takes.
+        InvalidValueError: If the rule is unknown, or its number is out of range.
 
     Returns:
         The rule.
@@ -131,7 +131,7 @@ def clipping_rule(text: str) -> NamedRule:
 
 
 def replayed_rule(text: str) -> Callable[[], FixedNorm | NormRule | PerTensor]:
-    """Return what makes the rule on plain numbers that ``text`` names, without a state.
+    """Return a constructor of the rule on plain numbers that ``text`` names.
 
     =============================  =====================================================================================
     text                           rule
@@ -148,22 +148,22 @@ def replayed_rule(text: str) -> Callable[[], FixedNorm | NormRule | PerTensor]:
         text: A name, with a number after ``=`` where the rule takes one.
 
     Returns:
-        A constructor without arguments.
+        A function without arguments that makes the rule, with an empty state.
 
     Raises:
-        InvalidValueError: If there is no such rule, it cannot be replayed, or the number is not one that it takes.
+        InvalidValueError: If the rule is unknown or cannot be replayed, or its number is out of range.
 
     Example:
         >>> replayed_rule("value=0.5")
         Traceback (most recent call last):
-        gradguard.errors.InvalidValueError: rule value=0.5: it looks at elements, ...
+        gradguard.errors.InvalidValueError: rule value=0.5: the rule needs single elements, ...
     """
     rule = _parse(text, REPLAYABLE)
     make: Any = _NAMES[rule.name].on_numbers
     if make is None:
         raise InvalidValueError(
-            f"rule {text}: it looks at elements, and a record holds norms, so it cannot be replayed. Replay norm=, "
-            "median or zclip instead."
+            f"rule {text}: the rule needs single elements, but a record holds only norms, so it cannot be replayed. "
+            "Replay norm=, median or zclip instead."
         )
     return make if rule.number is None else lambda: make(rule.number)
 

@@ -1,8 +1,9 @@
-"""The compiled kernels for the CPU: in use, or why not.
+"""The compiled CPU kernels: load them, call them, and say whether they are in use.
 
-They are one shared library, built from ``native/`` in the source: wheels for Linux bring it, an installation from
-source builds it where there is a C++ compiler. Without it all results are right too, to the same bounds, from torch's
-own kernels, and take longer. ``GRADGUARD_NATIVE=0`` in the environment turns it off, when it is first asked for.
+The kernels are one shared library, built from ``native/`` in the source. Wheels for Linux contain it; an installation
+from source builds it if there is a C++ compiler. Without it torch's own kernels compute all results, within the same
+error bounds, in more time. ``GRADGUARD_NATIVE=0`` in the environment disables the library; it is read once, at first
+use.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ __all__ = ["NativeStatus", "status"]
 
 LIBRARY = Path(__file__).parent / "lib" / "libgradguard.so"
 INTERFACE = 5
-"""The version of the functions below; the library says which one it has."""
+"""The version of the C interface below; the library reports the version that it was built with."""
 
 _LEVELS = {
     "x86_64": {1: "x86-64", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)"},
@@ -34,8 +35,8 @@ class NativeStatus:
     """Whether the compiled kernels are in use.
 
     Attributes:
-        in_use: Whether they are.
-        why: Which instruction set they use, or why they are not in use.
+        in_use: Whether the kernels are in use.
+        why: The instruction set that they use, or the reason why they are not in use.
     """
 
     in_use: bool
@@ -46,13 +47,13 @@ class NativeStatus:
 
 
 def status() -> NativeStatus:
-    """Return whether the compiled kernels are in use in this process, or why not.
+    """Return whether the compiled kernels are in use in this process, and why.
 
-    **Guarantees.** Never raises. The answer stays the same for the life of the process. It tells what is there for
-    dense float32, float64, bfloat16 and float16 tensors on the CPU; all others take torch's own kernels anyway.
+    **Guarantees.** Never raises. The answer does not change as long as the process runs. It concerns dense float32,
+    float64, bfloat16 and float16 tensors on the CPU; torch's own kernels always handle all others.
 
     Returns:
-        The answer, to be printed or asked for ``.in_use``.
+        The status: print it, or read ``.in_use``.
 
     Example:
         >>> import gradguard as gg
@@ -64,7 +65,7 @@ def status() -> NativeStatus:
 
 
 class List(ctypes.Structure):
-    """Blocks of memory: ``List`` of native/gradguard.cpp."""
+    """Addresses, lengths and dtypes of tensors: ``List`` of native/gradguard.cpp."""
 
     _fields_ = (
         ("at", ctypes.c_void_p),
@@ -116,10 +117,10 @@ _SIGNATURES = {
 
 
 class Library:
-    """The loaded library: its functions, and what they need of torch and of Python."""
+    """The loaded library: its functions, and the addresses of the functions of torch and Python that they call."""
 
     def __init__(self, path: Path, exchange: int, parallel: int) -> None:
-        self._free, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))  # one without the GIL, one with it
+        self._free, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))  # the first releases the GIL in a call
         if self._free.gg_interface() != INTERFACE:
             raise OSError("it was built from other sources")
         for name, arguments in _SIGNATURES.items():
@@ -139,29 +140,29 @@ class Library:
         self._collect_units.argtypes = [_P, ctypes.py_object, _L, _P, _P, _P, _P, _P]
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function on the threads that torch would use.
+        """Call a function with as many threads as torch uses.
 
         Raises:
-            MemoryError: If there is none for its list of work.
+            MemoryError: If the function cannot allocate its work list.
         """
         threads = _Threads(torch.get_num_threads(), self._parallel)
         if getattr(self._free, name)(*arguments, ctypes.addressof(threads)):
             raise MemoryError("the compiled kernels have no memory for their list of work")
 
     def collect(self, tensors: list, gpu: int, *room: int) -> bool:
-        """Fill ``room`` with addresses, lengths and dtypes; False if one is no block on the CPU (-1) or that GPU."""
+        """Fill ``room`` with addresses, lengths and dtypes; False unless all are dense, on the CPU (-1) or that GPU."""
         return self._collect(self._where, tensors, len(tensors), gpu, *room) == len(tensors)
 
     def collect_units(self, tensors: list, *room: int) -> bool:
-        """Fill ``room``, which has the units, with addresses, shapes and dtypes; False as above."""
+        """Fill ``room``, which holds the units, with addresses, shapes and dtypes; False as in `collect`."""
         return self._collect_units(self._where, tensors, len(tensors), *room) == len(tensors)
 
     def use_level(self, level: int) -> int:
-        """Use the best instruction set of this machine up to ``level``; return which that is. For tests."""
+        """Use the best instruction set of this machine up to ``level``, and return its level. For tests."""
         return self._free.gg_use_level(level)
 
     def instruction_set(self) -> str:
-        """Return what the kernels are compiled for."""
+        """Return the instruction set that the kernels are compiled for."""
         machine = platform.machine()
         return _LEVELS.get(machine, {}).get(self.use_level(4), machine)
 
@@ -173,10 +174,10 @@ def library() -> Library | None:
 
 
 def _check_whole(path: Path) -> None:
-    """Check the library before it is mapped: pages that a file lacks end the process when they are touched.
+    """Check the library before it is mapped: reading a page that the file lacks would kill the process.
 
     Raises:
-        OSError: If its last 32 bytes are not the SHA-256 of those before them, as ``native/build.py`` writes it.
+        OSError: If the file's last 32 bytes are not the SHA-256 of all bytes before, as ``native/build.py`` writes it.
     """
     held = path.read_bytes()
     if hashlib.sha256(held[:-32]).digest() != held[-32:]:
@@ -191,7 +192,7 @@ def _loaded() -> Library | str:
         return "this installation has no compiled library (a wheel for Linux has; from source, it takes a C++ compiler)"
     exchange, parallel = exchange_table(), parallel_for()
     if exchange is None or parallel is None:
-        return f"torch {torch.__version__} lacks what they need: DLPack's exchange table and torch_parallel_for"
+        return f"torch {torch.__version__} lacks names that they need: DLPack's exchange table and torch_parallel_for"
     try:
         _check_whole(LIBRARY)
         found = Library(LIBRARY, exchange, parallel)

@@ -1,11 +1,11 @@
-"""Act once on each real optimizer step, with the gradients of that step, for every optimizer that exists.
+"""Act once on each real optimizer step, with the gradients of that step, for one optimizer or for all.
 
-What makes it more than two hooks:
+Two hooks are not enough:
 
 * A subclass whose ``step`` calls ``super().step()`` fires the hooks twice: only the outermost call counts.
-* Where ``step`` gets a closure (LBFGS, Lightning) the hook fires *before* backward: the closure is wrapped, and acted
-  upon after each evaluation instead.
-* A ``step`` that raises never fires its post-hook: a step counts as open only while its frame is on the stack.
+* If ``step`` receives a closure (LBFGS, Lightning), the hook fires *before* backward. The closure is therefore wrapped,
+  and the action follows each evaluation instead.
+* A ``step`` that raises never fires its post-hook: a step counts as open only as long as its frame is on the stack.
 * Several threads may train at once: each has its own open step.
 * Under `torch.compile` the hooks run in Python between two graphs: they are not traced.
 """
@@ -30,25 +30,25 @@ from gradguard.torch_private import is_of_the_compiler, never_compiled
 
 
 def runs_hooks(optimizer: Any) -> bool:
-    """Tell whether ``optimizer`` is one whose step runs hooks; a wrapper often only pretends to be an optimizer."""
+    """Tell whether the step of ``optimizer`` runs hooks; many wrappers only pretend to be an optimizer."""
     if not isinstance(optimizer, Optimizer):
         return False
     try:
         optimizer.register_step_pre_hook(lambda *_: None).remove()
-    except AttributeError:  # its __init__ has not called that of Optimizer
+    except AttributeError:  # a subclass that never called Optimizer.__init__
         return False
     return True
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer and those that it steps, of its attributes and of lists, tuples and dicts there."""
+    """Return an optimizer and those that it holds in its attributes, or in lists, tuples and dicts there."""
     found: list[Optimizer] = []
-    queue, seen = deque[Any]([optimizer]), set[int]()
+    queue, visited = deque[Any]([optimizer]), set[int]()
     while queue:
         value = queue.popleft()
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, Optimizer):
             found.append(value)
             queue.extend(entry for name, entry in vars(value).items() if name not in ("param_groups", "state"))
@@ -65,20 +65,20 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 class EveryStep:
-    """Calls of ``before`` and ``after`` around each real step of each optimizer, until `remove`.
+    """Calls ``before`` and ``after`` around each real step of each optimizer, until `remove`.
 
     Args:
-        before: Called with the optimizer when its gradients are complete and not yet used, and with a number: 0 the
-            first time in a step, then 1, 2, ... where a closure is evaluated again. If it returns True, the step is
-            to end: the closure then gives the loss of its first evaluation.
+        before: Called with the optimizer when its gradients are complete and not yet used, and with a number: 0 at the
+            first call in a step, then 1, 2, ... for further evaluations of the closure. If it returns True, the step
+            is to end: the closure then returns the loss of its first evaluation.
         after: Called with the optimizer when the outermost step is done.
-        optimizer: The only optimizer to act on; None for every one that exists. Global hooks run before those of one
-            optimizer, so that who watches all sees the gradients before who changes those of one.
+        optimizer: The only optimizer to act on; None for all, also those made later. Global hooks run before the hooks
+            of one optimizer: a watcher of all reads the gradients before a hook of one optimizer changes them.
         enter: Called with the optimizer when a step begins, and with whether a closure will compute its gradients.
-            What it returns takes the optimizer's place as ``self`` in that step; None leaves it.
-        first: Act before the hooks that this optimizer has already: see gradients that they may change.
-        broken_off: Called when a step has ended by an error, and ``after`` therefore not come: when the next step of
-            this thread begins, before ``enter``, or `settle` is called.
+            Its result replaces the optimizer as ``self`` in that step, unless it is None.
+        first: Act before the hooks that this optimizer has already, on gradients that they may still change.
+        broken_off: Called after a step has ended by an error and ``after`` was therefore not called. The call comes at
+            the start of this thread's next step, before ``enter``, or in `settle`.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class EveryStep:
         self._handles: list[RemovableHandle] = [pre, post]
 
     def remove(self) -> None:
-        """Take the hooks away; calling it again does nothing."""
+        """Remove the hooks; further calls do nothing."""
         while self._handles:
             self._handles.pop().remove()
 
     def act_last(self) -> None:
-        """Act after all hooks at the end of a step of this optimizer that there are now."""
+        """Move the post-hook behind all post-hooks that this optimizer has now."""
         if self._handles and (hooks := self._handles[-1].hooks_dict_ref()) is not None:
             hooks.move_to_end(self._handles[-1].id)
 
     def settle(self) -> None:
-        """Call ``broken_off`` if the last step of this thread has ended by an error."""
+        """Call ``broken_off`` if the last step of this thread ended by an error."""
         outer: FrameType | None = getattr(self._thread, "open", None)
         if outer is not None and not _is_running(outer):
             self._thread.open = None
@@ -125,10 +125,10 @@ class EveryStep:
             return None
         self._thread.open = _caller()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        closure = closure if callable(closure) else None  # some optimizers take something else there
+        closure = closure if callable(closure) else None  # some optimizers pass another argument in that position
         entered = self._enter(optimizer, closure is not None)
         if entered is not None:
-            args = (entered, *args[1:])  # else whatever a hook before this one has put there
+            args = (entered, *args[1:])  # otherwise keep an argument that an earlier hook replaced
         if closure is None:
             self._before(optimizer, 0)
             return args, kwargs
@@ -146,13 +146,13 @@ class EveryStep:
             ended = self._act(optimizer, evaluations)
             first = result if evaluations == 0 else first
             evaluations += 1
-            return first if ended else result  # a line search cannot go on from a loss that is NaN
+            return first if ended else result  # a line search cannot continue from a NaN loss
 
         return evaluate
 
     @never_compiled
     def _act(self, optimizer: Optimizer, evaluation: int) -> bool | None:
-        """Act after an evaluation: what the closure does may be compiled, what watches or clips it is not."""
+        """Call ``before`` after an evaluation, uncompiled even if the closure itself is compiled."""
         return self._before(optimizer, evaluation)
 
     @never_compiled
@@ -164,7 +164,7 @@ class EveryStep:
 
 
 def _caller() -> FrameType:
-    """The frame that called a hook: that of the step, behind what PyTorch's compiler puts between."""
+    """Return the frame of the step that called a hook, without the frames that `torch.compile` puts between."""
     frame = sys._getframe(2)
     while is_of_the_compiler(frame) and frame.f_back is not None:
         frame = frame.f_back

@@ -1,11 +1,11 @@
-"""Policies for a step whose gradients hold NaN or infinity. One vocabulary, one meaning.
+"""Policies for a step whose gradients hold NaN or infinity: one vocabulary for every clipper.
 
 | policy        | meaning                                                                                        |
 |---------------|------------------------------------------------------------------------------------------------|
 | `"propagate"` | PyTorch's: the rule is applied as if nothing were wrong, so NaN spreads through the norm        |
 | `"raise"`     | an error names every parameter and count; no gradient is changed                               |
-| `"zero"`      | every gradient of the step becomes 0; decided on the device, without a wait                    |
-| `"skip"`      | who guards an optimizer leaves the step out                                                    |
+| `"zero"`      | every gradient of the step becomes 0; decided on the device, without a host sync               |
+| `"skip"`      | the guard of an optimizer skips the step                                                       |
 """
 
 from typing import Literal, cast, get_args
@@ -13,33 +13,33 @@ from typing import Literal, cast, get_args
 from gradguard.errors import InvalidValueError
 
 NonFinitePolicy = Literal["propagate", "raise", "zero"]
-"""The policies of a clip."""
+"""The policies that a clip accepts."""
 
 GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
-"""The policies of a guard, which is attached to an optimizer."""
+"""The policies that a guard of an optimizer accepts."""
 
 
 def check_policy(policy: str) -> NonFinitePolicy:
-    """Return ``policy`` if a clip can do that.
+    """Return ``policy`` if a clip accepts it.
 
     Raises:
-        InvalidValueError: If not.
+        InvalidValueError: If the policy is unknown, or only a guard accepts it.
     """
     if policy == "skip":
-        raise InvalidValueError('nonfinite="skip" means not to take the optimizer step, which only gg.Guard can do.')
+        raise InvalidValueError('nonfinite="skip" means to skip the optimizer step, which only gg.Guard can do.')
     _check_known(policy, get_args(NonFinitePolicy))
     return cast("NonFinitePolicy", policy)
 
 
 def check_guard_options(nonfinite: str, max_consecutive_skips: int | None) -> None:
-    """Check what `gradguard.Guard` is told, also before there is an optimizer to guard.
+    """Check the options of `gradguard.Guard`, possibly before there is an optimizer to guard.
 
     Args:
-        nonfinite: Its policy.
-        max_consecutive_skips: Its cap.
+        nonfinite: The policy for non-finite gradients.
+        max_consecutive_skips: The largest number of skipped steps in a row; None for no cap.
 
     Raises:
-        InvalidValueError: If it takes none of that.
+        InvalidValueError: If an option is not allowed.
     """
     _check_known(nonfinite, get_args(GuardPolicy))
     if max_consecutive_skips is not None and (not isinstance(max_consecutive_skips, int) or max_consecutive_skips < 0):

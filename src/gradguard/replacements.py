@@ -1,6 +1,6 @@
-"""Functions of other packages that are replaced while somebody uses the replacement, and given back after that.
+"""Replacement of functions of other packages, for as long as the replacement has users.
 
-The one place that puts a function of ours where torch, an engine or a script looks up its own.
+This is the only module that puts a function of gradguard where torch, an engine or a script looks up its own.
 """
 
 import functools
@@ -17,19 +17,21 @@ _MARK = "_replaced_by_gradguard"
 
 
 class Replacement:
-    """A function of another package that is replaced while it has users.
+    """A function of another package that is replaced as long as the replacement has users.
 
-    **Guarantees.** Users may end in any order. Where somebody has wrapped the replacement meanwhile it stays within
-    their wrapper, and does what the original does until there is a user again. A call that passes several replacements
-    of one function, as where a script has kept one, counts once.
+    **Guarantees.** Users may end in any order. If other code has wrapped the replacement meanwhile, it stays within
+    that wrapper and behaves like the original until it has a user again. A call that passes through several
+    replacements of one function, for example because a script kept an older one, counts once.
 
     Args:
-        module: The name of a module. One that is not imported yet is looked for again by `place_waiting`.
+        module: The name of a module. `place_waiting` looks again for a module that is not imported yet.
         name: The function's name in the module, or ``"Class.method"``.
         instead: Called with the original function and the arguments of a call.
-        everywhere: Whether scripts import the function by its name: then it is replaced in every module that has it.
-        one_call: Calls within each other that have this label are one; None for those with the same first argument.
-        decorate: Applied to the replacement, which is the original to code that is being compiled.
+        everywhere: Whether scripts import the function by its name: then every module that holds it gets the
+            replacement.
+        one_call: A label: nested calls with the same label count as one call. None: nested calls with the same first
+            argument do.
+        decorate: Applied to the replacement. In code that is being compiled, the replacement calls the original.
 
     Example:
         >>> import math
@@ -60,7 +62,7 @@ class Replacement:
         self._wrapper: Any = None
 
     def use(self) -> Callable[[], None]:
-        """Replace the function, and return what ends this use; calling that again does nothing."""
+        """Replace the function; return a function that ends this use, at most once."""
         with _lock:
             self._users += 1
             if not self._place():
@@ -68,12 +70,12 @@ class Replacement:
         return once(self._release)
 
     def _place(self) -> bool:
-        """Replace the function unless that is done already, and tell whether there is one."""
+        """Replace the function unless it is replaced already; return whether the function exists."""
         holder: Any = sys.modules.get(self._module)
         for name in self._path:
             holder = vars(holder).get(name) if holder is not None else None
         original = None if holder is None else vars(holder).get(self._name)
-        if original is not None and not hasattr(original, _MARK):  # else there is one of ours in it
+        if original is not None and not hasattr(original, _MARK):  # a marked function already contains a replacement
             self._holder, self._original, self._wrapper = holder, original, self._wrapped(original)
             self._exchange(original, self._wrapper)
         return original is not None
@@ -92,7 +94,7 @@ class Replacement:
         for place in [self._holder, *modules]:
             held = vars(place)
             if held.get(self._name) is old and not str(held.get("__name__")).startswith("gradguard."):
-                with suppress(Exception):  # a module of a kind of its own
+                with suppress(Exception):  # a module class of its own may refuse the assignment
                     setattr(place, self._name, new)
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,9 +110,9 @@ class Replacement:
             finally:
                 _calls.running.pop()
 
-        replacement.__code__ = replacement.__code__.replace()  # of its own: the compiler keeps what it knows by code
+        replacement.__code__ = replacement.__code__.replace()  # torch.compile keeps its caches by code object
         functools.update_wrapper(replacement, original)
-        setattr(replacement, _MARK, True)  # which those who wrap it again copy, if they do as `functools.wraps` does
+        setattr(replacement, _MARK, True)  # `functools.wraps` copies this mark to wrappers of the replacement
         return self._decorate(replacement)
 
 
@@ -119,13 +121,13 @@ class _Calls(threading.local):
         self.running: list[Any] = []
 
 
-_lock = threading.RLock()  # an object that is collected may end its use at any time
+_lock = threading.RLock()  # reentrant: garbage collection may end a use at any time
 _waiting: set[Replacement] = set()
 _calls = _Calls()
 
 
 def place_waiting() -> None:
-    """Replace the functions of packages that have been imported since; costs next to nothing where there are none."""
+    """Replace the functions of packages that were imported meanwhile; nearly free if none is waiting."""
     for one in tuple(_waiting):
         if one._module in sys.modules:
             with _lock:
@@ -134,7 +136,7 @@ def place_waiting() -> None:
 
 
 def once(*ends: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that calls each of ``ends`` when it is first called, and then does nothing."""
+    """Return a function that calls each of ``ends`` on its first call, and does nothing on later calls."""
     left = list(ends)
 
     def end() -> None:

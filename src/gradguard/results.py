@@ -1,4 +1,4 @@
-"""The types that calls return: results, reports and statistics, for annotations and `isinstance`."""
+"""The types of returned results, reports and statistics, for annotations and `isinstance`."""
 
 from gradguard.audit.audit_report import NormAudit, NormClass, NormFinding
 from gradguard.backward_clip.statistics import FirstNonfinite, OpStatistics

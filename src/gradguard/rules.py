@@ -1,4 +1,4 @@
-"""Building blocks for rules of your own, and rules for rarer needs.
+"""Base classes for rules of your own, and rules for rarer needs.
 
 Subclass `Clipper` (or `ThresholdClipper`) for a clipper, `NormClipper` for per-sample clipping, `Detector`
 for finite spikes, and `gradguard.BaseErrorClip` for the error clip. The common rules are in `gradguard` itself.

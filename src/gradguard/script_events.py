@@ -1,7 +1,7 @@
-"""Events of a script that knows nothing of gradguard: its backwards, clips, steps and loss scales, for listeners.
+"""Events of a script that does not use gradguard: its backwards, clips, steps and loss scales, for listeners.
 
-PyTorch's clipping functions, and those of engines, are replaced while somebody listens. A replacement tells the
-listeners and then does exactly what the original does, with the same arguments and result.
+The clipping functions of PyTorch and of other engines are replaced as long as there are listeners. A replacement
+reports the call to the listeners and then calls the original, with the same arguments and result.
 """
 
 import functools
@@ -22,13 +22,13 @@ from gradguard.torch_private import Backward, call_before_backwards, current_gra
 
 @contextmanager
 def listening(*listeners: Listener) -> Iterator[None]:
-    """Let listeners hear of everything that a script does until the block ends, each event in their order.
+    """Report everything that a script does to ``listeners`` until the block ends; each event in their order.
 
-    Blocks may end in any order. What has kept a replacement beyond the end (a class of the script, somebody else's
-    wrapper) tells those who listen then: nobody, or the next block.
+    Blocks may end in any order. A class of the script, or another package's wrapper, may hold a replacement after the
+    block has ended. Such a replacement reports to the listeners of the moment: none, or those of the next block.
 
     Args:
-        *listeners: Who listens.
+        *listeners: The receivers of the events.
     """
     with ExitStack() as ends:
         for listener in listeners:
@@ -44,17 +44,18 @@ def listening(*listeners: Listener) -> Iterator[None]:
 
 
 def clips_are_heard() -> Callable[[], None]:
-    """Let those who `listen` hear of the clips of scripts and engines too, from now on.
+    """Report the clips of scripts and engines to the listeners of `listen`, too, from now on.
 
     Returns:
-        A function that ends it; calling it again does nothing.
+        A function that ends the reporting; further calls do nothing.
     """
     return once(*[clip.use() for clip in _CLIPS])
 
 
 def _tell_backward(listener: Listener, backward: Backward) -> Callable[[], object] | None:
     place_waiting()
-    if not backward.accumulates or current_graph_task() != -1 or is_muted():  # within one, a checkpoint runs its own
+    # A running graph task means that this backward is a checkpoint's, within another backward.
+    if not backward.accumulates or current_graph_task() != -1 or is_muted():
         return None
     if not all(isinstance(root, Tensor) for root in backward.roots):
         return listener.on_backward((), ())
@@ -62,20 +63,20 @@ def _tell_backward(listener: Listener, backward: Backward) -> Callable[[], objec
 
 
 Reader = Callable[..., ClipCall]
-"""Reads what follows the parameters in a call."""
+"""Reads the arguments that follow the parameters in a call."""
 
 
 def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Make a call of a script's clipping function, and tell the listeners of it.
+    """Call a script's clipping function, and report the call to the listeners.
 
     Args:
-        read: Reads the call.
-        original: The function.
-        *args: Its arguments, the first of them parameters, or a module.
-        **kwargs: Its arguments.
+        read: Reads the arguments after the parameters.
+        original: The clipping function.
+        *args: Its arguments; the first is the parameters or a module.
+        **kwargs: Its keyword arguments.
 
     Returns:
-        Its result.
+        The result of ``original``.
     """
     if not is_heard():
         return original(*args, **kwargs)
@@ -83,16 +84,16 @@ def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any
     try:
         parameters, *rest = args or [named.pop("parameters")]
         call = read(*rest, **named)
-    except Exception:  # a wrong call: the original says so
+    except Exception:  # the arguments are wrong: let the original raise its own error
         return original(*args, **kwargs)
-    seen = parameters
-    if isinstance(parameters, Iterator):  # which comes only once; an empty generator is warned of as such
-        seen = list(parameters)
-        parameters = seen or parameters
-    call.again = functools.partial(original, seen, *rest, **named)
+    repeatable = parameters
+    if isinstance(parameters, Iterator):  # it can be read only once; torch warns about an empty generator as such
+        repeatable = list(parameters)
+        parameters = repeatable or parameters
+    call.again = functools.partial(original, repeatable, *rest, **named)
     tensors: list[Tensor] = []
-    with suppress(Exception):  # of what the script passes anything may raise, at the second look
-        tensors = tensors_of(seen)
+    with suppress(Exception):  # reading a script's own iterable a second time may raise anything
+        tensors = tensors_of(repeatable)
     with announced(call, tensors):
         result = original(parameters, *rest, **named)
     norm = result if isinstance(result, Tensor) else None
@@ -101,39 +102,39 @@ def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any
 
 
 def tensors_of(parameters: Any) -> list[Tensor]:
-    """Return the tensors in whatever a clipping function takes; what cannot be one is left for the call to refuse."""
+    """Return the tensors in any argument that a clipping function accepts; skip what is not a tensor."""
     if isinstance(parameters, Tensor):
         return [parameters]
     entries: list[Any] = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):  # one by one it takes longer
+    if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):  # faster than one check for each entry
         return entries
     return [entry for entry in entries if isinstance(entry, Tensor)]
 
 
 def by_norm(max_norm: Any, norm_type: float = 2.0, *_: Any, whole: bool = False, **__: Any) -> ClipCall:
-    """Read a call as PyTorch's ``clip_grad_norm_`` takes it."""
+    """Read the arguments of PyTorch's ``clip_grad_norm_``."""
     return ClipCall("norm", max_norm, float(norm_type), whole=whole)
 
 
 def by_given_norm(max_norm: Any, total_norm: Any, *_: Any, **__: Any) -> ClipCall:
-    """Read a call that is told the norm, as PyTorch's ``clip_grads_with_norm_`` is."""
+    """Read the arguments of PyTorch's ``clip_grads_with_norm_``, which include the norm."""
     return ClipCall("norm", max_norm, norm=total_norm)
 
 
 def by_value(clip_value: Any, *_: Any, **__: Any) -> ClipCall:
-    """Read a call as PyTorch's ``clip_grad_value_`` takes it."""
+    """Read the arguments of PyTorch's ``clip_grad_value_``."""
     return ClipCall("value", clip_value)
 
 
 def _heard(home: str, name: str, read: Reader, everywhere: bool = True) -> Replacement:
-    """Return the replacement of a clipping function; calls by a norm within each other are one."""
+    """Return the replacement of a clipping function; clips by norm that call one another report one event."""
     one_call = "by value" if read is by_value else "by norm"
     return Replacement(home, name, functools.partial(clips_by, read), everywhere=everywhere, one_call=one_call)
 
 
 _READERS: dict[str, Reader] = {
     "clip_grad_norm_": by_norm,
-    "clip_grads_with_norm_": by_given_norm,  # which has another name at home
+    "clip_grads_with_norm_": by_given_norm,  # torch defines it under a private name
     "clip_grad_value_": by_value,
 }
 
@@ -149,4 +150,4 @@ _CLIPS = [
     ),
     _heard(*CLIP_OF_FLOAT32, by_norm, everywhere=False),
 ]
-"""The clipping functions of PyTorch and of engines, where they are defined; scripts import them by name."""
+"""The clipping functions of PyTorch and of other engines, each in the module that defines it."""

@@ -1,4 +1,4 @@
-"""Assertions for test suites: they raise, and never return a truth value that a test could drop."""
+"""Assertions for test suites: they raise instead of returning a bool that a test could ignore."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["assert_grad", "assert_parity"]
 def assert_grad(
     fn: Callable[..., Any], *inputs: Any, allow_inconclusive: bool = False, **options: Any
 ) -> GradientReport:
-    """Raise unless the backward of ``fn`` is its derivative, as `gradguard.gradcheck` finds it.
+    """Raise unless the backward of ``fn`` is its derivative, as judged by `gradguard.gradcheck`.
 
-    The error is an ``AssertionError`` whose message is the report: what is wrong, at which element, and both values.
+    The error is an ``AssertionError``. Its message is the report: the fault, the element, and both values there.
 
-    **Edge cases.** A check that could not tell raises too, unless ``allow_inconclusive=True``: a test that saw nothing
-    should not be green. Notes, such as a kink at the point, never raise.
+    **Edge cases.** An inconclusive check raises too, unless ``allow_inconclusive=True``: a test that could not judge
+    the gradient should not pass. Notes, such as a kink at the point, never raise.
 
     Args:
         fn: A function or a module.
@@ -45,7 +45,7 @@ def assert_grad(
     Reference:
         PaddlePaddle, Auto Gradient Check Design, 2017.
     """
-    __tracebackhide__ = True  # pytest shows the line of the test, not this function with all of its docstring
+    __tracebackhide__ = True  # pytest then shows the line of the test, not this function and its long docstring
     report = gradcheck(fn, *inputs, **options)
     accepted = ("PASS", "INCONCLUSIVE") if allow_inconclusive else ("PASS",)
     if report.verdict not in accepted:
@@ -54,26 +54,26 @@ def assert_grad(
 
 
 def assert_parity(reference: Run, new: Run, *, allow_inconclusive: bool = False) -> ParityReport:
-    r"""Raise unless two runs have the same gradients, apart from what rounding does to each.
+    r"""Raise unless two runs have the same gradients, up to the rounding of each run.
 
-    A parameter's gradients :math:`r` and :math:`c` are equal if :math:`\lVert c - r \rVert \le 3 b`, where the bar
-    :math:`b` is what runs that differ by rounding alone differ by, as `gradguard.save_gradients` has measured it in
-    both set-ups. There is no tolerance to choose.
+    A parameter's gradients :math:`r` and :math:`c` are equal if :math:`\lVert c - r \rVert \le 3 b`. The bar :math:`b`
+    is the difference between runs that differ by rounding alone; `gradguard.save_gradients` has measured it in both
+    set-ups. There is no tolerance to choose.
 
-    **Edge cases.** An inconclusive comparison raises too, unless ``allow_inconclusive=True``: other weights, other
-    dropout masks, and gradients of which nothing is known.
+    **Edge cases.** An inconclusive comparison raises too, unless ``allow_inconclusive=True``. It is inconclusive with
+    other weights, with other dropout masks, or if too little is known of the gradients, as below.
 
     | gradient of a parameter | counts as |
     |---|---|
     | within :math:`3 b`, and half of it would have been an error that shows | equal |
-    | zero in both runs, in neither run, or :math:`b` is a sixth of it or more | nothing is known of it |
+    | zero in both runs, in neither run, or :math:`b` is a sixth of it or more | unknown |
     | anything else | an error |
 
-    Nothing known of half of the parameters or more: INCONCLUSIVE. Of fewer: PASS, and a note names them.
+    If half of the parameters or more are unknown, the verdict is INCONCLUSIVE. If fewer are, the verdict is PASS and a
+    note names them.
 
     Args:
-        reference: The result of `gradguard.save_gradients`, or the file that it has written, in the set-up that is
-            trusted.
+        reference: The result of `gradguard.save_gradients`, or the file that it wrote, in the trusted set-up.
         new: The result or file of the other set-up.
         allow_inconclusive: Accept the verdict ``"INCONCLUSIVE"``.
 
@@ -81,7 +81,7 @@ def assert_parity(reference: Run, new: Run, *, allow_inconclusive: bool = False)
         The report of the comparison.
 
     Raises:
-        ParityError: If a gradient is another, or the comparison is inconclusive.
+        ParityError: If a gradient differs, or the comparison is inconclusive.
         RecordError: If a file cannot be read, or the two cannot be compared.
 
     Example:

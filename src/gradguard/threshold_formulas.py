@@ -1,13 +1,13 @@
-"""The rules that choose a threshold, once: for tensors on a device and for plain numbers.
+"""The formulas of the rules that choose a threshold, written once for device tensors and for plain numbers.
 
-Each `ThresholdRule` is one rule: its settings, and `ThresholdRule.next_threshold`, which the clipper of that name and
-the rule for records (`gradguard.threshold_rules`) inherit, as they do `PerTensorRule`. Nothing is remembered of a step
-that does not ``enter``, such as one that is not finite. Operations that floats and tensors write differently are those
-of ``ops``: `PLAIN`, or `gradguard.tensors.number_operations.TENSORS`, with which the host reads nothing.
+A `ThresholdRule` holds one rule's settings and its `ThresholdRule.next_threshold`. The clipper of that name and the
+rule for records (`gradguard.threshold_rules`) both inherit from it; `PerTensorRule` is shared in the same way. A step
+that does not ``enter``, such as a non-finite one, changes no memory. ``ops`` holds the operations that floats and
+tensors write differently: `PLAIN`, or `gradguard.tensors.number_operations.TENSORS`, which needs no host sync.
 
-A norm may be a float or a tensor, 0-dim, or with one entry for each gradient where a rule treats each by itself. The
-norms of earlier steps are in an object that the step changes in place, ``put(count, value, enters)``: a tensor of fixed
-length in `gradguard.clip.thresholds.threshold_rule`, lists in `gradguard.threshold_rules`.
+A norm may be a float or a tensor. The tensor is 0-dim, or has one entry for each gradient if the rule treats each by
+itself. An object stores the norms of earlier steps, and each step changes it in place by ``put(count, value, enters)``.
+`gradguard.clip.thresholds.threshold_rule` uses tensors of fixed length, `gradguard.threshold_rules` uses lists.
 """
 
 import math
@@ -20,7 +20,7 @@ Number = Any
 """A float or a tensor."""
 
 Truth = Any
-"""A bool, or a tensor of them."""
+"""A bool, or a tensor of bools."""
 
 Operations = Any
 """`PLAIN` or `TENSORS`."""
@@ -43,14 +43,14 @@ class _Plain:
 
     @staticmethod
     def ratio(x: float, y: float) -> float:
-        """Return x / y as a tensor does: of a zero y infinity, or NaN if x is zero too."""
+        """Return x / y as tensors do: for y = 0 infinity, or NaN if x is zero too."""
         if y:
             return x / y
         return math.nan if x == 0 else math.copysign(math.inf, x)
 
     @staticmethod
     def number(x: float | bool, like: float) -> float:
-        """Return ``x`` as a number of the type of ``like``; of a condition 1 where it holds, else 0."""
+        """Return ``x`` as a float; a condition becomes 1.0 or 0.0."""
         del like
         return float(x)
 
@@ -69,7 +69,7 @@ class _Plain:
     def log(x: float) -> float:
         return math.log(x) if x > 0 else -math.inf
 
-    possible = staticmethod(bool)  # False only where the host knows that a condition does not hold: of no tensor
+    possible = staticmethod(bool)  # False only if the host knows that the condition is false; always true for tensors
     logical_not = staticmethod(operator.not_)
     larger = staticmethod(max)
     smaller = staticmethod(min)
@@ -79,24 +79,24 @@ class _Plain:
 
 PLAIN = _Plain()
 
-TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+TO_STANDARD_DEVIATION = 1.4826  # standard deviation over median absolute deviation, for a normal distribution
 _EPSILON = 1e-6
 
 LOCK_IN_WINDOW = 100
-"""Steps that the lock-in alarm looks back upon."""
+"""How many steps the lock-in alarm considers."""
 
 LOCK_IN_TOLERANCE = 0.01
-"""A threshold that has moved by less than this fraction over the window counts as one threshold."""
+"""A threshold that moves by less than this fraction over the window counts as one threshold."""
 
 
 def coefficient_of(ops: Operations, norm: Number, threshold: Number) -> Number:
-    """Return what gradients of ``norm`` are multiplied by: 1 up to the threshold, and then what makes it their norm."""
-    # NaN fails both tests, so that it spreads, as PyTorch's does.
+    """Return the coefficient for gradients of ``norm``: 1 up to the threshold, above it ``threshold / norm``."""
+    # A NaN norm fails both tests, so the coefficient is NaN, as with PyTorch's own clip.
     return ops.where((norm <= threshold) | ops.is_infinite(threshold), 1.0, ops.ratio(threshold, norm))
 
 
 def pytorch_coefficient(ops: Operations, norm: Number, threshold: Number) -> Number:
-    """Return what `torch.nn.utils.clip_grad_norm_` multiplies by."""
+    """Return the coefficient of `torch.nn.utils.clip_grad_norm_`."""
     return ops.within(ops.ratio(threshold, norm + _EPSILON), -math.inf, 1.0)
 
 
@@ -107,51 +107,51 @@ def locked_in(seen: Number, bound: Number, least: Number, most: Number, window: 
               \max_t c_t \le 1.01 \, \min_t c_t
 
     Args:
-        seen: How many steps there were.
-        bound: On how many of the last N the clip has bound.
-        least: The smallest threshold of these.
-        most: The largest.
+        seen: The number of steps so far.
+        bound: On how many of the last N steps the clip has bound.
+        least: The smallest threshold of the last N steps.
+        most: The largest threshold of the last N steps.
         window: N.
 
     Returns:
-        The verdict.
+        The verdict, a bool or a tensor.
     """
     return (seen >= window) & (bound > window / 2) & (most <= least * (1 + LOCK_IN_TOLERANCE))
 
 
 MEDIAN_START = 0.1
-"""The share of the first norm that `ClipByMedian` lets through at the first step."""
+"""The share of the first norm that `ClipByMedian` passes at the first step, without a bound on the update."""
 
 MEDIAN_START_TIMES = 1.5
-"""Within its start, so many times the median is what a norm is remembered as at most."""
+"""During its start, `ClipByMedian` remembers a norm as at most this multiple of the median."""
 
 
 MEDIAN_START_TIMES_BOUNDED = 3.0
-"""The multiple where the update is bounded besides."""
+"""This multiple applies if the update is bounded."""
 
 MEDIAN_UPDATE = 0.1
-"""The share of the weights' norm by which a step may move them under `ClipByMedian`."""
+"""`ClipByMedian` lets a step move the weights by at most this share of their norm."""
 
 UPDATE_PATIENCE = 16
-"""After so many steps on which that bound has held it is half as large."""
+"""After the bound on the update has held for this many steps, it is half as large."""
 
 
 def update_bound(ops: Operations, norm: Number, longest: Number, held: Number, share: float) -> tuple[Number, Number]:
-    r"""Return the norm up to which gradients move the weights by no more than is allowed, and the next ``held``.
+    r"""Return the norm up to which gradients move the weights by no more than allowed, and the next ``held``.
 
     .. math:: c = \frac{\text{share}}{1 + h / 16} \, L
 
-    h grows by 1 on each step on which the bound holds a gradient, and falls by 1, down to 0, on each other step. So a
-    run whose rate is too high goes on in steps that become shorter, as under a rate that decays like 1/t, and still
-    covers any distance, since the sum of such steps has no limit. A run that needs the bound for a while gets all of it
+    h grows by 1 on each step whose norm exceeds the bound, and falls by 1, down to 0, on each other step. If the
+    learning rate stays too high, the steps become shorter, as under a rate that decays like 1/t. The sum of such steps
+    has no limit, so the run can still cover any distance. A run that needs the bound only for a while gets all of it
     back.
 
     Args:
         ops: The operations.
         norm: The norm of this step.
-        longest: L, the norm that would move the weights by as much as they are long; infinite if that is not known.
+        longest: L, the norm of gradients that would move the weights by the weights' own norm; infinite if unknown.
         held: h.
-        share: The share that is allowed at h = 0.
+        share: The allowed share at h = 0.
     """
     bound = share * longest / (1 + held / UPDATE_PATIENCE)
     return bound, ops.where(norm > bound, held + 1, ops.within(held - 1, 0.0, math.inf))
@@ -161,34 +161,34 @@ class ThresholdRule:
     """A rule that chooses a threshold from the norms so far: a subclass is a dataclass of its settings."""
 
     def __post_init__(self) -> None:
-        """Do nothing; a rule that keeps its memory itself begins it here."""
+        """Do nothing; a rule that keeps its own memory overrides this."""
 
     def next_threshold(self, ops: Operations, memory: Memory, norm: Number, enters: Truth) -> tuple[Number, Memory]:
-        """Return the threshold of this step, infinite for none, and what has changed in ``memory``.
+        """Return the threshold of this step, infinite for none, and the entries of ``memory`` that change.
 
         Args:
             ops: The operations.
             memory: The rule's memory, by name.
             norm: The norm of this step.
-            enters: Whether it may be remembered.
+            enters: Whether ``norm`` may enter the memory.
         """
         raise NotImplementedError
 
 
 @dataclass(eq=False, repr=False)
 class MedianRule(ThresholdRule):
-    """`ClipByMedian`: so many robust deviations above the median of the last log-norms.
+    """`ClipByMedian`: the median of the recent log-norms plus a multiple of their robust deviation.
 
-    It remembers the ``logarithms`` of the last norms, their ``count`` so far, and ``held``, as for `update_bound`.
+    The memory holds the ``logarithms`` of recent norms, their ``count`` so far, and ``held`` for `update_bound`.
 
     Attributes:
-        k: How many deviations.
+        k: The multiple of the deviation.
         window: How many norms are remembered.
-        warmup: How many norms the start has.
-        floor: The least deviation.
-        start: The share of the first norm that passes, where no bound on the update is known.
-        update: The share of their norm by which a step may move the weights.
-        ceiling: A threshold that always holds.
+        warmup: How many norms the start lasts.
+        floor: The smallest deviation.
+        start: The share of the first norm that passes, if no bound on the update is known.
+        update: The share of the weights' norm by which a step may move them.
+        ceiling: An upper limit of every threshold.
     """
 
     k: float = 6.0
@@ -202,7 +202,7 @@ class MedianRule(ThresholdRule):
     def next_threshold(
         self, ops: Operations, memory: Memory, norm: Number, enters: Truth, longest: Number | None = None
     ) -> tuple[Number, Memory]:
-        """Return the threshold, and the next ``count`` and ``held``; ``longest`` is as for `update_bound`, if known."""
+        """Return the threshold, and the next ``count`` and ``held``; ``longest`` as for `update_bound`, if known."""
         logarithms, count = memory["logarithms"], memory["count"]
         start, times = (self.start, MEDIAN_START_TIMES) if longest is None else (1.0, MEDIAN_START_TIMES_BOUNDED)
         progress = ops.within(ops.number(count, norm) / self.warmup, 0.0, 1.0)
@@ -223,9 +223,9 @@ class MedianRule(ThresholdRule):
 
 @dataclass(eq=False, repr=False)
 class PercentileRule(ThresholdRule):
-    """`AutoClip`: a percentile, from 0 to 100, of the norms with this one among them.
+    """`AutoClip`: a percentile, from 0 to 100, of all norms so far, this one included.
 
-    It remembers the ``history`` of norms, and their ``count`` so far.
+    The memory holds the ``history`` of norms, and their ``count`` so far.
     """
 
     percentile: float = 10.0
@@ -239,7 +239,7 @@ class PercentileRule(ThresholdRule):
         below = ops.floor(place)
         fraction = place - below
         low, high = history.neighbours(below, last)
-        # from the nearer of the two neighbours, as NumPy interpolates
+        # NumPy's linear interpolation: start from the nearer neighbour.
         threshold = ops.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
         return ops.where(count > 0, threshold, math.inf), {"count": count}
 
@@ -247,16 +247,16 @@ class PercentileRule(ThresholdRule):
 def z_score_bounds(
     ops: Operations, norm: Number, mean: Number, variance: Number, limit: float, factor: float, mode: str
 ) -> tuple[Number, Number, Truth]:
-    """Return `ZClip`'s norm from which on it binds, what it cuts ``norm`` back to, and whether it does.
+    """Return the norm above which `ZClip` binds, the bound that it scales ``norm`` to, and whether it binds.
 
     Args:
         ops: The operations.
         norm: The norm of this step.
-        mean: The mean of the norms before.
-        variance: The variance of the norms before.
-        limit: The z-score that is too high.
-        factor: The factor of ``"adaptive_scaling"``'s bound.
-        mode: As `ZClip` has it.
+        mean: The mean of earlier norms.
+        variance: The variance of earlier norms.
+        limit: The largest accepted z-score.
+        factor: The factor of the bound in ``"adaptive_scaling"`` mode.
+        mode: A mode of `ZClip`.
     """
     deviation = ops.sqrt(variance)
     if mode == "percentile":
@@ -272,19 +272,19 @@ def z_score_bounds(
 
 @dataclass(eq=False, repr=False)
 class ZScoreRule(ThresholdRule):
-    """`ZClip`: a norm whose z-score is too high is cut back, with moving averages of what was passed.
+    """`ZClip`: scale down a norm whose z-score is too high; moving averages of the clipped norms define the z-score.
 
-    It remembers the ``first`` norms, the ``count`` of all so far, and their moving ``mean`` and ``variance``, which are
-    NaN in the warm-up, so that nothing is a spike.
+    The memory holds the ``first`` norms, the ``count`` of all so far, and the moving ``mean`` and ``variance``. Both
+    moments are NaN in the warm-up, so nothing is a spike.
 
     Attributes:
-        ceiling: A threshold that always holds; the published default is 1.0, infinity is none.
-        z_threshold: The z-score that is too high.
+        ceiling: An upper limit of every threshold; the published default is 1.0, infinity is none.
+        z_threshold: The largest accepted z-score.
         alpha: The decay of both moments.
         warmup: How many norms make the first mean and variance.
-        clip_factor: The factor of ``"adaptive_scaling"``'s bound.
-        mode: As `ZClip` has it.
-        skip_update_on_spike: Whether mean and variance stay where the rule binds.
+        clip_factor: The factor of the bound in ``"adaptive_scaling"`` mode.
+        mode: A mode of `ZClip`.
+        skip_update_on_spike: Whether a spike leaves mean and variance unchanged.
     """
 
     ceiling: float = 1.0
@@ -296,7 +296,7 @@ class ZScoreRule(ThresholdRule):
     skip_update_on_spike: bool = False
 
     def next_threshold(self, ops: Operations, memory: Memory, norm: Number, enters: Truth) -> tuple[Number, Memory]:
-        """Return what a spike is cut back to, else the norm from which on one would be, and the next moments."""
+        """Return the bound of a spike, or else the norm from which one would begin; and the next moments."""
         first, count, mean, variance = (memory[name] for name in ("first", "count", "mean", "variance"))
         passes, bound, spike = z_score_bounds(ops, norm, mean, variance, self.z_threshold, self.clip_factor, self.mode)
         warm = count >= self.warmup
@@ -321,13 +321,13 @@ class ZScoreRule(ThresholdRule):
 
 @dataclass(eq=False, repr=False)
 class FractionRule(ThresholdRule):
-    """`ClipFraction`: a controller that keeps the share of clipped steps at a target. It remembers its ``threshold``.
+    """`ClipFraction`: keep the share of clipped steps at a target. The memory holds the ``threshold``.
 
     Attributes:
         target: The share.
         learning_rate: How fast the threshold moves.
-        floor: The least threshold.
-        ceiling: The largest one.
+        floor: The smallest threshold.
+        ceiling: The largest threshold.
     """
 
     target: float
@@ -336,7 +336,7 @@ class FractionRule(ThresholdRule):
     ceiling: float = math.inf
 
     def next_threshold(self, ops: Operations, memory: Memory, norm: Number, enters: Truth) -> tuple[Number, Memory]:
-        """Return the threshold of this step, and that of the next."""
+        """Return the threshold of this step, and the next step's in the changed memory."""
         before = memory["threshold"]
         now = ops.within(before, self.floor, self.ceiling)
         within = ops.number(norm <= now, norm)
@@ -347,13 +347,13 @@ class FractionRule(ThresholdRule):
 
 @dataclass(eq=False, repr=False)
 class PerTensorRule:
-    """`AdaGC`: each gradient is held to a moving average of its own norm; together with all others in its warm-up.
+    """`AdaGC`: bound each gradient by a moving average of its own norm; in the warm-up, bound all gradients together.
 
     Attributes:
         absolute: The threshold of the global norm in the warm-up; infinity for none.
-        relative: How many times its average a norm may be.
+        relative: The largest accepted ratio of a norm to its average.
         beta: The decay of the averages.
-        warmup: The warm-up has one step less.
+        warmup: The first step after the warm-up, counted from 1.
     """
 
     absolute: float = 1.0
@@ -366,24 +366,24 @@ class PerTensorRule:
 
         Args:
             ops: The operations.
-            norm: Its norm.
+            norm: The gradient's norm.
             average: The moving average of its norms.
-            warm: Whether it is in its warm-up.
+            warm: Whether the gradient is in its warm-up.
             together: The factor of all gradients.
         """
         own = ops.ratio(self.relative * average, norm)
         return ops.where(norm == 0, 1.0, ops.within(ops.where(warm, together, own), -math.inf, 1.0))
 
     def next_average(self, ops: Operations, scaled: Number, average: Number, seen: Number, warm: Truth) -> Number:
-        """Return the average after one more norm: the smallest in the warm-up, then a moving one.
+        """Return the average after one more norm: the smallest norm in the warm-up, then a moving average.
 
         Args:
             ops: The operations.
             scaled: The norm after the clip.
             average: The average before.
-            seen: How many norms are in it.
-            warm: Whether it is in its warm-up.
+            seen: How many norms have entered the average.
+            warm: Whether the gradient is in its warm-up.
         """
-        least = ops.where(scaled < average, scaled, average)  # not a minimum, which NaN would spoil
+        least = ops.where(scaled < average, scaled, average)  # not a minimum, which NaN would spread through
         later = self.beta * average + (1 - self.beta) * scaled
         return ops.where(seen == 0, scaled, ops.where(warm, least, later))

@@ -1,8 +1,8 @@
 """The rules that choose a threshold, on plain numbers: for records.
 
-Each is given the finite norms of the steps that were taken, one after the other, and returns the coefficient of that
-step and the threshold that it compared with. A norm of 0 tells nothing of the scale and enters no state. The
-arithmetic is that of the clippers (`gradguard.threshold_formulas`), and so are the names and defaults of arguments.
+Each rule receives the finite norms of the taken steps one by one, and returns the coefficient of the step and the
+threshold that it used. A norm of 0 carries no information about the scale and changes no state. The arithmetic, the
+argument names and the defaults are those of the clippers (`gradguard.threshold_formulas`).
 """
 
 import heapq
@@ -33,7 +33,7 @@ from gradguard.threshold_formulas import (
 
 
 class FixedNorm:
-    """One threshold for the whole run, as `clip_grad_norm_` has it.
+    """One threshold for the whole run, as in `clip_grad_norm_`.
 
     Args:
         max_norm: The threshold.
@@ -53,18 +53,18 @@ class FixedNorm:
 
 
 class NormRule(ThresholdRule, ABC):
-    """A rule for the norm of all gradients, which keeps its memory itself."""
+    """A rule for the norm of all gradients that keeps its memory itself."""
 
     def __post_init__(self) -> None:
-        """Remember nothing yet."""
+        """Begin with an empty memory."""
         self._memory = dict(self.memory())
 
     @abstractmethod
     def memory(self) -> Memory:
-        """Return what the rule remembers before the first step."""
+        """Return the rule's memory before the first step."""
 
     def step(self, norm: float) -> tuple[float, float]:
-        """Return what gradients of ``norm`` are multiplied by, and the threshold; let the state follow.
+        """Return the coefficient for gradients of ``norm`` and the threshold, and update the memory.
 
         Args:
             norm: The norm of this step before any clip: finite, at least 0.
@@ -73,11 +73,11 @@ class NormRule(ThresholdRule, ABC):
         return coefficient_of(PLAIN, norm, threshold), threshold
 
     def choose(self, norm: float, **known: float) -> float:
-        """Return the threshold for ``norm``, infinite for none, and remember it where ``norm`` is above 0.
+        """Return the threshold for ``norm``, infinite for none; remember ``norm`` if it is above 0.
 
         Args:
             norm: As for `step`.
-            known: Other numbers that the rule looks at, by name.
+            known: Other inputs of the rule, by name.
         """
         threshold, changed = self.next_threshold(PLAIN, self._memory, norm, norm > 0, **known)
         self._memory.update(changed)
@@ -87,8 +87,9 @@ class NormRule(ThresholdRule, ABC):
 class Median(MedianRule, NormRule):
     """`ClipByMedian`.
 
-    A record of norms does not hold the weights, so this is the rule without a guard, or under one with ``update=None``:
-    with its gentle start, and without a bound on the update. ``choose(norm, longest=...)`` is the rule under a guard.
+    A record of norms does not hold the weights. The rule therefore behaves as without a guard, or as under a guard with
+    ``update=None``: it starts gently and does not bound the update. ``choose(norm, longest=...)`` is the rule under a
+    guard.
     """
 
     def memory(self) -> Memory:
@@ -125,15 +126,17 @@ class PerTensor(PerTensorRule):
     """`AdaGC`."""
 
     def __post_init__(self) -> None:
-        """Remember nothing yet."""
+        """Begin without averages."""
         self._averages: dict[int, float] = {}
         self._seen: dict[int, int] = {}
 
     def step(self, norms: Sequence[float]) -> tuple[float, float]:
-        """Return the norm of all gradients after the clip over that before, and the 2-norm of all averages.
+        """Return the coefficient of the step, and the 2-norm of all moving averages.
+
+        The coefficient is the norm of all gradients after the clip over their norm before.
 
         Args:
-            norms: The norm of each tensor, finite; 0 for one without a gradient.
+            norms: The norm of each tensor, finite; 0 for a tensor without a gradient.
         """
         total = math.hypot(*norms)
         together = 1.0 if math.isinf(self.absolute) else PLAIN.ratio(self.absolute, total)
@@ -142,7 +145,7 @@ class PerTensor(PerTensorRule):
         return (math.hypot(*after) / total if clipped else 1.0), math.hypot(*self._averages.values())
 
     def _scaled(self, place: int, norm: float, together: float) -> float:
-        """Return the norm of one tensor after the clip; its average follows."""
+        """Return the norm of one tensor after the clip, and update its average."""
         if norm == 0:
             return 0.0
         average, seen = self._averages.get(place, math.inf), self._seen.get(place, 0)
@@ -154,24 +157,24 @@ class PerTensor(PerTensorRule):
 
 
 class _Past:
-    """The norms of earlier steps, as a rule remembers them."""
+    """The norms of earlier steps, in the form that a rule needs."""
 
     def add(self, value: float) -> None:
         """Remember a value."""
         raise NotImplementedError
 
     def put(self, count: int, value: float, enters: bool) -> None:
-        """Remember ``value`` if it ``enters``; ``count`` is for memories on a device, which have fixed places."""
+        """Remember ``value`` if ``enters``; only memories of fixed size, on a device, use ``count``."""
         del count
         if enters:
             self.add(value)
 
 
 class SortedWindow(_Past):
-    """The last values, in the order in which they came and sorted: a median takes logarithmic time.
+    """The last values, both in order of arrival and sorted: reading a median takes logarithmic time.
 
     Args:
-        length: How many.
+        length: The number of values to keep.
 
     Attributes:
         recent: The values, the newest last.
@@ -183,7 +186,7 @@ class SortedWindow(_Past):
         self.ordered: list[float] = []
 
     def add(self, value: float) -> None:
-        """Remember a value, and forget the oldest one if there is no room.
+        """Remember a value; if the window is full, forget the oldest.
 
         Args:
             value: A number.
@@ -195,31 +198,31 @@ class SortedWindow(_Past):
         insort(ordered, value)
 
     def median(self, count: int) -> float:
-        """Return the median, 0 if there are no values.
+        """Return the median, or 0 if there are no values.
 
         Args:
-            count: How many values entered.
+            count: How many values were added so far.
         """
         return statistics.median(self.ordered) if count else 0.0
 
     def median_distance(self, count: int, middle: float) -> float:
-        """Return the median of the distances from ``middle``, 0 if there are no values.
+        """Return the median distance of the values from ``middle``, or 0 if there are no values.
 
         Args:
-            count: How many values entered.
+            count: How many values were added so far.
             middle: Any number.
         """
         return median_distance(self.ordered, middle) if count else 0.0
 
 
 class _HeapHistory(_Past):
-    """All values, in two heaps that meet at a place.
+    """All values, in two heaps split at the rank that was asked for last.
 
-    The place of a percentile moves by less than one for each value: a run of a million steps needs no sorted list.
+    The rank of a percentile moves by less than one with each value, so a run of a million steps needs no sorted list.
     """
 
     def __init__(self) -> None:
-        self._below: list[float] = []  # the smallest ones, negated, so that their largest comes first
+        self._below: list[float] = []  # the smallest values, negated: the heap's first entry is the largest of them
         self._above: list[float] = []
 
     def add(self, value: float) -> None:
@@ -236,7 +239,7 @@ class _HeapHistory(_Past):
 
 
 class _FirstNorms(_Past):
-    """The first norms."""
+    """The norms of the warm-up."""
 
     def __init__(self) -> None:
         self._norms: list[float] = []
@@ -250,7 +253,7 @@ class _FirstNorms(_Past):
 
 
 def median_distance(ordered: Sequence[float], middle: float) -> float:
-    """Return the median of the distances of all numbers from ``middle``, in logarithmic time.
+    """Return the median distance of the numbers from ``middle``, in logarithmic time.
 
     Args:
         ordered: At least one number, ascending.
@@ -265,13 +268,14 @@ def median_distance(ordered: Sequence[float], middle: float) -> float:
     upper = max(left, right)
     if len(ordered) % 2:
         return upper
-    first, last = (first + 1, last) if left > right else (first, last - 1)  # without the farthest
+    # An even count: the median is the mean of this distance and the next smaller one. Drop the farthest number.
+    first, last = (first + 1, last) if left > right else (first, last - 1)
     lower = max(abs(middle - ordered[first]), abs(ordered[last] - middle)) if first <= last else upper
     return (upper + lower) / 2
 
 
 def upper_median_distance(ordered: Sequence[float], middle: float) -> float:
-    """Return what `statistics.median_high` returns of the distances of all numbers from ``middle``.
+    """Return `statistics.median_high` of the distances of the numbers from ``middle``.
 
     Args:
         ordered: At least one number, ascending.
@@ -282,7 +286,9 @@ def upper_median_distance(ordered: Sequence[float], middle: float) -> float:
 
 
 def centre_and_spread(ordered: Sequence[float]) -> tuple[float, float]:
-    """Return the upper median of some numbers, and the deviation of a normal distribution with their median distance.
+    """Return the upper median of some numbers, and their robust standard deviation.
+
+    The robust standard deviation is that of a normal distribution with the same median distance from the median.
 
     Args:
         ordered: At least one number, ascending.
@@ -292,9 +298,9 @@ def centre_and_spread(ordered: Sequence[float]) -> tuple[float, float]:
 
 
 def _nearest(ordered: Sequence[float], middle: float) -> tuple[int, int]:
-    """The ends of the half of all numbers, rounded up to more than half, that is nearest to ``middle``."""
+    """Return first and last index of the numbers nearest to ``middle``: just more than half of all."""
     count = len(ordered)
-    further = count // 2  # so many lie beside the first of them; the farthest is at the upper of the middle distances
+    further = count // 2  # how many follow the first; the farthest of them is at the upper median distance
     low, high = 0, count - further - 1
     while low < high:
         start = (low + high) // 2
@@ -306,12 +312,12 @@ def _nearest(ordered: Sequence[float], middle: float) -> tuple[int, int]:
 
 
 class LockInAlarm:
-    """Whether a clip has bound on more than half of the last 100 finite steps at one threshold.
+    """Reports when a clip has bound on more than half of the last 100 finite steps at one threshold.
 
-    The same judgement as that of the clippers themselves (``result.locked_in``), made from a record.
+    The verdict is the same as that of the clippers themselves (``result.locked_in``), but made from a record.
 
     Args:
-        window: How many steps.
+        window: How many steps to consider.
 
     Example:
         >>> alarm = LockInAlarm(window=4)
@@ -338,5 +344,5 @@ class LockInAlarm:
         bound_on.append(clipped)
         thresholds.append(threshold)
         if 2 * self._bound <= window:
-            return False  # most steps end here: only thresholds that may be one are looked through
+            return False  # most steps end here, and save the search for the extreme thresholds
         return locked_in(len(thresholds), self._bound, min(thresholds), max(thresholds), window)

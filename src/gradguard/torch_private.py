@@ -1,12 +1,12 @@
 """Every private name of torch that gradguard reads: a table, and one function for each use. No other file has one.
 
-A name may go with any release of torch. For want of a name in `NEEDS`, importing gradguard does not fail: the function
-that reads it refuses in words, when it is called. Those that torch itself and its extensions are built on, such as
-``_parameters`` of a module or ``_version`` of a tensor, are read as they are.
+Any release of torch may drop such a name. Importing gradguard still works if a name in `NEEDS` is missing: the function
+that reads it raises an explanation when it is called. Names that torch itself and its extensions rely on, such as
+``_parameters`` of a module or ``_version`` of a tensor, are read without a check.
 
-Seen: torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, on Linux without a GPU, have every name of `NEEDS`. Names that an
-object may lack are read with a default: marks that torch leaves on some objects, and two that FSDP2 has since 2.12.
-`tests/test_torch_private.py` looks for all of them in the torch that is installed.
+Checked: torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, on Linux without a GPU, have every name of `NEEDS`. Names that
+an object may lack are read with a default: marks that torch leaves on some objects, and two that FSDP2 has since 2.12.
+`tests/test_torch_private.py` checks all names in the installed torch.
 """
 
 import ctypes
@@ -33,13 +33,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Need(NamedTuple):
-    """Private names of torch that one function reads and cannot do without.
+    """Private names of torch that one function cannot do without.
 
     Attributes:
         holder: The module, class or object that has the names.
-        names: With a space between them.
+        names: The names, separated by spaces.
         feature: The feature of gradguard that reads them.
-        instead: A way for the user to do without the feature.
+        instead: A workaround for the user.
     """
 
     holder: str
@@ -108,7 +108,7 @@ NEEDS = {
     "meshes_of_fsdp2": Need("FSDPModule", "_get_fsdp_state()._fsdp_param_group",
                             "per-sample clipping of what fully_shard holds"),
 }
-"""By function; `tree` and `compiled_module` serve several."""
+"""Rows by the name of the function that reads them; `tree` and `compiled_module` serve several functions."""
 
 # fmt: on
 
@@ -122,7 +122,7 @@ def _refuse(row: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def _find(row: str, name: str = "") -> Any:
-    """Return what a row names in a module that torch imports itself; of several names, ``name``."""
+    """Return the object that a row names, in a module that torch imports itself; ``name`` selects one of several."""
     path = f"{NEEDS[row].holder}.{name or NEEDS[row].names}"
     try:
         return attrgetter(path.removeprefix("torch."))(torch)
@@ -131,7 +131,7 @@ def _find(row: str, name: str = "") -> Any:
 
 
 def _bind(row: str, name: str = "") -> Callable[..., Any]:
-    """Return the function that a row names; where torch lacks it, one that refuses."""
+    """Return the function that a row names; if torch lacks it, a function that raises an explanation."""
     try:
         return _find(row, name)
     except UnsupportedVersionError:
@@ -139,7 +139,7 @@ def _bind(row: str, name: str = "") -> Callable[..., Any]:
 
 
 def _needs(function: _F, row: str = "") -> _F:
-    """Let ``function``, which calls no code of users, refuse where a name is gone; its row is that of its name."""
+    """Let ``function`` raise an explanation if a name of its row is gone. It must not call users' code."""
     row = row or function.__name__
 
     def call(*args: Any) -> Any:
@@ -149,7 +149,7 @@ def _needs(function: _F, row: str = "") -> _F:
             _refuse(row)
 
     functools.update_wrapper(call, function).__name__ = row
-    call.__code__ = call.__code__.replace(co_name=row)  # code of its own: the compiler counts recompilations by code
+    call.__code__ = call.__code__.replace(co_name=row)  # torch.compile counts recompilations by code object
     return call  # type: ignore[return-value]
 
 
@@ -162,7 +162,7 @@ foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
 """Write each source into the tensor at its place."""
 assert_async = torch._assert_async
-"""Let the device fail with a message unless a condition holds."""
+"""Let the device fail with a message unless a condition is true."""
 
 
 def foreach_clamp_(tensors: list[Tensor], low: float, high: float) -> None:
@@ -174,35 +174,35 @@ def foreach_clamp_(tensors: list[Tensor], low: float, high: float) -> None:
 # Tensors.
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""Return how often a tensor has been written in place: what changed without us is not what we measured."""
+"""Return how often a tensor has been written in place. A change of the number shows that other code wrote to it."""
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""Return the tensor that a tensor is a view of; None if it is none."""
+"""Return the base of a view; None for a tensor that is not a view."""
 sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
-"""Return the values of a sparse COO tensor, coalesced or not, in its memory."""
+"""Return the values of a sparse COO tensor, coalesced or not, without a copy."""
 sparse_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
 """Return the indices of a sparse COO tensor, coalesced or not."""
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the `version_of` each of many tensors."""
+    """Return the `version_of` each tensor."""
     return list(map(version_of, tensors))
 
 
 def hooks_of_tensor(tensor: Any) -> list[Any]:
-    """Return the hooks on the gradient of a tensor, and those that run once it is added to ``.grad`` of a leaf."""
+    """Return the hooks on a tensor's gradient, and the hooks that run after the gradient was added to ``.grad``."""
     return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
 def loader_has_begun(loader: Any) -> bool:
-    """Tell whether a DataLoader holds workers or a place in its data; where that cannot be seen: no."""
+    """Tell whether a DataLoader holds workers or a position in its data; False if that cannot be read."""
     return getattr(loader, "_iterator", None) is not None
 
 
-# Addresses, for the compiled kernels.
+# Addresses of C functions, for the compiled kernels.
 
 
 def exchange_table() -> int | None:
-    """Return where the table is by which C code looks at a tensor: DLPack's. None: look at each from Python."""
+    """Return the address of DLPack's table of functions, by which C code reads a tensor; None if torch has none."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return None
@@ -212,7 +212,7 @@ def exchange_table() -> int | None:
 
 
 def parallel_for() -> int | None:
-    """Return where the C function is that runs a loop on torch's own threads; None if torch has none."""
+    """Return the address of the C function that runs a loop on torch's own threads; None if torch has none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         found = ctypes.CDLL(str(library)).torch_parallel_for
@@ -225,11 +225,11 @@ _modes = _bind("are_operations_watched")
 
 
 def are_operations_watched() -> bool:
-    """Tell whether somebody sees or replaces each operation of this thread (`TorchDispatchMode`)."""
+    """Tell whether a `TorchDispatchMode` intercepts the operations of this thread."""
     return _modes() > 0
 
 
-# Nested arguments and results: the containers that other packages have registered are known to torch only.
+# Nested arguments and results. Only torch's own functions handle the containers that other packages have registered.
 
 keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten = [
     _bind("tree", name) for name in _TREE.split()
@@ -239,13 +239,13 @@ keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflat
 # Autograd.
 
 current_graph_task = _bind("current_graph_task")
-"""Return the number of the backward that runs in this thread, or -1: a hook has no other way to tell."""
+"""Return the number of the backward that runs in this thread, or -1; a hook has no other way to identify it."""
 next_sequence_number = _bind("next_sequence_number")
-"""Return the number that autograd gives to the next node that this thread makes: modules are ranges of them."""
+"""Return the number that autograd will give to this thread's next node; the nodes of a module form a range of them."""
 sequence_number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
-"""Return the number that autograd gave to a node in the thread that made it; leaves have the largest of all."""
+"""Return the number that autograd gave to a node in the thread that made it; leaves have the largest number."""
 input_metadata_of: Callable[[Node], Sequence[Any]] = attrgetter("_input_metadata")
-"""Return shape, dtype and device of what each gradient that a node takes belongs to, before there are any."""
+"""Return shape, dtype and device of each gradient that a node will receive."""
 call_after_backward: Callable[[Callable[[], None]], None] = _bind("call_after_backward")
 """Call a function once the backward that runs in this thread is complete."""
 
@@ -254,9 +254,9 @@ class Backward(NamedTuple):
     """A backward that begins.
 
     Attributes:
-        roots: The values that it starts from, tensors or edges.
-        gradients: The gradient that each starts with; None for a value that needs none, which the engine refuses.
-        accumulates: Whether it adds to ``.grad``, as `torch.autograd.grad` does not.
+        roots: The tensors or edges that it starts from.
+        gradients: The initial gradient of each root; None for a root that needs no gradient, which the engine refuses.
+        accumulates: Whether it adds to ``.grad``; `torch.autograd.grad` does not.
     """
 
     roots: Sequence[Any]
@@ -280,9 +280,9 @@ _engine = Replacement("torch.autograd", "_engine_run_backward", _tell_and_run, d
 
 
 def call_before_backwards(tell: Callable[[Backward], Callable[[], object] | None]) -> Callable[[], None]:
-    """Call ``tell`` with each backward that begins, and what it returns at its end; return what ends that."""
+    """Call ``tell`` with each backward that begins, and its result when that backward ends; return a way to stop."""
     _find("call_before_backwards")
-    heard = lambda backward: tell(backward)  # noqa: E731  # a bound method is another object each time
+    heard = lambda backward: tell(backward)  # noqa: E731  # a new object: each access to a bound method makes another
     _before_backwards.append(heard)
     return once(lambda: _before_backwards.remove(heard), _engine.use())
 
@@ -293,9 +293,10 @@ _run_backward = _bind("gradients_of")
 def gradients_of(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], keep: bool
 ) -> Sequence[Tensor | None]:
-    """Return what `torch.autograd.grad` returns, None for an input that is not used.
+    """Return the result of `torch.autograd.grad`, with None for an input that is not used.
 
-    That function imports the compiler's symbolic shapes, half a second, to compare the shapes of ``grad_outputs``.
+    `torch.autograd.grad` imports the compiler's symbolic shapes, half a second, to compare the shapes of
+    ``grad_outputs``. Plain tensors of equal shapes and dtypes do not need that.
     """
     is_usual = {*map(type, outputs), *map(type, inputs)} == {Tensor}
     for one, v in zip(outputs, grad_outputs, strict=True):
@@ -306,37 +307,37 @@ def gradients_of(
 
 
 def recorded_stack(node: Node) -> Sequence[str]:
-    """Return the frames that recorded ``node``, outermost first, if that was under anomaly detection; else nothing."""
+    """Return the stack frames that recorded ``node``, outermost first; empty unless anomaly detection was on."""
     metadata: Any = node.metadata  # a property, which torch annotates as a method
     return metadata.get("traceback_", ())
 
 
 def saved_constant(node: Node, name: str) -> Any:
-    """Return the constant ``name`` that ``node`` saved. Where it is not told: NaN, which fulfils no condition."""
+    """Return the constant ``name`` that ``node`` saved; NaN, which satisfies no comparison, if torch does not tell."""
     return getattr(node, f"_saved_{name}", math.nan)
 
 
 def saved_value(node: Node, name: str) -> Any:
-    """Return what ``node`` saved under ``name``: AttributeError where it saved none, RuntimeError where it is freed."""
+    """Return the value that ``node`` saved as ``name``; AttributeError if it has none, RuntimeError if it is freed."""
     return getattr(node, f"_saved_{name}")
 
 
 @functools.cache
 def _saved(kind: type) -> dict[str, bool]:
-    """By name what nodes of a class save, and whether that is a tensor."""
+    """Return the names of the values that nodes of a class save, and for each whether it is a tensor."""
     names = [name for name in dir(kind) if name.startswith("_saved_")]
     return {name.removeprefix("_saved_"): hasattr(kind, f"_raw{name}") for name in names}
 
 
 def saved_tensors_of(node: Node) -> dict[str, Tensor]:
-    """Return by name the tensors that ``node`` saved and no hook has packed; nothing where torch does not tell."""
+    """Return by name the tensors that ``node`` saved and no hook has packed; empty if torch does not expose them."""
     raw = {name: getattr(node, f"_raw_saved_{name}") for name, is_tensor in _saved(type(node)).items() if is_tensor}
     plain = {name: getattr(one, "data", None) for name, one in raw.items() if getattr(one, "unpack_hook", one) is None}
     return {name: data for name, data in plain.items() if isinstance(data, Tensor)}
 
 
 def saved_tensors(node: Node) -> list[Tensor]:
-    """Return the tensors that ``node`` saved, with how they were computed; without those that are freed or changed."""
+    """Return the tensors that ``node`` saved, with their graph; skip those that were freed or changed in place."""
     found = []
     for name in _saved(type(node)):
         with suppress(RuntimeError):
@@ -345,7 +346,7 @@ def saved_tensors(node: Node) -> list[Tensor]:
 
 
 def saved_all(node: Node, names: Sequence[str]) -> list[Any] | None:
-    """Return what ``node`` saved under all of these names; None where it did not, or some are freed or changed."""
+    """Return the values that ``node`` saved under all of ``names``; None if one is missing, freed or changed."""
     try:
         return [getattr(node, f"_saved_{name}") for name in names]
     except (AttributeError, RuntimeError):
@@ -356,16 +357,16 @@ _FACTORS = frozenset(["other", "self", "alpha", "value", "beta"])
 
 
 def saved_settings(node: Node) -> dict[str, Any]:
-    """Return what ``node`` saved that is no tensor: dimensions, reductions, and numbers that are no factors.
+    """Return the settings that ``node`` saved: dimensions, reductions, and numbers that are not factors.
 
-    Tensors are not read, which may have been taken elsewhere. Where torch does not tell: nothing.
+    Tensors are not read, because a hook may have moved them elsewhere. The result is empty if torch exposes nothing.
     """
     settings = [name for name, is_tensor in _saved(type(node)).items() if not (is_tensor or name in _FACTORS)]
     return {name: getattr(node, f"_saved_{name}", None) for name in settings}
 
 
 def is_freed(node: Node) -> bool:
-    """Tell whether the values that ``node`` saved are freed. Where they have other names: False."""
+    """Tell whether the values that ``node`` saved are freed; False if torch saves them under unknown names."""
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
             try:
@@ -395,13 +396,13 @@ def _operation_mode() -> Any:
 
 @_needs
 def each_operation(call: Callable[[Any, tuple, dict], Any]) -> AbstractContextManager[Any]:
-    """Return a block in which ``call(operation, args, kwargs)`` stands in for each operation that kernels compute."""
+    """Return a context in which ``call(operation, args, kwargs)`` replaces each operation that reaches the kernels."""
     return _operation_mode()(call)
 
 
 @_needs
 def pop_function_mode(mode: TorchFunctionMode) -> None:
-    """Take ``mode`` away, and leave those that have been put on top of it."""
+    """Remove ``mode`` from the stack of function modes, and keep the modes that were pushed above it."""
     above: list[TorchFunctionMode] = []
     while torch._C._len_torch_function_stack() and (top := torch._C._pop_torch_function_stack()) is not mode:
         above.append(top)
@@ -410,19 +411,19 @@ def pop_function_mode(mode: TorchFunctionMode) -> None:
 
 
 arguments_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
-"""Return what the schema of an operation says of its arguments: name, default value, whether it is written to."""
+"""Return the arguments in the schema of an operation: name, default value, whether the operation writes to it."""
 changes_its_arguments: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
-"""Tell whether an operation writes to what it was given, by its schema."""
+"""Tell whether an operation writes to an argument, by its schema."""
 
 
 def returns_a_view(operation: Any) -> bool:
-    """Tell whether an operation returns other views of what it was given, by its schema."""
+    """Tell whether an operation returns a view of an argument, by its schema."""
     return any(one.alias_info is not None for one in operation._schema.returns)
 
 
 @_needs
 def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
-    """Return of what ATen's operations of these names consist, with a leading underscore or without."""
+    """Return the decompositions of the ATen operations with these names, with a leading underscore or without."""
     from torch._decomp import get_decompositions
 
     both = [spelt for name in names for spelt in (name, f"_{name}")]
@@ -430,27 +431,27 @@ def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
     return {op: made for op, made in get_decompositions(packets).items() if "." not in op.name()}
 
 
-# Modules. What their dicts hold by name, None included, and in which order, no public method tells.
+# Modules. No public method returns these dicts, which hold None entries too and define the order.
 
 
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-"""Return the parameters of a module itself by attribute name: the dict that it reads, also to be written."""
+"""Return a module's own parameters by attribute name: the dict that the module reads, open to writing."""
 
 
 def parameters_at(places: Iterable[tuple[nn.Module, str]]) -> list[nn.Parameter | None]:
-    """Return the parameters of modules by attribute name, None where there is none: many in one call."""
+    """Return the parameters at many places, None where the module has none."""
     return [module._parameters.get(slot) for module, slot in places]
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter | None]:
-    """Return the parameters of many modules themselves, one after the other."""
+    """Return the own parameters of many modules, one module after the other."""
     return [*chain.from_iterable([module._parameters.values() for module in modules])]
 
 
 buffer_slots: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-"""Return the buffers of a module itself by attribute name: the dict that it reads, also to be written."""
+"""Return a module's own buffers by attribute name: the dict that the module reads, open to writing."""
 layer_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""Return the layers of a module itself by attribute name: the dict that it reads."""
+"""Return a module's own layers by attribute name: the dict that the module reads."""
 
 
 _every_table = attrgetter(*_EVERY.split())
@@ -458,19 +459,19 @@ _every_table = attrgetter(*_EVERY.split())
 hook_tables_of: Callable[[nn.Module], tuple[Mapping[int, Any], ...]] = attrgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 )
-"""Return the dicts that hold the hooks of one module on its forward and backward."""
+"""Return the dicts that hold the forward and backward hooks of one module."""
 
 
 @_needs
 def global_hook_tables() -> tuple[Mapping[int, Any], ...]:
-    """Return the dicts that hold the hooks on the forward and backward of all modules."""
+    """Return the dicts that hold the forward and backward hooks on all modules."""
     return _every_table(nn.modules.module)
 
 
 def hook_order(module: nn.Module) -> tuple[int, int] | None:
-    """Return the ids of the forward hook of ``module`` that runs first and of the pre-hook that runs last.
+    """Return the ids of the first forward hook and of the last forward pre-hook of ``module``.
 
-    None where hooks on all modules run before the first: then it may be any.
+    None if the module lacks either, or if a hook on all modules runs before its first one.
     """
     before, after, _, _ = hook_tables_of(module)
     _, everywhere, _, _ = global_hook_tables()
@@ -480,17 +481,17 @@ def hook_order(module: nn.Module) -> tuple[int, int] | None:
 
 
 def call_slot() -> str:
-    """Return the attribute that a call of a module goes through, hooks included: what stands there is called."""
+    """Return the attribute that a call of a module goes through, hooks included; a replacement there is called."""
     return "_call_impl"
 
 
 def is_compiled(part: Any) -> bool:
-    """Tell whether ``part`` is a module that was compiled, by `torch.compile` or its own ``compile()``."""
+    """Tell whether ``part`` is a compiled module, by `torch.compile` or by its own ``compile()``."""
     return _is_compiled_module(part) or (isinstance(part, nn.Module) and part._compiled_call_impl is not None)
 
 
 def _is_compiled_module(part: Any) -> bool:
-    """Tell whether `torch.compile` made ``part``."""
+    """Tell whether ``part`` is a wrapper that `torch.compile` made."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(part, compiler.OptimizedModule)
 
@@ -499,7 +500,7 @@ _is_compiled_module = _needs(_is_compiled_module, "compiled_module")
 
 
 def stop_compiling(part: nn.Module) -> Callable[[], None]:
-    """Let a module that was compiled run as it was before; return what lets it run compiled again."""
+    """Let a compiled module run uncompiled; return a function that lets it run compiled again."""
     if not is_compiled(part):
         return lambda: None
     held = vars(part)
@@ -526,24 +527,24 @@ InstanceNormalization = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3
 _Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 batch_norms: Callable[[], type[nn.Module]] = functools.partial(attrgetter("batchnorm._BatchNorm"), nn.modules)
-"""Return the class from which torch's and other packages' batch normalization derives."""
+"""Return the base class of batch normalization in torch and other packages."""
 instance_norms: Callable[[], type[InstanceNormalization]] = functools.partial(
     attrgetter("instancenorm._InstanceNorm"), nn.modules
 )
-"""Return that of instance normalization."""
+"""Return the base class of instance normalization."""
 dropouts: Callable[[], type[nn.Dropout]] = functools.partial(attrgetter("dropout._DropoutNd"), nn.modules)
-"""Return that of dropout."""
+"""Return the base class of dropout."""
 transposed_convolutions: Callable[[], type[_Transposed]] = functools.partial(
     attrgetter("conv._ConvTransposeNd"), nn.modules
 )
-"""Return that of transposed convolutions."""
+"""Return the base class of transposed convolutions."""
 
 
 def wrapper_slots() -> tuple[str, ...]:
-    """Return the attributes under which wrappers hold a model, which they put into the names of its parameters.
+    """Return the attributes that wrappers hold a model in, which therefore appear in the names of its parameters.
 
-    FSDP1's, that of ``torch.compile(model)``, of PyTorch's checkpoint wrapper and of Lightning Fabric; DDP's is
-    ``module``. One that is gone puts nothing in.
+    They belong to FSDP1, ``torch.compile(model)``, PyTorch's checkpoint wrapper and Lightning Fabric; DDP's is
+    ``module``. A name that torch has dropped does no harm.
     """
     return "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"
 
@@ -552,17 +553,17 @@ def wrapper_slots() -> tuple[str, ...]:
 
 
 def capturable_warning_mark() -> str:
-    """Return the attribute that an optimizer reads before it warns that it is captured; where gone, it is not read."""
+    """Return the attribute that an optimizer reads before its warning about capture; harmless if torch dropped it."""
     return "_warned_capturable_if_run_uncaptured"
 
 
 def hook_tables(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the attributes of ``optimizer`` that hold the hooks of its steps and state dicts."""
+    """Return the attributes of ``optimizer`` that hold hooks on its steps and state dicts."""
     return [name for name in vars(optimizer) if name.startswith("_optimizer_")]
 
 
 def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a scheduler of torch drives ``optimizer``; False where torch leaves no mark of it."""
+    """Tell whether a scheduler of torch drives ``optimizer``; False if torch marks none."""
     return getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 
 
@@ -576,15 +577,15 @@ def gradients_are_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 @_needs
 def scaler_states_of(scaler: Any) -> dict[int, Any]:
-    """Return how far an enabled ``scaler`` has come with each optimizer since its last update; the dict is its own."""
+    """Return the dict in which an enabled ``scaler`` keeps each optimizer's progress since the last update."""
     return scaler._per_optimizer_states
 
 
 @_needs
 def overflows_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
-    """Return what ``scaler`` has found for ``optimizer``, 0-dim on each device: not 0 where a gradient is infinite.
+    """Return the overflow flags of ``scaler`` for ``optimizer``, one 0-dim tensor a device: nonzero for an overflow.
 
-    None of it before ``scaler.unscale_`` or ``scaler.step``, and after ``scaler.update``.
+    The list is empty before ``scaler.unscale_`` or ``scaler.step``, and after ``scaler.update``.
     """
     states = scaler._per_optimizer_states
     return list(states[id(optimizer)]["found_inf_per_device"].values()) if id(optimizer) in states else []
@@ -592,9 +593,9 @@ def overflows_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Sequence[Tens
 
 @_needs
 def loss_scale_of(scaler: Any) -> Tensor | None:
-    """Return the scale of ``scaler`` on its device: 1 if disabled, None if it has scaled nothing or is another."""
+    """Return the scale on its device: 1 if torch's scaler is disabled, None if nothing was scaled or there is none."""
     is_of_torch = isinstance(scaler, torch.amp.GradScaler)
-    if is_of_torch and not scaler.is_enabled():  # which has no attribute of that name
+    if is_of_torch and not scaler.is_enabled():  # a disabled scaler has no `_scale`
         return torch.tensor(1.0, device="cpu")
     scale = scaler._scale if is_of_torch else getattr(scaler, "_scale", None)
     return scale if isinstance(scale, Tensor) else None
@@ -602,7 +603,7 @@ def loss_scale_of(scaler: Any) -> Tensor | None:
 
 @_needs
 def traced_scale_of(scaler: Any) -> float | Tensor:
-    """Return the scale of ``scaler`` in code that is being compiled, into which none of its methods can be traced."""
+    """Return the scale of ``scaler`` in code that is being compiled: its methods cannot be traced."""
     if not scaler._enabled:
         return 1.0
     return scaler._init_scale if scaler._scale is None else scaler._scale
@@ -612,18 +613,18 @@ def traced_scale_of(scaler: Any) -> float | Tensor:
 
 
 def constant_when_traced(function: _F) -> _F:
-    """Return ``function``, which the compiler calls while it traces, rather than look into it."""
-    # As `torch.compiler.assume_constant_result`, which imports the compiler. One that does not read the mark looks into
-    # the function, and says so if it cannot.
+    """Return ``function``, marked so that the compiler calls it while tracing instead of tracing into it."""
+    # As `torch.compiler.assume_constant_result`, without importing the compiler. If the compiler ignores the mark, it
+    # traces into the function, and raises its own error if it cannot.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_compiled(function: _F) -> _F:
-    """Return ``function``, which compiled code is to call as it is written, with all that it calls itself.
+    """Return ``function``, marked so that compiled code calls it uncompiled, with everything that it calls.
 
-    As `torch.compiler.disable`, which imports the compiler and leaves a Python frame around the function that is
-    compiled. Where torch has no such marks the compiler traces into the function.
+    `torch.compiler.disable` does the same, but imports the compiler and adds a Python frame that is compiled. If torch
+    has no such marks, the compiler traces into the function.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     with suppress(AttributeError):
@@ -635,7 +636,7 @@ def never_compiled(function: _F) -> _F:
 
 @never_compiled
 def is_within_compiled_code() -> bool:
-    """Tell whether code that the compiler made called the caller; while it traces: the code before a graph break."""
+    """Tell whether compiled code is on the call stack; during tracing, that is code before a graph break."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if compiler is None:
         return False
@@ -649,7 +650,7 @@ def is_within_compiled_code() -> bool:
 
 @never_compiled
 def traced_inputs() -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors that enter what the compiler traces now, each with the one that stands for it in the trace."""
+    """Return the tensors that enter the current trace of the compiler, each with its stand-in in the trace."""
     compiler = sys.modules.get("torch._dynamo.symbolic_convert")
     try:
         tracer = None if compiler is None else getattr(compiler.tls, "current_tx", None)
@@ -662,7 +663,7 @@ def traced_inputs() -> list[tuple[Tensor, Tensor]]:
 
 
 def is_of_the_compiler(frame: FrameType) -> bool:
-    """Tell whether ``frame`` is one that the compiler puts between a call and the function that was called."""
+    """Tell whether ``frame`` is one that the compiler puts between a call and the called function."""
     return frame.f_globals.get("__name__", "").startswith("torch._dynamo")
 
 
@@ -675,7 +676,7 @@ _ORDINARY, _grad_of = {Tensor, nn.Parameter}, attrgetter("grad")
 
 
 def grads_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return ``.grad`` of each; DTensors are not asked whether they override that, which takes half as long again."""
+    """Return ``.grad`` of each tensor, without looking for overrides of DTensor: that would take half as long again."""
     kinds = set(map(type, tensors)) - _ORDINARY
     if kinds and any(kind.__torch_function__ is not _not_overridden for kind in kinds):
         return list(map(_grad_of, tensors))
@@ -684,29 +685,29 @@ def grads_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 local_tensor_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
-"""Return this process' part of a DTensor; ``to_local()`` takes microseconds (benchmarks/LOG.md)."""
+"""Return this rank's shard of a DTensor; ``to_local()`` takes microseconds (benchmarks/LOG.md)."""
 
 
 def local_tensors(tensors: Sequence[Tensor | None], missing: Sequence[Tensor]) -> list[Tensor]:
-    """Return `local_tensor_of` each DTensor, ordinary tensors as they are; of ``missing`` where there is none."""
-    with suppress(AttributeError):  # all are DTensors, and there: looking for what may be missing takes twice as long
+    """Return each DTensor's local tensor, plain tensors unchanged, and the entry of ``missing`` in place of None."""
+    with suppress(AttributeError):  # the usual case: all are DTensors. Checking each of them takes twice as long.
         return list(map(local_tensor_of, tensors))  # type: ignore[arg-type]
     return [m if t is None else getattr(t, "_local_tensor", t) for t, m in zip(tensors, missing, strict=True)]
 
 
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
-"""Return mesh and placements of a DTensor as one object: the same one as long as nobody lays it out anew."""
+"""Return the spec of a DTensor (mesh and placements); the object stays the same until the tensor is redistributed."""
 
 
 def specs_of(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Return `spec_of` each DTensor, False for ordinary tensors, None where there is none."""
+    """Return each tensor's DTensorSpec: False for a plain tensor, None for a missing one."""
     with suppress(AttributeError):
         return list(map(spec_of, tensors))
     return [None if t is None else getattr(t, "_spec", False) for t in tensors]
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return `spec_of` each DTensor, which tells shape and dtype too; of ordinary tensors the dtype."""
+    """Return each DTensor's spec, which includes shape and dtype; for a plain tensor its dtype."""
     with suppress(AttributeError):
         return list(map(spec_of, tensors))
     return [getattr(t, "_spec", None) or t.dtype for t in tensors]
@@ -714,7 +715,7 @@ def layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
 
 @_needs
 def has_usual_shard_order(tensor: Any) -> bool:
-    """Tell whether placements tell how a dimension is cut: from the left to the right. Without an order, they do."""
+    """Tell whether several placements cut one dimension from left to right; True if torch records no other order."""
     spec = tensor._spec
     return spec.shard_order is None or spec.shard_order == spec.compute_default_shard_order(spec.placements)
 
@@ -724,26 +725,26 @@ def has_usual_shard_order(tensor: Any) -> bool:
 
 @_needs
 def process_groups() -> Mapping[Any, Mapping[int, int]]:
-    """Return every process group that is not destroyed, in the order in which they were made, with its ranks."""
+    """Return every live process group with its ranks, in the order of creation."""
     return torch.distributed.distributed_c10d._world.pg_group_ranks
 
 
 @_needs
 def device_types_of(group: Any) -> list[str]:
-    """Return the types of devices that ``group`` can add up on; of a group that does not list them, by its backends."""
+    """Return the device types on which ``group`` can reduce; if the group lists none, those of its backends."""
     known = [device.type for device in group._device_types]
     return known or [pair.partition(":")[0] for pair in torch.distributed.get_backend_config(group).split(",")]
 
 
 @_needs
 def default_store() -> Any:
-    """Return the store in which the processes met: those that wait for one another can still write there."""
+    """Return the store of the default process group; a process that waits in a collective can still write to it."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 @_needs
 def root_mesh_of(mesh: Any) -> Any:
-    """Return the mesh that ``mesh`` is a slice of, or itself."""
+    """Return the root mesh of ``mesh``: the mesh that it is a slice of, or itself."""
     return mesh._get_root_mesh()
 
 
@@ -751,18 +752,18 @@ def root_mesh_of(mesh: Any) -> Any:
 
 
 def _fsdp1() -> Any:
-    """The class of FSDP1's wrappers, () where nobody has imported it: as `isinstance` takes it."""
+    """Return FSDP1's wrapper class, or () if it is not imported, for `isinstance`."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """Tell whether ``module`` is FSDP1's wrapper, without importing it."""
+    """Tell whether ``module`` is an FSDP1 wrapper, without importing FSDP1."""
     return isinstance(module, _fsdp1())
 
 
 @_needs
 def flattened_by_fsdp1(tensors: Sequence[Tensor | None]) -> list[bool]:
-    """Tell of each tensor whether FSDP1 has made it a part of a flat one: its norm is that of this process' part."""
+    """Tell for each tensor whether FSDP1 has flattened it: then the tensor is only this rank's shard."""
     if not _fsdp1():
         return [False] * len(tensors)
     mark = sys.modules["torch.distributed.fsdp._common_utils"].FSDP_FLATTENED
@@ -771,7 +772,7 @@ def flattened_by_fsdp1(tensors: Sequence[Tensor | None]) -> list[bool]:
 
 @_needs
 def is_silent_fsdp1(module: nn.Module) -> bool:
-    """Tell whether the gradients of ``module``, FSDP1's, are this process' own: in ``no_sync()``, or after it."""
+    """Tell whether ``module`` is an FSDP1 wrapper with unreduced gradients: inside ``no_sync()``, or after it."""
     if not is_fsdp1(module) or not module._sync_gradients:
         return is_fsdp1(module)
     flat: Any = getattr(module._handle, "flat_param", None)
@@ -779,16 +780,16 @@ def is_silent_fsdp1(module: nn.Module) -> bool:
 
 
 class FlatShard(NamedTuple):
-    """Where one original parameter lies in what this process holds of FSDP1's flat one.
+    """The position of one original parameter in this rank's shard of FSDP1's flat parameter.
 
     Attributes:
         name: Relative to the wrapped module.
         shape: The shape of the whole original parameter.
-        tensor: The parameter that holds weights and gradient: the flat one, or with ``use_orig_params=True`` the
+        tensor: The parameter that holds weights and gradient: the flat parameter, or with ``use_orig_params=True`` the
             original one.
-        offset: Where in ``tensor`` it begins.
-        numel: How many of its elements are here.
-        start: The first of them in the whole, flattened.
+        offset: The index in ``tensor`` of the first element.
+        numel: How many elements of the original parameter this rank holds.
+        start: The index of the first of them in the whole parameter, flattened.
     """
 
     name: str
@@ -800,13 +801,13 @@ class FlatShard(NamedTuple):
 
 
 class FlatPart(NamedTuple):
-    """The parts that one wrapper of FSDP1 holds.
+    """The shards that one FSDP1 wrapper holds on this rank.
 
     Attributes:
-        process_group: The processes that hold its parts; of one that is not cut, those that should hold it alike.
-        is_sharded: Whether each holds a part; else all of it.
-        parameters: The flat one, and those it stands for.
-        shards: Where each original parameter lies.
+        process_group: The ranks that hold the shards; for an unsharded wrapper, the ranks that hold replicas.
+        is_sharded: Whether each rank holds only a shard.
+        parameters: The flat parameter, and the original parameters.
+        shards: The position of each original parameter.
     """
 
     process_group: Any
@@ -817,7 +818,7 @@ class FlatPart(NamedTuple):
 
 @_needs
 def flat_part_of(module: nn.Module) -> FlatPart | None:
-    """Return what a wrapper of FSDP1 holds; None of any other module, and of one that holds nothing itself."""
+    """Return what an FSDP1 wrapper holds; None for any other module, and for a wrapper without own parameters."""
     handle: Any = module._handle if is_fsdp1(module) else None
     if handle is None:
         return None
@@ -827,7 +828,7 @@ def flat_part_of(module: nn.Module) -> FlatPart | None:
         begin, numel, start = at[1:4] if at[0] else (0, 0, 0)
         shards.append(FlatShard(name, tuple(shape), *((flat, begin) if own is None else (own, 0)), numel, start))
     group: Any = module.process_group  # type: ignore[attr-defined]
-    if not handle.uses_sharded_strategy:  # HYBRID_SHARD over a sharding group of one becomes NO_SHARD: copies by nodes
+    if not handle.uses_sharded_strategy:  # HYBRID_SHARD with a sharding group of one rank: replicas across nodes
         group = getattr(module, "_inter_node_pg", group)
     return FlatPart(group, handle.uses_sharded_strategy, (flat, *(flat._params or ())), shards)
 
@@ -837,13 +838,13 @@ def flat_part_of(module: nn.Module) -> FlatPart | None:
 
 @_needs
 def meshes_of_fsdp2(modules: Iterable[Any]) -> dict[int, Any]:
-    """Return the mesh over which ``fully_shard`` has spread each parameter that it holds.
+    """Return the mesh over which ``fully_shard`` has sharded each parameter that it manages.
 
     Args:
-        modules: Those that it was applied to.
+        modules: The modules that ``fully_shard`` was applied to.
 
     Returns:
-        Meshes by the identity of parameters; None where that mesh is a part of one that parameters lie on otherwise.
+        The mesh by the id of the parameter; None if that mesh is part of a larger mesh that the parameter uses.
     """
     states = [module._get_fsdp_state() for module in modules]
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]

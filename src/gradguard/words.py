@@ -1,10 +1,10 @@
-"""Names and numbers in sentences: of many the first, and how many more; one step, and two steps."""
+"""Numbers and lists of names in sentences: a long list is shortened, and a plural follows its number."""
 
 from collections.abc import Iterable, Sequence
 
 
 def listed(words: Sequence[object], most: int) -> str:
-    """Return the first ``most`` words in one line, and how many more there are.
+    """Return the first ``most`` words as a comma-separated list, and the number of those left out.
 
     Example:
         >>> listed("abcde", 2), listed("ab", 2)
@@ -15,12 +15,12 @@ def listed(words: Sequence[object], most: int) -> str:
 
 
 def counted(number: float, one: str, several: str = "") -> str:
-    """Return a number of things in words.
+    """Return a number and its noun, singular or plural.
 
     Args:
         number: How many.
-        one: The word for one.
-        several: The word for several; by default with an s.
+        one: The singular.
+        several: The plural; by default the singular with an s.
 
     Example:
         >>> counted(1, "step"), counted(1200, "step"), counted(2, "class", "classes")
@@ -30,13 +30,13 @@ def counted(number: float, one: str, several: str = "") -> str:
 
 
 def verdict_text(verdict: str, findings: Iterable[object], summary: str, notes: Iterable[str]) -> str:
-    """Return a verdict in lines: one for each finding, the summary, and the notes.
+    """Return a verdict as lines: one for each finding, then the summary, then the notes.
 
     Args:
         verdict: PASS, FAIL or INCONCLUSIVE.
-        findings: The reasons.
-        summary: How much was looked at.
-        notes: Remarks that are no faults.
+        findings: The reasons for the verdict.
+        summary: How much was checked.
+        notes: Remarks that are not faults.
 
     Example:
         >>> print(verdict_text("FAIL", ["two differ"], "3 tensors", []))

@@ -148,7 +148,7 @@ def test_what_is_not_finite_stops_the_step_of_its_own_tensor(policy):
     guards, _ = step_in_backward(net, OPTIMIZERS["SGD, momentum"], lambda: gg.ClipByNorm(1.0), nonfinite=policy)
     before = [p.detach().clone() for p in net.parameters()]
     if policy == "raise":
-        with pytest.raises(NonFiniteGradientError, match="have stepped before in it stay stepped"):
+        with pytest.raises(NonFiniteGradientError, match="stepped earlier in it stay stepped"):
             spoiled(net, 0).backward()
     else:
         spoiled(net, 0).backward()

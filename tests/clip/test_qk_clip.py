@@ -442,7 +442,7 @@ REFUSED = {
         UnsupportedGradientError,
         "add_bias_kv=True",
     ),
-    "no such module": (Block, {"projections": {"layers.*": None}}, InvalidValueError, "fits no module of the model"),
+    "no such module": (Block, {"projections": {"layers.*": None}}, InvalidValueError, "matches no module of the model"),
     "no such layer": (
         Block,
         {"projections": {"attention": ("q", "k")}},
@@ -489,7 +489,7 @@ def test_an_attention_that_nothing_tells_is_refused():
     model = model.double()
     gg.QKClip(torch.optim.SGD(model.parameters()), model, projections={"1": None}).detach()
     clip = gg.QKClip(torch.optim.SGD(model.parameters()), model)
-    with pytest.raises(InvalidValueError, match="1 computes an attention, and which layers make its queries and keys"):
+    with pytest.raises(InvalidValueError, match="1 computes an attention, but the layers that make its"):
         model(batch(0))
     clip.detach()
     model(batch(0))

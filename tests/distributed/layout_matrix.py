@@ -98,7 +98,7 @@ LAYOUTS_OF_ALL = [
 TABLE = [(layout, world) for layout in LAYOUTS_OF_ALL for world in WORLDS if world >= NEEDS.get(layout, 0)]
 """The names of all layouts, and over how many processes."""
 
-REFUSED = {("FSDP1", "adaptive"): r"^UnsupportedGradientError: .*which flattens parameters, .* cannot tell their rows"}
+REFUSED = {("FSDP1", "adaptive"): r"^UnsupportedGradientError: .*which flattens parameters: .* cannot find their rows"}
 """The words of calls that are no number on a layout, by the beginning of its name and the call."""
 
 

@@ -31,7 +31,7 @@ def thousands(monkeypatch):
             for column, value in columns.items():
                 table[rank, column] = value
 
-    monkeypatch.setattr(agreement, "together", together)
+    monkeypatch.setattr(agreement, "run_collective", together)
     return others
 
 

@@ -105,7 +105,7 @@ def test_stages_that_no_argument_names(run, call, root):
     """Each stage clipped by its own norm."""
     for placements in ([Shard(0)], [Replicate()]):
         found = run(lambda meshes, p=placements: forget(meshes, root, NORM[call], p))
-        check_refusals(found, "InvalidValueError", rf"{root}.* has 2 pipeline stages.*pass mesh=mesh\['{root}'\]")
+        check_refusals(found, "InvalidValueError", rf"{root}.* has 2 pipeline stages.*Pass mesh=mesh\['{root}'\]")
 
 
 OF_ONE_STAGE = {

@@ -294,7 +294,7 @@ WRONG = {
     "shared alone": (
         lambda: {"shared": other_parameter()},
         InvalidValueError,
-        "shared says .* name the stages with process_group= or mesh=",
+        "shared lists .* name the stages with process_group= or mesh=",
     ),
     "shared, not listed": (
         lambda: {"shared": other_parameter(), "mesh": mesh("row")},
@@ -324,7 +324,7 @@ def test_arguments_that_cannot_be_meant(pool, name):
 
 @pytest.mark.parametrize("argument", ["process_group", "mesh"])
 def test_stages_on_one_process_without_groups(argument):
-    with pytest.raises(InvalidValueError, match=r"not initialized: call init_process_group first, or leave"):
+    with pytest.raises(InvalidValueError, match=r"not initialized: call init_process_group first, or omit"):
         gg.clip_grad_norm_(nn.Linear(2, 2), 1.0, **{argument: object()})
 
 

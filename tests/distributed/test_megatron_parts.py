@@ -151,8 +151,8 @@ def refusals():
 
 def test_what_cannot_be_told_is_refused(pool):
     for total, per_sample, main, stages, shared in pool(4).run(refusals):
-        assert "gradients alone do not say" in total
-        assert "per-sample clipping takes parameters for whole ones" in per_sample
+        assert "gradients alone do not show" in total
+        assert "per-sample clipping needs whole parameters" in per_sample
         assert "keeps them in .main_grad" in main
         assert "Megatron has pipeline stages" in stages
         assert "would count twice" in shared

@@ -125,7 +125,7 @@ def refused(way):
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("FSDP2", "ClipByGlobalNorm would see the gradients of this optimizer"),
+        ("FSDP2", "ClipByGlobalNorm has the gradients of this optimizer"),
         ("DDP", "DistributedDataParallel has not yet added up"),
         ("stages", "pipeline stages run theirs at different times"),
     ],

@@ -217,7 +217,7 @@ def quantile():
     gg.PerSampleGradientClipper(fully_shard(Network()), gg.QuantileNormClipper(0.5))
 
 
-ALONE = "and not by fully_shard alone: where layers compute with parts"
+ALONE = "and not by fully_shard alone. If layers compute with parts"
 REFUSED = {
     "labels that are missing later": (
         lambda: token_means(by_layers(Tokens()), [slice(0, 6)], "mean"),

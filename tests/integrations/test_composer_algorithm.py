@@ -202,7 +202,7 @@ def test_the_policy_is_the_clippers():
         (lambda: GradientClipping("agc", 1.0), InvalidValueError, "clipping_type='agc': expected 'norm', 'value'"),
         (lambda: GradientClipping("norm", -1.0), InvalidValueError, "max_norm"),
         (lambda: GradientClipping("value", "1"), InvalidTypeError, "expected a number"),
-        (lambda: GradientClipping("norm", 1.0, nonfinite="skip"), InvalidValueError, 'nonfinite="skip" means not'),
+        (lambda: GradientClipping("norm", 1.0, nonfinite="skip"), InvalidValueError, 'nonfinite="skip" means to skip'),
         (lambda: ClipGradients(1.0), InvalidTypeError, "clipper is float"),
         (lambda: apply_gradient_clipping(model(), "agc", 1.0), InvalidValueError, "clipping_type='agc'"),
     ],

@@ -173,7 +173,7 @@ def test_gradients_that_are_not_finite(clipper, asked):
     [
         ({"clipper": 1.0}, InvalidTypeError, r"clipper is float: expected a clipper, such as gg\.ClipByMedian\(\)"),
         ({"clipper": gg.Groups({"*": gg.ClipByMedian()})}, InvalidValueError, r"parameters without names"),
-        ({"nonfinite": "skip"}, InvalidValueError, 'nonfinite="skip" means not'),
+        ({"nonfinite": "skip"}, InvalidValueError, 'nonfinite="skip" means to skip'),
     ],
 )
 def test_what_is_refused(arguments, kind, words):

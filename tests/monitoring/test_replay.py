@@ -196,7 +196,7 @@ def test_the_default_rules_hold_the_recommended_one(monkeypatch):
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ("value=0.5", "looks at elements, and a record holds norms, so it cannot be replayed"),
+        ("value=0.5", "needs single elements, but a record holds only norms, so it cannot be replayed"),
         ("adaptive=0.01", "cannot be replayed"),
         ("fly", r"unknown rule 'fly'; expected one of norm=1\.0, median"),
         ("norm=0", "above 0"),

@@ -580,7 +580,7 @@ def test_a_library_that_cannot_be_used_is_told(monkeypatch, tmp_path, text, word
 @pytest.mark.parametrize("name", ["exchange_table", "parallel_for"])
 def test_a_torch_that_lacks_what_they_need_is_told(monkeypatch, name):
     monkeypatch.setattr(native, name, lambda: None)
-    assert "lacks what they need" in str(native._loaded.__wrapped__())
+    assert "lacks names that they need" in str(native._loaded.__wrapped__())
 
 
 def test_a_library_of_other_sources_is_told(monkeypatch):

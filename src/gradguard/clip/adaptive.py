@@ -1,13 +1,13 @@
-r"""Adaptive gradient clipping (AGC): each unit's gradient is held to a fraction of that unit's weight.
+r"""Adaptive gradient clipping (AGC): bound each unit's gradient by a fraction of that unit's weight norm.
 
-This file has the units, the rule, and the communication for sharded gradients. A unit that is whole on one process is
-clipped there. For a unit that is split, each process adds the squares of its elements to the unit's entry in a vector,
-and one all-reduce sums that vector:
+This file holds the units, the rule, and the communication for sharded gradients. A unit that is whole on one rank is
+clipped there. If a unit is split over several ranks, each of them writes the norm of its piece into the unit's entry of
+a vector, and one all-reduce combines those entries:
 
 .. math:: \lVert G_i \rVert_2^2 = \sum_r \frac{1}{k_r} \lVert G_i^{(r)} \rVert_2^2
 
-over all processes r, where :math:`k_r` processes hold the same elements as r. The vector also carries the norm of every
-gradient before and after the clip, so that every process reports the whole clip.
+over all ranks r, where :math:`k_r` ranks hold the same elements as r. The vector also carries the norm of every
+gradient before and after the clip, so that every rank reports the whole clip.
 """
 
 import weakref
@@ -84,7 +84,7 @@ def clip_grad_adaptive_(
     **Guarantees.** Norms are accumulated in at least float32. The gradient of one unit does not affect how another is
     clipped. Temporary memory is at most the size of one tensor. On the CPU, a tensor is written only if one of its
     units exceeds its bound; on an accelerator there is no host sync. Sharded weights and gradients are not gathered:
-    the norms of units that several processes share are reduced in one all-reduce.
+    one all-reduce combines the norms of the units that are split over processes.
 
     **Edge cases.**
 
@@ -94,36 +94,36 @@ def clip_grad_adaptive_(
     zero weights (zero-initialised)   the bound is λ·eps, so that the layer can still learn
     zero gradient                     unchanged, never 0/0
     ``clipping_threshold=0``          gradients become 0
-    NaN in a unit                     under ``"propagate"`` that unit stays as it is, all others are clipped
+    NaN in a unit                     under ``"propagate"`` that unit is unchanged, all others are clipped
     inf in a unit                     under ``"propagate"`` its inf becomes NaN, its other elements 0
-    sparse (COO) embedding gradient   coalesced in place; only the rows that it holds are looked at
-    DTensors, on any meshes           as the whole tensors; every process of the meshes must join, also one without
-                                      gradients; ordinary tensors are the same on all of them
+    sparse (COO) embedding gradient   coalesced in place; only the rows that it holds are measured
+    DTensors, on any meshes           clipped as whole tensors; every process of the meshes must call, also one
+                                      without gradients; plain tensors are equal on all of them
     ================================  ==========================================================================
 
     Args:
         parameters: As for `clip_grad_norm_`; preferably the module.
         clipping_threshold: λ, at least 0. The paper uses 0.01 for batches of 1,024 to 4,096 and up to 0.08 for small
             ones; a 0-dim tensor stays on its device.
-        eps: ε, at least 0: a smaller weight norm counts as this.
-        exclude: Parameters to leave alone: parameters, modules, or name patterns (``"fc"`` for all in that module,
-            ``"*.bias"`` with wildcards). One that matches nothing is an error.
+        eps: ε, at least 0: the smallest weight norm in the bound.
+        exclude: Parameters to leave unclipped: parameters, modules, or name patterns (``"fc"`` for all in that module,
+            ``"*.bias"`` with wildcards). A selection that matches nothing is an error.
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
-        process_group: Pipeline stages, as for `clip_grad_norm_`. Patterns of ``exclude`` fit names on all stages, and
-            parameters and modules those of this one.
+        process_group: Pipeline stages, as for `clip_grad_norm_`. Patterns in ``exclude`` match names on all stages;
+            parameters and modules in ``exclude`` are those of this stage.
         mesh: Pipeline stages, as for `clip_grad_norm_`.
         shared: Weights that several stages hold, as for `clip_grad_norm_`.
 
     Returns:
-        The 2-norm of all gradients before the clip, those excluded too: 0-dim, float32 or float64.
+        The 2-norm of all gradients before the clip, excluded ones included: 0-dim, float32 or float64.
 
     Raises:
-        InvalidValueError: If a number is negative or NaN, or an excluded thing is not among ``parameters``.
-        InvalidTypeError: If an argument is of another type.
+        InvalidValueError: If a number is negative or NaN, or an excluded selection is not among ``parameters``.
+        InvalidTypeError: If an argument has another type.
         NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
-        UnsupportedGradientError: If a gradient is sparse in another way than an embedding's, or a layout does not
-            tell which elements of a tensor a process holds.
-        DistributedError: If processes that hold parts of the gradients do not clip together, or with other lists.
+        UnsupportedGradientError: If a sparse gradient is not that of an embedding, or a layout does not determine
+            which elements of a tensor a process holds.
+        DistributedError: If processes that hold parts of the gradients do not clip together, or clip other lists.
 
     Example:
         >>> import gradguard as gg, torch
@@ -145,7 +145,7 @@ def clip_grad_adaptive_(
 
 
 def selector_of(exclude: Selection) -> Selector | None:
-    """Return what ``exclude`` selects; None if it is empty."""
+    """Return the selector of ``exclude``; None if ``exclude`` is empty."""
     if not isinstance(exclude, str | Tensor | nn.Module | Mapping) and isinstance(exclude, Iterable):
         exclude = list(exclude)
         if not exclude:
@@ -154,28 +154,28 @@ def selector_of(exclude: Selection) -> Selector | None:
 
 
 class ClipAdaptive(FixedRule):
-    r"""Hold each unit's gradient to a fraction of that unit's weight norm: `clip_grad_adaptive_` as an object.
+    r"""Bound each unit's gradient by a fraction of that unit's weight norm: `clip_grad_adaptive_` as an object.
 
     .. math:: G_i \leftarrow G_i \cdot \min\Bigl(1,\;
               \frac{\lambda \max(\lVert W_i \rVert_2, \epsilon)}{\lVert G_i \rVert_2}\Bigr)
 
-    Call it with the *module* (or give the `Guard` the model), so that it knows the output channels of transposed
+    Call it with the *module* (or give the `Guard` the model): only the module shows the output channels of transposed
     convolutions and Hugging Face ``Conv1D`` layers.
 
-    **Guarantees.** Gradients become what `clip_grad_adaptive_` makes of them. The result covers all gradients:
-    excluded ones are measured but not changed. The norms of sharded gradients and of their units are reduced in one
-    all-reduce; within `Groups` or `Chain`, which have reduced the norms of the gradients before, in a second one.
+    **Guarantees.** The gradients become those of `clip_grad_adaptive_`. The result covers all gradients: excluded ones
+    are measured but not changed. One all-reduce combines the norms of sharded gradients and of their units. `Groups`
+    and `Chain` reduce the gradients' norms first; the units then need a second all-reduce.
 
     **Edge cases.** Those of `clip_grad_adaptive_`.
 
     Args:
         threshold: λ, at least 0. The paper uses 0.01 for batches of 1,024 to 4,096 and up to 0.08 for small ones.
-        eps: ε, at least 0: a smaller weight norm counts as this.
-        exclude: Parameters to leave alone, as for `clip_grad_adaptive_`: the paper exempts the last linear layer.
+        eps: ε, at least 0: the smallest weight norm in the bound.
+        exclude: Parameters to leave unclipped, as for `clip_grad_adaptive_`: the paper exempts the last linear layer.
 
     Raises:
         InvalidValueError: If a number is negative or NaN.
-        InvalidTypeError: If an argument is of another type.
+        InvalidTypeError: If an argument has another type.
 
     Example:
         >>> import torch
@@ -217,7 +217,7 @@ class ClipAdaptive(FixedRule):
         return () if self._exclude is None else (choice(self._excluded(grads)),)
 
     def learn(self, parameters: Parameters) -> None:
-        """Find the layers of a module whose units are along another dimension, and check the names in ``exclude``."""
+        """Find the layers of a module whose units run along another dimension, and check the names in ``exclude``."""
         if self._exclude is not None:
             if isinstance(parameters, ListedParameters):
                 self._exclude.refuse_identities()
@@ -230,12 +230,12 @@ class ClipAdaptive(FixedRule):
             self._layouts = unit_layouts(parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to one model: a copy learns its own."""
+        """Return the state without the unit layouts of one model: a copy finds its own."""
         return vars(self) | {"_layouts": {}}
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure all gradients and their units, and decide on a factor for each unit."""
+        """Measure all gradients and their units, and choose a factor for each unit."""
         return self._decide(grads, scale, at_once=False)
 
     @torch.no_grad()
@@ -248,7 +248,7 @@ class ClipAdaptive(FixedRule):
     def _decide(self, grads: Gradients, scale: float | Tensor, *, at_once: bool) -> Decision:
         limit = check_threshold("threshold", self.threshold)
         kept = [i for i, out in enumerate(self._excluded(grads)) if not out]
-        # of parameters that still live: an identity may have been used again
+        # Skip dead parameters: another object may have their id now.
         layouts = {i: layout for i, (parameter, layout) in self._layouts.items() if parameter() is not None}
         clip = decide_units(grads, layouts, kept, at_scale(limit, scale), self.eps, at_once=at_once)
         if not isinstance(grads, MeasuredGradients):
@@ -275,18 +275,18 @@ class ClipAdaptive(FixedRule):
 
 
 def unit_layouts(module: nn.Module) -> dict[int, tuple[weakref.ref, UnitLayout]]:
-    """Return, by identity, each parameter whose units are not what its shape alone would tell, with its units."""
+    """Return, by id, each parameter whose units do not follow from its shape alone, with its units."""
     found: dict[int, tuple[weakref.ref, UnitLayout]] = {}
     for layer in module.modules():
         is_transposed = isinstance(layer, transposed_convolutions())
-        # Hugging Face's, of shape [in, out]; `fully_shard` derives a class of another name.
+        # Hugging Face's Conv1D has a weight of shape [in, out]; `fully_shard` renames the class, so check all bases.
         is_conv1d = not isinstance(layer, nn.Conv1d) and any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
         if not is_transposed and not is_conv1d:
             continue
         layout = UnitLayout(dim=1, groups=layer.groups if is_transposed else 1)  # type: ignore[arg-type]
-        # Not `layer.weight`: where the weight is parametrized, reading it computes it, which may change buffers.
+        # Not `layer.weight`: reading a parametrized weight computes it, which may change buffers.
         for name, p in layer.named_parameters():
-            # the gains of weight_norm have the size of one in dimension 1
+            # The gains of weight_norm have size 1 in dimension 1.
             if name in _WEIGHTS and p.dim() > 1 and (p.shape[1] > 1 if is_transposed else p.dim() == 2):
                 found[id(p)] = weakref.ref(p), layout
     return found
@@ -296,7 +296,7 @@ def rows_of(gradient: Tensor) -> Tensor:
     """Return a gradient as a dense tensor of whole units; for a sparse gradient, the rows that it holds.
 
     Raises:
-        UnsupportedGradientError: If it is sparse in another way, so that it need not hold whole rows.
+        UnsupportedGradientError: If the gradient is sparse in another way, so that it need not hold whole rows.
     """
     if gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1:
         coalesce_(gradient)
@@ -310,7 +310,7 @@ def rows_of(gradient: Tensor) -> Tensor:
 
 
 def writable(parameter: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows of the gradient of ``parameter`` such that each has memory of its own."""
+    """Return the rows of the gradient of ``parameter``, copied if several elements share memory."""
     gradient = parameter.grad
     if 0 not in rows.stride() or rows.numel() <= 1 or gradient is None or gradient.layout is not torch.strided:
         return rows
@@ -324,15 +324,15 @@ def writable(parameter: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """This process' part of the tensors whose units are clipped, by position.
+    """This rank's part of the tensors whose units are clipped, by position.
 
     Attributes:
-        rows: The gradients that this process has.
-        layouts: The units of each.
-        norms: The norms of the units, one vector for each of ``rows``.
-        weights: The norms of the units of the weights, also where the gradient of a split unit is missing.
-        left: The factors to multiply ``rows`` by; empty once they are multiplied.
-        joined: The tensors whose units are whole on this process, by device.
+        rows: The gradients that this rank holds.
+        layouts: The units of each tensor.
+        norms: The norms of the gradients' units, one vector for each of ``rows``.
+        weights: The norms of the weights' units, also for a split unit whose gradient is missing here.
+        left: The factors by which ``rows`` must still be multiplied; empty after that.
+        joined: The tensors whose units are whole on this rank, by device.
     """
 
     rows: Mapping[int, Tensor]
@@ -344,13 +344,13 @@ class Units:
 
 
 class WholeUnits(NamedTuple):
-    """The units of some tensors on one device, all of them in one vector.
+    """The units of several tensors on one device, concatenated.
 
     Attributes:
         at: The positions of the tensors.
-        counts: How many units each has.
-        norms: The norm of each unit.
-        factors: The factor of each.
+        counts: How many units each tensor has.
+        norms: The gradient norm of each unit.
+        factors: The factor of each unit.
     """
 
     at: Sequence[int]
@@ -359,21 +359,21 @@ class WholeUnits(NamedTuple):
     factors: Tensor
 
     def each(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the part of such a vector that belongs to each tensor."""
+        """Yield each tensor's position with its slice of ``values``."""
         return zip(self.at, values.split(self.counts), strict=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitClip:
-    """An adaptive clip of all gradients: decided on every process before anything is written, or written at once.
+    """An adaptive clip of all gradients: either decided on every rank before anything is written, or already written.
 
     Attributes:
         grads: The gradients.
-        units: The units that are bounded.
+        units: The units that are clipped.
         norms: The norm of each gradient before the clip.
-        after: The norm of all gradients after it: 0-dim.
-        clipped: Whether any unit is clipped on any process: 0-dim bool.
-        there: Whether any process has each gradient, bool; None if every gradient exists.
+        after: The norm of all gradients after the clip: 0-dim.
+        clipped: Whether any unit is clipped on any rank: 0-dim bool.
+        there: Whether any rank has each gradient, bool; None if every gradient exists.
     """
 
     grads: Gradients
@@ -385,7 +385,7 @@ class UnitClip:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Clip the gradients in place, unless that has been done."""
+        """Clip the gradients in place, unless they are clipped already."""
         units = self.units
         rows = {i: writable(self.grads.parameters[i], units.rows[i]) for i in units.left}
         for group in _by_device(rows):
@@ -402,21 +402,20 @@ def decide_units(
     *,
     at_once: bool = False,
 ) -> UnitClip:
-    """Return what an adaptive clip will do; where gradients are spread over processes, in one all-reduce.
+    """Return the effect of an adaptive clip; for sharded gradients this takes one all-reduce.
 
     Args:
-        grads: The gradients; if they are spread, all processes decide at the same time.
-        layouts: By identity, the units of parameters that are not what the shape tells.
-        kept: The positions of the gradients to clip; the others are measured and left alone.
+        grads: The gradients; if they are sharded, all ranks must call.
+        layouts: By id, the units of parameters that do not follow from the shape.
+        kept: The positions of the gradients to clip; all others are only measured.
         threshold: λ, at least 0.
         eps: ε, at least 0.
-        at_once: Whether to clip in the same pass over memory where that is possible, which requires that this process
-            holds the gradients whole.
+        at_once: Whether to clip in the same pass over memory if possible, which requires whole gradients on this rank.
 
     Raises:
-        UnsupportedGradientError: If a gradient is sparse in another way than an embedding's, or a layout does not
-            tell which elements a process holds.
-        DistributedError: If another process does not join, or joins with other gradients.
+        UnsupportedGradientError: If a sparse gradient is not that of an embedding, or a layout does not determine
+            which elements a rank holds.
+        DistributedError: If another rank does not call, or calls with other gradients.
     """
     parameters, home, plan = grads.parameters, meeting_device(grads.gradients), None
     if grads.reduction is None:
@@ -446,7 +445,7 @@ def decide_units(
 def _clipped_at_once(
     grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float
 ) -> Units | None:
-    """Clip in one pass over memory, and return what was done; None if nothing was."""
+    """Clip in one pass over memory, and return the units; None if this is impossible and nothing was changed."""
     if isinstance(threshold, Tensor):
         return None
     rows = {i: g for i in layouts if (g := grads.gradients[i]).numel()}
@@ -465,7 +464,7 @@ def _clipped_at_once(
 def _measured(
     grads: Gradients, layouts: Mapping[int, UnitLayout], split: Container[int], threshold: float | Tensor, eps: float
 ) -> Units:
-    """Measure the units of what this process holds; of a weight also where the gradient of a split unit is missing."""
+    """Measure the units of this rank's gradients and weights; a split unit's weight even without a gradient here."""
     rows: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
     for i in layouts:
@@ -497,7 +496,7 @@ def _norms_by_device(tensors: Mapping[int, Tensor], layouts: Mapping[int, UnitLa
 
 
 def unit_factors(norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float) -> Tensor:
-    """Return the factor of each unit, from the norm of its gradient and of its weight."""
+    """Return the factor of each unit, from the norms of its gradient and its weight."""
     fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
     bound = weights.clamp(min=eps) * fraction
     return torch.where(norms > bound, bound / norms, 1.0)
@@ -510,12 +509,12 @@ def _added_up(
     here: tuple[Tensor, Tensor, Tensor],
     rule: tuple[float | Tensor, float],
 ) -> UnitClip:
-    """Return what the clip does on all processes: one all-reduce of what was measured on each.
+    """Return the effect of the clip on all ranks: one all-reduce combines their measurements.
 
     Args:
-        grads: The gradients, of which processes hold parts.
-        plan: Where split units stand in the vector.
-        units: The units of this process.
+        grads: The gradients, of which each rank holds parts.
+        plan: The positions of split units in the vector.
+        units: The units of this rank.
         here: The norm of each gradient before and after the clip, without split units, and whether a unit is clipped.
         rule: λ and ε.
     """
@@ -532,24 +531,24 @@ def _added_up(
 
 
 def _by_device(tensors: Mapping[int, Tensor]) -> list[list[int]]:
-    """The keys of the tensors of each device."""
+    """Group the keys of ``tensors`` by the device of the tensor."""
     groups: dict[torch.device, list[int]] = {}
     for key, tensor in tensors.items():
         groups.setdefault(tensor.device, []).append(key)
     return list(groups.values())
 
 
-# Units that are split between processes.
+# Units that are split between ranks.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldUnits:
-    """The units of a process' part of a tensor, and which units of the whole tensor they are pieces of.
+    """The units in a rank's part of a tensor, and the units of the whole tensor to which they belong.
 
     Attributes:
         layout: The units of the part.
-        slots: How many units the whole tensor has, if they are split between processes; 0 if none is split.
-        places: For each unit of the part, which of the ``slots`` it is a piece of; empty if none is split.
+        slots: How many units the whole tensor has, if they are split between ranks; 0 if none is split.
+        places: For each unit of the part, the index among the ``slots``; empty if none is split.
     """
 
     layout: UnitLayout
@@ -562,28 +561,28 @@ ONE_UNIT = HeldUnits(WHOLE)
 
 
 def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
-    """Return how the units of this process' part of ``tensor`` relate to those of all of it; no communication.
+    """Return how the units in this rank's part of ``tensor`` relate to the units of the whole; no communication.
 
-    Whether units are split follows from the placements alone, so that all processes say the same.
+    The placements alone determine whether units are split, so all ranks agree.
 
     Args:
         tensor: A parameter, sharded or not.
-        layout: The units of all of it.
-        name: Its name, for messages.
+        layout: The units of the whole tensor.
+        name: The parameter's name, for messages.
 
     Raises:
-        UnsupportedGradientError: If its layout does not tell which elements a process holds.
+        UnsupportedGradientError: If the layout does not determine which elements a rank holds.
     """
     if any(flattened_by_fsdp1([tensor])):
         raise UnsupportedGradientError(
-            f"{name} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters, so that adaptive clipping "
-            "cannot tell their rows: use torch.distributed.fsdp.fully_shard(model)."
+            f"{name} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters: adaptive clipping cannot "
+            "find their rows. Use torch.distributed.fsdp.fully_shard(model)."
         )
     shard = shard_of(tensor)
     for operation, _ in shard.reduced:
         raise UnsupportedGradientError(
-            f"{name} is the {operation} of what its processes hold: adaptive clipping needs to know which elements of "
-            "it a process holds, so expected Shard(...) or Replicate(). Redistribute it, or exclude it."
+            f"{name} is the {operation} of what its processes hold, but adaptive clipping needs to know which elements "
+            "a process holds: expected Shard(...) or Replicate(). Redistribute it, or exclude it."
         )
     cut = {dim for dim, entries in enumerate(shard.along) if entries is not None}
     if not cut or cut == {layout.dim}:
@@ -592,15 +591,15 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
         return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
     if not shard.is_known:
         raise UnsupportedGradientError(
-            f"{name} is laid out as {shard.placement.layout} in an order that does not tell which of the entries of "
+            f"{name} is laid out as {shard.placement.layout}, in an order that does not determine which entries of "
             f"dimension {layout.dim} this process holds. Use the placements that distribute_tensor, fully_shard or "
             "parallelize_module make, or exclude it from adaptive clipping."
         )
     columns, count = shard.entries(layout.dim), shard.shape[layout.dim]
     if layout.groups == 1:
         return HeldUnits(layout, count, columns)
-    # A unit spans the rows of one group, and a part need not hold the same number of rows of each: its pieces are the
-    # entries of dimension 0, each by itself.
+    # A unit spans the rows of one group, and a part may hold a different number of rows of each group. The pieces are
+    # therefore single entries of dimension 0.
     rows = shard.entries(0)
     group = rows // (shard.shape[0] // layout.groups)
     pieces = UnitLayout(dim=layout.dim, groups=max(1, len(rows)))
@@ -608,12 +607,12 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
 
 
 class UnitPlan:
-    """Where the units of one list of parameters that are split between processes stand in the vector.
+    """Positions in the reduced vector of all split units of one parameter list.
 
     Args:
-        units: The units of each tensor that this process holds.
-        slots: How many places each needs: the same on all processes.
-        weights: One over the number of processes that hold the same part of each.
+        units: The units that this rank holds of each tensor.
+        slots: How many entries each tensor needs: equal on all ranks.
+        weights: One over the number of ranks that hold the same part of each tensor.
     """
 
     def __init__(self, units: Sequence[HeldUnits], slots: Sequence[int], weights: Tensor) -> None:
@@ -625,10 +624,10 @@ class UnitPlan:
         self._places: dict[tuple[int, torch.device], Tensor] = {}
 
     def extended(self, part: NormReduction) -> NormReduction:
-        """Return the reduction of the whole vector, of which ``part`` is that of the gradients alone."""
+        """Return the reduction of the whole vector; ``part`` is the reduction of the gradients' norms alone."""
         one, none = part.weights.new_ones(1), part.weights.new_zeros(1 + self.offsets[-1])
         weights = torch.cat([part.weights, part.weights, one, self._weights, self._weights])
-        # A weight is there whether the gradient is or not.
+        # A weight exists whether or not its gradient does.
         shares = torch.cat([part.shares, part.shares, none[:1], self._each(part.shares), none[1:]])
         return replace(part, weights=weights, shares=shares)
 
@@ -636,7 +635,7 @@ class UnitPlan:
         return values.repeat_interleave(self._slots, output_size=self.offsets[-1])
 
     def place(self, norms: Mapping[int, Tensor], home: torch.device) -> Tensor:
-        """Return one norm for each slot, from the norms of this process' pieces of split units, by tensor."""
+        """Return one norm for each slot, from the norms of this rank's pieces of split units, by tensor."""
         some = [i for i in self.split if i in norms]
         if not some:
             return torch.zeros(self.offsets[-1], dtype=torch.float64, device=home)
@@ -664,19 +663,19 @@ def unit_plan_for(
     kept: Sequence[int],
     name: Callable[[int], str],
 ) -> UnitPlan:
-    """Return the plan for the units of ``tensors``, made once; with pipeline stages that is a collective.
+    """Return the plan for the units of ``tensors``, made once; with pipeline stages, making it is a collective.
 
     Args:
-        reduction: How the norms of ``tensors`` add up.
+        reduction: The reduction of the norms of ``tensors``.
         tensors: The parameters.
-        layouts: By identity, the units of parameters that are not what the shape tells.
-        kept: The positions of those whose units are asked for.
-        name: Returns the name of the one at a position, for messages.
+        layouts: By id, the units of parameters that do not follow from the shape.
+        kept: The positions of the parameters to clip.
+        name: Returns the name of the parameter at a position, for messages.
 
     Raises:
-        UnsupportedGradientError: If the units of one of these cannot be told.
+        UnsupportedGradientError: If the units of a parameter to clip cannot be determined.
     """
-    ids = tuple(map(id, tensors))  # a plan, and its reducer, end with the first of its parameters
+    ids = tuple(map(id, tensors))  # unique: the death of any of the parameters drops the reducer and its plans
     others = tuple((i, layouts[key]) for i, key in enumerate(ids) if key in layouts)
     known, key = _plans.setdefault(reduction.reducer, {}), (ids, others, tuple(kept))
     if key not in known:
@@ -684,14 +683,15 @@ def unit_plan_for(
         for i, tensor in enumerate(tensors):
             try:
                 held = units_held(tensor, layouts.get(id(tensor)) or layout_of(tensor), name(i))
-            except UnsupportedGradientError:  # of one that is left out they need not be known
+            except UnsupportedGradientError:  # an excluded parameter's units do not matter
                 if i in chosen:
                     raise
                 held = ONE_UNIT
             all_units.append(held)
-        # All have their slots, so that the vectors of processes that exclude others are as long, and tell who does.
+        # Every tensor gets its slots, excluded or not: vectors are equally long on ranks that exclude other parameters,
+        # and the comparison of settings can report the difference.
         slots, union = [unit.slots for unit in all_units], reduction.reducer.union
-        if union.stages is not None:  # this one knows only its own parameters
+        if union.stages is not None:  # each stage knows the slots of its own parameters only
             numbers = torch.tensor(slots, dtype=torch.int64, device=reduction.reducer.device)
             slots = largest_over(numbers, union.group).tolist()
         units = [unit if i in chosen else ONE_UNIT for i, unit in enumerate(all_units)]

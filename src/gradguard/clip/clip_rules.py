@@ -1,4 +1,4 @@
-"""The fixed rules as objects: by value, by the norm of each tensor, by the norm of all."""
+"""The fixed rules as objects: by value, by the norm of each tensor, by the norm of all tensors."""
 
 import math
 from collections.abc import Mapping
@@ -26,13 +26,13 @@ from gradguard.tensors.units import scale_each_
 
 
 class FixedRule(Clipper):
-    """A rule whose threshold does not move by itself: its only state is the lock-in alarm."""
+    """A rule whose threshold does not move by itself: the lock-in alarm is its only state."""
 
     def __init__(self) -> None:
         self._lock_in, self._is_for_one_step = LockIn(), False
 
     def for_one_step(self) -> Self:
-        """Leave out the lock-in alarm, which needs many steps and whose state would need a host sync."""
+        """Drop the lock-in alarm, which needs many steps and whose state would need a host sync; return ``self``."""
         self._is_for_one_step = True
         return self
 
@@ -44,16 +44,16 @@ class FixedRule(Clipper):
         return {"lock_in": self._lock_in.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is not the state of such a clipper.
+            InvalidValueError: If the state belongs to another kind of clipper.
         """
         if not isinstance(state_dict, Mapping) or set(state_dict) != {"lock_in"}:
             came = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise InvalidValueError(
-                f"the state is not of a {type(self).__name__}: expected {{'lock_in': ...}}, came {came}. Construct the "
-                "clipper that the state was saved from."
+                f"the state is not of a {type(self).__name__}: expected {{'lock_in': ...}}, came {came}. Load it into "
+                "the kind of clipper that it was saved from."
             )
         self._lock_in.load_state_dict(state_dict["lock_in"])
 
@@ -63,15 +63,15 @@ class ClipByGlobalNorm(FixedRule):
 
     .. math:: g \leftarrow g \cdot \min\Bigl(1, \frac{m}{\lVert g \rVert_p + 10^{-6}}\Bigr)
 
-    **Guarantees.** Those of `clip_grad_norm_`: one number multiplies all gradients, so their direction stays, and a
-    fused optimizer may multiply instead. Decided on the device.
+    **Guarantees.** Those of `clip_grad_norm_`. One number multiplies all gradients, so their direction is unchanged,
+    and a fused optimizer may multiply instead. The coefficient is computed on the device.
 
     **Edge cases.** Those of `clip_grad_norm_`: no gradients give norm 0; ``max_norm=inf`` measures only;
-    ``max_norm=0`` makes gradients 0; NaN and inf are treated as ``nonfinite`` of the call says, and do not enter the
+    ``max_norm=0`` makes gradients 0. The ``nonfinite`` argument of the call handles NaN and inf, which never enter the
     state.
 
     Args:
-        max_norm: m, at least 0; a 0-dim tensor stays on its device. The attribute of that name may be set at any time.
+        max_norm: m, at least 0; a 0-dim tensor stays on its device. The attribute may be set at any time.
         norm_type: p, above 0 or ``float("inf")``; the result's norms are of this order.
 
     Raises:
@@ -98,7 +98,7 @@ class ClipByGlobalNorm(FixedRule):
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure the norm of all gradients and decide on one coefficient."""
+        """Measure the norm of all gradients, and choose one coefficient."""
         limit = check_threshold("max_norm", self.max_norm)
         norms = norms_of(grads, scale, self.norm_type)
         norm = total_of(norms, self.norm_type)
@@ -118,21 +118,21 @@ class ClipByGlobalNorm(FixedRule):
 
 
 class ClipByNorm(FixedRule):
-    r"""Scale each gradient by itself so that its norm is at most ``max_norm``.
+    r"""Scale each gradient separately so that its norm is at most ``max_norm``.
 
     .. math:: g_i \leftarrow g_i \cdot \min\Bigl(1, \frac{m}{\lVert g_i \rVert_p + 10^{-6}}\Bigr)
               \quad\text{for each tensor } i
 
-    The tensors are clipped by different factors, so the direction of the update changes.
+    Different factors scale the tensors, so the direction of the update changes.
 
-    **Guarantees.** Each tensor becomes what `clip_grad_norm_` on it alone makes of it. All are measured in one pass;
-    on the CPU a tensor below its threshold is not written.
+    **Guarantees.** Each tensor becomes the result of `clip_grad_norm_` on that tensor alone. All are measured in one
+    pass; on the CPU a tensor below its threshold is not written.
 
     **Edge cases.** As for `clip_grad_norm_`, tensor by tensor: under ``"propagate"`` NaN in one tensor does not affect
     the others. An empty tensor has norm 0.
 
     Args:
-        max_norm: m, at least 0; a 0-dim tensor stays on its device. The attribute of that name may be set at any time.
+        max_norm: m, at least 0; a 0-dim tensor stays on its device. The attribute may be set at any time.
         norm_type: p, above 0 or ``float("inf")``; the result's norms are of this order.
 
     Raises:
@@ -161,19 +161,19 @@ class ClipByNorm(FixedRule):
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure each gradient and decide on one coefficient for each."""
+        """Measure each gradient, and choose one coefficient for each."""
         limit = check_threshold("max_norm", self.max_norm)
         return _decide_each(self, grads, norms_of(grads, scale, self.norm_type), limit, limit, self.norm_type)
 
 
 class ClipByRMS(FixedRule):
-    r"""Scale each gradient by itself so that the root mean square of its elements is at most ``max_rms``.
+    r"""Scale each gradient separately so that the root mean square of its elements is at most ``max_rms``.
 
     .. math:: g_i \leftarrow g_i \cdot \min\Bigl(1, \frac{d \sqrt{n_i}}{\lVert g_i \rVert_2 + 10^{-6}}\Bigr)
               \quad\text{for each tensor } i \text{ of } n_i \text{ elements}
 
-    The bound is on the size of a typical element, whatever the size of the tensor. Adafactor bounds its updates by
-    this rule, which is the default of `ClipUpdate`.
+    The rule bounds the size of a typical element, whatever the size of the tensor. Adafactor bounds its updates by this
+    rule, which is the default of `ClipUpdate`.
 
     **Guarantees.** Those of `ClipByNorm` with the threshold :math:`d \sqrt{n_i}`. For a sharded tensor :math:`n_i`
     counts the elements on all processes; for a sparse one it counts the zeros too.
@@ -181,7 +181,7 @@ class ClipByRMS(FixedRule):
     **Edge cases.** As for `ClipByNorm`.
 
     Args:
-        max_rms: d, at least 0; a 0-dim tensor stays on its device. The attribute of that name may be set at any time.
+        max_rms: d, at least 0; a 0-dim tensor stays on its device. The attribute may be set at any time.
 
     Raises:
         InvalidValueError: If ``max_rms`` is negative or NaN.
@@ -206,23 +206,23 @@ class ClipByRMS(FixedRule):
     def __init__(self, max_rms: float | Tensor = 1.0) -> None:
         super().__init__()
         self.max_rms = check_threshold("max_rms", max_rms)
-        self._roots: tuple[tuple[int, ...], Tensor] | None = None  # the sizes that they are of, and they
+        self._roots: tuple[tuple[int, ...], Tensor] | None = None  # numbers of elements, and their square roots
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure each gradient and decide on one coefficient for each."""
+        """Measure each gradient, and choose one coefficient for each."""
         norms, limit = norms_of(grads, scale), check_threshold("max_rms", self.max_rms)
         if isinstance(limit, Tensor):
             limit = move(limit.detach(), norms.device, norms.dtype)
         return _decide_each(self, grads, norms, self._roots_of_sizes(grads, norms) * limit, limit)
 
     def _roots_of_sizes(self, grads: Gradients, norms: Tensor) -> Tensor:
-        """Return the root of the number of elements of each whole tensor: the norm of as many ones."""
+        """Return the square root of the number of elements of each whole tensor: its norm if all elements were 1."""
         sizes = tuple([gradient.numel() for gradient in grads.gradients])
         if self._roots is None or self._roots[0] != sizes or self._roots[1].device != norms.device:
             roots = torch.tensor(sizes, dtype=torch.float64, device="cpu").sqrt()
             self._roots = sizes, roots.to(norms.device, norms.dtype)
-        return grads.added_up(self._roots[1]).clamp(min=1.0)  # an empty tensor is below any bound
+        return grads.added_up(self._roots[1]).clamp(min=1.0)  # not 0: an empty tensor never exceeds its bound
 
 
 def _decide_each(
@@ -233,7 +233,7 @@ def _decide_each(
     threshold: float | Tensor,
     order: float = 2.0,
 ) -> Decision:
-    """Decide on one coefficient for each gradient: at most ``limits``, one for all or one for each, may be left."""
+    """Choose one coefficient for each gradient, so that its norm is at most its entry of ``limits`` (or ``limits``)."""
     if grads.reduction is not None:
         refuse_flat_parameters(grads.parameters, type(rule).__name__)
     coefficients = clip_coefficient(norms, limits)
@@ -257,11 +257,11 @@ class ClipByValue(FixedRule):
     .. math:: g_i \leftarrow \min(\max(g_i, a), b), \qquad a = -b \text{ unless given}
 
     **Guarantees.** Those of `clip_grad_value_`: an element inside the interval keeps its bits; on the CPU nothing is
-    written where nothing exceeds the bounds.
+    written if nothing exceeds the bounds.
 
     **Edge cases.** Those of `clip_grad_value_`: under ``"propagate"`` NaN stays and inf becomes the bound; a bound
     beyond the dtype's range is the dtype's largest number; sparse gradients are coalesced; real and imaginary parts
-    are clamped each by itself. The result's ``coefficient`` is known only when the clamp is done, and 1 until then.
+    are clamped separately. The result's ``coefficient`` is 1 until the clamp is done.
 
     Args:
         max: b, the upper bound, and without ``min`` the negated lower one (then at least 0); a 0-dim tensor stays on
@@ -269,7 +269,7 @@ class ClipByValue(FixedRule):
         min: a, the lower bound, if it is not ``-max``; at most ``max``.
 
     Raises:
-        InvalidValueError: If the bounds are no interval.
+        InvalidValueError: If a bound is NaN or the bounds are in the wrong order.
         InvalidTypeError: If a bound is not a number.
 
     Example:
@@ -296,13 +296,13 @@ class ClipByValue(FixedRule):
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure, and look whether any element exceeds the bounds."""
+        """Measure, and check whether any element exceeds the bounds."""
         low, high = check_interval(self.min, self.max, ("min", "max"))
         bounds = at_scale(low, scale), at_scale(high, scale)
         if grads.reduction is not None:
             return self._decide_sharded(grads, scale, bounds, high)
         for gradient in grads.gradients:
-            coalesce_(gradient)  # only then is a stored value an element
+            coalesce_(gradient)  # a duplicate index would store an element as several values
         grads = measured(grads)
         norms = norms_of(grads, scale)
         norm = total_of(norms)
@@ -317,7 +317,7 @@ class ClipByValue(FixedRule):
                 return
             clamp_(some, *bounds)
             others = [one for one, may in zip(grads.norms.unbind(), suspect, strict=True) if not may]
-            others = total_of(torch.stack(others) if others else grads.norms[:0])  # no index is copied to the device
+            others = total_of(torch.stack(others) if others else grads.norms[:0])  # no index tensor, so no host copy
             after = total_of(torch.stack([others, move(total_norm(some), norm.device)]))
             coefficient.copy_(torch.where(clipped, after / total_of(grads.norms), 1.0))
 
@@ -327,7 +327,7 @@ class ClipByValue(FixedRule):
     def _decide_sharded(
         self, grads: Gradients, scale: float | Tensor, bounds: tuple[float | Tensor, float | Tensor], high: Any
     ) -> Decision:
-        """Decide where processes hold parts: what the clamp will do is measured before it, for one all-reduce."""
+        """Clamp copies of sharded gradients, so that one all-reduce carries the norms before and after the clamp."""
         assert grads.reduction is not None
         before = tensor_norms(grads.gradients)
         suspect = [i for i, may in enumerate(_may_exceed(before, *bounds)) if may]
@@ -350,9 +350,9 @@ class ClipByValue(FixedRule):
 
 
 def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> list[bool]:
-    """Return for each gradient whether an element may lie outside the bounds; where Python may not look, any may.
+    """Return for each gradient whether an element may exceed the bounds; always True if reading would be a host sync.
 
-    No element is larger than the norm, which has been measured, to some rounding.
+    No element is larger than the gradient's norm, except for rounding.
     """
     if not are_readable(norms, *[bound for bound in (low, high) if isinstance(bound, Tensor)]):
         return [True] * len(norms)
@@ -361,9 +361,9 @@ def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> lis
 
 
 def at_scale(bound: float | Tensor, scale: float | Tensor) -> float | Tensor:
-    """Return the bound for gradients that are ``scale`` times too large."""
-    # In a `Chain` after a coefficient of 0 or NaN the scale is infinite or NaN. Then it is all the same how they are
-    # clipped, but a bound must not be NaN.
+    """Return ``bound`` for gradients that are still multiplied by ``scale``."""
+    # In a `Chain` the scale is infinite or NaN after a coefficient of 0 or NaN. The clip then no longer matters, but a
+    # bound must not be NaN.
     if not isinstance(scale, Tensor):
         return bound * scale
     if not isinstance(bound, Tensor):

@@ -1,4 +1,4 @@
-"""A clipping rule as an object: it measures and decides first, then writes, so that rules compose and carry state."""
+"""A clipping rule as an object: it first measures and decides, then writes, so rules compose and may keep state."""
 
 import math
 from abc import ABC, abstractmethod
@@ -37,21 +37,21 @@ from gradguard.tensors.tensor_admission import keeping_subnormals
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClipResult:
-    """The result of a clip on one step. Every number stays on its device until it is read, so nothing waits for it.
+    """The result of a clip on one step. Every number stays on its device: only reading one causes a host sync.
 
     Attributes:
         norm: 2-norm of all gradients as one vector *before* the clip; 0-dim, float32 (float64 for float64 gradients).
-            A rule with a ``norm_type`` gives the norm of that order, which is what it compares with its threshold.
+            For a rule with a ``norm_type`` it is the norm of that order, which the rule compares with its threshold.
         coefficient: The norm after the clip over the norm before, in [0, 1]; 0-dim float64. Under the norm rule it is
-            what every gradient was multiplied by. Where a rule clamps or scales parts, it is 1 until that is done.
+            the factor of every gradient. If a rule clamps or scales parts, it is 1 until the gradients are written.
         clipped: Whether the clip binds on this step; 0-dim bool.
         nonfinite: Whether any gradient held NaN or infinity; 0-dim bool.
         tensor_norms: Norm of each gradient before the clip, of the same order; ``[len(names)]``, float64.
-        names: The parameter that each entry of ``tensor_norms`` belongs to.
-        threshold: The rule's threshold on this step, for gradients without a loss scale; 0-dim, or None where
-            there is not one number.
-        locked_in: Whether the clip has bound on more than half of the last steps at one threshold: 0-dim bool, or
-            None where it is not counted. See `LockIn`.
+        names: The parameter name for each entry of ``tensor_norms``.
+        threshold: The rule's threshold on this step, for gradients without a loss scale; 0-dim, or None if the rule
+            has no single number.
+        locked_in: Whether the clip has bound on more than half of the recent steps at one threshold: 0-dim bool, or
+            None if the rule does not count. See `LockIn`.
         group_norms: 2-norm before the clip of each group of `Groups`, 0-dim each; None without groups.
         counts: The number of non-finite elements of each gradient, for `culprits`; None if not counted.
 
@@ -76,17 +76,17 @@ class ClipResult:
     counts: Sequence[int] | None = field(default=None, repr=False)
 
     def culprits(self) -> dict[str, int | None]:
-        """Return which parameters held NaN or infinity, with the number of such elements. The host waits.
+        """Return the parameters that held NaN or infinity, each with the number of such elements; a host sync.
 
-        The names come from the norms before the clip. The numbers are counted on the CPU at once, on the rare step that
-        needs it; on an accelerator, where that would wait, they are None. Where processes hold parts of a gradient, the
-        names are those of all, and each number is of this process' part. Reading starts no collective: one process may
-        read alone.
+        The names follow from the norms before the clip. On the CPU the elements are counted when the clip decides, on
+        the rare step that has such elements. On an accelerator that would be a host sync, so the numbers are None. If
+        processes hold parts of a gradient, the names cover all parts, and each number counts this process' part.
+        Reading starts no collective: one process may read alone.
         """
         return {self.names[i]: None if self.counts is None else self.counts[i] for i in self._bad_positions()}
 
     def culprit_names(self) -> list[str]:
-        """Return the names of `culprits`."""
+        """Return the parameter names of `culprits`."""
         return [self.names[i] for i in self._bad_positions()]
 
     def _bad_positions(self) -> list[int]:
@@ -95,14 +95,14 @@ class ClipResult:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of a clipper on gradients that it has measured; nothing is written yet.
+    """A clipper's decision on gradients that it has measured; nothing is written yet.
 
     Attributes:
-        gradients: The gradients that were measured.
-        result: The effect of the clip. A rule whose effect shows only in the writing (a clamp, units) fills in the
-            coefficient then, in the same tensors.
-        coefficient: The one number that every gradient is multiplied by, 0-dim on the device: then an optimizer may
-            multiply instead (`Guard`). None if the rule does something else to them.
+        gradients: The measured gradients.
+        result: The effect of the clip. A rule whose effect is known only after the write (a clamp, units) then fills
+            in the coefficient, in the same tensors.
+        coefficient: The factor of every gradient, 0-dim on the device; an optimizer may multiply by it instead
+            (`Guard`). None if the rule does anything else.
         write: Writes the clipped gradients, in place; None if the clip is the product with ``coefficient``.
     """
 
@@ -112,7 +112,7 @@ class Decision:
     write: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
-        """Count the elements that are not finite for `ClipResult.culprits`, where the host sees that there are some."""
+        """Count the non-finite elements for `ClipResult.culprits`, if the host can read that there are some."""
         nonfinite, gradients = self.result.nonfinite, self.gradients.gradients
         if self.result.counts is None and are_readable(nonfinite, *gradients) and bool(nonfinite):
             counts = [nan + inf for nan, inf in count_nonfinite(gradients)]
@@ -128,9 +128,9 @@ class Decision:
 
 
 class Clipper(ABC):
-    """A rule for clipping: call it with parameters whose gradients are complete; it clips them, and returns how much.
+    """A rule for clipping: call it with parameters whose gradients are complete; it clips them and returns the result.
 
-    A rule of your own writes `decide`; `norms_of` and `describe` measure and report for it.
+    A rule of your own implements `decide`; it measures with `norms_of` and reports with `describe`.
 
     Example:
         >>> import torch
@@ -148,10 +148,10 @@ class Clipper(ABC):
     """
 
     measures_itself = False
-    """Whether `decide` measures parts of gradients in a way of its own, so that norms taken before would be wasted."""
+    """Whether `decide` measures the gradients in its own way, so that earlier norms would be wasted."""
 
     uses_reach = False
-    """Whether `decide` asks how far the optimizer moves the weights (``grads.reach``)."""
+    """Whether `decide` needs to know how far the optimizer moves the weights (``grads.reach``)."""
 
     _per_tensor = False
 
@@ -179,8 +179,8 @@ class Clipper(ABC):
             The result of the clip.
 
         Raises:
-            InvalidValueError: If the policy is not one.
-            InvalidTypeError: If ``parameters`` is of another type.
+            InvalidValueError: If the policy is unknown.
+            InvalidTypeError: If ``parameters`` has another type.
             NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity; neither gradients
                 nor the clipper's state change.
             DistributedError: If processes that hold parts of the gradients do not clip together.
@@ -219,30 +219,30 @@ class Clipper(ABC):
         """Measure the gradients, decide, and update the state; write to no gradient.
 
         Args:
-            grads: The gradients, all with their parameters.
-            scale: The loss scale that they still hold: thresholds are for gradients divided by it.
+            grads: The gradients, with their parameters.
+            scale: The loss scale by which they are still multiplied; thresholds are for gradients divided by it.
         """
 
     def decide_at_once(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Decide, and clip in the same pass over memory if the rule can: then `Decision.apply` does nothing."""
+        """Decide, and clip in the same pass over memory if the rule can; then `Decision.apply` does nothing."""
         return self.decide(grads, scale)
 
     def measure(self, grads: Gradients) -> "MeasuredGradients":
-        """Return ``grads`` with the norms that `decide` will ask for."""
+        """Return ``grads`` with the norms that `decide` will need."""
         return measured(grads, self.orders())
 
     def orders(self) -> set[float]:
-        """Return the orders of the norms that `decide` will ask for, so that `Groups` measures all of them at once."""
+        """Return the orders of the norms that `decide` will need, so that `Groups` measures all of them at once."""
         return {float(getattr(self, "norm_type", 2.0))}
 
     arguments: Sequence[str] = ()
-    """Which attributes decide how the rule clips: processes that hold parts of gradients must have the same ones.
+    """The attributes that determine how the rule clips: processes that hold parts of gradients must agree on them.
 
-    Those of the constructor's arguments that it keeps under their names, unless a class says otherwise. Of an argument
-    that is neither a number nor a string only the type is compared."""
+    By default these are the constructor's arguments that the rule stores under their own names. For an argument that is
+    neither a number nor a string, only the type is compared."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Have processes compare the constructor's arguments, and those of a rule that this one refines."""
+        """Let processes compare the constructor's arguments, and the `arguments` of the base class."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls) and "arguments" not in vars(cls):
             _, *given = signature(cls.__init__).parameters.values()
@@ -250,41 +250,42 @@ class Clipper(ABC):
             cls.arguments = tuple(dict.fromkeys([*own, *cls.arguments]))
 
     def __repr__(self) -> str:
-        """Return the call that makes such a clipper, with the arguments that are not the default; no state."""
+        """Return the constructor call, with the arguments that differ from their defaults; no state."""
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in self._shown().items())})"
 
     def _shown(self) -> dict[str, str]:
-        """The arguments that `__repr__` shows, as they are typed."""
+        """Return the arguments for `__repr__`, as the user would type them."""
         _, *taken = signature(type(self).__init__).parameters.values()
         shown: dict[str, str] = {}
         for argument in taken:
             value = getattr(self, argument.name, argument.default)
             if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD) or value is argument.empty:
                 continue
-            default = math.inf if argument.default is None and value is not None else argument.default  # kept as inf
+            # An argument of None may be stored as infinity.
+            default = math.inf if argument.default is None and value is not None else argument.default
             if isinstance(value, Tensor) or value != default:
                 shown[argument.name] = _typed(value)
         return shown
 
     def settings(self) -> Settings:
-        """Return the settings that all processes must share: the rule, and the values of its `arguments`."""
+        """Return the settings that all processes must share: the rule's name, and the values of its `arguments`."""
         return type(self).__name__, *(as_setting(getattr(self, name, None)) for name in self.arguments)
 
     def choices(self, grads: Gradients) -> Settings:
-        """Return how the rule treats each gradient, if it treats them differently, as a value of `choice`."""
+        """Return a `choice` that encodes the treatment of each gradient, if the rule treats gradients differently."""
         del grads
         return ()
 
     def compared(self, grads: Gradients, policy: NonFinitePolicy | str) -> Gradients:
-        """Return ``grads``, which all processes that hold parts of it must clip by the same, or none does."""
+        """Return ``grads`` with this rule's settings: before the clip, all processes that hold parts compare them."""
         return grads if grads.reduction is None else to_clip_by(grads, *self.settings(), *self.choices(grads), policy)
 
     def leaves(self) -> list["Clipper"]:
-        """Return the rules that this one is made of: itself, unless it puts others together."""
+        """Return the basic rules inside this one: itself, unless it combines others."""
         return [self]
 
     def is_per_tensor(self) -> bool:
-        """Tell whether each gradient is treated without regard to the others, so that they may come one at a time."""
+        """Tell whether the rule treats each gradient independently, so that gradients may arrive one at a time."""
         return self._per_tensor
 
     def event_of(
@@ -295,26 +296,27 @@ class Clipper(ABC):
         skipped: bool | Tensor = False,
         skip_reason: SkipReason | None = None,
     ) -> ClipEvent:
-        """Return the event of a clip for monitors and other listeners.
+        """Return the event of a clip, for monitors and other listeners.
 
         Args:
             decision: The decision on the gradients.
             result: The result of the clip.
             optimizer: The optimizer whose step is running.
-            skipped: Whether that step is left out.
-            skip_reason: The reason, if it is.
+            skipped: Whether that step is skipped.
+            skip_reason: The reason, if it is skipped.
         """
         norms = result.tensor_norms if self.orders() == {2.0} else None
-        told = result.threshold, result.norm, result.coefficient, norms
+        numbers = result.threshold, result.norm, result.coefficient, norms
         order = float(getattr(self, "norm_type", 2.0))
         return ClipEvent(
-            rule_of(self), decision.gradients.parameters, *told, optimizer, skipped, order, skip_reason,
+            rule_of(self), decision.gradients.parameters, *numbers, optimizer, skipped, order, skip_reason,
         )  # fmt: skip
 
     def learn(self, parameters: Parameters) -> None:
-        """Look at all parameters before their first `decide`: a module tells more than its gradients.
+        """Read all parameters before their first `decide`: a module carries more information than its gradients.
 
-        `Clipper.__call__` does this on each call, and a `Guard` that knows the model once. Most rules need nothing.
+        `Clipper.__call__` does this on each call, a `Guard` when its optimizer gets new parameters. Most rules do
+        nothing here.
 
         Args:
             parameters: The module if there is one, else tensors or ``(name, tensor)`` pairs; no exhausted generator.
@@ -326,12 +328,12 @@ class Clipper(ABC):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; training goes on as if it had not been interrupted."""
+        """Load a state that `state_dict` returned; training continues as if it had not been interrupted."""
         del state_dict
 
 
 def _typed(value: Any) -> str:
-    """How to type ``value``."""
+    """Return ``value`` as Python source code."""
     if isinstance(value, Tensor) and value.numel() == 1:
         dtype = "" if value.dtype is torch.float32 else f", dtype={value.dtype}"
         device = "" if value.is_cpu else f", device={str(value.device)!r}"
@@ -340,10 +342,10 @@ def _typed(value: Any) -> str:
 
 
 def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Load a state into each object; if one refuses its state, all objects keep their former one.
+    """Load a state into each object; if one object refuses its state, all objects keep their former state.
 
     Args:
-        pairs: Each object, which has ``state_dict`` and ``load_state_dict``, with the state that it is to take.
+        pairs: Objects with ``state_dict`` and ``load_state_dict``, each with its new state.
     """
     before = [(taker, taker.state_dict()) for taker, _ in pairs]
     try:
@@ -356,15 +358,15 @@ def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def choice(numbers: Sequence[int]) -> str:
-    """Return a value that differs between two choices; ``numbers`` has one for each parameter, such as its group."""
+    """Return a hash that differs between choices; ``numbers`` has an entry for each parameter, such as its group."""
     return f"choice {crc32(repr(numbers).encode()):08x} of parameters"
 
 
 class ListedParameters(list[tuple[str, Tensor]]):
-    """The parameters of all pipeline stages by name, with an empty tensor for those of others.
+    """The parameters of all pipeline stages by name, with an empty tensor for those of other stages.
 
     Attributes:
-        module: The module that those of this stage come from, if it is known.
+        module: The module that holds this stage's parameters, if known.
     """
 
     def __init__(self, grads: Gradients, source: object) -> None:
@@ -384,15 +386,15 @@ def describe(
     locked_in: Tensor | None = None,
     group_norms: Mapping[str, Tensor] | None = None,
 ) -> ClipResult:
-    """Return the result of a clip from what `norms_of` measured.
+    """Return the result of a clip from the norms that `norms_of` measured.
 
     Args:
         grads: The gradients.
-        norms: The norms that it returned, with the same ``order``.
+        norms: The result of `norms_of`, with the same ``order``.
         coefficient: The norm after the clip over the norm before, 0-dim.
         clipped: Whether the clip binds, 0-dim bool.
         order: The order of the norms.
-        norm: Their `total_of`, where the rule has it already.
+        norm: The `total_of` the norms, if the rule has computed it already.
         threshold: The rule's threshold.
         locked_in: The verdict of `LockIn.follow`.
         group_norms: The norm of each group.

@@ -1,4 +1,4 @@
-"""Clippers made of clippers: `Chain` applies one after the other, `Groups` gives named sets of parameters their own."""
+"""Clippers that combine clippers: `Chain` applies several in order, `Groups` gives each set of parameters its own."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from gradguard.words import listed
 
 
 class _Composite(Clipper):
-    """A clipper made of others, which ``_clippers`` returns."""
+    """A clipper that combines the clippers that ``_clippers`` returns."""
 
     def _clippers(self) -> Sequence[Clipper]:
         raise NotImplementedError
@@ -36,32 +36,32 @@ class _Composite(Clipper):
         return tuple(chosen for member in self._clippers() for chosen in member.choices(grads))
 
     def leaves(self) -> list[Clipper]:
-        """Return the rules that the members are made of."""
+        """Return the basic rules inside the members."""
         return [leaf for member in self._clippers() for leaf in member.leaves()]
 
     def orders(self) -> set[float]:
-        """Return the orders of the norms that the members ask for."""
+        """Return the orders of the norms that the members need."""
         return {2.0}.union(*(member.orders() for member in self._clippers()))
 
     def is_per_tensor(self) -> bool:
-        """Tell whether all members treat each gradient without regard to the others."""
+        """Tell whether every member treats each gradient independently."""
         return all(member.is_per_tensor() for member in self._clippers())
 
     def learn(self, parameters: Parameters) -> None:
-        """Let every member look at the parameters."""
+        """Let every member read the parameters."""
         for member in self._clippers():
             member.learn(parameters)
 
 
 class Chain(_Composite):
-    r"""Apply clippers one after the other: each gets the gradients that the one before has clipped.
+    r"""Apply clippers one after the other: each receives the gradients that the one before has clipped.
 
     .. math:: g \leftarrow \text{clip}_m(\cdots \text{clip}_2(\text{clip}_1(g)))
 
-    **Guarantees.** While the members multiply all gradients by one number each, the gradients are read once and
-    written once, by the product :math:`c = c_1 c_2 \cdots`: the second member gets the gradients as
-    :math:`c_1` times what is in memory, so the norm that it sees is the norm after the first. Only behind a member that
-    does something else (a clamp, units, groups) are the gradients written and measured again.
+    **Guarantees.** As long as each member multiplies all gradients by one number, the gradients are read once and
+    written once, by the product :math:`c = c_1 c_2 \cdots`. The second member then computes its norm as :math:`c_1`
+    times the norm in memory, which is the norm after the first. Gradients are written and measured again only after a
+    member that does something else (a clamp, units, groups).
 
     **Edge cases.**
 
@@ -69,10 +69,10 @@ class Chain(_Composite):
     input                            result
     ===============================  ===========================================================================
     all members give a coefficient   so does the chain, and a fused optimizer may multiply instead
-    another kind of member           those behind it decide, and their state follows, when the gradients are
-                                     written; ``coefficient``, ``clipped``, ``locked_in`` are complete then
-    a first coefficient of 0         the others see gradients of norm 0
-    NaN among the gradients          every member sees a norm that is not finite; none lets it into its state
+    another kind of member           later members decide, and update their state, when the gradients are written;
+                                     ``coefficient``, ``clipped``, ``locked_in`` are complete then
+    a first coefficient of 0         the other members measure norm 0
+    NaN among the gradients          every member measures a non-finite norm; none lets it into its state
     ===============================  ===========================================================================
 
     Args:
@@ -80,7 +80,7 @@ class Chain(_Composite):
 
     Raises:
         InvalidTypeError: If a member is not a clipper.
-        InvalidValueError: If there is no member, or one comes twice.
+        InvalidValueError: If there is no member, or one appears twice.
 
     The result's norms are those before the first member; ``coefficient`` is the product; ``threshold`` is None.
 
@@ -111,7 +111,7 @@ class Chain(_Composite):
         self.members = clippers
 
     def __repr__(self) -> str:
-        """Return the call that makes such a chain."""
+        """Return the constructor call."""
         return f"Chain({', '.join(map(repr, self.members))})"
 
     def settings(self) -> Settings:
@@ -120,18 +120,18 @@ class Chain(_Composite):
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Decide for all members up to the first that does not multiply by one number; the others follow it."""
+        """Decide for all members up to the first that does not multiply by one number; the others decide later."""
         return _decide(self.members, grads, scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each member, by its place."""
+        """Return the state of each member, by its position."""
         return {str(i): member.state_dict() for i, member in enumerate(self.members)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is of another number of members, or of other ones; then no member has changed.
+            InvalidValueError: If the state belongs to other members, or another number of them; no member changes then.
         """
         if set(state_dict) != set(map(str, range(len(self.members)))):
             raise InvalidValueError(
@@ -155,13 +155,15 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
         if decision.coefficient is None:
             break
         product = decision.coefficient if product is None else product * decision.coefficient
-        seen_scale = scale / product  # gradients to be multiplied by c are, as they lie in memory, 1/c times too large
+        seen_scale = scale / product  # memory holds the gradients before the product: too large by 1 / product
     result = _joined([d.result for d in decisions])
     if decisions[-1].coefficient is not None:
         return Decision(grads, result, product)
     behind = members[len(decisions) :]
     locked_in = torch.zeros_like(result.clipped) if result.locked_in is None else result.locked_in.clone()
-    told = replace(result, coefficient=result.coefficient.clone(), clipped=result.clipped.clone(), locked_in=locked_in)
+    outcome = replace(
+        result, coefficient=result.coefficient.clone(), clipped=result.clipped.clone(), locked_in=locked_in
+    )
 
     def write() -> None:
         decisions[-1].apply()
@@ -177,16 +179,16 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
             rest.apply()
             results.append(rest.result)
         complete = _joined(results)
-        told.coefficient.copy_(complete.coefficient)
-        told.clipped.copy_(complete.clipped)
+        outcome.coefficient.copy_(complete.coefficient)
+        outcome.clipped.copy_(complete.clipped)
         if complete.locked_in is not None:
             locked_in.copy_(complete.locked_in)
 
-    return Decision(grads, told, None, write)
+    return Decision(grads, outcome, None, write)
 
 
 def _joined(results: Sequence[ClipResult]) -> ClipResult:
-    """Return the result of a row of clips: measured before the first, done by all."""
+    """Return the result of successive clips: norms before the first, the combined effect of all."""
     if len(results) == 1:
         return results[0]
     coefficient, clipped = results[0].coefficient, results[0].clipped
@@ -205,7 +207,7 @@ def _joined(results: Sequence[ClipResult]) -> ClipResult:
 
 
 Rules = Mapping[Any, Clipper | None] | Iterable[tuple[Selection, Clipper | None]]
-"""Selections and the clipper of each: a dict, or pairs where a selection (a list, a param group) cannot be a key."""
+"""Selections and the clipper of each: a dict, or pairs for a selection (a list, a param group) that cannot be a key."""
 
 
 class Groups(_Composite):
@@ -214,8 +216,8 @@ class Groups(_Composite):
     .. math:: g_k \leftarrow \text{clip}_k(g_k) \quad\text{for each group } k,
               \qquad n_k = \lVert g_k \rVert_2, \quad n = \Bigl(\sum_k n_k^2\Bigr)^{1/2}
 
-    **Guarantees.** Every gradient is in exactly one group. All are measured in one pass, and rules on the 2-norm take
-    what was measured. Under ``"propagate"`` NaN in one group does not affect the others.
+    **Guarantees.** Every gradient is in exactly one group. All are measured in one pass, and rules on the 2-norm reuse
+    that measurement. Under ``"propagate"`` NaN in one group does not affect the others.
 
     **Edge cases.**
 
@@ -225,26 +227,26 @@ class Groups(_Composite):
     a parameter that fits two groups    an error that lists the parameters and their groups
     a pattern that fits nothing         an error that lists the names
     a parameter in no group             an error that lists them, unless ``rest`` is given
-    a group without gradients           its norm is 0, its rule is not applied, its state stays
+    a group without gradients           its norm is 0, its rule is not applied, its state is unchanged
     exempt gradients                    measured, never changed; they count in ``norm`` and ``nonfinite``
     tied parameters                     one parameter: any of its names fits
     ==================================  ========================================================================
 
     Args:
-        groups: The groups, each with its clipper or None. A group is a name or glob pattern (``"head"`` is all
-            in that module), a module, a parameter, a list of these, or an entry of ``optimizer.param_groups``. What
-            cannot be the key of a dict (lists, param groups) goes into pairs: ``[(group, clipper), ...]``. Patterns
-            need names: pass the module or ``model.named_parameters()``.
+        groups: The groups, each with its clipper or None. A group is a name or glob pattern (``"head"`` selects all
+            in that module), a module, a parameter, a list of these, or an entry of ``optimizer.param_groups``. Lists
+            and param groups cannot be keys of a dict: pass pairs, ``[(group, clipper), ...]``. Patterns need names:
+            pass the module or ``model.named_parameters()``.
         rest: The clipper of all other parameters, or None to exempt them. Without it every parameter must be in a
             group.
 
     Raises:
-        InvalidValueError: If a group is empty, or two groups share one clipper, whose state would follow both.
-        InvalidTypeError: If a group or a clipper is of another type.
+        InvalidValueError: If a group is empty, or two groups share one clipper, which would mix their states.
+        InvalidTypeError: If a group or a clipper has another type.
 
-    The result's ``group_norms`` has the 2-norm of each group before the clip, by its pattern, or the ``"name"`` of the
-    param group, or ``"group 0"``, ``"group 1"`` ..., and ``"rest"``. ``coefficient`` is put together from those of the
-    groups; ``locked_in`` says whether any is.
+    The result's ``group_norms`` holds the 2-norm of each group before the clip. Its keys are the pattern, or the
+    ``"name"`` of the param group, or ``"group 0"``, ``"group 1"`` ..., and ``"rest"``. ``coefficient`` combines those
+    of the groups; ``locked_in`` says whether any group is locked in.
 
     Example:
         >>> import torch
@@ -277,30 +279,30 @@ class Groups(_Composite):
                 )
         if _has_one_twice([clipper for clipper in clippers if clipper is not None]):
             raise InvalidValueError(
-                "two groups have the same clipper object, whose state would follow both: make one for each, or put "
-                "both into one group with a tuple of patterns."
+                "two groups have the same clipper object, whose state would follow both: make one for each group, or "
+                "put both groups into one with a tuple of patterns."
             )
         if len(set(labels)) < len(labels):
             raise InvalidValueError(f"two groups have the same name, among {', '.join(labels)}: names tell them apart.")
         self.members: dict[str, Clipper | None] = dict(zip(labels, clippers, strict=True))
         self._names = KnownNames()
-        self._checked: object = None  # the parameters that `learn` has last seen
-        self._known: tuple[object, list[int]] | None = None  # the gradients that came last, and the group of each
+        self._checked: object = None  # the key of the parameters that `learn` checked last
+        self._known: tuple[object, list[int]] | None = None  # the key of the last gradients, and the group of each
 
     def __repr__(self) -> str:
-        """Return the call that makes such groups; a group of parameters or modules themselves cannot be typed."""
+        """Return the constructor call; groups of parameters or modules themselves cannot be shown as source code."""
         members = list(self.members.values())
         groups = zip(self._selectors, members, strict=False)  # the rest comes last
         rest = "" if self._open else f", rest={members[-1]!r}"
         return f"Groups({{{', '.join(f'{selector!r}: {member!r}' for selector, member in groups)}}}{rest})"
 
     def settings(self) -> Settings:
-        """Return the settings of all members, with what is in their groups."""
+        """Return the settings of all members, with the selections of their groups."""
         chosen = [*map(str, self._selectors), "rest"]
         own = [() if member is None else member.settings() for member in self.members.values()]
         both = zip(self.members, chosen, own, strict=False)  # there may be no rest
-        told = [(label, *([] if words == label else [words]), *settings) for label, words, settings in both]
-        return "Groups", *(setting for settings in told for setting in settings)
+        labelled = [(label, *([] if words == label else [words]), *settings) for label, words, settings in both]
+        return "Groups", *(setting for settings in labelled for setting in settings)
 
     def choices(self, grads: Gradients) -> Settings:
         """Return the group of each parameter, and the choices of the members."""
@@ -326,7 +328,7 @@ class Groups(_Composite):
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure all gradients once, and let each group's rule decide on its own."""
+        """Measure all gradients once, and let each group's rule decide separately."""
         grads = self.measure(grads)
         positions: list[list[int]] = [[] for _ in self.members]
         for i, place in enumerate(self._places_of(grads)):
@@ -344,24 +346,24 @@ class Groups(_Composite):
         alarms = any(decision.result.locked_in is not None for decision in decisions.values())
         locked_in = norm > norm if alarms else None
 
-        def tell() -> None:
+        def fill_in() -> None:
             after = [
                 group_norm * decisions[label].result.coefficient if label in decisions else group_norm
                 for label, group_norm in group_norms.items()
             ]
             binds = _any([d.result.clipped for d in decisions.values()], norm)
             clipped.copy_(binds)
-            if locked_in is not None:  # some rules know it only when they have written
-                told = [d.result.locked_in for d in decisions.values()]
-                locked_in.copy_(_any([alarm for alarm in told if alarm is not None], norm))
+            if locked_in is not None:  # some rules compute it only when they write
+                verdicts = [d.result.locked_in for d in decisions.values()]
+                locked_in.copy_(_any([verdict for verdict in verdicts if verdict is not None], norm))
             coefficient.copy_(torch.where(binds, total_of(_stacked(after, norm)) / norm, 1.0))
 
         def write() -> None:
             for decision in decisions.values():
                 decision.apply()
-            tell()
+            fill_in()
 
-        tell()
+        fill_in()
         result = describe(grads, norms, coefficient, clipped, norm=norm, locked_in=locked_in, group_norms=group_norms)
         return Decision(grads, result, None, write)
 
@@ -370,10 +372,10 @@ class Groups(_Composite):
         return {label: {} if m is None else m.state_dict() for label, m in self.members.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is of other groups, or of other clippers; then no clipper has changed.
+            InvalidValueError: If the state belongs to other groups, or to other clippers; no clipper changes then.
         """
         if list(state_dict) != list(self.members):
             raise InvalidValueError(
@@ -386,7 +388,7 @@ class Groups(_Composite):
         return [member for member in self.members.values() if member is not None]
 
     def _places_of(self, grads: Gradients) -> list[int]:
-        """The group of each gradient, by position; worked out again only when other gradients come."""
+        """Return the group of each gradient, by position; computed again only for other gradients."""
         key = _key(grads)
         if self._known is None or self._known[0] != key:
             if self._checked is None:
@@ -414,8 +416,8 @@ class Groups(_Composite):
         if doubled:
             raise InvalidValueError(
                 f"{_count(doubled)} in two groups: {listed([*doubled.values()], MOST_NAMES)}. Make the groups "
-                "disjoint, as 'body.*weight' and '*.bias' are where 'body' and '*.bias' are not, or put one Groups "
-                "after another in a Chain."
+                "disjoint ('body.*weight' and '*.bias' are; 'body' and '*.bias' are not), or put one Groups after "
+                "another in a Chain."
             )
         if left_out:
             raise InvalidValueError(
@@ -426,12 +428,12 @@ class Groups(_Composite):
 
 
 def _key(grads: Gradients) -> tuple[list[int], list[int], list[str] | None]:
-    """Return the values that decide which group each gradient is in."""
+    """Return the values that determine the group of each gradient."""
     return list(map(id, grads.parameters)), list(grads.positions), None if grads.names is None else list(grads.names)
 
 
 def _label(selection: Selection, index: int) -> str:
-    """Return the name of a group in results and state, the same in every run."""
+    """Return the name of a group in results and states, equal in every run."""
     if isinstance(selection, str):
         return selection
     if isinstance(selection, Mapping) and isinstance(selection.get("name"), str):
@@ -455,5 +457,5 @@ def _any(flags: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _stacked(scalars: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Scalars that may lie on several devices, together where ``like`` is."""
+    """Return scalars from several devices as one tensor on the device of ``like``."""
     return torch.stack([move(x, like.device) for x in scalars]) if scalars else like.new_zeros(0)

@@ -57,8 +57,8 @@ def clip_grad_norm_(
 
     **Guarantees.** The norm is accumulated in at least float32 whatever the dtype and is right to 2e-6, without
     overflow or underflow of the powers. Arguments are checked before any gradient changes. On the CPU, a clip that
-    does not bind writes nothing; on an accelerator the host never waits, unless ``nonfinite="raise"`` asks it to or
-    CPU gradients are in the same list.
+    does not bind writes nothing. On an accelerator there is no host sync, unless ``nonfinite="raise"`` requires one or
+    the list also holds CPU gradients.
 
     **Edge cases.**
 
@@ -70,41 +70,41 @@ def clip_grad_norm_(
     ``max_norm=inf``                                           the norm is returned and nothing is written, even if it
                                                                is not finite
     ``max_norm=0``                                             gradients become 0
-    NaN or inf among the gradients                             as ``nonfinite`` says
+    NaN or inf among the gradients                             handled by the ``nonfinite`` policy
     float16 norm beyond 65,504                                 right: the norm is float32, the coefficient is applied in
                                                                float32
     sparse (COO)                                               the norm is that of the coalesced gradient
     complex                                                    moduli
-    several devices                                            one partial norm for each, then one hop
-    DTensors, also on several meshes, beside ordinary tensors  one true norm, in one all-reduce, which every process of
-                                                               the meshes must join, also one without gradients;
-                                                               ordinary tensors are the same on all of them
-    Partial gradients                                          added up first, in place (one more collective for each)
+    several devices                                            one partial norm for each, then one copy
+    DTensors, also on several meshes, beside plain tensors     one true norm, in one all-reduce; every process of the
+                                                               meshes must call, also one without gradients; plain
+                                                               tensors are equal on all of them
+    Partial gradients                                          reduced first, in place (one more collective for each)
     =========================================================  =========================================================
 
     Args:
         parameters: A module, a tensor, an iterable of tensors or of ``(name, tensor)`` pairs, or a mapping from name
-            to tensor. Tensors whose ``.grad`` is None are left out.
-        max_norm: m, at least 0. A 0-dim tensor stays on its device, so a schedule needs no wait.
+            to tensor. Tensors whose ``.grad`` is None are skipped.
+        max_norm: m, at least 0. A 0-dim tensor stays on its device, so a schedule needs no host sync.
         norm_type: p, above 0 or ``float("inf")``.
-        error_if_nonfinite: PyTorch's word for ``nonfinite="raise"``.
+        error_if_nonfinite: PyTorch's name for ``nonfinite="raise"``.
         foreach: Accepted so that calls written for PyTorch keep working. The fastest exact path is always taken.
         nonfinite: ``"propagate"`` (default, PyTorch's: one NaN makes every gradient NaN), ``"raise"`` (name the
             parameters, change nothing) or ``"zero"`` (all gradients of the step become 0).
-        process_group: Where parameters differ along a process group, as pipeline stages do: that group. Parameters that
-            are sharded or replicated the same way on every process need none of these three arguments.
+        process_group: The process group along which parameters differ, as they do between pipeline stages. Parameters
+            that are sharded or replicated the same way on every process need none of these three arguments.
         mesh: The group as a device mesh of one dimension, such as ``mesh["pp"]``.
-        shared: Weights that several of those stages hold, a tied embedding for instance, as a mapping from a name that
-            is the same on all stages to the parameter; they count once. Their gradients must be equal already.
+        shared: Weights that several of those stages hold, such as a tied embedding, as a mapping from a name that is
+            the same on all stages to the parameter. They count once. Their gradients must be equal already.
 
     Returns:
         The norm before clipping: 0-dim, float32 (float64 if any gradient is float64).
 
     Raises:
         InvalidValueError: If ``max_norm`` is negative or NaN, ``norm_type`` is not above 0, or the policy is unknown.
-        InvalidTypeError: If ``parameters`` or ``max_norm`` is of another type.
+        InvalidTypeError: If ``parameters`` or ``max_norm`` has another type.
         NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
-        DistributedError: If processes that hold parts of the gradients do not clip together, or with other lists.
+        DistributedError: If processes that hold parts of the gradients do not clip together, or clip other lists.
 
     Example:
         >>> import gradguard as gg, torch
@@ -158,11 +158,12 @@ def get_total_norm(
 
     A drop-in for `torch.nn.utils.get_total_norm`, with the accuracy of `clip_grad_norm_`: use it to log.
 
-    **Edge cases.** No tensors, or only empty ones, give 0. ``None`` entries are left out, so that
+    **Edge cases.** No tensors, or only empty ones, give 0. ``None`` entries are skipped, so
     ``[p.grad for p in model.parameters()]`` works. The same tensor twice counts once. NaN gives NaN; inf gives inf.
-    DTensors give one true norm in one all-reduce. Which entries are None may differ from process to process, but each
-    must have one on the widest mesh, and a Partial entry that is None on some is refused: a list of gradients does not
-    tell where missing ones lie. Parameters do: ``clip_grad_norm_(parameters, float("inf"))`` measures without that.
+    DTensors give one true norm in one all-reduce. The ``None`` entries may differ between processes, but each process
+    must have an entry on the widest mesh. A Partial entry that is None on some processes is refused: a list of
+    gradients does not show the layout of a missing one. Parameters do, so
+    ``clip_grad_norm_(parameters, float("inf"))`` measures such gradients.
 
     Args:
         tensors: The gradients themselves (or any tensors): one, an iterable, ``(name, tensor)`` pairs or a mapping.
@@ -175,7 +176,7 @@ def get_total_norm(
 
     Raises:
         InvalidValueError: If ``norm_type`` is not above 0.
-        InvalidTypeError: If ``tensors`` is of another type; a module has parameters *and* gradients, so say which.
+        InvalidTypeError: If ``tensors`` has another type; a module has parameters *and* gradients, so pass one of them.
         NonFiniteGradientError: Under ``error_if_nonfinite``.
         DistributedError: If processes that hold parts of the tensors do not call together, or lack a Partial one.
 
@@ -210,7 +211,7 @@ def clip_grad_value_(
 
     A drop-in for `torch.nn.utils.clip_grad_value_`. Unlike the norm rule it changes the direction of the gradient.
 
-    **Guarantees.** One pass over memory. On the CPU nothing is written where nothing exceeds the bounds.
+    **Guarantees.** One pass over memory. On the CPU nothing is written if nothing exceeds the bounds.
 
     **Edge cases.**
 
@@ -218,13 +219,13 @@ def clip_grad_value_(
     input                             result
     ================================  ==========================================================================
     NaN, inf                          under ``"propagate"`` NaN stays and inf becomes the bound, as in PyTorch;
-                                      the other policies look before anything is clamped
+                                      the other policies measure before anything is clamped
     a bound beyond the dtype's range  the dtype's largest finite number
     sparse (COO)                      coalesced in place, then clamped
-    complex                           real and imaginary parts are clamped each by itself
+    complex                           real and imaginary parts are clamped separately
     no gradients, or all empty        nothing happens
-    DTensors                          each process clamps its part; only the other policies add up a norm
-    Partial gradients                 added up first, by all processes of their mesh: each must have them
+    DTensors                          each process clamps its part; only the other policies reduce a norm
+    Partial gradients                 reduced first, by all processes of their mesh: each must have them
     ================================  ==========================================================================
 
     Args:
@@ -235,8 +236,8 @@ def clip_grad_value_(
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
 
     Raises:
-        InvalidValueError: If the bounds are no interval, or the policy is unknown.
-        InvalidTypeError: If an argument is of another type.
+        InvalidValueError: If a bound is NaN, the bounds are in the wrong order, or the policy is unknown.
+        InvalidTypeError: If an argument has another type.
         NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
         DistributedError: If processes that hold parts of the gradients do not clip together.
 
@@ -255,7 +256,7 @@ def clip_grad_value_(
     low, high = check_interval(min_value, clip_value, ("min_value", "clip_value"))
     policy = check_policy(nonfinite)
     names, tensors = named_tensors(parameters, "parameters")
-    if policy == "propagate":  # what happens to an element depends on no other
+    if policy == "propagate":  # a clamp of one element depends on no other
         grads, norm = local_gradients(names, tensors, module_of(parameters)), torch.zeros((), device="cpu")
     else:
         grads = gradients_of(names, tensors, module=module_of(parameters))
@@ -270,7 +271,7 @@ def clip_grad_value_(
             refuse_nonfinite_in(grads, norm)
         if any([gradient.layout is not torch.strided for gradient in grads.gradients]):
             for gradient in grads.gradients:
-                coalesce_(gradient)  # only then is a stored value an element
+                coalesce_(gradient)  # a duplicate index would store an element as several values
         clamp_(grads.gradients, low, high)
         if policy == "zero":
             zero_if_nonfinite_(norm, grads.gradients)
@@ -293,16 +294,15 @@ def apply_gradient_clipping(
         clipping_type: ``"norm"`` (`clip_grad_norm_` with the 2-norm), ``"value"`` (`clip_grad_value_`) or
             ``"adaptive"`` (`clip_grad_adaptive_`).
         clipping_threshold: The threshold of that rule, at least 0.
-        exclude: Parameters that ``"adaptive"`` leaves alone, as for `clip_grad_adaptive_`; refused with the others.
+        exclude: Parameters that ``"adaptive"`` leaves unclipped, as for `clip_grad_adaptive_`; an error for the others.
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
 
     Returns:
-        The norm before the clip, of each tensor too where no other process holds parts of the gradients, and whether
-        and how much it clipped.
+        The norm before the clip, the norm of each tensor, and whether and by how much the clip changed the gradients.
 
     Raises:
         InvalidValueError: If the type or the policy is unknown, or the threshold is negative or NaN.
-        InvalidTypeError: If an argument is of another type.
+        InvalidTypeError: If an argument has another type.
         NonFiniteGradientError: Under ``nonfinite="raise"``, if a gradient holds NaN or infinity.
         DistributedError: If processes that hold parts of the gradients do not clip together.
 
@@ -323,8 +323,8 @@ def apply_gradient_clipping(
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type != "adaptive" and selector_of(exclude) is not None:
         raise InvalidValueError(
-            f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: gradguard.Groups leaves "
-            "parameters out of the other rules."
+            f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: use gradguard.Groups to "
+            "exempt parameters from another rule."
         )
     if clipping_type == "adaptive":
         clipper = ClipAdaptive(threshold, exclude=exclude)

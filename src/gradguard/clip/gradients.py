@@ -1,4 +1,4 @@
-"""From ``parameters`` as users pass them to a list of gradients with names, and their norms."""
+"""Collect the gradients of ``parameters`` as users pass them, with names, and measure their norms."""
 
 import types
 import warnings
@@ -41,16 +41,16 @@ Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]
 class Gradients:
     """Parameters that have a gradient, each once.
 
-    Where they are spread over processes, these are all parameters, on every process the same ones in the same order,
-    and ``gradients`` the parts that this process holds: an empty tensor where it holds nothing.
+    If they are sharded, these are all parameters, in the same order on every rank, and ``gradients`` are this rank's
+    shards: an empty tensor where the rank holds nothing.
 
     Attributes:
         parameters: The parameters.
         gradients: Their gradients.
-        positions: The place of each in what the user passed.
-        names: Names of all that the user passed, or ``None`` if they had none.
-        reduction: How the norms of the parts add up over processes; None if every process holds all.
-        reach: How far the optimizer's step moves the weights for each unit of a gradient, if that is known.
+        positions: The position of each in the user's list.
+        names: The names of all entries in the user's list, or None without names.
+        reduction: How the shards' norms are reduced over ranks; None if every rank holds whole gradients.
+        reach: How far the optimizer's step moves the weights for each unit of a gradient, if known.
     """
 
     parameters: Sequence[Tensor]
@@ -69,17 +69,17 @@ class Gradients:
         return f"parameter {self.positions[index]} (shape {shape}, no name: pass model.named_parameters())"
 
     def added_up(self, norms: Tensor, order: float = 2.0) -> Tensor:
-        """Return the norms of whole tensors, from those of what this process holds of each: ``[len(gradients)]``."""
+        """Return the norms of whole tensors from the norms of this rank's shards: ``[len(gradients)]``."""
         return norms if self.reduction is None else self.reduction.add_up((norms, order))[0]
 
     def plain_names(self) -> tuple[str, ...]:
-        """Return the name of each gradient, or its position where the user gave no names."""
+        """Return the name of each gradient, or its position if the user gave no names."""
         names = self.names
         return tuple(map(str, self.positions)) if names is None else tuple([names[i] for i in self.positions])
 
 
 def module_of(parameters: Parameters) -> nn.Module | None:
-    """Return ``parameters`` if that is a module, else None."""
+    """Return ``parameters`` if it is a module, else None."""
     return parameters if isinstance(parameters, nn.Module) else None
 
 
@@ -93,14 +93,15 @@ def gradients_of(
     """Return the gradients of ``tensors``, each once, in order of first appearance.
 
     Args:
-        names: Their names, if they have some.
+        names: Their names, or None.
         tensors: The parameters.
-        stages: The pipeline stages, if there are some.
-        module: The module that they come from, if it is known: it tells what wraps it.
+        stages: The pipeline stages, if there are any.
+        module: The module that holds the parameters, if known: it shows its wrappers.
         call: As for `NormPlan.hold`.
 
     Raises:
-        UnsupportedGradientError: If one cannot be clipped. Where norms are added up, all processes refuse then.
+        UnsupportedGradientError: If a gradient cannot be clipped. If norms are reduced over ranks, all ranks raise when
+            they are.
     """
     planned = plan_for(tensors, names, stages, module)
     if planned is not None:
@@ -125,7 +126,7 @@ def gradients_of(
 def _own_parts(
     names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None, call: int = 0
 ) -> Gradients:
-    """Return this process' part of each gradient; of all where one is laid out unlike its parameter."""
+    """Return this rank's part of each gradient, reduced first if its layout differs from its parameter's."""
     positions, kept = present_gradients(tensors, [tensor.grad for tensor in tensors])
     if not kept:
         refuse_main_gradients(tensors)
@@ -142,15 +143,16 @@ def _own_parts(
 
 
 def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
-    """Return this process' part of each gradient, for what is done to each element by itself; no communication.
+    """Return this rank's part of each gradient, for operations on single elements; no communication.
 
-    (Except where a gradient is laid out unlike its parameter, Partial for instance, and must be added up first. A
-    process without it does not come, so these calls are counted: one that comes to a later call is refused.)
+    The exception is a gradient whose layout differs from its parameter's, such as a Partial one: it must be reduced
+    first. A rank without that gradient does not take part. The calls are therefore counted, and a rank that arrives
+    with another count is refused.
 
     Args:
-        names: The names of the parameters, if they have some.
+        names: The names of the parameters, or None.
         tensors: The parameters.
-        module: The module that they come from, if it is known.
+        module: The module that holds them, if known.
     """
     if several_processes():
         check_wrappers(tensors, None)
@@ -164,14 +166,14 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
 
 
 _local_calls: Counter[tuple[int, int]] = Counter()
-"""How many `local_gradients` a rank has asked for, by the mesh of the first DTensor: as many as the mesh's others."""
+"""How often each rank has called `local_gradients`, by the mesh of the first DTensor; the ranks of a mesh agree."""
 
 
 def gradients_among(tensors: Parameters) -> Gradients:
-    """Return gradients that were passed themselves, each once; ``None`` entries are left out.
+    """Return the gradients in a list that the user passed, each once; skip ``None`` entries.
 
     Raises:
-        InvalidTypeError: If a module was passed: it has parameters *and* gradients.
+        InvalidTypeError: If a module was passed, which has parameters *and* gradients.
     """
     if isinstance(tensors, nn.Module):
         raise InvalidTypeError(
@@ -183,7 +185,7 @@ def gradients_among(tensors: Parameters) -> Gradients:
         given = list(given)
         entries = [e[-1] if isinstance(e, tuple) and e else e for e in given]
         spread = plan_for_gradients([e if isinstance(e, Tensor) else None for e in entries])
-        if spread is not None:  # an entry that is None here may be there elsewhere
+        if spread is not None:  # other ranks may have a gradient where this rank's entry is None
             named = [str(e[0]) for e in given if isinstance(e, tuple)]
             names = named if len(named) == len(given) else None
             grads = Gradients(spread[0], spread[0], range(len(entries)), names, reduction=spread[1])
@@ -199,7 +201,7 @@ def gradients_among(tensors: Parameters) -> Gradients:
 
 
 class refused_by_name:  # noqa: N801 - read as a sentence
-    """A block within which the error of an engine that cannot take a gradient names its parameter."""
+    """A block in which an engine's error about a gradient is replaced by one that names the parameter."""
 
     def __init__(self, grads: Gradients) -> None:
         self._grads = grads
@@ -208,10 +210,10 @@ class refused_by_name:  # noqa: N801 - read as a sentence
         """Do nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Look at each gradient if the block failed.
+        """If the block failed, check each gradient.
 
         Raises:
-            UnsupportedGradientError: If the block failed because of one of them.
+            UnsupportedGradientError: If one of them cannot be clipped.
         """
         if isinstance(error, NotImplementedError | RuntimeError | TypeError) and not isinstance(
             error, NonFiniteGradientError | DistributedError | InvalidTypeError
@@ -223,28 +225,28 @@ class refused_by_name:  # noqa: N801 - read as a sentence
 
 
 def to_clip_by(grads: Gradients, *settings: Setting) -> Gradients:
-    """Return ``grads``, whose norm all processes must request for the same rule with the same arguments."""
+    """Return ``grads`` with the settings that all ranks must share when they reduce its norm."""
     return grads if grads.reduction is None else replace(grads, reduction=replace(grads.reduction, settings=settings))
 
 
 @torch.no_grad()
 def norms_in(grads: Gradients, order: float = 2.0) -> Tensor:
-    """Return the norm of each gradient, of all its parts on all processes: ``[len(grads.gradients)]``, float64."""
+    """Return the norm of each whole gradient, reduced over ranks: ``[len(grads.gradients)]``, float64."""
     return grads.added_up(tensor_norms(grads.gradients, order), order)
 
 
 def current_gradients(grads: Gradients) -> Sequence[Tensor]:
-    """Return the gradients as they are after a write, which may have replaced one whose elements shared memory."""
+    """Return the gradients after a write, which may have replaced a gradient whose elements shared memory."""
     if grads.reduction is not None or grads.parameters is grads.gradients:
         return grads.gradients
     return [g if p.grad is None else p.grad for p, g in zip(grads.parameters, grads.gradients, strict=True)]
 
 
 def refuse_nonfinite_in(grads: Gradients, norm: Tensor, norms: Tensor | None = None) -> None:
-    """Raise if ``norm``, that of all gradients, is not finite; ``norms`` are those of each, if they are known.
+    """Raise if ``norm``, the norm of all gradients, is not finite; ``norms`` are the single ones, if known.
 
     Raises:
-        NonFiniteGradientError: Naming the gradients, also those whose bad elements other processes hold.
+        NonFiniteGradientError: With the names of the gradients, including those whose bad elements other ranks hold.
     """
     if grads.reduction is not None and norms is None and not bool(norm.isfinite()):
         norms = norms_in(grads)
@@ -253,21 +255,21 @@ def refuse_nonfinite_in(grads: Gradients, norm: Tensor, norms: Tensor | None = N
 
 @torch.no_grad()
 def norm_in(grads: Gradients, order: float = 2.0) -> Tensor:
-    """Return the norm of all gradients as one vector, on all processes: 0-dim, float64."""
+    """Return the norm of all gradients as one vector, reduced over ranks: 0-dim, float64."""
     return (
         total_norm(grads.gradients, order) if grads.reduction is None else norm_of_norms(norms_in(grads, order), order)
     )
 
 
 def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, list[Tensor]]:
-    """Return the names (``None`` where there are none) and tensors of ``argument``.
+    """Return the names (None if there are none) and tensors of ``argument``.
 
     Args:
         argument: Any of the kinds of `Parameters`.
         what: The argument's name, for messages.
 
     Raises:
-        InvalidTypeError: Saying what came and what to pass instead.
+        InvalidTypeError: If the argument has another type.
     """
     if isinstance(argument, Tensor):
         return None, [argument]
@@ -314,9 +316,9 @@ class MeasuredGradients(Gradients):
     """Gradients with their norms, so that several rules share one measurement.
 
     Attributes:
-        norms: 2-norm of each gradient as it is in memory, loss scale included; ``[len(gradients)]``.
-        others: Norms of other orders, by order, where they were measured with the first.
-        there: Which gradients any process has, bool; None where that is all of them.
+        norms: 2-norm of each gradient as stored in memory, loss scale included; ``[len(gradients)]``.
+        others: Norms of other orders, by order, if they were measured too.
+        there: Which gradients exist on any rank, bool; None if all do.
     """
 
     norms: Tensor
@@ -324,7 +326,7 @@ class MeasuredGradients(Gradients):
     there: Tensor | None = field(default=None, kw_only=True)
 
     def is_there(self) -> bool:
-        """Tell whether there is a gradient; where the host may not read, whether there may be one."""
+        """Tell whether there is any gradient; if reading would be a host sync, whether there may be one."""
         if self.there is None or not are_readable(self.there):
             return len(self.gradients) > 0
         return bool(self.there.any())
@@ -347,7 +349,7 @@ class MeasuredGradients(Gradients):
 
 
 def with_norms(grads: Gradients, norms: Tensor, **known: Any) -> MeasuredGradients:
-    """Return a `MeasuredGradients` of ``grads``; ``known`` are the other fields that it has beside the norms."""
+    """Return ``grads`` as `MeasuredGradients` with ``norms``; ``known`` are its other fields."""
     lists = grads.parameters, grads.gradients, grads.positions, grads.names
     return MeasuredGradients(*lists, norms, reduction=grads.reduction, reach=grads.reach, **known)
 
@@ -358,8 +360,8 @@ def measured(grads: Gradients, orders: Iterable[float] = ()) -> MeasuredGradient
 
     Args:
         grads: The gradients.
-        orders: Other orders of norms that will be asked for. Where gradients are spread over processes, these add up
-            in the same all-reduce; else they are measured when they are asked for.
+        orders: Other orders of norms that will be needed. For sharded gradients, the same all-reduce combines them; for
+            whole gradients, they are measured when needed.
     """
     if isinstance(grads, MeasuredGradients):
         return grads
@@ -378,7 +380,7 @@ def norms_of(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) 
 
     Args:
         grads: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
-        scale: The loss scale of a GradScaler that they still hold.
+        scale: The loss scale of a GradScaler by which they are still multiplied.
         order: The order p of the norm.
 
     Example:
@@ -401,7 +403,7 @@ def total_of(norms: Tensor, order: float = 2.0) -> Tensor:
     """Return the norm of all gradients as one vector from the norm of each: 0-dim, no overflow, no underflow.
 
     Args:
-        norms: The norms that `norms_of` returned, of the same order.
+        norms: The result of `norms_of` with the same order.
         order: The order p of the norm.
 
     Example:
@@ -412,6 +414,6 @@ def total_of(norms: Tensor, order: float = 2.0) -> Tensor:
 
 
 def _entries(vector: Tensor, positions: Sequence[int]) -> Tensor:
-    """Some entries of a vector; without an index that would be copied to the device."""
+    """Return some entries of a vector, without an index tensor, which would be copied to the device."""
     entries = vector.unbind()
     return torch.stack([entries[i] for i in positions]) if positions else vector[:0]

@@ -1,4 +1,4 @@
-"""A clipper attached to an optimizer: it acts at each real step, and the training loop does not change."""
+"""A clipper attached to an optimizer: it clips at each real step, and the training loop does not change."""
 
 import threading
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from gradguard.tensors.tensor_admission import keeping_subnormals
 
 _guards: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 _owners: WeakSet[Any] = WeakSet()
-"""Every `Guard` and `ClipUpdate` that is attached: no two of them may share a clipper that remembers."""
+"""Every attached `Guard` and `ClipUpdate`: no two of them may share a clipper that has state."""
 
 _registry = threading.Lock()
 LossT = TypeVar("LossT", Tensor, float)
@@ -43,7 +43,7 @@ class TakenStep:
     """An optimizer step that was taken.
 
     Attributes:
-        reason: The reason for which it could have been left out; None where none could.
+        reason: The reason for which a skip was possible; None if none was.
     """
 
     reason: SkipReason | None = None
@@ -51,12 +51,12 @@ class TakenStep:
     spike: ClassVar[bool] = False
 
     def why(self) -> None:
-        """Return None: it was not left out."""
+        """Return None: the step was not skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """An optimizer step that was left out.
+    """An optimizer step that was skipped.
 
     Attributes:
         reason: The reason.
@@ -67,7 +67,7 @@ class SkippedStep:
 
     @property
     def spike(self) -> bool:
-        """Whether that is for a spike."""
+        """Whether the reason is a spike."""
         return self.reason == "spike"
 
     def why(self) -> SkipReason:
@@ -77,12 +77,12 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True)
 class DeferredStep:
-    """An optimizer step of which only the device knows whether it was left out.
+    """An optimizer step of which only the device knows whether it was skipped.
 
     Attributes:
-        skipped: Whether it was; 0-dim bool on the device.
-        reason: The reason, if it was, unless ``spike`` is it.
-        spike: Whether it was left out as a spike; False where nobody looks for them.
+        skipped: Whether the step was skipped; 0-dim bool on the device.
+        reason: The reason if it was skipped and ``spike`` is false.
+        spike: Whether it was skipped as a spike; False if the guard has no ``spikes=``.
     """
 
     skipped: Tensor
@@ -90,7 +90,7 @@ class DeferredStep:
     spike: Tensor | Literal[False] = False
 
     def why(self) -> SkipReason | None:
-        """Return why it was left out, None if it was taken; the host waits."""
+        """Return the reason of the skip, None if the step was taken; a host sync."""
         if not bool(self.skipped):
             return None
         return "spike" if bool(self.spike) else self.reason
@@ -101,14 +101,14 @@ StepOutcome = TakenStep | SkippedStep | DeferredStep
 
 @dataclass(frozen=True, slots=True)
 class _GuardStep:
-    """The step that is running, or the last one; each has its own.
+    """The running step, or the last one; each step has its own object.
 
     Attributes:
-        outcome: Its result, as far as it is known.
-        clip: The result of its last clip; None as long as nothing was decided.
-        snapshot: The optimizer before the step, where the step may have to be undone; else None.
-        unjudged: The decision of a step that is judged by its update, after it; None of any other.
-        waits: Whether a GradScaler has begun it and the optimizer has not, which it may never do.
+        outcome: The result, as far as it is known.
+        clip: The result of the step's last clip; None until a clip is decided.
+        snapshot: The optimizer before the step, if the step may have to be undone; else None.
+        unjudged: The decision of a step that is judged afterwards, by its update; None for other steps.
+        waits: Whether a GradScaler has begun the step but the optimizer has not, which may never happen.
     """
 
     outcome: StepOutcome = TakenStep()
@@ -119,7 +119,7 @@ class _GuardStep:
 
 
 class OfOneOptimizer:
-    """Base of objects that belong to one optimizer, such as a `Guard`: they cannot be copied or pickled."""
+    """Base class of objects that belong to one optimizer, such as a `Guard`: they cannot be copied or pickled."""
 
     def __reduce__(self) -> NoReturn:
         """Refuse."""
@@ -130,32 +130,32 @@ class OfOneOptimizer:
 
 
 class Guard(OfOneOptimizer):
-    r"""Clip the gradients at each real step of ``optimizer``, whatever calls the step; skip steps that are not finite.
+    r"""Clip the gradients at each real step of ``optimizer``, whatever calls the step; skip non-finite steps.
 
     .. math:: \theta, s \leftarrow \begin{cases}
               \mathrm{step}(\theta, s, \mathrm{clip}(g)) & \text{if every element of } g \text{ is finite} \\
               \theta, s & \text{otherwise}\end{cases}
 
-    One line next to the optimizer; the loop stays as it is. It works for a plain ``step()``, for one with a closure
-    (at each evaluation, so also inside LBFGS), under accumulation, GradScaler and `torch.compile` (of which
-    ``fullgraph=True`` takes no optimizer step, guarded or not).
+    It takes one line next to the optimizer; the loop does not change. It works for a plain ``step()``, for a step with
+    a closure (at each evaluation, so also inside LBFGS), under accumulation, GradScaler and `torch.compile` (whose
+    ``fullgraph=True`` accepts no optimizer step, guarded or not).
 
     **Guarantees.**
 
     * Once for each real step: a ``step`` that calls ``super().step()`` counts once.
     * A skipped step leaves weights, optimizer state and step counters bit-identical, from the first step on. (The
-      exception: if the first step of a fused optimizer on an accelerator is skipped, its state exists, as zeros.) Of an
-      optimizer's own attributes numbers, text, tensors, arrays and containers of these are; its other objects, such
-      as a dataclass, a module or a generator, are not brought back.
-    * Where the optimizer is a stock fused Adam, AdamW, SGD or Adagrad and the clip multiplies all gradients by one
-      number, its kernel does that too, which saves a pass over the gradients. Nothing is set on the optimizer.
-    * `ClipAdaptive` measures and clips in one pass over memory, on one process and unless ``"raise"`` or ``spikes`` has
-      to know the norm first. Gradients of a step that is then skipped have been clipped.
-    * Where the kernel multiplies, there is no host sync, and the step can be captured in a CUDA graph; only
-      the first step of SGD with momentum reads one number. An optimizer that is not fused reads one number a step
-      under ``"skip"`` and ``"raise"``, none otherwise.
-    * The kernel divides in float32. Where the norm is above 3.4e38 times the threshold, the CPU clips before the step;
-      on an accelerator ``"skip"`` skips it like one that is not finite, and other policies divide by 3.4e38, so that
+      exception: if the first step of a fused optimizer on an accelerator is skipped, its state exists, as zeros.) An
+      optimizer's own attributes are restored if they are numbers, text, tensors, arrays or containers of these; other
+      objects, such as a dataclass, a module or a generator, are not.
+    * If the optimizer is a stock fused Adam, AdamW, SGD or Adagrad and the clip multiplies all gradients by one
+      number, the optimizer's kernel multiplies, which saves a pass over the gradients. The optimizer gets no attribute.
+    * `ClipAdaptive` measures and clips in one pass over memory, on one process, unless ``"raise"`` or ``spikes``
+      needs the norm first. The gradients of a step that is then skipped are clipped already.
+    * If the kernel multiplies, there is no host sync, and the step can be captured in a CUDA graph; only the first
+      step of SGD with momentum reads one number. An optimizer that is not fused reads one number a step under
+      ``"skip"`` and ``"raise"``, none otherwise.
+    * The kernel divides in float32. If the norm is above 3.4e38 times the threshold, the CPU clips before the step. On
+      an accelerator ``"skip"`` then skips the step like a non-finite one, and other policies divide by 3.4e38, so
       such gradients keep more than the threshold.
 
     **Edge cases.**
@@ -163,50 +163,51 @@ class Guard(OfOneOptimizer):
     ==================================  ========================================================================
     case                                what happens
     ==================================  ========================================================================
-    NaN or inf, ``"skip"``              the step does not happen; the clipper counts it and learns nothing of it
+    NaN or inf, ``"skip"``              the step is skipped; the clipper counts it but does not change its threshold
     ``"propagate"``                     clipped as if nothing were wrong, and stepped
     ``"raise"``                         an error names the parameters; nothing has changed
     ``"zero"``                          the step is taken with gradients of 0: momentum and weight decay still act
-    GradScaler, any policy              an overflow is the scaler's: the step is skipped and counted, the scale falls
-    GradScaler, fused optimizer         thresholds are for unscaled gradients; unscaling needs no pass of its own
+    GradScaler, any policy              the scaler handles an overflow: the step is skipped and counted, the scale
+                                        falls
+    GradScaler, fused optimizer         thresholds are for unscaled gradients; unscaling needs no extra pass
     LBFGS, NaN inside a line search     the whole step is undone
-    BatchNorm's running statistics      hold what a skipped step's forward has written; `SpikeRecovery` undoes that
+    BatchNorm's running statistics      keep the values from a skipped step's forward; `SpikeRecovery` undoes that
     too many skips in a row             an error with the history (on an accelerator some steps late)
     ``copy.deepcopy(optimizer)``        the copy has no guard; attach one and load this one's ``state_dict()``
     two guards on one optimizer         an error: use ``Chain`` or ``Groups``
-    a spike (``spikes=``)               the step does not happen, nor does the clipper's state see it; a GradScaler's
-                                        scale is as after any finite step; ``max_consecutive_skips`` ignores it
-    a step inside a backward pass       right for rules that treat each tensor by itself,
-                                        refused for others; ``"skip"`` skips this optimizer's step, others stay stepped
-    a step that an error ends           no count and no loss is left of it, and under ``spikes`` nothing in the
-                                        clipper's state, nor on the CPU in the detector's; else a rule that learns
-                                        keeps the norm of that step
-    parameters without a gradient       left out
+    a spike (``spikes=``)               the step is skipped, and the clipper's state excludes it; a GradScaler's scale
+                                        is as after any finite step; ``max_consecutive_skips`` ignores it
+    a step inside a backward pass       right for rules that treat each tensor separately, refused for others;
+                                        ``"skip"`` skips this optimizer's step, others stay stepped
+    a step that an error ends           leaves no count and no loss; under ``spikes`` also nothing in the clipper's
+                                        state, nor on the CPU in the detector's. Without ``spikes`` a rule that
+                                        learns keeps the norm of that step
+    parameters without a gradient       skipped
     ==================================  ========================================================================
 
     Args:
-        optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
-        clipper: The rule for the gradients of all its parameters.
-        model: Names the parameters, for ``last`` and for patterns in ``Groups``. Without it they are called as the
-            optimizer calls them, ``param_groups[0]['params'][3]`` if it has no names.
+        optimizer: Any `torch.optim.Optimizer`. For a wrapper, pass the optimizer inside, ``wrapper.optimizer``.
+        clipper: The rule for the gradients of all the optimizer's parameters.
+        model: Names the parameters, for ``last`` and for patterns in ``Groups``. Without it they have the optimizer's
+            names, or ``param_groups[0]['params'][3]`` if it has none.
         nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
-        max_consecutive_skips: More skipped steps in a row than this raise an error; None never does. A GradScaler
-            that starts at 65,536 needs up to 17 to reach 1.
-        process_group: Where parameters differ along a process group, as pipeline stages do, as for `clip_grad_norm_`.
+        max_consecutive_skips: More skipped steps in a row than this raise an error; with None they never do. A
+            GradScaler that starts at 65,536 needs up to 17 to reach 1.
+        process_group: The group along which parameters differ, such as pipeline stages, as for `clip_grad_norm_`.
         mesh: The group as a device mesh of one dimension.
         shared: Weights that several stages hold, as for `clip_grad_norm_`.
-        spikes: Rule that says which finite steps are spikes, far above the recent ones; None for no such rule.
+        spikes: The rule that decides which finite steps are spikes, far above recent ones; None for no such rule.
 
     Attributes:
         last: The result of the last clip; None before the first. ``last.culprits()`` names gradients with NaN or inf.
         optimizer: The optimizer.
         clipper: The clipper.
-        spikes: As given.
+        spikes: The argument.
 
     Raises:
         InvalidTypeError: If ``optimizer`` cannot be hooked or is a wrapper, or ``clipper`` is not a clipper.
-        InvalidValueError: If the optimizer has a guard, ``model`` shares no parameter with it, or the policy or the
-            cap is not one.
+        InvalidValueError: If the optimizer has a guard already, ``model`` shares no parameter with it, or the policy or
+            the cap is not allowed.
 
     Example:
         >>> import gradguard as gg, torch
@@ -239,25 +240,25 @@ class Guard(OfOneOptimizer):
         stages = Stages.named(process_group, mesh, shared)
         check_attachable(optimizer, clipper)
         check_guard_options(nonfinite, max_consecutive_skips)
-        # What it was given.
+        # Arguments.
         self.optimizer, self.clipper, self.spikes = optimizer, clipper, check_spikes(spikes)
         self._policy: GuardPolicy = nonfinite
-        # Who helps it.
+        # Helpers.
         self._guarded = GuardedParameters(optimizer, clipper, model, stages)
-        self._guarded.look()  # at what the clipper may refuse
+        self._guarded.refresh()  # before attaching: the clipper may refuse the parameters
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
         self._spike_watch = SpikeWatch(spikes, clipper)
-        # What outlives a step.
+        # State across steps.
         self._counts = Counts(max_consecutive_skips)
         self._attached = False
-        # The step that is running, or the last one.
+        # The running step, or the last one.
         self.last = cast("ClipResult | None", None)
         self._step = _GuardStep()
         follow_backwards()
         self._attach()
 
     def __repr__(self) -> str:
-        """Return the call that makes such a guard, with the names ``optimizer`` and ``model``."""
+        """Return the constructor call, with the names ``optimizer`` and ``model``."""
         more = {"model": "model"} if self._guarded.model is not None else {}
         if self._policy != "skip":
             more["nonfinite"] = repr(self._policy)
@@ -277,7 +278,7 @@ class Guard(OfOneOptimizer):
         if self._proxy is not None:
             return self._proxy.enter()
         if closure and (self._policy in ("skip", "raise") or (self.spikes is not None and self.spikes.act)):
-            # It is evaluated when weights may have moved already.
+            # The guard acts after an evaluation, when the optimizer may have moved weights already.
             self._step = _GuardStep(snapshot=OptimizerSnapshot(optimizer))
         return None
 
@@ -286,7 +287,7 @@ class Guard(OfOneOptimizer):
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
-        if isinstance(self._step.outcome, SkippedStep):  # an evaluation after the one that ended the step
+        if isinstance(self._step.outcome, SkippedStep):  # an evaluation after the one that skipped the step
             self._cancel()
             return True
         in_backward = is_in_backward()
@@ -295,10 +296,10 @@ class Guard(OfOneOptimizer):
         if number == 0:
             self._spike_watch.begin(self.steps + 1, in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        self._guarded.look()
+        self._guarded.refresh()
         grads = self._guarded.gradients(self._policy, self._proxy)
         with refused_by_name(grads):
-            # A spike's gradients are left as they are, for `SpikeRecovery`, and an error leaves everything.
+            # Spikes keep their gradients unchanged for `SpikeRecovery`, and an error must change nothing.
             at_once = self._policy != "raise" and self.spikes is None
             decide = self.clipper.decide_at_once if at_once else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
@@ -317,12 +318,12 @@ class Guard(OfOneOptimizer):
         if isinstance(outcome, SkippedStep):
             self._cancel()
         self._tell(decision)
-        if not self._attached:  # detached from another thread meanwhile: `_after` will not come
+        if not self._attached:  # detached from another thread meanwhile: `_after` will not run
             self._count(decision.result, outcome)
         return isinstance(outcome, SkippedStep)
 
     def _update_of(self, decision: Decision) -> Tensor | None:
-        """Return how far the step will move the weights, for spikes; None if nobody asks, or it shows only afterwards.
+        """Return how far the step will move the weights; None if no rule needs it, or it is known only afterwards.
 
         Args:
             decision: The decision on the gradients.
@@ -330,7 +331,7 @@ class Guard(OfOneOptimizer):
         if self.spikes is None or not self.spikes.updates:
             return None
         grads, coefficient, snapshot = decision.gradients, decision.coefficient, self._step.snapshot
-        is_alone = snapshot is None  # without a closure, which may do anything
+        is_alone = snapshot is None  # no closure, which may do anything
         if self._proxy is not None and is_alone and grads.reduction is None and coefficient is not None:
             return rehearsed_update(self.optimizer, coefficient)
         unjudged = decision, UpdateSize(self._guarded.parameters)
@@ -338,7 +339,7 @@ class Guard(OfOneOptimizer):
         return None
 
     def _judge_update(self) -> None:
-        """Judge a step that has been taken by how far it has moved the weights; a spike is undone."""
+        """Judge a taken step by the norm of its update, and undo a spike."""
         if self._step.unjudged is None:
             return
         decision, size = self._step.unjudged
@@ -367,9 +368,9 @@ class Guard(OfOneOptimizer):
         number: int,
         update: Tensor | None,
     ) -> StepOutcome:
-        """Clip, or leave the step out; return which."""
+        """Clip, or skip the step; return the outcome."""
         spike, proxy, grads = None, self._proxy, decision.gradients.gradients
-        # The proxy, where its kernel multiplies by the coefficient; None where the clip must come first.
+        # The proxy if its kernel can multiply by the coefficient; None if the clip must come first.
         folds = proxy if proxy is not None and decision.coefficient is not None and proxy.can_fold(grads) else None
         bad, skips_bad = decision.result.nonfinite, self._policy == "skip" or overflow is not None
         if overflow is not None:
@@ -390,7 +391,7 @@ class Guard(OfOneOptimizer):
         policy: GuardPolicy = "propagate" if skips_bad else self._policy
         if kernel is None or not kernel.skips_safely():
             outcome = self._look(bad, spike, reason)
-        else:  # the optimizer's kernel clips, or leaves the step out: only the device knows which
+        else:  # the optimizer's kernel clips, or skips the step: only the device knows which
             left_out = bad if spike is None else bad | spike
             kernel.skip_if(left_out)
             outcome = DeferredStep(left_out, reason, False if spike is None else spike)
@@ -401,18 +402,18 @@ class Guard(OfOneOptimizer):
 
     @staticmethod
     def _look(bad: Tensor, spike: Tensor | None, reason: SkipReason) -> TakenStep | SkippedStep:
-        """Return the outcome of a step that the host decides: for ``bad`` gradients it is left out by ``reason``.
+        """Return the outcome of a step that the host decides: ``bad`` gradients are skipped for ``reason``.
 
         Raises:
-            UnsupportedGradientError: If a CUDA graph is being recorded, in which the host can read nothing.
+            UnsupportedGradientError: If a CUDA graph is being captured, in which the host can read nothing.
         """
         if is_captured(bad.device):
             raise UnsupportedGradientError(
-                "a CUDA graph is being recorded, and whether this step is to be skipped is decided on the host: "
+                "a CUDA graph is being recorded, and the host decides whether this step is skipped: "
                 "expected a fused optimizer and a rule of one coefficient for all gradients, such as ClipByGlobalNorm, "
                 'or Guard(..., nonfinite="propagate") without spikes=.'
             )
-        skip, spiked = (bool(bad), False) if spike is None else torch.stack([bad, spike]).tolist()  # one look
+        skip, spiked = (bool(bad), False) if spike is None else torch.stack([bad, spike]).tolist()  # one host sync
         if spiked:
             return SkippedStep("spike")
         return SkippedStep(reason) if skip else TakenStep(reason)
@@ -420,7 +421,7 @@ class Guard(OfOneOptimizer):
     def _clip(
         self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None, policy: GuardPolicy
     ) -> None:
-        """Clip as ``policy`` asks for where gradients may not be finite, in the optimizer's kernel if it can."""
+        """Clip under ``policy`` for non-finite gradients, in the optimizer's kernel if possible."""
         bad, coefficient = decision.result.nonfinite, decision.coefficient
         if policy == "raise":
             norm = torch.where(bad, torch.nan, 0.0)
@@ -438,14 +439,14 @@ class Guard(OfOneOptimizer):
             folds.fold(coefficient, scale)
 
     def _cancel(self) -> None:
-        """Let the step that is running do nothing, or undo what it has done."""
+        """Let the running step do nothing, or undo it."""
         if self._proxy is not None:
             self._proxy.skip()
             return
-        if self._step.snapshot is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
+        if self._step.snapshot is None:  # nothing has moved yet; any other optimizer's step may, so `_after` undoes it
             self._step = replace(self._step, snapshot=OptimizerSnapshot(self.optimizer))
         elif isinstance(self.optimizer, torch.optim.LBFGS):
-            self._step.snapshot.hide_gradients()  # so that its search ends
+            self._step.snapshot.hide_gradients()  # which ends the line search
 
     def _after(self, optimizer: Optimizer) -> None:
         if not self._attached:
@@ -453,7 +454,7 @@ class Guard(OfOneOptimizer):
         if self._proxy is not None:
             self._proxy.leave()
         self._judge_update()
-        step, self._step = self._step, _GuardStep(self._step.outcome)  # which keeps nothing of the optimizer alive
+        step, self._step = self._step, _GuardStep(self._step.outcome)  # drop the references to the optimizer
         if isinstance(step.outcome, SkippedStep) and step.snapshot is not None:
             step.snapshot.restore()
         self._spike_watch.end()
@@ -462,7 +463,7 @@ class Guard(OfOneOptimizer):
         del optimizer
 
     def _count(self, clip: ClipResult, outcome: StepOutcome) -> None:
-        """Count a step that has ended; only here, so that one that an error ends leaves no count."""
+        """Count a step that has ended; a step that ended by an error is not counted."""
         self._counts.begin(clip)
         try:
             self._counts.decided(outcome.skipped, outcome.spike)
@@ -472,7 +473,7 @@ class Guard(OfOneOptimizer):
             raise
 
     def _break_off(self) -> None:
-        """Forget the last step, which an error has ended."""
+        """Forget the last step, which ended by an error."""
         self._step = _GuardStep()
         self._spike_watch.break_off()
 
@@ -484,12 +485,12 @@ class Guard(OfOneOptimizer):
         self._step = _GuardStep(self._step.outcome, waits=True)
 
     def _scaler_ends(self, optimizer: Optimizer, step: ScalerStep) -> None:
-        """A ``scaler.step`` that does not reach the optimizer has found an overflow: it counts as a skipped step."""
+        """Count a skipped step if ``scaler.step`` never reached the optimizer: the scaler found an overflow."""
         self._spike_watch.end()
         if not self._attached or not self._step.waits or step.skipped is None:
             return
         with torch.no_grad():
-            self._guarded.look()
+            self._guarded.refresh()
             decision = self.clipper.decide(self._guarded.gradients(self._policy, self._proxy))
         self.last = decision.result
         self._step = _GuardStep(SkippedStep("grad_scaler"))
@@ -500,43 +501,43 @@ class Guard(OfOneOptimizer):
 
     @property
     def steps(self) -> int:
-        """Number of real steps that have ended, skipped ones included; one that raised an error is none."""
+        """Number of real steps that have ended, skipped ones included, without those that raised an error."""
         return self._counts.steps
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps skipped, by the guard or by a GradScaler; the host waits for an accelerator."""
+        """Number of steps skipped, by the guard or by a GradScaler; a host sync for an accelerator."""
         return self._counts.skipped
 
     @property
     def skipped(self) -> Tensor | bool:
-        """Whether the last step was skipped: 0-dim on the device where only that knows; the host does not wait."""
+        """Whether the last step was skipped: a 0-dim tensor if only the device knows, so no host sync."""
         return self._step.outcome.skipped
 
     @property
     def last_skip(self) -> SkipReason | None:
-        """Why the last step was skipped, None if it was taken; the host waits where only the device knows.
+        """Why the last step was skipped, None if it was taken; a host sync if only the device knows.
 
-        ``"grad_scaler"``: a GradScaler found infinity or NaN. ``"nonfinite"``: the guard did. ``"spike"``: the
-        step was finite, and ``spikes=`` called it a spike.
+        ``"grad_scaler"``: a GradScaler found infinity or NaN. ``"nonfinite"``: the guard found them. ``"spike"``: the
+        step was finite, and ``spikes=`` judged it a spike.
         """
         return self._step.outcome.why()
 
     def record_loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
         """Record the loss of one micro-batch before its step, for ``spikes=``; return it unchanged.
 
-        The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`. A loss
-        of an evaluation is of no step and is left out: one that has no graph, recorded where gradients are off
-        (`torch.no_grad`, `torch.inference_mode`) and the guard's ``model``, if it has one, is not in training mode.
+        The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`. The
+        loss of an evaluation belongs to no step and is ignored. Such a loss has no graph, is recorded with gradients
+        off (`torch.no_grad`, `torch.inference_mode`), and the guard's ``model``, if it has one, is in eval mode.
 
-        Losses of a step that raised an error, such as those of its closure, are dropped. The guard cannot know that a
-        batch is left out before its step, as where ``backward()`` raised and the loop goes on: drop its loss by
-        ``guard.spikes.forget_loss()``, next to ``optimizer.zero_grad()``.
+        The losses of a step that raised an error, such as those of its closure, are dropped. The guard cannot know that
+        a batch was dropped before its step, for example because ``backward()`` raised and the loop went on. Drop its
+        loss by ``guard.spikes.forget_loss()``, next to ``optimizer.zero_grad()``.
 
         Args:
             loss: The mean loss without a loss scale; one number.
             weight: Its weight in the mean, such as its number of tokens.
-            kind: The name of its task, where losses of several tasks differ in size; see `SkipSpikes`.
+            kind: The name of its task, if losses of several tasks differ in size; see `SkipSpikes`.
 
         Returns:
             ``loss``, so that ``guard.record_loss(loss).backward()`` is one line.
@@ -547,7 +548,7 @@ class Guard(OfOneOptimizer):
         if self.spikes is None:
             raise InvalidValueError(
                 "this Guard does not look for spikes, and only spikes are judged by the loss: make it with "
-                "spikes=SkipSpikes(SpikeDetector()), or leave the call of guard.record_loss out."
+                "spikes=SkipSpikes(SpikeDetector()), or omit the call of guard.record_loss."
             )
         if not self.is_evaluation(loss):
             self._hooks.settle()
@@ -555,39 +556,39 @@ class Guard(OfOneOptimizer):
         return loss
 
     def is_evaluation(self, loss: Tensor | float) -> bool:
-        """Tell whether ``loss``, passed now, belongs to an evaluation, and to no step: see `record_loss`."""
+        """Tell whether ``loss``, recorded now, belongs to an evaluation and not to a step: see `record_loss`."""
         if torch.is_grad_enabled() or (isinstance(loss, Tensor) and loss.requires_grad):
             return False
         model = self._guarded.model
         return model is None or not model.training
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clipper's state and the counts; not the optimizer's, which has its own."""
+        """Return the clipper's state and the counts, without the optimizer's own state."""
         self._hooks.settle()
         spikes = {} if self.spikes is None else {"spikes": self.spikes.state_dict()}
         return {"clipper": self.clipper.state_dict(), **self._counts.state_dict(), **spikes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, into a guard made like the one that returned it.
+        """Load a state that `state_dict` returned, into a guard with the same arguments.
 
         Args:
             state_dict: A state that `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is not a state of a guard.
+            InvalidValueError: If it is not a state of such a guard.
         """
         expected = {"clipper", *self._counts.state_dict(), *(() if self.spikes is None else ("spikes",))}
         if set(state_dict) != expected:
             raise InvalidValueError(
                 f"this is not the state of a Guard like this: expected the keys {sorted(expected)}, got "
-                f"{sorted(state_dict)}. Load it into a Guard with the same arguments, with spikes= or without."
+                f"{sorted(state_dict)}. Load it into a Guard with the same arguments, including spikes= if it had them."
             )
         self._hooks.settle()
         spikes = [] if self.spikes is None else [(self.spikes, state_dict["spikes"])]
         load_all([(self.clipper, state_dict["clipper"]), *spikes, (self._counts, state_dict)])
 
     def detach(self) -> None:
-        """Remove the guard for good; a step that is running in another thread is still guarded. May be repeated."""
+        """Remove the guard for good; a step that is running in another thread may stay guarded. May be repeated."""
         with _registry:
             if not self._attached:
                 return
@@ -616,7 +617,7 @@ class Guard(OfOneOptimizer):
             self._stop_listening = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=self.optimizer)
 
     def __enter__(self) -> Self:
-        """Return the guard, which acts already."""
+        """Return the guard, which is attached already."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -637,19 +638,19 @@ def take(owner: Any) -> None:
             kind = "Guard" if isinstance(other, Guard) else type(other).__name__
             which = "this" if other.optimizer is owner.optimizer else "another"
             raise InvalidValueError(
-                f"this {type(leaf).__name__} belongs to the {kind} of {which} optimizer, and it remembers: two "
-                "histories would mix. Make one clipper for each, or pass copy.deepcopy(clipper)."
+                f"this {type(leaf).__name__} belongs to the {kind} of {which} optimizer and has state: two histories "
+                "would mix. Make one clipper for each, or pass copy.deepcopy(clipper)."
             )
     _owners.add(owner)
 
 
 def give_back(owner: Any) -> None:
-    """Let other guards use the rules of ``owner``."""
+    """Release the rules of ``owner`` for other guards."""
     _owners.discard(owner)
 
 
 def guard_of(optimizer: Optimizer) -> Guard | None:
-    """Return the guard that is attached to ``optimizer``, None if there is none."""
+    """Return the guard that is attached to ``optimizer``, or None."""
     known = _guards.get(optimizer)
     return None if known is None else known()
 
@@ -662,10 +663,10 @@ def check_hookable(optimizer: object) -> None:
     """
     from gradguard.integrations import (
         wrapped_optimizers,
-    )  # the one import that goes up: only integrations know trainers
+    )  # the one import against the layers: only integrations know trainers
 
     wrapped_optimizers.refuse_owned(optimizer)
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # it may look like a plain one
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # the wrapper may subclass Optimizer too
         call = wrapped_optimizers.what_serves(optimizer)
         advice = "" if call is None else f". {call}"
         kind = type(optimizer).__name__

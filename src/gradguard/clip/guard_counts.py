@@ -1,4 +1,4 @@
-"""How many steps a guard has skipped, and how many in a row: on the device where the host may not wait."""
+"""Counts of the steps that a guard has skipped, in total and in a row; kept on the device to avoid host syncs."""
 
 from collections import deque
 from collections.abc import Callable
@@ -17,41 +17,41 @@ class Counts:
     """Counts of real steps and of skipped ones, with the last results.
 
     Args:
-        limit: More skips in a row than this raise an error; None never does.
+        limit: The largest number of skips in a row that raises no error; None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.steps = 0
         self.limit = limit
         self._skipped, self._in_a_row = 0, 0
-        self._on_device: Tensor | None = None  # [skipped, in a row], once a decision has been made there
+        self._on_device: Tensor | None = None  # [skipped, in a row], once a device has decided about a skip
         self._history: deque[tuple[int, ClipResult]] = deque(maxlen=10)
         self._late = LateReader(lambda in_a_row: self.check(int(in_a_row[0])))
 
     @property
     def skipped(self) -> int:
-        """Number of skipped steps; reads the device."""
+        """Number of skipped steps; reading it may be a host sync."""
         return self._skipped if self._on_device is None else int(self._on_device[0])
 
     @property
     def in_a_row(self) -> int:
-        """Number of steps skipped since the last that was taken; reads the device."""
+        """Number of skipped steps since the last taken one; reading it may be a host sync."""
         return self._in_a_row if self._on_device is None else int(self._on_device[1])
 
     def begin(self, result: ClipResult) -> None:
-        """Note a real step that has ended, with the result of its clip; whether it was skipped is noted next."""
+        """Record a real step that has ended, with the result of its clip; call `decided` next."""
         self.steps += 1
         self._history.append((self.steps, result))
 
     def decided(self, skip: bool | Tensor, spike: bool | Tensor = False) -> None:
-        """Note a decision; of one that only the device knows, too many skips in a row are an error some steps late.
+        """Record a decision. If only the device knows it, the error about too many skips comes some steps late.
 
         Args:
-            skip: Whether the step is skipped; 0-dim bool where only the device knows.
-            spike: Whether that is for a finite spike, which neither lengthens nor ends a row of skips.
+            skip: Whether the step is skipped; 0-dim bool if only the device knows.
+            spike: Whether the reason is a finite spike, which neither lengthens nor ends a row of skips.
 
         Raises:
-            NonFiniteGradientError: If there were too many skips in a row.
+            NonFiniteGradientError: If too many steps in a row were skipped.
         """
         counts = self._on_device
         if not isinstance(skip, bool):
@@ -76,7 +76,7 @@ class Counts:
         """Raise if ``in_a_row`` skips are too many.
 
         Raises:
-            NonFiniteGradientError: With the norms and the parameters of the last skipped steps.
+            NonFiniteGradientError: With the norms and the non-finite parameters of the last skipped steps.
         """
         if self.limit is None or in_a_row <= self.limit:
             return
@@ -84,7 +84,7 @@ class Counts:
         raise NonFiniteGradientError(
             f"{in_a_row} optimizer steps in a row were skipped, because gradients were not finite; "
             f"max_consecutive_skips is {self.limit}. The last of them:\n  {lines}\n"
-            "Training does not recover by itself: find the operation, "
+            "Training does not recover by itself: find the operation that makes them, "
             "go back to a checkpoint, or lower the learning rate. max_consecutive_skips=None never raises."
         )
 
@@ -93,14 +93,14 @@ class Counts:
         return {"steps": self.steps, "skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load counts that `state_dict` returned."""
         self.steps, self._on_device = int(state["steps"]), None
         self._skipped, self._in_a_row = int(state["skipped"]), int(state["skipped_in_a_row"])
         self._history.clear()
 
 
 class LateReader:
-    """Reads small tensors of an accelerator without a wait: each is looked at once its copy has landed.
+    """Reads small tensors of an accelerator without a host sync: each is used once its copy has arrived.
 
     Args:
         use: Called with the numbers, in order, some steps late.
@@ -111,13 +111,13 @@ class LateReader:
         self._pending: deque[tuple[Tensor, torch.Event]] = deque(maxlen=8)
 
     def push(self, values: Tensor) -> None:
-        """Begin to copy ``values`` to the host, and use the earlier copies that have landed."""
+        """Start a copy of ``values`` to the host, and use the earlier copies that have arrived."""
         if values.is_cpu:
             self._use(values.tolist())
         elif values.device.type in ("cuda", "xpu"):
             backend = torch.get_device_module(values.device)
-            with backend.device(values.device):  # not the current one, whose stream the copy does not run on
-                capturing = getattr(backend, "is_current_stream_capturing", None)  # torch.xpu once had no graphs
+            with backend.device(values.device):  # the copy runs on a stream of this device, not of the current one
+                capturing = getattr(backend, "is_current_stream_capturing", None)  # older torch.xpu has no graphs
                 if capturing is None or not capturing():
                     self._copy(values)
 
@@ -132,7 +132,7 @@ class LateReader:
 
 
 def _line(step: int, result: ClipResult) -> str:
-    """Say which gradients of a step were not finite; empty if all were."""
+    """Describe a step's non-finite gradients; empty if all were finite."""
     if not bool(result.nonfinite):
         return ""
     return f"step {step}: norm {float(result.norm)}, not finite: {listed(result.culprit_names(), 5)}"

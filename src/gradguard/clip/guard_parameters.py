@@ -1,4 +1,4 @@
-"""The parameters of an optimizer whose steps are clipped, which the clipper learns of, and their gradients."""
+"""The parameters of a guarded optimizer: the clipper learns of new ones, and reads their gradients."""
 
 from dataclasses import replace
 
@@ -19,14 +19,14 @@ class GuardedParameters:
 
     Args:
         optimizer: The optimizer.
-        clipper: Learns of the parameters at each `look` that finds new ones, and may refuse them.
-        model: Names them; None for the names that the optimizer has.
-        stages: The pipeline stages along which they differ.
+        clipper: Learns the parameters in each `refresh` that finds new ones, and may refuse them.
+        model: Names the parameters; None for the optimizer's own names.
+        stages: The pipeline stages along which the parameters differ.
 
     Attributes:
-        parameters: Those of the last look.
-        model: As given.
-        stages: As given.
+        parameters: The parameters at the last `refresh`.
+        model: The argument.
+        stages: The argument.
     """
 
     def __init__(self, optimizer: Optimizer, clipper: Clipper, model: nn.Module | None, stages: Stages) -> None:
@@ -36,24 +36,24 @@ class GuardedParameters:
         self._stages_learned = False
 
     def gradients(self, policy: str, proxy: OptimizerProxy | None = None, reach: Reach | None = None) -> Gradients:
-        """Return the gradients of the parameters of the last `look`, as the clipper compares them.
+        """Return the gradients of the parameters of the last `refresh`, with the settings that all ranks must share.
 
         Args:
-            policy: The policy for gradients that are not finite, or what else all processes must clip by.
-            proxy: Lays them out for a fused kernel; None for an optimizer without one.
-            reach: How far the step moves the weights; None for what the optimizer tells before it steps.
+            policy: The policy for non-finite gradients, or another setting that all ranks must share.
+            proxy: Gives the gradients the layout of a fused kernel; None for an optimizer without one.
+            reach: How far the step moves the weights; None for what the optimizer's state says before the step.
         """
         grads = gradients_of(self._names, self.parameters, self.stages, self.model)
         if proxy is not None and proxy.is_fused():
             grads = replace(grads, gradients=proxy.lay_out(grads.parameters, grads.gradients))
         if self.stages.group is not None and not self._stages_learned:
-            self._clipper.learn(ListedParameters(grads, self.model))  # those of all stages
+            self._clipper.learn(ListedParameters(grads, self.model))  # the parameters of all stages
             self._stages_learned = True
         grads = with_reach(grads, self._clipper, self._optimizer) if reach is None else replace(grads, reach=reach)
         return self._clipper.compared(grads, policy)
 
-    def look(self) -> None:
-        """Show the clipper the parameters, where they are others than at the last look that it did not refuse."""
+    def refresh(self) -> None:
+        """Show the parameters to the clipper if they differ from those of the last `refresh` that it accepted."""
         parameters = parameters_of(self._optimizer)
         if list(map(id, parameters)) == list(map(id, self.parameters)):
             return

@@ -1,4 +1,4 @@
-"""One rule for every optimizer of a script, each with a clipper of its own: what ``gradguard run --clip`` applies."""
+"""One rule for every optimizer of a script, each with its own clipper: the engine of ``gradguard run --clip``."""
 
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
@@ -22,13 +22,13 @@ from gradguard.optimizer_hooks import parameters_of
 class ClipEachOptimizer:
     """Clips the gradients of each optimizer just before it steps.
 
-    **Guarantees.** Norms that a rule remembers are of one optimizer, and without a loss scale that the optimizer itself
-    takes off. Gradients that are not finite are clipped under ``"propagate"``, and enter no rule's state; a step that a
-    GradScaler leaves out is not clipped.
+    **Guarantees.** A rule's remembered norms belong to one optimizer, and are divided by any loss scale that the
+    optimizer itself removes. Non-finite gradients are clipped under ``"propagate"`` and enter no rule's state. A step
+    that a GradScaler skips is not clipped.
 
     Args:
-        make: Makes a clipper; takes ``exclude=`` if there is one.
-        exclude: Name patterns of parameters to leave alone, as they are called in the modules of the script.
+        make: Makes a clipper; accepts ``exclude=`` if ``exclude`` is not empty.
+        exclude: Name patterns of parameters to leave unclipped, with their names in the script's modules.
     """
 
     def __init__(self, make: Callable[..., Clipper], exclude: Sequence[str] = ()) -> None:
@@ -37,12 +37,12 @@ class ClipEachOptimizer:
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, modules: Callable[[], Sequence[nn.Module]]) -> ClipEvent:
-        """Clip.
+        """Clip the gradients of ``optimizer``.
 
         Args:
-            optimizer: Its gradients are complete.
-            modules: Returns the modules of the script, which tell what the units of their parameters are; asked only
-                where there are new parameters, because to find them takes long.
+            optimizer: An optimizer whose gradients are complete.
+            modules: Returns the modules of the script, which show the units of their parameters. It is called only if
+                there are new parameters, because finding the modules is slow.
 
         Returns:
             The event of the clip.
@@ -57,7 +57,7 @@ class ClipEachOptimizer:
                 selector.require_match([p for _, p in named], [name for name, _ in named], complete=True)
                 clipper = self._make(exclude=[p for name, p in named if selector.fits([name])])
             clipper = clipper or self._make()
-            clipper.learn(nn.ModuleList(living))  # which is gone after this line, and leaves no trace on them
+            clipper.learn(nn.ModuleList(living))  # a temporary container: it leaves no trace on the modules
             self._clippers[optimizer] = clipper, list(map(id, parameters)), names
         if is_in_backward():
             refuse_in_backward(clipper, parameters, ONE_STAGE)

@@ -1,4 +1,4 @@
-"""The lock-in alarm: a clip that binds most of the time at one threshold has become a normaliser, or is stuck."""
+"""The lock-in alarm: a clip that binds on most steps at one threshold normalises the gradient, or is stuck."""
 
 from collections.abc import Mapping
 from typing import Self
@@ -13,16 +13,16 @@ from gradguard.threshold_formulas import LOCK_IN_WINDOW, locked_in
 
 
 class LockIn:
-    r"""Whether a clip has bound on more than half of the last N steps at one threshold; counted on the device.
+    r"""Tells whether a clip has bound on more than half of the last N steps at one threshold; counts on the device.
 
     .. math:: \#\{t : \text{clipped}_t\} > N/2 \quad\text{and}\quad
               \max_t c_t \le 1.01 \, \min_t c_t \quad\text{over the last } N \text{ steps}
 
-    **Guarantees.** Nothing is read by the host, and the state is updated in place, so that a step can be captured in
-    a CUDA graph. The state moves to the device of the arguments of `follow`.
+    **Guarantees.** There is no host sync, and the state is updated in place, so a step can be captured in a CUDA graph.
+    The state moves to the device of the arguments of `follow`.
 
-    **Edge cases.** The verdict is False until N finite steps have been seen. A step that is not finite does not
-    change the state. A threshold of 0 is one threshold as well.
+    **Edge cases.** The verdict is False until N finite steps have been counted. A non-finite step does not change the
+    state. A constant threshold of 0 counts as one threshold.
 
     Args:
         window: N.
@@ -36,7 +36,7 @@ class LockIn:
     """
 
     def __init__(self, window: int = LOCK_IN_WINDOW) -> None:
-        # One row of thresholds, one of whether the clip bound; the next step goes to place "seen", modulo the window.
+        # One row of thresholds, and one of whether the clip bound; the next step goes to column "seen" modulo window.
         steps = torch.zeros(2, window, dtype=torch.float64, device="cpu")
         self._state = {"steps": steps, "seen": torch.zeros(1, dtype=torch.int64, device="cpu")}
 
@@ -47,7 +47,7 @@ class LockIn:
         Args:
             clipped: Whether the clip binds on this step, 0-dim bool.
             threshold: The threshold of this step, at least 0.
-            finite: Whether all gradients were finite, 0-dim bool: if not, the step is forgotten.
+            finite: Whether all gradients were finite, 0-dim bool; a non-finite step changes nothing.
         """
         if self._state["seen"].device != clipped.device:
             self.to(clipped.device)
@@ -79,10 +79,10 @@ class LockIn:
         return {name: tensor.clone() for name, tensor in self._state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned, on whichever device it is.
+        """Load a state that `state_dict` returned, from any device.
 
         Raises:
-            InvalidValueError: If it is not the state of a `LockIn`.
+            InvalidValueError: If it is not the state of a `LockIn` with this window.
         """
         if set(state_dict) != {"steps", "seen"}:
             raise InvalidValueError(
@@ -94,5 +94,5 @@ class LockIn:
                 f"the state of the lock-in alarm has a window of {state_dict['steps'].shape[-1]} steps, but this one "
                 f"has {self._state['steps'].shape[1]}: it comes from another version or another rule."
             )
-        for name, tensor in self._state.items():  # in place: a captured graph goes on with these tensors
+        for name, tensor in self._state.items():  # in place: a captured graph keeps using these tensors
             tensor.copy_(state_dict[name])

@@ -24,10 +24,10 @@ from gradguard.tensors.matmul_precision import full_float32
 from gradguard.torch_private import never_compiled
 
 _MASKED = -1e4
-"""An additive mask of this or less takes a position out of the softmax: infinity, dtypes' smallest numbers, BERT's."""
+"""An additive mask at or below this masks a position: minus infinity, a dtype's smallest number, BERT's -1e4."""
 
 _BLOCK = 1 << 22
-"""Logits that are held at a time, unless one row of queries has more."""
+"""The number of logits to compute at a time, unless one row of queries has more."""
 
 
 class AttentionCall(NamedTuple):
@@ -40,7 +40,7 @@ class AttentionCall(NamedTuple):
         mask: ``attn_mask``.
         causal: ``is_causal``.
         scale: The factor of the products.
-        told: The largest logit of each head, if the kernel returned it.
+        from_kernel: The largest logit of each head, if the kernel returned it; else None.
         is_changed: Whether a ``score_mod`` changes the products.
     """
 
@@ -50,12 +50,12 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
     causal: bool
     scale: float
-    told: Tensor | None = None
+    from_kernel: Tensor | None = None
     is_changed: bool = False
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no logits: an empty batch, no queries or no keys."""
+        """Whether the call has no logits: an empty batch, no queries or no keys."""
         return not (self.query.numel() and self.key.numel())
 
 
@@ -73,43 +73,44 @@ def _call_of(
     """Return the arguments of a call of `scaled_dot_product_attention`.
 
     Raises:
-        UnsupportedGradientError: If it is not torch's own function, or gets nested tensors or parts of the sequence.
+        UnsupportedGradientError: If torch's own function was replaced, or receives nested or sharded tensors.
     """
-    del dropout_p, enable_gqa  # which shapes tell
+    del dropout_p, enable_gqa  # the shapes of query and key show grouped heads
     if not isinstance(attention, BuiltinFunctionType):
         raise UnsupportedGradientError(
             "torch.nn.functional.scaled_dot_product_attention was replaced by a function of "
             f"{getattr(attention, '__module__', None)}, as context_parallel does, where queries and keys are parts "
-            "of the sequence: the largest logit is not known. Attend without it, or detach() the watch."
+            "of the sequence: the largest logit is not known. Run attention without it, or detach() the LogitWatch "
+            "or QKClip."
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if query.is_nested or key.is_nested or any_sharded([query, key, attn_mask]):
         raise UnsupportedGradientError(
-            "scaled_dot_product_attention is called with nested tensors or DTensors, of which this process does not "
-            "see every logit. Expected padded tensors, and under tensor parallelism the local heads "
-            "(ColwiseParallel() with its default use_local_output=True); or detach() what looks at the logits."
+            "scaled_dot_product_attention is called with nested tensors or DTensors, so this process does not hold "
+            "every logit. Expected padded tensors, and under tensor parallelism the local heads "
+            "(ColwiseParallel() with its default use_local_output=True); or detach() the LogitWatch or QKClip."
         )
     return AttentionCall(query.detach(), key.detach(), value.detach(), attn_mask, is_causal, scale)
 
 
 @torch.no_grad()
 def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
-    r"""Return the largest logit of each head, over the batch and all positions that the mask leaves.
+    r"""Return the largest logit of each head, over the batch and all unmasked positions.
 
     .. math:: S_h = \max_{b, i, j \text{ not masked}} s\, q_{bhi} \cdot k_{bhj}
 
     Args:
         call: The call.
-        exact: Whether to compute it, a block of queries after the other, in float32 (float64 from float64), where the
-            kernel has not told it; otherwise the bound
+        exact: Whether to compute the logits, one block of queries after the other, in float32 (float64 for float64),
+            unless the kernel has returned the largest one. Otherwise return the bound
             :math:`\max_b |s| \max_i \lVert q_{bhi} \rVert \max_j \lVert k_{bhj} \rVert`, of all positions.
 
     Returns:
-        One number for each head; one for all where a query has less than four dimensions, which do not tell heads
-        from a batch. An additive mask counts as masked where it is -1e4 or less, and adds nothing elsewhere.
+        One number for each head. A query of fewer than four dimensions does not separate heads from the batch; the
+        result is then one number for all. An additive mask of -1e4 or less masks; it adds nothing elsewhere.
     """
-    if call.told is not None:
-        return call.told
+    if call.from_kernel is not None:
+        return call.from_kernel
     wide = torch.float64 if call.query.dtype == torch.float64 else torch.float32
     with torch.autocast(call.query.device.type, enabled=False), full_float32("product"):
         query, key = call.query.to(wide) * call.scale, call.key.to(wide)
@@ -132,7 +133,7 @@ def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
 
 
 def _hidden(call: AttentionCall, start: int, end: int) -> Tensor | None:
-    """Return which logits of the queries from ``start`` to ``end`` the softmax does not see; None where it sees all."""
+    """Return which logits of the queries from ``start`` to ``end`` are masked; None if none is."""
     if call.causal:
         at = torch.arange(call.key.shape[-2], device=call.key.device)
         return at > torch.arange(start, end, device=call.key.device)[:, None]
@@ -146,15 +147,15 @@ def _by_head(largest: Tensor) -> Tensor:
     return largest.reshape(-1, largest.shape[-1]).amax(0) if largest.dim() > 1 else largest.amax().reshape(1)
 
 
-# Hearing of calls.
+# Listening to calls.
 
 
 class _Stack(threading.local):
     """The modules and the calls that run in this thread.
 
     Attributes:
-        open: The modules, outermost first: who listens, name, if in training, what ends listening.
-        waiting: Calls of FlexAttention that have not been told yet.
+        open: The running modules, outermost first: listener, name, training mode, function that ends the listening.
+        waiting: Calls of FlexAttention that are not reported yet.
     """
 
     def __init__(self) -> None:
@@ -166,16 +167,16 @@ _running = _Stack()
 
 
 class AttentionListener:
-    """Is called for each attention that a training forward of ``model`` computes.
+    """Reports each attention call in a training forward of ``model``.
 
-    While a module of the model runs, `torch.nn.functional.scaled_dot_product_attention` is a function that tells the
-    call and makes it, and FlexAttention asks its kernel for the largest logits as well. A call counts where gradients
-    are on and the innermost module of the model is in training mode: so not in an evaluation, and of a checkpointed
-    block once gradients are on.
+    As long as a module of the model runs, `torch.nn.functional.scaled_dot_product_attention` is replaced by a function
+    that reports the call and makes it, and FlexAttention's kernel also returns the largest logits. A call counts if
+    gradients are on and the innermost module of the model is in training mode. Evaluations therefore do not count, and
+    a checkpointed block counts whenever gradients are on.
 
     Args:
         model: The model.
-        heard: Called with the names of the modules that are running, the outermost first, and the call.
+        heard: Called with the names of the running modules, outermost first, and the call.
     """
 
     def __init__(self, model: nn.Module, heard: Callable[[Sequence[str], AttentionCall], None]) -> None:
@@ -184,7 +185,7 @@ class AttentionListener:
         for name, module in model.named_modules():
             forward = type(module).forward
             of_torch = (getattr(forward, "__module__", None) or "").startswith("torch.nn.modules.")
-            if not of_torch or forward is nn.MultiheadAttention.forward:  # torch's other layers compute no attention
+            if not of_torch or forward is nn.MultiheadAttention.forward:  # other torch layers compute no attention
                 enter, leave = ForwardHook(self._enter, name), ForwardHook(self._leave, name)
                 self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
                 self._hooks.append(module.register_forward_hook(leave, always_call=True))
@@ -204,18 +205,18 @@ class AttentionListener:
     def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
         del module, args, result
         try:
-            tell_waiting()  # may refuse a kernel that does not tell
+            tell_waiting()  # may raise for a kernel that returns no logits
         finally:
             places = [i for i, one in enumerate(_running.open) if one[:2] == (self, name)]
-            if places:  # else another hook raised before this module was entered
+            if places:  # empty if another hook raised before `_enter`
                 *_, end = _running.open.pop(places[-1])
                 end()
 
     def tell(self, call_in: Callable[[str], AttentionCall]) -> None:
-        """Tell a call that the innermost module of the model makes, unless that is in eval mode.
+        """Report a call by the innermost module of the model, unless that module is in eval mode.
 
         Args:
-            call_in: Returns the call, or raises, with the name of that module.
+            call_in: Returns the call, or raises, given the name of that module.
         """
         running = [one[1:3] for one in _running.open if one[0] is self]
         if running[-1][1]:
@@ -224,7 +225,7 @@ class AttentionListener:
 
 
 def _tell(call_in: Callable[[str], AttentionCall]) -> None:
-    """Tell a call to those who listen to a module that is running."""
+    """Report a call to the listeners of all running modules."""
     for listener in dict.fromkeys(one[0] for one in _running.open):
         listener.tell(call_in)
 
@@ -244,7 +245,7 @@ _KERNELS_THAT_TELL = ("cpu", "cuda", "xpu")
 
 
 def _asking(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Return FlexAttention's operator so that it is asked for the largest logits; in compiled code, which calls it."""
+    """Return FlexAttention's operator with a request for the largest logits; compiled code calls the same function."""
     attention = replacement.__wrapped__  # pyright: ignore
 
     @functools.wraps(replacement)
@@ -263,8 +264,8 @@ def _asking(replacement: Callable[..., Any]) -> Callable[..., Any]:
         tells = query.device.type in _KERNELS_THAT_TELL and options["BACKEND"] != "FLASH"
         options = {**options, "OUTPUT_MAX": options["OUTPUT_MAX"] or tells}
         result = attention(query, key, value, score_mod, mask, scale, options, *more)
-        largest = result[2].detach().amax((0, 2)) * math.log(2) if tells else None  # the kernel counts in powers of two
-        is_changed = score_mod.__name__ != "_identity"  # the name of what torch puts in place of None
+        largest = result[2].detach().amax((0, 2)) * math.log(2) if tells else None  # the kernel's logits are base 2
+        is_changed = score_mod.__name__ != "_identity"  # torch passes `_identity` if the caller passed None
         _running.waiting.append((query.detach(), key.detach(), value.detach(), None, False, scale, largest, is_changed))
         return result
 
@@ -280,10 +281,10 @@ _flex_attention = Replacement(
 
 
 def tell_waiting() -> None:
-    """Tell the calls of FlexAttention since the last module began or ended.
+    """Report the calls of FlexAttention since the last module began or ended.
 
     Raises:
-        UnsupportedGradientError: If a kernel does not tell the largest logit.
+        UnsupportedGradientError: If a kernel does not return the largest logit.
     """
     waiting, _running.waiting = _running.waiting, []
     for call in waiting:
@@ -291,10 +292,10 @@ def tell_waiting() -> None:
 
 
 def _call_of_flex(call: AttentionCall, name: str) -> AttentionCall:
-    if call.told is None:
+    if call.from_kernel is None:
         raise UnsupportedGradientError(
-            f"{name} calls flex_attention with the kernel 'FLASH' or on a device for which no kernel of it tells the "
-            "largest logit. Expected kernel_options without BACKEND='FLASH', or detach() the watch."
+            f"{name} calls flex_attention with the kernel 'FLASH', or on a device where no kernel returns the "
+            "largest logit. Expected kernel_options without BACKEND='FLASH', or detach() the LogitWatch or QKClip."
         )
     return call
 
@@ -304,15 +305,15 @@ class LogitWatch:
 
     .. math:: S_h = \max_{b, i, j \text{ not masked}} s\, q_{bhi} \cdot k_{bhj}
 
-    Logits that grow without end make the softmax one-hot and a run diverge, often long before its loss shows it; 16-bit
-    training of large models watches them. Of each call of `torch.nn.functional.scaled_dot_product_attention` in a
-    training forward the query and the key are looked at: any mask, ``is_causal``, ``scale``, ``enable_gqa``, any dtype.
-    FlexAttention's kernel is asked for the largest logit, eager or compiled, however the script has imported it.
+    Logits that keep growing make the softmax one-hot and a run diverge, often long before its loss shows it; 16-bit
+    training of large models watches them. For each call of `torch.nn.functional.scaled_dot_product_attention` in a
+    training forward, the watch reads query and key: any mask, ``is_causal``, ``scale``, ``enable_gqa``, any dtype.
+    FlexAttention's kernel returns the largest logit on request, eager or compiled, however the script imported it.
 
-    **Guarantees.** The forward stays bit-identical. A maximum is taken over micro-batches, over calls of one module,
-    and over both forwards of a checkpoint. Evaluations (gradients off, or the module in eval mode) do not count. The
-    host does not wait for an accelerator until a number is read. Where a `Monitor` or ``gradguard run`` records, each
-    step has the largest of all heads, and a finding says when it grows.
+    **Guarantees.** The forward stays bit-identical. The maximum covers micro-batches, all calls of one module, and both
+    forwards of a checkpoint. Evaluations (gradients off, or the module in eval mode) do not count. There is no host
+    sync until a number is read. If a `Monitor` or ``gradguard run`` records, each step holds the largest logit of all
+    heads, and a finding reports its growth.
 
     **Edge cases.**
 
@@ -320,26 +321,33 @@ class LogitWatch:
     case                                what happens
     ==================================  ========================================================================
     a query of three dimensions         one number: heads look like a batch
-    a mask that is added                -1e4 or less is masked; what is added elsewhere is not a part of the logit
+    an additive mask                    -1e4 or less is masked; a larger addend is not part of the logit
     NaN                                 is the largest
-    half precision, autocast            products in float32 of what the call gets
+    half precision, autocast            products in float32 of the arguments of the call
     an empty batch                      nothing is counted
     another number of heads             an error, until `reset`
     several processes                   each has its own numbers, of its batch and its heads
     nested tensors, DTensors, a         an error
     function in place of torch's, as
     under ``context_parallel``
-    FlexAttention with a ``score_mod``  its result is the logit: a soft cap bounds it, a bias is a part of it. Positions
-                                        that the block mask takes out do not count
+    FlexAttention with a ``score_mod``  its result is the logit: a soft cap bounds it, a bias is part of it. Positions
+                                        that the block mask excludes do not count
     FlexAttention, ``exact=False``      exact all the same
-    FlexAttention whose queries and     not seen: these logits do not change
+    FlexAttention whose queries and     not counted: these logits do not change
     keys need no gradient
-    FlexAttention's kernel ``FLASH``,   an error: it reports no logits
+    FlexAttention's kernel ``FLASH``,   an error: the kernel returns no logits
     devices other than CPU, CUDA, XPU
-    flash_attn, softmax by hand,        not seen: no entry. So is `torch.nn.MultiheadAttention` with its default
+    flash_attn, softmax by hand,        unnoticed: no entry. So is `torch.nn.MultiheadAttention` with its default
     scaled_dot_product_attention that   ``need_weights=True``
     was imported by its name
     ==================================  ========================================================================
+
+    Args:
+        model: The model, before or after it is wrapped. Attach the watch before `torch.compile`, which then breaks its
+            graph at each watched module.
+        exact: Whether logits are computed, one block of queries after the other, which costs about one more product of
+            queries and keys; otherwise the numbers are the upper bound
+            :math:`\max_b |s| \max_i \lVert q_{bhi} \rVert \max_j \lVert k_{bhj} \rVert`, of masked positions too.
 
     Args:
         model: The model, before or after it is wrapped. Attach it before `torch.compile`, which breaks its graph at
@@ -368,11 +376,11 @@ class LogitWatch:
 
     @property
     def max_logits(self) -> dict[str, Tensor]:
-        """The largest logits by head, by the name of the module that computes them; empty before the first call."""
+        """The largest logit of each head, by the name of the attention module; empty before the first call."""
         return dict(self._largest)
 
     def reset(self) -> None:
-        """Forget the logits so far, for instance after each step."""
+        """Forget the logits so far, for example after each step."""
         self._largest = {}
 
     def detach(self) -> None:
@@ -387,6 +395,6 @@ class LogitWatch:
         if known is not None and known.shape != largest.shape:
             raise UnsupportedGradientError(
                 f"{names[-1] or 'the model'} attends with {len(largest)} heads, and has attended with {len(known)}: "
-                "their largest logits cannot be joined. reset() the LogitWatch between."
+                "their largest logits cannot be combined. Call reset() of the LogitWatch in between."
             )
         self._largest[names[-1]] = largest if known is None else torch.maximum(known, largest)

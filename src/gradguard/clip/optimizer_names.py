@@ -11,7 +11,7 @@ from gradguard.optimizer_hooks import parameters_of
 
 
 def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
-    """Return the names in ``model``, by identity; none without a model.
+    """Return the parameter names in ``model``, by id; empty without a model.
 
     Raises:
         InvalidValueError: If the model has none of the optimizer's parameters.
@@ -22,15 +22,16 @@ def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
     if not any(id(p) in names for p in parameters_of(optimizer)):
         raise InvalidValueError(
             f"model ({type(model).__name__}) has none of the optimizer's parameters: expected the module that was "
-            "given to the optimizer, as it is now; wrapping or moving it may have made new parameters."
+            "given to the optimizer, in its present form; wrapping or moving it may have made new parameters."
         )
     return names
 
 
 def names_of(optimizer: Optimizer, known: dict[int, str]) -> list[str]:
-    """Return names for the parameters of ``optimizer``: the model's, the optimizer's, or their places.
+    """Return names for the parameters of ``optimizer``: the model's, the optimizer's, or their positions.
 
-    Two of one name (from two models, say) are called by their places: a clipper may keep something under each name.
+    Parameters that share a name, for example from two models, are named by position: a clipper may keep state under
+    each name.
     """
     names, places = list[str](), list[str]()
     for i, group in enumerate(optimizer.param_groups):

@@ -1,9 +1,9 @@
-"""Let a stock optimizer do the clip, or nothing at all, without a change to the optimizer itself.
+"""Let a stock optimizer's step clip, or do nothing at all, without changing the optimizer itself.
 
-`torch.optim` optimizers read what they need from ``self``: the parameter groups, and if they are fused also
-``grad_scale`` (their kernel divides every gradient by it) and ``found_inf`` (at 1 the kernel leaves everything alone).
-For one step a stand-in is ``self``: the same class, state and groups, and those two attributes on top. The optimizer
-never gets them, so there is nothing to take away when a step raises, and no later step divides again.
+`torch.optim` optimizers read everything from ``self``: the parameter groups, and if they are fused also ``grad_scale``
+(their kernel divides every gradient by it) and ``found_inf`` (at 1 the kernel writes nothing). For one step a proxy is
+``self``: it has the same class, state and groups, and those two attributes. The optimizer never gets them, so nothing
+must be removed when a step raises, and no later step divides again.
 """
 
 from collections.abc import Sequence
@@ -30,27 +30,27 @@ _NOT_FOLDED = {torch.float64, torch.complex64, torch.complex128}
 
 
 class OptimizerProxy:
-    """Takes the place of one stock optimizer during its step.
+    """Replaces one stock optimizer as ``self`` during its step.
 
     Args:
-        optimizer: Exactly one of the classes in `torch.optim` that evaluate a closure at most once: a subclass may
-            keep more on ``self``.
+        optimizer: Exactly one of the classes in `torch.optim` that evaluate a closure at most once; a subclass may
+            store more on ``self``.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._real = optimizer
         self._entered: dict[str, Any] = {}
-        self._proxy: Optimizer = object.__new__(type(optimizer))  # one for all steps: compiled steps look at its id
+        self._proxy: Optimizer = object.__new__(type(optimizer))  # one for all steps: compiled steps guard on its id
 
     @staticmethod
     def serves(optimizer: Optimizer) -> bool:
-        """Tell whether a proxy can stand in for ``optimizer``."""
+        """Tell whether a proxy can replace ``optimizer``."""
         kind = type(optimizer)
         stock = getattr(torch.optim, kind.__name__, None) is kind
         return stock and kind is not torch.optim.LBFGS and len(optimizer.param_groups) > 0
 
     def enter(self) -> Optimizer:
-        """Return what to step instead of the optimizer."""
+        """Return the proxy that steps instead of the optimizer."""
         attributes = self._proxy.__dict__
         attributes.clear()
         attributes.update(self._real.__dict__)
@@ -58,11 +58,11 @@ class OptimizerProxy:
         return self._proxy
 
     def leave(self) -> None:
-        """Copy what the step has set on the proxy to the optimizer."""
+        """Copy the attributes that the step has set on the proxy to the optimizer."""
         for name, value in self._proxy.__dict__.items():
             if name not in _OWN and self._entered.get(name, self) is not value:
                 setattr(self._real, name, value)
-        self._proxy.__dict__.clear()  # it must not keep a state alive that the optimizer has replaced
+        self._proxy.__dict__.clear()  # else it would keep a replaced state alive
         self._entered = {}
 
     def is_fused(self) -> bool:
@@ -71,17 +71,18 @@ class OptimizerProxy:
 
     @torch.no_grad()
     def lay_out(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Give each gradient the strides of its parameter: a fused kernel goes through both as blocks of memory.
+        """Give each gradient the strides of its parameter: a fused kernel reads both as blocks of memory.
 
-        PyTorch's own fused step takes wrong elements where they differ, and where a gradient is expanded writes beyond
-        its memory. Backward makes gradients with the right strides; those that a user assigns may have others.
+        If the strides differ, PyTorch's own fused step combines wrong elements; if a gradient is expanded, it writes
+        beyond the gradient's memory. Backward makes gradients with the right strides; assigned gradients may have
+        others.
 
         Args:
-            parameters: The parameters, DTensors among them.
-            gradients: The parts of their gradients that this process holds.
+            parameters: The parameters, possibly DTensors.
+            gradients: This rank's parts of their gradients.
 
         Returns:
-            The gradients, of which some may be new.
+            The gradients, some possibly copied.
 
         Raises:
             UnsupportedGradientError: If there are gaps between the elements of a parameter.
@@ -96,9 +97,9 @@ class OptimizerProxy:
                 continue
             if torch.empty_like(part).stride() != part.stride():
                 raise UnsupportedGradientError(
-                    f"a parameter of shape {tuple(part.shape)} has the strides {part.stride()}: its elements are no "
-                    f"block of memory, and the fused step of {type(self._real).__name__} would take what lies between "
-                    "them. Expected fused=False, or a parameter made of weight.contiguous()."
+                    f"a parameter of shape {tuple(part.shape)} has the strides {part.stride()}: there are gaps between "
+                    f"its elements, and the fused step of {type(self._real).__name__} would write into them. Expected "
+                    "fused=False, or a parameter made of weight.contiguous()."
                 )
             if parameter.grad is not None:
                 parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
@@ -115,8 +116,8 @@ class OptimizerProxy:
 
     def skips_safely(self) -> bool:
         """Tell whether ``found_inf`` = 1 leaves no uninitialised state behind."""
-        # The momentum buffers of fused SGD are made on the first step, to be written by the kernel, which then does
-        # not run: later steps would take what was in memory for momentum.
+        # Fused SGD allocates its momentum buffers in the first step, for the kernel to fill. A skipped kernel leaves
+        # them uninitialised, and later steps would read them as momentum.
         if type(self._real) is not torch.optim.SGD:
             return True
         with_momentum = [g["params"] for g in self._real.param_groups if g["momentum"] != 0]
@@ -129,24 +130,24 @@ class OptimizerProxy:
 
     @staticmethod
     def overflows(coefficient: Tensor, scale: Tensor | None) -> Tensor:
-        """Tell whether the kernel's divisor would be beyond float32: 0-dim bool, on the device."""
+        """Tell whether the kernel's divisor overflows float32: 0-dim bool, on the device."""
         return (coefficient > 0) & _divisor(coefficient, scale).isinf()
 
     def fold(self, coefficient: Tensor, scale: Tensor | None) -> None:
-        """Let the kernel multiply every gradient by ``coefficient``, and divide it by what a GradScaler multiplied."""
+        """Let the kernel multiply every gradient by ``coefficient``, and divide it by the loss scale."""
         divisor = _divisor(coefficient, scale)
-        # Beyond the largest number nothing would be left of a gradient.
+        # Dividing by infinity would make the gradient 0, so a nonzero coefficient uses the largest finite divisor.
         largest = torch.where(coefficient == 0, divisor, torch.finfo(torch.float32).max)
         self._proxy.grad_scale = torch.minimum(divisor, largest)  # type: ignore[attr-defined]
 
     def skip_if(self, bad: Tensor) -> None:
-        """Let the kernel leave everything alone if ``bad`` is true, which stays on the device."""
+        """Let the kernel write nothing if ``bad`` is true, without a host sync."""
         self._proxy.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
 
     def skip(self) -> None:
-        """Step on no parameter at all."""
+        """Let the step change no parameter."""
         self._proxy.param_groups = []
-        mark = capturable_warning_mark()  # nothing is stepped, so there is nothing to warn of
+        mark = capturable_warning_mark()  # set: a step without parameters needs no warning
         setattr(self._proxy, mark, True)
         self._entered[mark] = True
 
@@ -159,7 +160,7 @@ def _divisor(coefficient: Tensor, scale: Tensor | None) -> Tensor:
 
 
 class OptimizerSnapshot:
-    """A copy of an optimizer for going back: weights, state, groups and plain attributes.
+    """A copy of an optimizer's weights, state, groups and plain attributes, to restore them after its step.
 
     Args:
         optimizer: The optimizer, before its step.
@@ -168,15 +169,15 @@ class OptimizerSnapshot:
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer) -> None:
         self._parameters = parameters_of(optimizer)
-        # The vectors that LBFGS keeps in lists are replaced and never written, so they need no copies.
+        # LBFGS replaces the vectors in its lists and never writes to them, so they need no copies.
         copier = UndoCopier(lists=not isinstance(optimizer, torch.optim.LBFGS))
-        self._parts = list(map(OptimizerCopy, optimizers_in(optimizer)))  # as ZeroRedundancyOptimizer has one inside
+        self._parts = list(map(OptimizerCopy, optimizers_in(optimizer)))  # ZeroRedundancyOptimizer holds another one
         for part in self._parts:
             part.take(copier)
         self._gradients: list[Tensor | None] | None = None
 
     def hide_gradients(self) -> None:
-        """Take the gradients away, so that an optimizer finds nothing to do."""
+        """Set all gradients to None, so that an optimizer finds nothing to do."""
         if self._gradients is None:
             self._gradients = [p.grad for p in self._parameters]
         for parameter in self._parameters:

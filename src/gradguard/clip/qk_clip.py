@@ -1,4 +1,4 @@
-"""QK-Clip: after a step, rescale the query and key weights of heads whose attention logits have grown too large."""
+"""QK-Clip: after a step, rescale the query and key weights of heads whose attention logits have become too large."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,27 +36,27 @@ class QKClip(OfOneOptimizer):
     .. math:: S_h = \max_{i, j} s\, q_{hi} \cdot k_{hj}, \qquad \gamma_h = \min(1, \tau / S_h), \qquad
               W_q^h \leftarrow \gamma_h^{\alpha}\, W_q^h, \quad W_k^h \leftarrow \gamma_h^{1 - \alpha}\, W_k^h
 
-    The same batch then has a largest logit of τ, if the attention gets the same input: in stacked layers a rescaling
-    changes what later ones get, so that their logits end near τ. A module that is called several times (ALBERT) is
-    rescaled by the largest S of its calls, once. It is MuonClip's second half, the rule that Kimi K2 was trained with:
-    Muon's updates have full rank, and let logits grow faster than Adam's do. Biases are rescaled as the rows of their
-    weights are. :math:`S_h` is what `LogitWatch` measures: masked positions are left out, and the maximum is over
+    The same batch then has a largest logit of τ if the attention gets the same input. In stacked layers a rescaling
+    changes the input of later layers, so their logits end near τ. A module that is called several times (ALBERT) is
+    rescaled once, by the largest S of its calls. QK-Clip is the second half of MuonClip, the rule that Kimi K2 was
+    trained with: Muon's updates have full rank, and let logits grow faster than Adam's do. Biases are rescaled like the
+    rows of their weights. :math:`S_h` is the number that `LogitWatch` measures: the maximum over unmasked positions,
     micro-batches and processes.
 
-    ``projections`` tells which layers make queries and keys. Without it they are found: `torch.nn.MultiheadAttention`,
-    and modules with `torch.nn.Linear` layers called ``q_proj, k_proj``, ``wq, wk``, ``to_q, to_k``, ``query, key``, or,
-    of rows for all queries, all keys, all values in this order, ``qkv``, ``qkv_proj``, ``c_attn``. How many
-    heads there are is read off the attention.
+    ``projections`` names the layers that make queries and keys. Without it they are found:
+    `torch.nn.MultiheadAttention`, and modules with `torch.nn.Linear` layers called ``q_proj, k_proj``, ``wq, wk``,
+    ``to_q, to_k``, ``query, key``, or, with rows for all queries, all keys, all values in this order, ``qkv``,
+    ``qkv_proj``, ``c_attn``. The attention calls show the number of heads.
 
     **Guarantees.**
 
-    * For each head the norms of the queries and keys that attend are compared with the norms of what their layers have
-      returned: they must have one ratio, as after a rotary embedding or a constant factor. Anything else is an error
+    * For each head the norms of the queries and keys in the attention call are compared with the norms of the layers'
+      outputs: they must have one ratio, as after a rotary embedding or a constant factor. Anything else is an error
       before the step: a normalisation of queries or keys (QK-norm), which would undo any rescaling; a position added to
-      them; rows that lie in another order than was said.
+      them; rows in another order than ``projections`` says.
     * That ratio, times ``scale``, must be the same number at every call since the clip was attached, within 0.1 % (2 %
-      in half precision). A norm over a whole tensor, head or batch passes the first call, where it looks like a
-      constant, so that one rescaling may come of it; a call in which the ratio differs is an error before its step.
+      in half precision). A normalisation by a norm of a whole tensor, head or batch looks like a constant in the first
+      call, so one rescaling may follow; a call in which the ratio differs is an error before its step.
     * On an accelerator these two checks are read without a host sync: a step that fails them rescales nothing, and the
       error is raised at one of the next steps.
     * An attention that calls `scaled_dot_product_attention` or `flex_attention` and whose projections are unknown is an
@@ -65,9 +65,9 @@ class QKClip(OfOneOptimizer):
     * At each step the weights, and in each forward the layers, must be those that were found at first, trained and
       without a parametrization; anything else is an error.
     * A weight or layer that is registered in several places is an error. So are values that are a multiple of the
-      keys, also those of a layer that was initialised as a copy of the key layer. Values that another layer computes of
-      keys change with them.
-    * A step that a `Guard` or a GradScaler skips rescales nothing; what its batches measured counts at the next.
+      keys, including those of a layer that was initialised as a copy of the key layer. If another layer computes values
+      from the keys, a rescaling changes these values too.
+    * A step that a `Guard` or a GradScaler skips rescales nothing; the logits of its batches count at the next step.
     * Rows of heads at or below the threshold keep their bits, and so do values, outputs and the optimizer's state.
 
     **Edge cases.**
@@ -91,44 +91,44 @@ class QKClip(OfOneOptimizer):
     ``add_bias_kv``, a second QKClip,
     a factor that is learned or
     depends on the length
-    LoRA                                an error; where the base layer is named, trained, and the adapter still
-                                        returns zeros, once these change
-    an attention that is frozen when    left alone, unless ``projections`` has it; attach again after thawing it
+    LoRA                                an error. If the base layer is named and trained and the adapter still returns
+                                        zeros, the error comes once the adapter's outputs change
+    an attention that is frozen when    not clipped, unless ``projections`` names it; attach again after unfreezing it
     the clip is attached
-    after a step that was refused       set the gradients to None; the next step counts what it has heard
+    after a step that was refused       set the gradients to None; the next step counts the calls until then
     batch and heads in one dimension    an error
     an empty batch                      counts nothing
     another number of heads             an error
-    `torch.compile`                     attach before it is called first; the graph breaks at modules that are watched.
-                                        What is compiled without being heard is an error at the step
+    `torch.compile`                     attach before the first call; the graph breaks at watched modules. A compiled
+                                        attention that was not recorded is an error at the step
     weights kept twice (a master copy)  only those of the model are rescaled
-    one token, or tokens that are all   norms cannot differ, so that a QK-norm is not noticed on that batch
+    one token, or tokens that are all   norms cannot differ, so a QK-norm is not noticed on that batch
     alike
-    heads cut by hand, plain tensors    pass as ``process_group`` those that hold the same heads: nothing shows which
-                                        heads a process holds
+    heads cut by hand, plain tensors    pass as ``process_group`` the processes that hold the same heads: nothing else
+                                        shows which heads a process holds
     ==================================  ========================================================================
 
     Args:
-        optimizer: The optimizer that has the query and key weights; biases may be another's.
+        optimizer: The optimizer that holds the query and key weights; another may hold the biases.
         model: The model.
         threshold: τ.
         alpha: α, the share of γ that queries get.
-        projections: The names of the layers inside an attention module, by its name or a pattern: ``(query, key)``; one
-            name for both; ``(query, key, rotary)`` for MLA, with the number of rotary dimensions of a head; None to
-            leave its logits alone. The rest is found.
-        exact: As for `LogitWatch`: with False the upper bound takes the place of S, and rescales earlier.
+        projections: The names of the layers inside an attention module, by the module's name or a pattern:
+            ``(query, key)``; one name for both; ``(query, key, rotary)`` for MLA, with the number of rotary dimensions
+            of a head; None to leave its logits unclipped. Other attentions are found.
+        exact: As for `LogitWatch`: with False the upper bound replaces S, and rescales earlier.
         process_group: The processes that hold the same layers, such as those of a pipeline's stage; None for all.
 
     Attributes:
-        last: The largest logit of each head at the last step, over all processes, by the attention's name; -inf where
-            none was seen.
+        last: The largest logit of each head at the last step, over all processes, by the attention's name; -inf for a
+            head without one.
         optimizer: The optimizer.
 
     Raises:
-        InvalidTypeError: If ``optimizer`` cannot be hooked, or ``projections`` are none.
+        InvalidTypeError: If ``optimizer`` cannot be hooked, or ``projections`` has another type.
         InvalidValueError: If no projections are found, or those that are given do not exist, are shared, belong to
             another optimizer, or have a QKClip already; or an argument is out of range.
-        UnsupportedGradientError: If a projection is no plain `torch.nn.Linear`, frozen, or FSDP1's.
+        UnsupportedGradientError: If a projection is not a plain `torch.nn.Linear`, is frozen, or belongs to FSDP1.
 
     Example:
         >>> import gradguard as gg, torch
@@ -165,38 +165,38 @@ class QKClip(OfOneOptimizer):
         self._alpha = check_number("alpha", alpha, "a number from 0 to 1")
         self._exact, self._group = exact, process_group
         self._attentions = _found(model, projections or {})
-        self._told = [one for one in self._attentions.values() if one is not None]
-        _check_weights(model, self._told, optimizer)
-        for one in self._told:
+        self._rescaled = [one for one in self._attentions.values() if one is not None]
+        _check_weights(model, self._rescaled, optimizer)
+        for one in self._rescaled:
             one.measured = one.nothing()
         self._overflow: Tensor | None = None
-        self._is_agreed = False  # whether all processes are known to have the same attentions
+        self._is_agreed = False  # whether all ranks are known to have the same attentions
         self._late = LateReader(self._refuse_changed)
         self._listener = AttentionListener(model, self._heard)
-        self._hooks = [hook for one in self._told for hook in one.keep_outputs()]
+        self._hooks = [hook for one in self._rescaled for hook in one.keep_outputs()]
         self._steps = EveryStep(self._before, self._after, optimizer=optimizer)
-        _clipped.update(one.query for one in self._told)
+        _clipped.update(one.query for one in self._rescaled)
 
     def __repr__(self) -> str:
-        """Return the call that makes such a clip, with the names ``optimizer`` and ``model``."""
+        """Return the constructor call, with the names ``optimizer`` and ``model``."""
         return f"QKClip(optimizer, model, threshold={self._threshold:g}, alpha={self._alpha:g})"
 
     def detach(self) -> None:
-        """Stop acting, for good; may be repeated."""
+        """Stop clipping, for good; may be repeated."""
         self._listener.remove()
         self._steps.remove()
-        _clipped.difference_update([one.query for one in self._told] if self._hooks else [])
+        _clipped.difference_update([one.query for one in self._rescaled] if self._hooks else [])
         while self._hooks:
             self._hooks.pop().remove()
 
     def _heard(self, names: Sequence[str], call: AttentionCall) -> None:
-        """Take in one call, for the innermost module whose projections are known."""
+        """Record one call, for the innermost module whose projections are known."""
         known = [name for name in names if name in self._attentions]
         if not known:
             raise InvalidValueError(
-                f"{names[-1] or 'the model'} computes an attention, and which layers make its queries and keys is not "
-                f"known: expected torch.nn.Linear layers called {_USUAL_WORDS}. Name them, "
-                f"projections={{{names[-1]!r}: ('query layer', 'key layer')}}, or leave its logits alone with "
+                f"{names[-1] or 'the model'} computes an attention, but the layers that make its queries and keys are "
+                f"not known: expected torch.nn.Linear layers called {_USUAL_WORDS}. Name them, "
+                f"projections={{{names[-1]!r}: ('query layer', 'key layer')}}, or leave its logits unclipped with "
                 f"projections={{{names[-1]!r}: None}}."
             )
         attention = self._attentions[known[-1]]
@@ -205,22 +205,22 @@ class QKClip(OfOneOptimizer):
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, number: int) -> None:
-        """Take the maximum over processes, and refuse before the step what would be rescaled wrongly."""
+        """Take the maximum over ranks; before the step, refuse an attention that would be rescaled wrongly."""
         del number
         self._overflow = getattr(optimizer, "found_inf", None)
-        self._steps.act_last()  # a `ClipUpdate` that came later is to see the step alone
-        for one in self._told:
+        self._steps.act_last()  # rescale after a `ClipUpdate` that was attached later, which measures the step alone
+        for one in self._rescaled:
             one.check()
-        parts = [one.measured.to(one.nothing()) for one in self._told]
+        parts = [one.measured.to(one.nothing()) for one in self._rescaled]
         joined = torch.cat([move(part, parts[0].device) for part in parts])
         if not self._is_agreed and len(set(numbers_of_all(len(joined), self._group, _TASK))) > 1:
             raise InvalidValueError(
-                "the processes have different query weights, as pipeline stages do: expected process_group=, those "
-                "that have the same layers."
+                "the processes have different query weights, as pipeline stages do: expected process_group=, the "
+                "processes that have the same layers."
             )
         self._is_agreed = True
         joined = largest_over(joined, self._group, _TASK).split(list(map(len, parts)))
-        for one, part, everywhere in zip(self._told, parts, joined, strict=True):
+        for one, part, everywhere in zip(self._rescaled, parts, joined, strict=True):
             one.measured = move(everywhere, part.device)
             one.look()
         self._late.push(torch.stack([part[_FAULTS] for part in joined]).flatten())
@@ -229,7 +229,7 @@ class QKClip(OfOneOptimizer):
     def _after(self, optimizer: Optimizer) -> None:
         guard = guard_of(optimizer)
         self.last = {}
-        for one in self._told:
+        for one in self._rescaled:
             one.is_seen = False
             if one.shape is None:
                 continue
@@ -245,18 +245,18 @@ class QKClip(OfOneOptimizer):
             one.measured = torch.where(left_out, measured, -torch.inf)
 
     def _refuse_changed(self, faults: list[float]) -> None:
-        """Raise if an attention's vectors are not those of its projections, by the faults of each attention.
+        """Raise for the first attention whose vectors do not fit its projections.
 
         Raises:
-            UnsupportedGradientError: Naming it.
+            UnsupportedGradientError: If a fault is above 1; the message names the attention.
         """
-        is_late = self._told[0].nothing().device.type != "cpu"
+        is_late = self._rescaled[0].nothing().device.type != "cpu"
         done = "It was never rescaled; steps since then were taken" if is_late else _NOTHING_DONE
         for place, fault in enumerate(faults):
             if fault > 1:
-                one, words = self._told[place // len(_FAULT_WORDS)], _FAULT_WORDS[place % len(_FAULT_WORDS)]
+                one, words = self._rescaled[place // len(_FAULT_WORDS)], _FAULT_WORDS[place % len(_FAULT_WORDS)]
                 raise UnsupportedGradientError(
-                    f"{one.title} {words} Name the right layers, or leave this one alone, {one.left_alone}. {done}."
+                    f"{one.title} {words} Name the right layers, or leave this one unclipped, {one.left_alone}. {done}."
                 )
 
 
@@ -266,9 +266,9 @@ _clipped: "WeakSet[nn.Module]" = WeakSet()
 _NOTHING_DONE = "Nothing was rescaled, and no step was taken"
 
 _FAULTS, _HEADER = slice(3, 6), 6
-"""The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and the faults: how
-far vectors are from what the layers returned, values from keys, and their factor from that of other calls; above 1 is
-too far."""
+"""The header of `_Attention.measured` has the size of a head, the numbers of heads and key heads, and three faults: how
+far vectors differ from the layers' outputs, whether values are keys, and how far the factor differs between calls. A
+fault above 1 is too large."""
 
 _FAULT_WORDS = (
     "does not attend with what its projections return: the norms of its query or key vectors are not one factor times "
@@ -276,32 +276,33 @@ _FAULT_WORDS = (
     "needs none. A position that is added, or rows in another order, cannot be rescaled by rows of heads.",
     "attends with values that are its keys, which a rescaling of the keys would change.",
     "attends with what its projections return times a factor that differs between calls. A normalisation by a norm of "
-    "a whole tensor, head or batch makes any rescaling of the weights useless; a factor that is learned, or that "
-    "depends on the length, cannot be told from it.",
+    "a whole tensor, head or batch makes any rescaling of the weights useless; a learned factor, or one that depends "
+    "on the length, looks the same.",
 )
 
 _TELLING = 8
-"""Numbers of a head from which on values that are a multiple of keys are so by no chance."""
+"""With at least this many numbers in a head, values that are a multiple of the keys are so not by chance."""
 
 _NEGLIGIBLE = 1e-3
-"""Outputs below this share of a head's largest are not compared: they may be rounding."""
+"""Outputs below this share of a head's largest are not compared, because rounding may dominate them."""
 
 
 @dataclass(eq=False)
 class _Attention:
-    """The projections of one attention, and what has been measured of it since the last step.
+    """The projections of one attention, and its measurements since the last step.
 
     Attributes:
         name: The name of the module.
         module: The module.
         query: The layer that makes queries; a `torch.nn.MultiheadAttention` itself.
-        key: The layer that makes keys, the same one if it makes queries, keys and values.
+        key: The layer that makes keys; the same layer if it makes queries, keys and values.
         rotary: How many of a head's last dimensions have a key that all heads share (MLA).
-        layers: The layers whose outputs are compared with what attends; of `torch.nn.MultiheadAttention` none.
-        measured: Numbers whose maximum over micro-batches and processes is taken: a header, then the largest logit of
-            each row that makes queries.
-        shape: The size of a head, how many heads and how many key heads, once they are known.
-        is_seen: Whether this process has heard a call since the last step.
+        layers: The layers whose outputs are compared with the attention's arguments; none for
+            `torch.nn.MultiheadAttention`.
+        measured: Numbers that are reduced by their maximum over micro-batches and ranks: a header, then the largest
+            logit of each row that makes queries.
+        shape: The size of a head, the number of heads and the number of key heads, once known.
+        is_seen: Whether this rank has recorded a call since the last step.
     """
 
     name: str
@@ -316,10 +317,10 @@ class _Attention:
     _outputs: list[tuple[int, Tensor]] = field(default_factory=list)
     _heard: bool = False
     _factors: tuple[Tensor, Tensor] | None = None
-    """The least and the largest factor of each head's queries and keys in any call."""
+    """The smallest and the largest factor of each head's queries and keys in any call."""
     _found: list[Tensor] = field(default_factory=list)
     _slots: list[tuple[str, Any, str]] = field(init=False)
-    """The values that the rows of each weight and bias make, the module that has it, and its name there.
+    """For each weight and bias: what its rows make, the module that holds it, and its name there.
 
     Rows make queries (q), keys (k), or queries, keys and values in this order (qkv)."""
 
@@ -330,11 +331,11 @@ class _Attention:
 
     @property
     def left_alone(self) -> str:
-        """The argument that leaves it alone, for a message."""
+        """The argument that leaves this attention unclipped, for a message."""
         return f"projections={{{self.name!r}: None}}"
 
     def __post_init__(self) -> None:
-        """Find where the weights and biases are."""
+        """List the weights and biases."""
         layer = self.query
         if isinstance(layer, nn.MultiheadAttention):
             self.layers = []
@@ -346,16 +347,16 @@ class _Attention:
             self._slots = [(kind, one, name) for name in ("weight", "bias") for kind, one in made.items()]
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the weights and then the biases, each with what its rows make."""
+        """Return the weights and then the biases, each with the kind of its rows."""
         found = [(kind, getattr(layer, name)) for kind, layer, name in self._slots]
         return [(kind, parameter) for kind, parameter in found if parameter is not None]
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights by what their rows make."""
+        """Return the weights by the kind of their rows."""
         return {kind: getattr(layer, name) for kind, layer, name in self._slots if name.endswith("weight")}
 
     def nothing(self) -> Tensor:
-        """Return ``measured`` before anything is."""
+        """Return the initial value of ``measured``."""
         weight = next(iter(self.weights().values()))
         shape = (_HEADER + len(weight),)
         return torch.full(shape, -torch.inf, dtype=wide_dtype(weight.device), device=weight.device)
@@ -364,7 +365,7 @@ class _Attention:
         """Refuse layers and weights that have changed since they were found.
 
         Raises:
-            UnsupportedGradientError: If a layer or weight is another one, or no plain one.
+            UnsupportedGradientError: If a layer or weight was replaced, or is not plain.
         """
         why = self._why_not_plain()
         if why is None:
@@ -374,12 +375,12 @@ class _Attention:
                 return
             why = "has another weight or bias than when the QKClip was attached"
         raise UnsupportedGradientError(
-            f"a projection of {self.title} {why}. Attach a QKClip to the model as it is to be trained, or leave "
-            f"the attention alone with {self.left_alone}."
+            f"a projection of {self.title} {why}. Attach a QKClip to the model in the form that is trained, or leave "
+            f"the attention unclipped with {self.left_alone}."
         )
 
     def _why_not_plain(self) -> str | None:
-        """Return why rescaling its weight need not rescale what a layer returns; None if all layers are plain."""
+        """Return why rescaling a weight may not rescale its layer's output; None if all layers are plain."""
         for layer in self.layers:
             if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
                 return (
@@ -397,7 +398,7 @@ class _Attention:
         return None
 
     def keep_outputs(self) -> list[RemovableHandle]:
-        """Keep what the layers return in a forward of the module, before other hooks change it, until it attends."""
+        """Hook the module to store the layers' outputs, before other hooks change them, until the attention call."""
         return [
             self.module.register_forward_pre_hook(ForwardHook(self._enter), prepend=True),
             self.module.register_forward_hook(ForwardHook(self._leave), prepend=True),
@@ -426,7 +427,7 @@ class _Attention:
             f"{self.title} was trained, and no call of torch.nn.functional.scaled_dot_product_attention or "
             "flex_attention was seen in it while it was in training mode: its logits are not known. Expected calls of "
             "these functions (of torch.nn.MultiheadAttention: need_weights=False), model.train(), and the QKClip "
-            "attached before torch.compile; other kernels are not seen. Or leave it alone with "
+            "attached before torch.compile; other kernels are not seen. Or leave it unclipped with "
             f"{self.left_alone}. {_NOTHING_DONE}."
         )
 
@@ -434,17 +435,17 @@ class _Attention:
     def _keep(self, place: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         del layer, args
         if torch.is_grad_enabled() and output.numel():
-            self._outputs.append((place, local_part(output).detach().clone()))  # which may be changed in place
+            self._outputs.append((place, local_part(output).detach().clone()))  # a clone: later code may write to it
         return None
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def take(self, call: AttentionCall, exact: bool) -> None:
-        """Take in the largest logits of a call, and compare what attends with what the layers have returned.
+        """Record the largest logits of a call, and compare its arguments with the layers' outputs.
 
         Raises:
-            UnsupportedGradientError: If their shapes do not fit.
+            UnsupportedGradientError: If the shapes do not match.
         """
         kept, self._outputs = self._outputs, []
         self._heard = True
@@ -456,7 +457,7 @@ class _Attention:
             raise UnsupportedGradientError(
                 f"{self.title} calls flex_attention with a score_mod: the largest logit is not that of its queries and "
                 "keys, and a rescaling of these need not lower it. Attend without it (a block_mask may stay), or leave "
-                f"the attention alone with {self.left_alone}. {_NOTHING_DONE}."
+                f"the attention unclipped with {self.left_alone}. {_NOTHING_DONE}."
             )
         layers, outputs = self.layers, dict(kept)
         self._require(
@@ -483,13 +484,13 @@ class _Attention:
         self.shape, self.is_seen = shape, True
         new, start = self.nothing(), self._first_head(here, heads, weights)
         for place, number in enumerate((*shape, *faults)):
-            new[place].fill_(number)  # an assignment of a number would wait for the device
+            new[place].fill_(number)  # assigning a number by index would be a host sync
         largest = torch.nan_to_num(largest_logits(call, exact).to(new), -torch.inf, -torch.inf)
         new[_HEADER + start * size : _HEADER + (start + here) * size] = largest.repeat_interleave(size)
         self.measured = torch.maximum(self.measured.to(new), new)
 
     def _faults(self, call: AttentionCall, outputs: Sequence[Tensor], heads: int) -> list[Tensor]:
-        """Return a number for each of `_FAULT_WORDS`, above 1 where the fault is there."""
+        """Return a number for each of `_FAULT_WORDS`, above 1 if the attention has that fault."""
         size, own = call.query.shape[-1], call.query.shape[-1] - self.rotary
         query, key, attending = outputs[0], outputs[-1], call.key.shape[-3]
         if query is key:
@@ -524,35 +525,35 @@ class _Attention:
     def _require(self, fits: bool, what: str) -> None:
         if not fits:
             raise UnsupportedGradientError(
-                f"{self.title} {what}: which rows belong to which head cannot be told. Name the right layers, "
-                f"projections={{{self.name!r}: ('query layer', 'key layer')}}, or leave its logits alone with "
+                f"{self.title} {what}: the rows of each head are not known. Name the right layers, "
+                f"projections={{{self.name!r}: ('query layer', 'key layer')}}, or leave its logits unclipped with "
                 f"{self.left_alone}."
             )
 
     def _first_head(self, here: int, total: int, weights: Mapping[str, Any]) -> int:
-        """Return the number of the first head of this process: under tensor parallelism each has some of them."""
+        """Return the number of this rank's first head: under tensor parallelism each rank has some of the heads."""
         if here == total:
             return 0
         weight = weights.get("q")
         shards = [] if weight is None or not is_sharded(weight) else list(enumerate(weight.placements))
         by = [i for i, p in shards if p.is_shard(0) and weight.device_mesh.size(i) * here == total]  # pyright: ignore
         self._require(bool(by), f"attends with {here} of {total} heads, and its weights are not cut by heads")
-        return here * weight.device_mesh.get_coordinate()[by[-1]]  # pyright: ignore  # of FSDP2 beside it the last
+        return here * weight.device_mesh.get_coordinate()[by[-1]]  # pyright: ignore  # the last: FSDP2's comes first
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take over from other processes the shapes of attentions that this one has not seen.
+        """Take the shape of an attention that this rank has not called from the other ranks.
 
         Raises:
-            UnsupportedGradientError: If no process has seen an attention whose weights have gradients.
+            UnsupportedGradientError: If no rank has called an attention whose weights have gradients.
         """
         if self.is_seen:
             return
         size, heads, keys = self.measured[: _FAULTS.start].tolist()
         if size > 0:
             self.shape = (int(size), int(heads), int(keys))
-        # In a forward of FSDP2 the layers have other weights than those that were found.
+        # Use the weights that were found at first: in a forward of FSDP2 the layers hold others.
         elif any(gradient_of(parameter) is not None for parameter in self._found):
             self._refuse_unheard()
 
@@ -562,7 +563,7 @@ class _Attention:
         return self.measured[_HEADER:][: heads * size : size]
 
     def rescale(self, gamma: Tensor, alpha: float) -> None:
-        """Rescale the rows of each head by its ``gamma``; the smallest of those that share a key."""
+        """Rescale the rows of each head by its ``gamma``; heads that share a key use their smallest one."""
         size, heads, keys = cast("tuple[int, int, int]", self.shape)
         weights, own = self.weights(), size - self.rotary
         of_keys = gamma.reshape(keys, -1).amin(1)
@@ -581,22 +582,22 @@ class _Attention:
 
 
 def _by_rows(gamma: Tensor, *pattern: tuple[float, int]) -> Tensor:
-    """Return the factor of each row: of a head by its powers of ``gamma``, each for so many rows."""
+    """Return the factor of each row; ``pattern`` lists powers of ``gamma`` for one head, with their numbers of rows."""
     return torch.cat([(gamma**power)[:, None].expand(-1, count) for power, count in pattern], 1).flatten()
 
 
 def _apart(vectors: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Compare the norms of a head's vectors with one factor times those of its outputs.
+    """Compare the norms of a head's vectors with one factor times the norms of its outputs.
 
-    Both are compared in order of size: a rescaling of rows is right whichever token has which.
+    Both are sorted first, because a rescaling of rows does not depend on the order of tokens.
 
     Args:
         vectors: A tensor of shape (batch, heads, tokens, size).
         outputs: A tensor of shape (batch * tokens, heads, size), in any order of batch and tokens.
 
     Returns:
-        How far they are, above 1 too far; the factor of each head, NaN where it cannot be told; and the relative
-        difference of factors that is rounding.
+        The difference, above 1 if too large; the factor of each head, NaN if unknown; and the relative difference
+        between factors that counts as rounding.
     """
     wide = torch.promote_types(torch.promote_types(vectors.dtype, outputs.dtype), torch.float32)
     norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide).transpose(0, 1).flatten(1).sort(1).values
@@ -610,11 +611,11 @@ def _apart(vectors: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def _are_keys(call: AttentionCall, outputs: Tensor) -> Tensor:
-    """Return infinity if the values of a head are a multiple of its keys, attending or as returned; otherwise 0.
+    """Return infinity if the values of a head are a multiple of its keys, in the call or as outputs; otherwise 0.
 
     Args:
         call: The call.
-        outputs: The keys as returned, of shape (batch * tokens, heads, size), or with the tokens outside.
+        outputs: The key layer's outputs, of shape (batch * tokens, heads, size), or with the tokens outside.
     """
     found = torch.zeros((), device=outputs.device)
     for order in ((0, 2, 1, 3), (2, 0, 1, 3)):
@@ -627,21 +628,21 @@ def _are_keys(call: AttentionCall, outputs: Tensor) -> Tensor:
     return found
 
 
-# Where the projections are.
+# Finding the projections.
 
 
 def _found(model: nn.Module, given: Mapping[str, Projections | None]) -> dict[str, _Attention | None]:
-    """Return the projections of each attention by its name; None for those that are left alone.
+    """Return the projections of each attention by its name; None for those that stay unclipped.
 
     Raises:
-        InvalidValueError: If there are none, or a pattern fits no module.
+        InvalidValueError: If there are none, or a pattern matches no module.
     """
     found: dict[str, _Attention | None] = {}
     modules = dict(model.named_modules())
     for pattern, layers in given.items():
         fitting = [name for name in modules if fnmatchcase(name, pattern)]
         if not fitting:
-            raise InvalidValueError(f"projections has {pattern!r}, which fits no module of the model.")
+            raise InvalidValueError(f"projections has {pattern!r}, which matches no module of the model.")
         found |= {name: None if layers is None else _named(name, modules[name], layers) for name in fitting}
     for name, module in modules.items():
         if name not in found and (usual := _usual(name, module)) is not None:
@@ -682,14 +683,14 @@ def _named(name: str, module: nn.Module, layers: Any) -> _Attention:
 
 
 def _check_weights(model: nn.Module, attentions: Sequence[_Attention], optimizer: Optimizer) -> None:
-    """Check that a step of ``optimizer`` moves the weights of each attention, and that rescaling rows rescales outputs.
+    """Check that ``optimizer`` steps the weights of each attention, and that rescaling rows rescales outputs.
 
     Raises:
-        InvalidValueError: If weights are another optimizer's, shared, or those of another QKClip.
-        UnsupportedGradientError: If a layer is no plain linear one, or frozen.
+        InvalidValueError: If weights are shared, or belong to another optimizer or another QKClip.
+        UnsupportedGradientError: If a layer is not a plain linear one, or is frozen.
     """
     own, places = set(map(id, parameters_of(optimizer))), dict[int, list[str]]()
-    for name, module in model.named_modules():  # the names of each layer in its parents, of each parameter in layers
+    for name, module in model.named_modules():  # every path of each layer and of each parameter
         for kind, part in (*layer_slots(module).items(), *parameter_slots(module).items()):
             places.setdefault(id(part), []).append(f"{name}.{kind}".lstrip("."))
     for one in attentions:
@@ -697,11 +698,11 @@ def _check_weights(model: nn.Module, attentions: Sequence[_Attention], optimizer
         if one.query in _clipped:
             raise InvalidValueError(
                 f"the logits of {one.title} are clipped by another QKClip already: detach() that one first, or leave "
-                f"the attention alone with {one.left_alone}."
+                f"the attention unclipped with {one.left_alone}."
             )
         if isinstance(one.query, nn.MultiheadAttention) and one.query.bias_k is not None:
             raise UnsupportedGradientError(
-                f"{one.title} has add_bias_kv=True: a key that no projection makes. Leave it alone with "
+                f"{one.title} has add_bias_kv=True: a key that no projection makes. Leave it unclipped with "
                 f"{one.left_alone}."
             )
         for weight in one.weights().values():
@@ -714,14 +715,14 @@ def _check_weights(model: nn.Module, attentions: Sequence[_Attention], optimizer
             if id(weight) not in own:
                 raise InvalidValueError(
                     f"the projections of {one.title} are not parameters of this {type(optimizer).__name__}: expected "
-                    "the optimizer that steps them, made of the model as it is now. Where several optimizers share "
-                    f"them, make a QKClip for each with {one.left_alone} for those of others."
+                    "the optimizer that steps them, constructed from the present model. If several optimizers share "
+                    f"them, make a QKClip for each, with {one.left_alone} for those of others."
                 )
         for tied in (*one.layers, *(parameter for _, parameter in one.parameters())):
             names = places.get(id(tied), ())
             if len(names) > 1:
                 raise InvalidValueError(
                     f"{one.title} has a projection in several places, {' and '.join(names)}, where a rescaling would "
-                    "change what it is not meant to. Give each place a layer and a weight of its own, or leave the "
-                    "attention alone, None in projections."
+                    "have unintended effects. Give each place its own layer and weight, or leave the attention "
+                    "unclipped, None in projections."
                 )

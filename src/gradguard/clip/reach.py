@@ -1,4 +1,4 @@
-"""How far an optimizer moves the weights for each unit of a gradient, where that is known before it steps."""
+"""How far an optimizer moves the weights for each unit of a gradient, if that is known before the step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,20 +22,20 @@ class Reach:
 
     Attributes:
         groups: The optimizer's parameter groups.
-        rates: The distance for each of them.
+        rates: The distance for each group.
     """
 
     groups: Sequence[Mapping[str, Any]]
     rates: Sequence[float | Tensor]
 
     def longest_gradient(self, grads: Gradients, order: float = 2.0) -> Tensor:
-        r"""Return the largest norm of the gradients for which no step moves the weights by more than their own norm.
+        r"""Return the norm up to which gradients move the weights by no more than the weights' own norm.
 
         .. math:: \frac{\lVert (w_i)_{i:\, r_i > 0} \rVert}{\max_i r_i}
 
-        It is infinite if no rate is above 0, and where all
-        weights are 0 or one is not finite: then a share of their norm means nothing. Where processes hold parts of
-        the gradients this is one all-reduce, in which all of them take part. 0-dim, float64.
+        The result is infinite if no rate is above 0, or if all weights are 0 or one is not finite: a share of their
+        norm then means nothing. For sharded gradients this is one all-reduce, in which all ranks must take part.
+        0-dim, float64.
 
         Args:
             grads: The gradients, with their parameters.
@@ -49,7 +49,7 @@ class Reach:
             else torch.full((), rate, dtype=norms.dtype, device=norms.device)
             for rate in self.rates
         ]
-        if len(rates) > 1:  # weights that stand still are no part of what moves, nor are those of another stage
+        if len(rates) > 1:  # exclude weights with a rate of 0 or of another stage: this step does not move them
             rate_of = {id(p): rate for group, rate in zip(self.groups, rates, strict=True) for p in group["params"]}
             nothing = torch.zeros_like(rates[0])
             own = torch.stack([rate_of.get(id(p), nothing) for p in grads.parameters])
@@ -59,22 +59,22 @@ class Reach:
 
 
 def with_reach(grads: Gradients, clipper: Clipper, optimizer: Optimizer) -> Gradients:
-    """Return ``grads``, which are about to be clipped for a step of ``optimizer``, with its reach if a rule uses it."""
+    """Return ``grads`` with the reach of ``optimizer``, whose step follows, if a rule of ``clipper`` uses it."""
     if any(leaf.uses_reach for leaf in clipper.leaves()):
         return replace(grads, reach=reach_of(optimizer))
     return grads
 
 
 def reach_of(optimizer: Optimizer) -> Reach | None:
-    r"""Return the reach of ``optimizer`` with the rates of this step; None where it is not known.
+    r"""Return the reach of ``optimizer`` with the rates of this step; None if it is not known.
 
-    SGD moves the weights by :math:`\eta g` and, with momentum :math:`\beta` and dampening d, by a sum of earlier
-    gradients besides. Of gradients that do not depend on each other the root of the mean square of its steps is
+    SGD moves the weights by :math:`\eta g` and, with momentum :math:`\beta` and dampening d, also by a sum of earlier
+    gradients. For gradients that are independent of each other, the root mean square of its steps is
 
     .. math:: r = \frac{\eta (1 - d)}{\sqrt{1 - \beta^2}}
 
-    which lies between the value for gradients that are all equal and that for gradients whose sign alternates. It is
-    :math:`\eta` at least: the first step takes its gradient undamped.
+    This value is between that for equal gradients and that for gradients of alternating sign. It is at least
+    :math:`\eta`, because the first step takes its gradient undamped.
 
     Args:
         optimizer: The optimizer.

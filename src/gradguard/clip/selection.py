@@ -1,4 +1,4 @@
-"""Which parameters a user means: by name or glob pattern, by module, as a list, as an optimizer's param group."""
+"""The parameters that a user selects: by name or glob pattern, by module, as a list, as an optimizer's param group."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -14,19 +14,19 @@ Selection = str | Tensor | nn.Module | Mapping[str, Any] | Iterable["Selection"]
 """A name or glob pattern, a parameter, a module, an optimizer's param group, or an iterable of these."""
 
 MOST_NAMES = 20
-"""Names that a message lists."""
+"""The largest number of names in a message."""
 
 
 class Selector:
     """One selection, ready to be matched.
 
     Args:
-        selection: The selection as the user gave it.
+        selection: The user's selection.
         what: The argument's name, for messages.
 
     Raises:
-        InvalidTypeError: If the selection is of another type.
-        InvalidValueError: If it is empty.
+        InvalidTypeError: If the selection has another type.
+        InvalidValueError: If the selection is empty.
     """
 
     def __init__(self, selection: Selection, what: str) -> None:
@@ -39,21 +39,21 @@ class Selector:
             raise InvalidValueError(f"{what} is empty: expected a name pattern, a module or a list of parameters.")
 
     def __str__(self) -> str:
-        """Say what is selected, in words that are the same on all processes."""
+        """Describe the selection, with equal text on all ranks."""
         tensors = [f"a parameter of shape {tuple(t.shape)}" for t in self._tensors]
         return ", ".join([*self.patterns, *tensors, *(f"a {type(module).__name__}" for module in self._modules)])
 
     def __repr__(self) -> str:
-        """Return how to type the selection; of parameters and modules themselves only what they are."""
+        """Return the selection as source code; parameters and modules only as a description."""
         if str(self) != ", ".join(self.patterns):
             return f"<{self}>"
         return repr(self.patterns[0]) if len(self.patterns) == 1 else repr(tuple(self.patterns))
 
     def refuse_identities(self) -> None:
-        """Raise if parameters or modules are selected themselves: a process has only those of its pipeline stage.
+        """Raise if parameters or modules themselves are selected: a rank has only those of its pipeline stage.
 
         Raises:
-            InvalidTypeError: Saying what to pass.
+            InvalidTypeError: If there are any.
         """
         if self._tensors or self._modules:
             raise InvalidTypeError(
@@ -62,15 +62,15 @@ class Selector:
             )
 
     def ids(self) -> set[int]:
-        """Return the identities of the parameters that were not given by name."""
+        """Return the ids of the parameters that were not selected by name."""
         return {id(t) for t in (*self._tensors, *(p for module in self._modules for p in module.parameters()))}
 
     def fits(self, names: Iterable[str]) -> bool:
-        """Tell whether a pattern fits one of ``names``: the name itself, a glob, or a module that it is in."""
+        """Tell whether a pattern matches one of ``names``: the name itself, a glob, or a module that contains it."""
         return any(_fits(name, pattern) for pattern in self.patterns for name in names)
 
     def chosen(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> set[int]:
-        """Return the identities of what is selected: of ``tensors`` by their names, and all that was given itself."""
+        """Return the ids of all selected parameters: those of ``tensors`` by name, and those selected themselves."""
         return self.ids() | {
             id(t) for name, t in zip(names or (), tensors, strict=names is not None) if self.fits([name])
         }
@@ -79,12 +79,12 @@ class Selector:
         """Raise if a part of the selection matches nothing.
 
         Args:
-            tensors: The parameters that there are.
-            names: All names that there are.
+            tensors: The existing parameters.
+            names: All their names.
             complete: Whether ``tensors`` are all parameters; if not, one without a gradient may be missing.
 
         Raises:
-            InvalidValueError: Listing the names.
+            InvalidValueError: If a part matches nothing; the message lists the names.
         """
         for pattern in self.patterns:
             fitting = [name for name in names or () if _fits(name, pattern)]
@@ -126,13 +126,13 @@ class Selector:
 
 
 class KnownNames:
-    """Every name of each parameter, tied ones included; gradients alone tell only the first."""
+    """All names of each parameter, tied ones included; gradients alone carry only the first name."""
 
     def __init__(self) -> None:
         self._names: dict[int, list[str]] = {}
 
     def learn(self, parameters: Parameters) -> tuple[Sequence[str] | None, Sequence[Tensor]]:
-        """Remember all parameters; return their names and tensors."""
+        """Store the names of all parameters; return names and tensors."""
         names, tensors = named_tensors(parameters, "parameters")
         self._names = {}
         for name, tensor in zip(names or (), tensors, strict=names is not None):
@@ -145,12 +145,12 @@ class KnownNames:
             return [()] * len(grads.parameters)
         firsts = [grads.names[i] for i in grads.positions]
         known = [self._names.get(id(p), ()) for p in grads.parameters]
-        # An identity may have been used again since: then its names do not hold the one that came now.
+        # Another tensor may have the id of a dead one; the stored names then lack its name.
         return [all_of if first in all_of else (first,) for first, all_of in zip(firsts, known, strict=True)]
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Wrappers such as DistributedDataParallel hold the model as ``module``: a pattern may leave that out."""
+    """Tell whether ``pattern`` matches; it may omit the ``module.`` that wrappers such as DDP put before names."""
     return _fits_literally(name, pattern) or _fits_literally(name.removeprefix("module."), pattern)
 
 

@@ -1,4 +1,4 @@
-"""A clipper for the update of the weights, which an adaptive optimizer makes of the gradients."""
+"""A clipper for the update of the weights, which an adaptive optimizer computes from the gradients."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,51 +25,54 @@ from gradguard.tensors.tensor_admission import keeping_subnormals
 
 
 class ClipUpdate(OfOneOptimizer):
-    r"""Clip the update that ``optimizer`` makes of its gradients; the training loop stays as it is.
+    r"""Clip the update that ``optimizer`` computes from its gradients; the training loop does not change.
 
     .. math:: u = \frac{\theta_{t} - \mathrm{step}(\theta_{t})}{\eta}, \qquad
               \theta_{t+1} = \theta_{t} - \eta\, \mathrm{clip}(u)
 
     with the learning rate η of each parameter's group. A clip of gradients cannot bound the steps of an optimizer that
-    divides by a size of its own: Adam, Adafactor and Muon move the weights by as much after a clip as before, and Adam
-    by far more where a gradient grows a hundredfold while its average of squares is still small. The clipper sees u as
-    it would see gradients: any rule serves. `ClipByRMS` is Adafactor's, ``ClipAdaptive(0.1)`` holds each unit's u to a
+    normalises them itself: Adam, Adafactor and Muon move the weights by as much after a clip as before, and Adam by far
+    more if a gradient grows a hundredfold while its average of squares is still small. The clipper treats u as it would
+    treat gradients, so any rule works. `ClipByRMS` is Adafactor's, ``ClipAdaptive(0.1)`` bounds each unit's u by a
     share of its weights, ``ClipByMedian()`` follows the recent past.
 
     **Guarantees.**
 
-    * An element of the weights whose update is not clipped keeps the bits that the optimizer has given it. On the
-      CPU `ClipByGlobalNorm`, `ClipByNorm`, `ClipByRMS` and `ClipByValue` write nothing where they do not bind.
+    * An element of the weights whose update is not clipped keeps the bits that the optimizer gave it. On the CPU
+      `ClipByGlobalNorm`, `ClipByNorm`, `ClipByRMS` and `ClipByValue` write nothing if they do not bind.
     * The optimizer's state stays as its step wrote it, as in Adafactor: only the weights move by less.
     * With DDP, FSDP2 or tensor parallelism each step equals the step of one process with all weights.
     * It works together with a `Guard` on the same optimizer, in any order, under a GradScaler, with a closure, and with
-      optimizers that step inside backward: a step that is skipped stays skipped.
-    * The host does not wait for an accelerator, beyond what the clipper does.
+      optimizers that step inside backward: a skipped step stays skipped.
+    * It causes no host sync beyond those of the clipper.
 
     **Edge cases.**
 
     ==================================  ========================================================================
     case                                what happens
     ==================================  ========================================================================
-    weight decay, decoupled             is a part of the update, as :math:`\lambda\theta` beside the rest of u
-    a learning rate of 0                u is taken with a rate of 1; a negative one counts by its size
-    a rate that changes in the step     u is taken with the rate that the step began with
-    a step that a `Guard` skips         is an update of 0, which ``last`` tells and the clipper counts
-    groups of several learning rates    u is taken with the rate of each
+    weight decay, decoupled             is part of the update, as :math:`\lambda\theta` beside the rest of u
+    a learning rate of 0                u is computed with a rate of 1; a negative rate counts by its absolute value
+    a rate that changes in the step     u is computed with the rate at the start of the step
+    a step that a `Guard` skips         is an update of 0, which ``last`` shows and the clipper counts
+    groups of several learning rates    u is computed with the rate of each
     NaN or inf in an update             as the rule does for a gradient; the weights hold it. A `Guard` keeps such
                                         gradients from the optimizer
-    weights kept twice (a master copy)  only those that the optimizer has are held back, until it copies the others
+    weights kept twice (a master copy)  only the optimizer's own copy is clipped, until it is copied to the others
     ``copy.deepcopy(optimizer)``        the copy is not clipped; attach another `ClipUpdate`
     weights of 16 bits                  a clipped element is rounded once more
     weights of float16                  u is clipped in float32, and ``grad_dtype`` is then set to float16: set it anew
-                                        where such a model is converted later
-    a group without ``lr``              an error when it is made
+                                        if such a model is converted later
+    a group without ``lr``              an error when the `ClipUpdate` is made
     several evaluations of a closure    the whole step is one update
     ==================================  ========================================================================
 
-    **Memory.** Twice the weights of this process (three times those of float16), as long as it acts. While it clips,
-    some three times the largest tensor, and another copy of the weights for a rule that looks at them or is one of your
-    own.
+    **Memory.** Twice the weights of this process (three times those of float16), as long as it is attached. During a
+    clip, some three times the largest tensor, and another copy of the weights for a rule that reads them or is one of
+    your own.
+
+    Args:
+        optimizer: Any `torch.optim.Optimizer`. For a wrapper, pass the optimizer inside, ``wrapper.optimizer``.
 
     Args:
         optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
@@ -86,7 +89,7 @@ class ClipUpdate(OfOneOptimizer):
 
     Raises:
         InvalidTypeError: If ``optimizer`` cannot be hooked or is a wrapper, or ``clipper`` is not a clipper.
-        InvalidValueError: If ``model`` shares no parameter with it, or a group has no learning rate.
+        InvalidValueError: If ``model`` shares no parameter with the optimizer, or a group has no learning rate.
 
     Example:
         >>> import gradguard as gg, torch
@@ -102,7 +105,7 @@ class ClipUpdate(OfOneOptimizer):
         Shazeer, Stern (2018), Adafactor: adaptive learning rates with sublinear memory cost, arXiv
         1804.04235, section 6.
         Wortsman et al. (2023), Stable and low-precision training for large-scale vision-language models, arXiv
-        2304.13013 (StableAdamW, which measures the gradient over Adam's root of squares in place of its update).
+        2304.13013 (StableAdamW, which measures the gradient over Adam's root of squares instead of the update).
     """
 
     def __init__(
@@ -122,17 +125,17 @@ class ClipUpdate(OfOneOptimizer):
         self.optimizer, self.last = optimizer, cast("ClipResult | None", None)
         self._guarded = GuardedParameters(optimizer, self.clipper, model, stages)
         self._moving: list[_Moving] = []
-        self._rates: list[float | Tensor] = []  # of the step that is running, for each parameter
+        self._rates: list[float | Tensor] = []  # of the running step, for each parameter
         take(self)
         self._hooks = EveryStep(lambda *_: None, self._after, optimizer=optimizer, enter=self._enter)
 
     def __repr__(self) -> str:
-        """Return the call that makes such a clip, of what is called ``optimizer`` and ``model`` here."""
+        """Return the constructor call, with the names ``optimizer`` and ``model``."""
         model = "" if self._guarded.model is None else ", model=model"
         return f"ClipUpdate(optimizer, {self.clipper!r}{model})"
 
     def detach(self) -> None:
-        """Stop acting, for good; may be repeated."""
+        """Stop clipping, for good; may be repeated."""
         self._hooks.remove()
         give_back(self)
         self._moving, self._rates = [], []
@@ -142,13 +145,13 @@ class ClipUpdate(OfOneOptimizer):
         return {"clipper": self.clipper.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Args:
             state_dict: A state that `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is not a state of a `ClipUpdate`.
+            InvalidValueError: If it is not the state of a `ClipUpdate`.
         """
         if not isinstance(state_dict, dict) or set(state_dict) != {"clipper"}:
             raise InvalidValueError(
@@ -158,12 +161,12 @@ class ClipUpdate(OfOneOptimizer):
 
     @torch.no_grad()
     def _enter(self, optimizer: Optimizer, closure: bool) -> None:
-        """Keep the weights, and the learning rates by which the step will move them."""
+        """Store the weights, and the learning rates by which the step will move them."""
         del optimizer, closure
         parameters = parameters_of(self.optimizer)
         if is_in_backward():
             refuse_in_backward(self.clipper, parameters, self._guarded.stages)
-        self._guarded.look()
+        self._guarded.refresh()
         self._rates = _learning_rates(self.optimizer)
         known = {id(one.parameter): one for one in self._moving if one.fits()}
         if list(known) != list(map(id, parameters)):
@@ -187,7 +190,7 @@ class ClipUpdate(OfOneOptimizer):
             with refused_by_name(grads):
                 decision = self.clipper.decide(grads)
             self.last, bad = decision.result, decision.result.clipped | decision.result.nonfinite
-            # Whether a member of a composition binds may show only when those before it have written.
+            # In a composition, whether a later member binds may be known only after the earlier ones have written.
             if type(self.clipper) in _OF_GRADIENTS_ALONE and are_readable(bad) and not bool(bad):
                 return
             decision.apply()
@@ -196,12 +199,12 @@ class ClipUpdate(OfOneOptimizer):
 
 
 _OF_GRADIENTS_ALONE = (ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue)
-"""Rules that look at no weight, and change nothing on a step on which they do not bind."""
+"""Rules that read no weight, and change nothing on a step on which they do not bind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moving:
-    """A parameter, with memory for what it was before the step and for its update, laid out as it is."""
+    """A parameter, with buffers for its value before the step and for its update."""
 
     parameter: Tensor
     before: Tensor
@@ -209,23 +212,23 @@ class _Moving:
 
     @staticmethod
     def of(parameter: Tensor) -> "_Moving":
-        """Return memory for one; the update of float16 is in float32, whose range a change over a small rate needs."""
+        """Allocate the buffers; float16 gets a float32 update, whose range a change over a small rate needs."""
         dtype = parameter.grad_dtype or parameter.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         return _Moving(parameter, torch.empty_like(parameter), torch.empty_like(parameter, dtype=dtype))
 
     def fits(self) -> bool:
-        """Tell whether the memory is still like the parameter."""
+        """Tell whether the buffers still match the parameter."""
         own, now = self.before, self.parameter
         alike = (own.shape, own.dtype, own.device) == (now.shape, now.dtype, now.device)
         return alike and not own.is_inference()
 
     def measure(self, rate: float | Tensor) -> None:
-        """Set the update to what the step has taken from the weights, over the learning rate."""
+        """Set ``update`` to the change of the weights in the step, over the learning rate."""
         local_part(self.update).copy_(self._over(rate))
 
     def write(self, rate: float | Tensor) -> None:
-        """Let the parameter be what the update makes of it; where the update is as `measure` set it, it is that."""
+        """Move the parameter by the clipped update; keep elements whose update is as `measure` set it."""
         before, after, update = map(local_part, (self.before, self.parameter, self.update))
         moved = before - update * rate
         after.copy_(torch.where(update == self._over(rate), after, moved))
@@ -237,7 +240,7 @@ class _Moving:
 
 @contextmanager
 def _in_place_of_gradients(moving: Sequence[_Moving]) -> Iterator[None]:
-    """Let the updates stand where the gradients do: a `Chain` looks there again after a member has written."""
+    """Put the updates in place of the gradients: after a member of a `Chain` has written, the next one reads there."""
     gradients = [(one.parameter, one.parameter.grad, one.parameter.grad_dtype) for one in moving]
     try:
         for one in moving:
@@ -257,7 +260,7 @@ def _set_gradient(parameter: Tensor, gradient: Tensor | None, dtype: torch.dtype
 
 @contextmanager
 def _as_before(moving: Sequence[_Moving]) -> Iterator[None]:
-    """Let the parameters be what they were before the step: a rule may compare an update with its weights."""
+    """Restore the weights from before the step for a while: a rule may compare an update with its weights."""
     places = [local_part(one.parameter) for one in moving]
     after = [place.clone() for place in places]
     try:
@@ -270,10 +273,10 @@ def _as_before(moving: Sequence[_Moving]) -> Iterator[None]:
 
 
 def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
-    """Return the size of the learning rate of each parameter of ``optimizer``, 1 in place of 0: nothing moves there.
+    """Return the absolute learning rate of each parameter of ``optimizer``; 1 in place of 0, which moves nothing.
 
     Raises:
-        InvalidValueError: If a group has none.
+        InvalidValueError: If a group has no learning rate.
     """
     rates: list[float | Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -281,7 +284,7 @@ def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
         if not isinstance(rate, int | float | Tensor):
             raise InvalidValueError(
                 f"param_groups[{number}] of this {type(optimizer).__name__} has lr={rate!r}: expected a learning rate, "
-                "because updates are clipped in units of it. Give the group a number; group['lr'] = 1.0 if the "
+                "because updates are clipped in units of it. Give the group a number; use group['lr'] = 1.0 if the "
                 "optimizer chooses the size of its steps by itself."
             )
         if isinstance(rate, Tensor):

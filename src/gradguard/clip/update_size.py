@@ -1,4 +1,4 @@
-"""How far a step moves the weights: found before it by a rehearsal on copies, or after it by comparison."""
+"""How far a step moves the weights: measured before the step on copies, or after it by comparison."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ def rehearsed_update(optimizer: Optimizer, coefficient: Tensor) -> Tensor:
 
     .. math:: \lVert \theta_t - \mathrm{step}(\theta_t, c\,g) \rVert_2
 
-    Each tensor is stepped by itself, as a copy with copies of its gradient and of its state, so that memory is that of
-    the largest tensor. No hook runs.
+    Each tensor is stepped separately, on copies of the tensor, its gradient and its state, so the extra memory is that
+    of the largest tensor. No hook runs.
 
     Args:
-        optimizer: An optimizer of `torch.optim` that treats each tensor by itself.
-        coefficient: c, what the clip multiplies gradients by.
+        optimizer: An optimizer of `torch.optim` that updates each tensor independently.
+        coefficient: c, the clip's factor of the gradients.
 
     Returns:
         0-dim, on the device of the gradients.
@@ -51,7 +51,7 @@ def rehearsed_update(optimizer: Optimizer, coefficient: Tensor) -> Tensor:
 def _alone(
     optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor, state: dict[str, Any]
 ) -> tuple[Tensor, Optimizer]:
-    """Return a copy of a parameter, with this gradient, and an optimizer of it alone."""
+    """Return a copy of a parameter, with this gradient, and an optimizer for that copy alone."""
     moved = parameter.detach().clone().requires_grad_()
     moved.grad = gradient
     rehearsal = object.__new__(type(optimizer))
@@ -62,13 +62,13 @@ def _alone(
 
 
 def _step(rehearsal: Optimizer) -> None:
-    unwrap(type(rehearsal).step)(rehearsal)  # without what calls hooks
+    unwrap(type(rehearsal).step)(rehearsal)  # the undecorated step runs no hooks
 
 
 def _settled(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, size: float) -> Tensor:
-    """Return what steps 11 to 21 add to a copy of the parameter, all with a gradient of ``size`` in each element."""
+    """Return the sum of steps 11 to 21 on a copy of the parameter, with gradients whose elements are all ``size``."""
     moved, rehearsal = _alone(optimizer, group, parameter, torch.full_like(parameter, size), {})
-    for name, value in vars(optimizer).items():  # a step may write to what the optimizer keeps beside its state
+    for name, value in vars(optimizer).items():  # a step may write to attributes of the optimizer, too
         if isinstance(value, dict | list) and name not in ("param_groups", "state"):
             setattr(rehearsal, name, copy(value))
     for _ in range(10):
@@ -85,17 +85,18 @@ def scale_sensitive_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
     .. math:: \lVert \mathrm{step}(2 g) - \mathrm{step}(g) \rVert > \tfrac{1}{10} \lVert \mathrm{step}(g) \rVert
 
-    Steps are measured, not inferred from a name: for each group a tensor of ones, of the shape of its smallest, takes
-    steps with gradients of 1 and of 2, each from a fresh state, without weight decay and at a learning rate of 1. Steps
-    11 to 21 are compared: RAdam begins as SGD does. A factor that all gradients of a run have doubles the steps of SGD,
-    and changes none of Adam, Adafactor, Lion or Muon. A clip of a *few* steps changes theirs as well, by what it leaves
-    in their averages: this says where a clip bounds the step itself.
+    Steps are measured, not inferred from a name. For each group, a tensor of ones with the shape of the group's
+    smallest tensor takes steps with gradients of 1 and of 2. Each series starts from a fresh state, without weight
+    decay and at a learning rate of 1. Steps 11 to 21 are compared, because RAdam begins as SGD does. A constant factor
+    of all gradients doubles the steps of SGD but does not change those of Adam, Adafactor, Lion or Muon. A clip of only
+    a *few* steps changes their steps too, through their averages: this function shows where a clip bounds the step
+    itself.
 
     Args:
-        optimizer: The optimizer; its step may be called without a closure.
+        optimizer: The optimizer; its step must not require a closure.
 
     Returns:
-        The entries of ``optimizer.param_groups``, for `Groups`. None may be.
+        The entries of ``optimizer.param_groups``, for `Groups`; possibly none.
 
     Raises:
         InvalidTypeError: If steps on one tensor of ones are not possible, or move nothing.
@@ -120,9 +121,9 @@ def scale_sensitive_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
             change = float(torch.linalg.vector_norm(twice - once)) / float(torch.linalg.vector_norm(once))
         except Exception as error:
             raise InvalidTypeError(
-                f"steps of this {type(optimizer).__name__} on one tensor of ones are not possible, or move nothing: "
-                f"{error}. Name the groups that a clip is to act on, gg.Groups([(optimizer.param_groups[0], ...)], "
-                "rest=None)."
+                f"a trial step of this {type(optimizer).__name__} on one tensor of ones is not possible, or moves "
+                f"nothing: {error}. Name the groups that a clip is to act on, "
+                "gg.Groups([(optimizer.param_groups[0], ...)], rest=None)."
             ) from error
         if change > 0.1:
             found.append(group)
@@ -130,7 +131,7 @@ def scale_sensitive_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class UpdateSize:
-    """The norm of the update of a step, measured after it by a copy of this process' weights.
+    """Measures the norm of a step's update after the step, from a copy of this rank's weights.
 
     Args:
         parameters: The parameters of the optimizer.
@@ -141,13 +142,13 @@ class UpdateSize:
 
     @torch.no_grad()
     def measure(self, grads: Gradients) -> Tensor:
-        """Return the 2-norm of the update of the weights of ``grads``, over all processes; 0-dim.
+        """Return the 2-norm of the update of the weights of ``grads``, over all ranks; 0-dim.
 
         Args:
             grads: The gradients of the step.
         """
         moved: list[Tensor] = []
         for parameter, gradient in zip(grads.parameters, grads.gradients, strict=True):
-            before = self._before.get(id(parameter))  # None of one that another pipeline stage has
+            before = self._before.get(id(parameter))  # None for a parameter of another pipeline stage
             moved.append(gradient[:0] if before is None else local_part(parameter).detach() - before)
         return norm_of_norms(grads.added_up(tensor_norms(moved)))

@@ -1,1 +1,1 @@
-"""The one floor that knows of `torch.distributed`: process groups, shards, and the one all-reduce of the norms."""
+"""The only folder that uses `torch.distributed`: process groups, shards, and the one all-reduce of the norms."""

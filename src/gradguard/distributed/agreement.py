@@ -1,4 +1,4 @@
-"""Check, when a plan is made, that all processes list the same gradients; name the processes that are missing."""
+"""Check, when a plan is made, that all ranks list the same gradients; name the ranks that are missing."""
 
 import hashlib
 import json
@@ -22,22 +22,22 @@ from gradguard.torch_private import default_store, device_types_of
 from gradguard.words import listed
 
 _PATIENCE = 5.0
-"""Seconds that, after a failure, the others may take to say that they have failed too."""
+"""Seconds that a rank waits, after a failure, for the other ranks to report theirs."""
 
 _SLOW = 2.0
-"""Seconds that a collective may take before the processes that wait for it tell with which lists they came."""
+"""Seconds in a collective after which the waiting ranks publish their lists."""
 
 _LONG = 30.0
-"""Seconds after which one of those that wait names the processes that have not come."""
+"""Seconds in a collective after which a waiting rank warns about the missing ones."""
 
 _LONGEST_BETWEEN = 30.0
-"""Seconds between two looks at what they have told."""
+"""The longest pause between two reads of the published lists, in seconds."""
 
 _IN_A_WORD = 32
-"""Processes whose presence one number in the store tells."""
+"""How many ranks report their presence in one integer of the store."""
 
 _LISTS = 64
-"""Different lists that are kept in the store: two that differ are enough for a message."""
+"""How many different lists the store keeps: two that differ are enough for a message."""
 
 _OUT_OF_STEP = (
     "The process group cannot be used any more, because its ranks still wait in different collectives: end the program."
@@ -46,11 +46,11 @@ _OUT_OF_STEP = (
 _failures: Counter[str] = Counter()  # of each process group
 _calls: Counter[str] = Counter()
 _last_numbers = [0]
-"""The number of the last agreement."""
+"""The number of the last agreement, in a list so that functions can change it."""
 
 
 def device_of(group: Any, wanted: torch.device) -> torch.device:
-    """Return a device on which ``group`` can all-reduce: ``wanted`` if it can, else its accelerator or CPU."""
+    """Return a device on which ``group`` can all-reduce: ``wanted`` if possible, else its accelerator or CPU."""
     kinds = device_types_of(group)
     if wanted.type in kinds:
         return wanted
@@ -60,14 +60,14 @@ def device_of(group: Any, wanted: torch.device) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The agreement of all processes of a union.
+    """The agreement of all ranks of a union.
 
     Attributes:
-        wishes: The wishes that at least one process has.
-        number: The number of the agreement, new and the same on all processes.
-        senders: One process of each stage, by its rank in the union: a stage is known by the first rank that it has.
-        lengths: How long the text of its list is, by stage.
-        text: The list of this process and its details, as JSON.
+        wishes: The wishes that at least one rank has.
+        number: The number of the agreement, new and equal on all ranks.
+        senders: One rank of each stage, as its rank in the union; a stage is identified by its first rank.
+        lengths: The length of each stage's ``text``.
+        text: The list of this rank and its details, as JSON.
     """
 
     wishes: Sequence[bool]
@@ -80,23 +80,23 @@ class Agreement:
 def agree(
     union: ReductionGroup, signature: Sequence[str], wishes: Sequence[bool], device: torch.device, details: Any = None
 ) -> Agreement:
-    """Make sure that all processes of a stage have the same list.
+    """Check that all ranks of a stage have the same list.
 
-    One all-gather of a few numbers; only where they differ, two lists that do are exchanged as well.
+    This is one all-gather of a few numbers. Only if they differ, two differing lists are exchanged as well.
 
     Args:
-        union: Who takes part.
-        signature: A description of each listed tensor, in words that are the same on all processes of a stage.
-        wishes: Wishes of this process.
-        device: Where the all-gather happens.
-        details: Further values that must be the same on all processes of a stage; JSON can hold them.
+        union: The ranks that take part.
+        signature: A description of each listed tensor, as text that is equal on all ranks of a stage.
+        wishes: Wishes of this rank.
+        device: The device of the all-gather.
+        details: Further values that must be equal on all ranks of a stage; JSON must be able to hold them.
 
     Returns:
         The agreement.
 
     Raises:
-        DistributedError: On every process, naming one that differs from the first of its stage, and how; or naming
-            those that did not come.
+        DistributedError: On every rank. The message names a rank that differs from the first one of its stage, and the
+            difference; or the ranks that are missing.
     """
     text = json.dumps([signature, details]).encode()
     numbers = [min(union.stage), _digest(text), len(text), _last_numbers[0] + 1, *wishes]
@@ -104,9 +104,9 @@ def agree(
     table = mine.repeat(dist.get_world_size(union.group), 1)
     if len(table) > 1:
         gather = partial(dist.all_gather, list(table.unbind()), mine, group=union.group)
-        together(gather, union, signature, on_host=table.is_cpu, compares=True)
+        run_collective(gather, union, signature, on_host=table.is_cpu, compares=True)
     table = table.cpu()
-    stages, of_stage = table[:, 0].unique(return_inverse=True)  # no list in Python is as long as the world
+    stages, of_stage = table[:, 0].unique(return_inverse=True)  # tensors: the world may have thousands of ranks
     rows = torch.arange(len(table), device="cpu")
     first = torch.full_like(stages, len(table)).scatter_reduce(0, of_stage, rows, "amin")
     others = (table[:, :3] != table[first[of_stage], :3]).any(dim=1).nonzero()
@@ -126,16 +126,16 @@ def _digest(text: bytes) -> int:
 
 
 def texts_of(union: ReductionGroup, mine: bytes, lengths: Mapping[int, int], device: torch.device) -> list[bytes]:
-    """Return the texts of some processes on all: one all-reduce, as long as these texts are together.
+    """Return the texts of some ranks on all ranks: one all-reduce, as long as these texts together.
 
     Args:
-        union: Who takes part.
-        mine: The text of this process.
-        lengths: The lengths of those that are wanted, by their processes' ranks in the union.
-        device: Where the all-reduce happens.
+        union: The ranks that take part.
+        mine: The text of this rank.
+        lengths: The lengths of the wanted texts, by the rank in the union.
+        device: The device of the all-reduce.
 
     Returns:
-        Their texts, in this order.
+        The texts, in this order.
     """
     sizes = list(lengths.values())
     buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -143,12 +143,12 @@ def texts_of(union: ReductionGroup, mine: bytes, lengths: Mapping[int, int], dev
     for sender, part in zip(lengths, buffer.split(sizes), strict=True):
         if sender == me:
             part.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    together(partial(dist.all_reduce, buffer, group=union.group), union, [], on_host=buffer.is_cpu)
+    run_collective(partial(dist.all_reduce, buffer, group=union.group), union, [], on_host=buffer.is_cpu)
     return [bytes(part.tolist()) for part in buffer.split(sizes)]
 
 
 def details_of_stages(union: ReductionGroup, agreement: Agreement, device: torch.device) -> list[Any]:
-    """Return the details of every stage, in the order of their first ranks: those of one process of each are sent."""
+    """Return the details of every stage, in the order of their first ranks; one rank of each stage sends them."""
     if len(agreement.senders) == 1:
         return [json.loads(agreement.text)[1]]
     lengths = {agreement.senders[stage]: agreement.lengths[stage] for stage in sorted(agreement.senders)}
@@ -156,17 +156,19 @@ def details_of_stages(union: ReductionGroup, agreement: Agreement, device: torch
 
 
 def gather_objects(union: ReductionGroup, value: Any, signature: Sequence[str] = (), task: str = "") -> list[Any]:
-    """Return the ``value`` of every process of the union, by its rank there; for the rest see `together`."""
+    """Return the ``value`` of every rank of the union, in order of rank; the rest as for `run_collective`."""
     found: list[Any] = [None] * dist.get_world_size(union.group)
     if len(found) == 1:
         return [value]
     if find_spec("numpy") is None:
         raise MissingPackageError("PyTorch needs NumPy to exchange objects between processes: pip install numpy")
-    together(lambda async_op: dist.all_gather_object(found, value, group=union.group), union, signature, task=task)
+    run_collective(
+        lambda async_op: dist.all_gather_object(found, value, group=union.group), union, signature, task=task
+    )
     return found
 
 
-def together(
+def run_collective(
     collective: Callable[..., Any],
     union: ReductionGroup,
     signature: Sequence[str],
@@ -176,21 +178,21 @@ def together(
     task: str = "",
     compares: bool = False,
 ) -> None:
-    """Run a collective; if it fails, say which processes did not come or came with something else.
+    """Run a collective; if it fails, name the ranks that are missing or came with something else.
 
-    Where the host waits for it, it also says so when processes are seen to wait with different lists.
+    If the host waits for the collective, the wait also ends when ranks are found to wait with different lists.
 
     Args:
-        collective: Starts it; called with ``async_op``.
-        union: Who takes part.
+        collective: Starts the collective; called with ``async_op``.
+        union: The ranks that take part.
         signature: A description of each listed tensor.
         known: Whether the list was agreed on before.
-        on_host: Whether the host waits for it.
+        on_host: Whether the host waits for the collective.
         task: The purpose, such as "save a snapshot"; a clip if it is empty.
-        compares: Whether what it gathers tells all processes whether their lists differ.
+        compares: Whether the collective itself shows every rank whether the lists differ.
 
     Raises:
-        DistributedError: If it fails, after the time-out of the process group at the latest.
+        DistributedError: If the collective fails, at the latest after the time-out of the process group.
     """
     name = str(getattr(union.group, "group_name", ""))
     _calls[name] += 1
@@ -208,7 +210,7 @@ def together(
 def _difference_while_waiting(
     work: Any, union: ReductionGroup, signature: Sequence[str], known: bool, number: int, task: str, compares: bool
 ) -> str | None:
-    """Wait for ``work``; where it takes long and another process waits with another list, say so instead."""
+    """Wait for ``work``; return a difference if the wait is long and another rank waits with another list."""
     ranks = dist.get_process_group_ranks(union.group)
     store, seconds, waited = None, _SLOW, 0.0
     while True:
@@ -216,18 +218,18 @@ def _difference_while_waiting(
             work.wait(timedelta(seconds=seconds))
             return None
         if work.is_completed():
-            work.wait()  # which raises what went wrong, if anything
+            work.wait()  # raises if the collective failed
             return None
         waited += seconds
-        with suppress(Exception):  # the store may have gone with rank 0
+        with suppress(Exception):  # rank 0 may have ended, and the store with it
             if store is None:
                 name = str(getattr(union.group, "group_name", ""))
                 store = dist.PrefixStore(f"gradguard/{name}/call/{number}", default_store())
-                _tell_presence(store, ranks)
-                tell_list(store, union, signature, known)
-            difference = told_difference(store)
+                _report_presence(store, ranks)
+                publish_list(store, union, signature, known)
+            difference = published_difference(store)
             if difference is not None:
-                if compares:  # where all are there now, all go on to compare lists: one that gave up would be missing
+                if compares:  # give all ranks time to compare their lists: a rank that left now would count as missing
                     with suppress(RuntimeError):
                         work.wait(timedelta(seconds=2 * seconds))
                         return None
@@ -267,17 +269,17 @@ def _what_to_do(task: str) -> str:
 
 
 def warn_of_waiting(store: Any, waited: float, who: Callable[[], str], what: str) -> None:
-    """Warn of a wait of half a minute, on one of the processes that wait.
+    """Warn of a wait of half a minute, on one of the waiting ranks.
 
     Args:
-        store: A store that the processes of this wait share, and no other wait.
+        store: A store that the ranks of this wait share, and no other wait.
         waited: Seconds so far.
-        who: Returns a sentence on the processes that have not come.
-        what: The advice: an action that all processes must take.
+        who: Returns a phrase that names the missing ranks.
+        what: The advice: an action that all ranks must take.
     """
     if waited < _LONG or store.add("warned", 1) > 1:
         return
-    with suppress(Warning):  # a process that has told its presence must not leave where warnings are errors
+    with suppress(Warning):  # a rank that has reported its presence must stay, even if warnings are errors
         warnings.warn(
             f"gradguard: rank {dist.get_rank()} has waited {waited:.0f} s for {who()} to come. {what}. The wait ends "
             "with an error after the time-out of the process group.",
@@ -290,7 +292,7 @@ def _ranks_missing(store: Any, ranks: Sequence[int]) -> str:
 
 
 def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError, task: str) -> str:
-    """Ask the others, through the store that they met in, what they were about to do."""
+    """Return an error message, after asking the other ranks through the store what they were about to do."""
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     aim, also = (f"{task} together", "") if task else ("add up their norms", ", also one that has no gradients")
     general = f"the processes could not {aim}. {_what_to_do(task)}{also}. ({cause})"
@@ -299,9 +301,9 @@ def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: Runt
         _failures[name] += 1
         store = dist.PrefixStore(f"gradguard/{name}/{_failures[name]}", default_store())
         found = _survey(store, union, signature)
-    except dist.DistNetworkError:  # the store has gone with the process that kept it, or whose launcher did
+    except dist.DistNetworkError:  # the store ended with the process that hosted it, or with its launcher
         found = {"missing": "0"} if me and 0 in dist.get_process_group_ranks(union.group) else {}
-    except Exception:  # whatever else, the first error is the one to tell
+    except Exception:  # report the first error, whatever happened to the survey
         return general
     if found.get("missing"):
         when = f"when rank {me} came to {task}" if task else f"on rank {me}'s clip"
@@ -312,19 +314,19 @@ def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: Runt
 
 
 def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapping[str, Any]:
-    """Who has failed as well, and with which lists: the first to come waits for the others and tells them."""
-    # Thousands share one store: each process writes and reads a few numbers, however many there are.
-    if store.check(["found"]):  # it comes much later than the others, who have gone
+    """Return which ranks are missing and how lists differ; the first rank here collects this for the others."""
+    # Thousands of ranks share one store: each writes and reads a few numbers, however many ranks there are.
+    if store.check(["found"]):  # this rank is much later than the others, which have ended their survey
         return {}
     ranks = dist.get_process_group_ranks(union.group)
-    _tell_presence(store, ranks)
-    tell_list(store, union, signature)
+    _report_presence(store, ranks)
+    publish_list(store, union, signature)
     if store.add("came", 1) > 1:
         store.wait(["found"], timedelta(seconds=3 * _PATIENCE))
         return json.loads(store.get("found"))
     _wait_for_all(store, len(ranks))
     found: dict[str, Any] = {"missing": listed(_missing(store, ranks), MOST_RANKS)}
-    difference = told_difference(store)
+    difference = published_difference(store)
     if difference is not None:
         found["difference"] = difference
     store.set("found", json.dumps(found))
@@ -332,7 +334,7 @@ def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapp
 
 
 def _wait_for_all(store: Any, count: int) -> None:
-    """Wait until all have come, nobody has for a while, or twice as long is over."""
+    """Wait until all ranks are here, no rank has come for ``_PATIENCE``, or twice that time is over."""
     start = last = time.monotonic()
     came = 0
     while came < count and time.monotonic() < min(last + _PATIENCE, start + 2 * _PATIENCE):
@@ -341,19 +343,19 @@ def _wait_for_all(store: Any, count: int) -> None:
         last = time.monotonic() if came > before else last
 
 
-def _tell_presence(store: Any, ranks: Sequence[int]) -> None:
+def _report_presence(store: Any, ranks: Sequence[int]) -> None:
     at = ranks.index(dist.get_rank())
     store.add(f"here/{at // _IN_A_WORD}", 1 << at % _IN_A_WORD)
 
 
 def _missing(store: Any, ranks: Sequence[int]) -> list[int]:
-    """The ranks that have not told their presence, by now."""
+    """Return the ranks that have not reported their presence so far."""
     words = [store.add(f"here/{i}", 0) for i in range((len(ranks) - 1) // _IN_A_WORD + 1)]
     return [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
 
 
-def tell_list(store: Any, union: ReductionGroup, signature: Sequence[str], known: bool = False) -> None:
-    """Write into ``store`` what this process is about to clip, unless one of its stage has written the same."""
+def publish_list(store: Any, union: ReductionGroup, signature: Sequence[str], known: bool = False) -> None:
+    """Publish this rank's list in ``store``, unless a rank of its stage has published the same one."""
     if not signature:
         return
     stage = min(union.stage)
@@ -364,11 +366,11 @@ def tell_list(store: Any, union: ReductionGroup, signature: Sequence[str], known
         store.set(f"list/{number}", json.dumps([stage, dist.get_rank(), list(signature), known]))
 
 
-def told_difference(store: Any) -> str | None:
-    """Return how two of the lists that processes of one stage have told differ; None if none do."""
+def published_difference(store: Any) -> str | None:
+    """Return how two published lists of one stage differ; None if none do."""
     first_of: dict[int, tuple[int, list[str], bool]] = {}
     for number in range(1, min(store.add("lists", 0), _LISTS) + 1):
-        if not store.check([f"list/{number}"]):  # it is about to be written
+        if not store.check([f"list/{number}"]):  # its writer has only reserved the number yet
             continue
         stage, *its = json.loads(store.get(f"list/{number}"))
         if stage in first_of:

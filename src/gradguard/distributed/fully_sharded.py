@@ -1,4 +1,4 @@
-"""FSDP2: the processes that a model is spread over, and layers that a run for another purpose has left gathered."""
+"""FSDP2: the ranks over which a model is sharded, and layers that a trial run leaves gathered."""
 
 import sys
 from typing import Any
@@ -23,15 +23,15 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def group_of_fully_sharded(model: nn.Module) -> Any:
-    """Return the group of all processes over which ``fully_shard`` has spread ``model``; None where nothing is spread.
+    """Return the group of all ranks over which ``fully_shard`` has sharded ``model``; None if nothing is sharded.
 
-    On each of them the layers see other samples and the whole parameters: sums over samples are right when they are
-    added up over this group, of FSDP and of HSDP alike.
+    Each of these ranks computes with other samples and whole parameters. A sum over samples is therefore right if it is
+    reduced over this group, with FSDP and with HSDP.
 
     Raises:
-        UnsupportedGradientError: If a parameter is spread in another way: where each process computes with a part of
-            it (tensor parallelism), none has the gradient of a sample.
-        InvalidValueError: If no process group holds all of the processes.
+        UnsupportedGradientError: If a parameter is sharded in another way. If each rank computes with a part of it
+            (tensor parallelism), no rank has the gradient of a sample.
+        InvalidValueError: If no process group holds all of the ranks.
     """
     named = list(model.named_parameters())
     if not any(is_sharded(p) for _, p in named):
@@ -51,37 +51,37 @@ def _check(name: str, parameter: Any, held: dict[int, Any]) -> None:
     if not is_sharded(parameter):
         raise UnsupportedGradientError(
             f"{name} is not sharded, and others are: {_EXPECTED} Make the clipper before the first "
-            "forward, or after model.reshard(), while no layer is gathered."
+            "forward, or after model.reshard(), so that no layer is gathered."
         )
     how = ", ".join(map(repr, parameter.placements))
     names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
     if held.get(id(parameter)) != parameter.device_mesh:
         raise UnsupportedGradientError(
-            f"{name} is spread as [{how}] over the mesh dimensions {list(names)}, and not by fully_shard alone: where "
+            f"{name} is spread as [{how}] over the mesh dimensions {list(names)}, and not by fully_shard alone. If "
             "layers compute with parts of their parameters, as in tensor parallelism, no process has the gradient of a "
             f"sample: {_EXPECTED}"
         )
 
 
 class GatheredLayers:
-    """Which layers in a model are gathered now, so that `shard_again` gives those back that are gathered later.
+    """The layers of a model that are sharded now; `shard_again` reshards those that are gathered later.
 
-    A layer that stays gathered after its forward (``reshard_after_forward=False``, or the root of others) believes that
-    the model has its whole parameters, whatever is put back into it.
+    A layer that stays gathered after its forward (``reshard_after_forward=False``, or the root of others) assumes that
+    the module holds whole parameters, even if sharded ones were put back.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._sharded = [(unit, module, slot) for unit, module, slot in _own_slots(model) if _holds(module, slot)]
 
     def shard_again(self) -> None:
-        """Let the layers that were not gathered then be so no longer."""
+        """Reshard the layers that were sharded at construction and are gathered now."""
         units: dict[int, Any] = {id(unit): unit for unit, module, slot in self._sharded if not _holds(module, slot)}
         for unit in units.values():
             unit.reshard()
 
 
 def _own_slots(model: nn.Module) -> list[tuple[Any, nn.Module, str]]:
-    """Each place of a parameter, with the layer nearest to it, upwards, that was sharded as one."""
+    """Return each parameter's module and name there, with the nearest enclosing module that was sharded."""
     found: list[tuple[Any, nn.Module, str]] = []
     units: dict[str, nn.Module | None] = {}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Process groups: who is in one, what a model is spread over, and sums over it."""
+"""Process groups: their ranks, the group over which a model is spread, and sums over a group."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +19,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def stop_synchronizing(model: nn.Module) -> Callable[[], None]:
-    """Keep DistributedDataParallel from talking to other processes in forward and backward.
+    """Keep DistributedDataParallel from communicating in forward and backward.
 
-    Processes may then run it a different number of times without waiting for one another.
+    Ranks may then run it a different number of times without waiting for one another.
 
     Returns:
-        A function that undoes it.
+        A function that turns communication on again.
     """
     if not isinstance(model, DistributedDataParallel):
         return lambda: None
@@ -38,11 +38,11 @@ def stop_synchronizing(model: nn.Module) -> Callable[[], None]:
 
 
 def process_group_of(model: nn.Module) -> Any:
-    """Return the group over which ``model`` is replicated or sharded; None for an ordinary model.
+    """Return the group over which ``model`` is replicated or sharded; None for a plain model.
 
     Raises:
-        UnsupportedGradientError: If it is sharded by FSDP1, or by anything but `fully_shard`.
-        InvalidValueError: If no process group holds all of the processes.
+        UnsupportedGradientError: If FSDP1 has sharded it, or anything but `fully_shard`.
+        InvalidValueError: If no process group holds all of the ranks.
     """
     if isinstance(model, DistributedDataParallel):
         return model.process_group
@@ -55,12 +55,12 @@ def process_group_of(model: nn.Module) -> Any:
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:
-    """Return the number of this process in ``group``, and how many there are; (0, 1) for no group."""
+    """Return the rank of this process in ``group``, and the group's size; (0, 1) for no group."""
     return (0, 1) if group is None else processes.rank_and_size(group)
 
 
 def from_first_rank(value: bytes, group: Any) -> bytes:
-    """Return the first process' ``value``, such as the key of the noise, on all of them. All are of one length."""
+    """Return the first rank's ``value``, such as the key of the noise, on all ranks. All values have one length."""
     if group is None:
         return value
     told = value if processes.rank_and_size(group)[0] == 0 else bytes(len(value))
@@ -68,10 +68,10 @@ def from_first_rank(value: bytes, group: Any) -> bytes:
 
 
 def all_reduce_sum(tensors: Sequence[Tensor], group: Any) -> None:
-    """Replace each tensor by its sum over all processes, in one all-reduce; without a group do nothing."""
+    """Replace each tensor by its sum over all ranks, in one all-reduce; without a group do nothing."""
     if group is None or not tensors:
         return
-    together = torch.cat([tensor.reshape(-1) for tensor in tensors])  # float64 if any of them is
+    together = torch.cat([tensor.reshape(-1) for tensor in tensors])  # float64 if any tensor is
     added = processes.sum_over(together, group, "add up the clipped gradients")
     for tensor, part in zip(tensors, added.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""How a DTensor is laid out, as plain data: equal in all processes and programs that lay a tensor out alike."""
+"""The layout of a DTensor as plain data: equal in all ranks and programs that lay a tensor out equally."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ class LayoutName(NamedTuple):
 
     Attributes:
         mesh: Shape of the device mesh, names of its dimensions or None, and its ranks.
-        placements: The placement along each dimension, in words.
+        placements: The placement along each mesh dimension, as text.
     """
 
     mesh: tuple[Any, ...]
     placements: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the name in words."""
+        """Return the name as text."""
         return f"{', '.join(self.placements)} over {mesh_in_words(self.mesh)}"
 
 
@@ -32,16 +32,16 @@ def layout_name(laid_out: Any) -> LayoutName:
 
 
 def mesh_in_words(mesh: Sequence[Any]) -> str:
-    """Return the words for the mesh of a name."""
+    """Describe a name's mesh as text."""
     shape, names, ranks = mesh
     return f"a device mesh of shape {list(shape)}{f' named {names}' if names else ''} over the ranks {list(ranks)}"
 
 
 class KnownLayouts:
-    """The layouts that a name can have in this program.
+    """The layouts of this program, by name.
 
     Args:
-        tensors: Tensors on whose device meshes others may lie.
+        tensors: DTensors, whose device meshes other tensors may use.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -52,14 +52,14 @@ class KnownLayouts:
         }
 
     def has_mesh(self, mesh: Sequence[Any]) -> bool:
-        """Tell whether there is such a mesh."""
+        """Tell whether this program has such a mesh."""
         return mesh in self._meshes
 
     def laid_out(self, local: Tensor, name: LayoutName, shape: Any, stride: Any) -> Tensor:
-        """Return a DTensor of which ``local`` is this process' part; nothing is compared or sent.
+        """Return a DTensor whose shard on this rank is ``local``; nothing is compared or sent.
 
         Raises:
-            ValueError: If the name is none of a layout.
+            ValueError: If the number of placements does not match the mesh.
         """
         mesh = self._meshes[name.mesh]
         if len(name.placements) != mesh.ndim:
@@ -68,7 +68,7 @@ class KnownLayouts:
 
 
 def _usual_placements() -> dict[str, Any]:
-    """Return replicas and shards of up to 8 dimensions, by the texts that tell them."""
+    """Return Replicate and Shard of up to 8 dimensions, by their text."""
     from torch.distributed.tensor import Replicate, Shard
 
     return {repr(kind): kind for kind in (Replicate(), *(Shard(dim) for dim in range(8)))}

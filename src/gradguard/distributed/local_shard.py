@@ -1,7 +1,7 @@
-"""`LocalShard`: the part of one whole tensor on this process. `gradguard.distributed.engines` reads it from the layout.
+"""`LocalShard`: the part of a whole tensor on this rank. `gradguard.distributed.engines` reads it from the layout.
 
-Its `Placement`, of those who hold the part, is also used alone: it is one for all tensors of a mesh and placements, so
-that a plan for 23,460 tensors makes a handful, and no element need be looked up for a norm.
+Its `Placement`, the ranks that hold the part, is also used alone. All tensors of one mesh and placements share one
+`Placement`, so a plan for 23,460 tensors makes a handful, and a norm needs no lookup of elements.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,19 +17,19 @@ from gradguard.tensors.sketch import flat_chunks, hashed
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """The part of a whole tensor on this process.
+    """The part of a whole tensor on this rank.
 
     Attributes:
         shape: Shape of the whole.
         own: Shape of the part, whose elements are in the whole's order.
-        along: For each dimension, which entries of the whole the part has, in one block or several; None for all of
-            them. Empty where it has all of each.
-        start: Position in the whole of a flat part's first element.
-        padding: Number of elements at the end that are not of the whole.
-        placement: The processes that hold the whole, and how many of them hold this part.
-        is_known: Whether the layout tells which elements the part has.
-        reduced: Operation by which processes make the whole (sum, avg, max, ...), for each mesh dimension along which
-            they do, and which of these processes this one is.
+        along: For each dimension, the indices of the whole that the part holds, in one block or several; None for all.
+            Empty if the part holds all of every dimension.
+        start: Index in the flattened whole of a flat part's first element.
+        padding: Number of elements at the end that are not in the whole.
+        placement: The ranks that hold the whole, and how many of them hold this part.
+        is_known: Whether the layout determines which elements the part holds.
+        reduced: For each mesh dimension along which the whole is a reduction over ranks: the operation (sum, avg, max,
+            ...), and this rank's coordinate.
     """
 
     shape: tuple[int, ...]
@@ -43,17 +43,17 @@ class LocalShard:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A value that two processes have in common if and only if they hold the same elements of one whole."""
+        """A value that two ranks share if and only if they hold the same elements of one whole."""
         digests = [None if i is None else (len(i), int(hashed(i.clone()).sum())) for i in self.along]
         return self.own, self.start, tuple(digests)
 
     def entries(self, dim: int) -> Tensor:
-        """Return the numbers of the entries of one dimension that the part has."""
+        """Return the indices of one dimension of the whole that the part holds."""
         held = self.along[dim] if self.along else None
         return torch.arange(self.own[dim], device="cpu") if held is None else held
 
     def places(self, begin: int, count: int, device: torch.device) -> Tensor:
-        """Return the places in the whole of ``count`` of the part's elements, from ``begin`` on."""
+        """Return the indices in the flattened whole of ``count`` elements of the part, from ``begin`` on."""
         left = torch.arange(begin, begin + count, device=device)
         if not self.along:
             return left + self.start
@@ -65,7 +65,7 @@ class LocalShard:
         return places
 
     def pieces(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cut ``values`` of the part into chunks with their places."""
+        """Cut ``values`` of the part into chunks, each with its indices in the whole."""
         for at, chunk in flat_chunks(values):
             yield chunk, self.places(at, len(chunk), values.device)
 
@@ -76,13 +76,13 @@ def cut_along(
     placement: Placement = WHOLE,
     held: Sequence[int] | None = None,
 ) -> LocalShard:
-    """Return the part of a whole of ``shape`` that has these entries of each dimension; None stands for all.
+    """Return the part of a whole of ``shape`` that holds these indices of each dimension; None stands for all.
 
     Args:
         shape: Shape of the whole.
-        along: Entries of each dimension.
-        placement: The processes that hold it.
-        held: Shape of the tensor that should be this part; None if it is not there to be compared.
+        along: Indices of each dimension.
+        placement: The ranks that hold it.
+        held: Shape of the tensor that should be this part; None if there is none to compare.
     """
     own = tuple(size if index is None else len(index) for size, index in zip(shape, along, strict=True))
     is_whole = all(index is None for index in along)

@@ -1,8 +1,8 @@
-"""Plans: for one list of parameters, who holds what, agreed on once by all processes; then one all-reduce a clip.
+"""Plans for one list of parameters: all ranks agree once on who holds what; each clip is then one all-reduce.
 
-A plan gives every tensor a place in one vector. A tensor of which a process holds nothing, because its gradient is
-None there, its shard is empty or it belongs to another pipeline stage, has norm 0 in its place. So the vector, and the
-collective, are the same on every process whatever gradients are present, and the plan does not change with them.
+A plan gives every tensor an entry in one vector. If a rank holds nothing of a tensor (its gradient is None there, its
+shard is empty, or it belongs to another pipeline stage), the entry is norm 0. The vector and the collective are
+therefore the same on every rank whatever gradients are present, and the plan does not depend on them.
 """
 
 import operator
@@ -52,24 +52,24 @@ from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_o
 _WIDE = (torch.float64, torch.complex128)
 _ORDINARY = {Tensor, nn.Parameter}
 _KEPT = 64
-"""Plans that are kept: those of the lists that were used last, the same ones on every process."""
+"""How many plans are kept: those of the most recently used lists, the same on every rank."""
 
 _plans: dict[tuple, "NormPlan"] = {}
 _plans_of_one: dict[tuple, "NormPlan"] = {}
-"""Those of lists of one parameter, of which there are many where optimizers step inside the backward."""
+"""Plans of lists of one parameter; an optimizer that steps inside the backward has many such lists."""
 _reducers: dict[tuple, tuple[Reducer, Copies]] = {}
 _unions: dict[tuple, ReductionGroup] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class HeldParts:
-    """The parts of the planned tensors on this process, one entry for each place.
+    """The parts of the planned tensors on this rank, one entry for each position in the plan.
 
     Attributes:
-        parameters: The parameters; empty tensors where they belong to another pipeline stage.
-        gradients: This process' part of each gradient, in the memory of the gradient; empty where there is none.
-        names: Their names, where the list has names.
-        reduction: How the norms of the gradients add up.
+        parameters: The parameters; empty tensors if they belong to another pipeline stage.
+        gradients: This rank's part of each gradient, sharing its memory; empty if there is none.
+        names: The parameters' names, if the list has names.
+        reduction: The reduction of the gradients' norms.
     """
 
     parameters: Sequence[Tensor]
@@ -79,13 +79,13 @@ class HeldParts:
 
 
 class NormPlan:
-    """How the norms of one list of tensors add up over processes. Use `plan_for`.
+    """How the norms of one list of tensors are reduced over ranks. Use `plan_for`.
 
     Args:
-        union: Who takes part; all of them make the plan at the same time.
+        union: The ranks that take part; all of them make the plan at the same time.
         tensors: The list.
-        placements: How each is spread.
-        names: Their names, if they have some.
+        placements: The placement of each tensor.
+        names: Their names, or None.
         shared: The weights among them that other stages hold too.
     """
 
@@ -108,7 +108,7 @@ class NormPlan:
         self.reducer = Reducer(union, _signature(tensors, placements, names), is_wide, where, bool(moves), details)
         self.alive: list[weakref.ref] = []
         self._layouts = layouts_of(tensors)
-        held_by_stages = set(map(id, shared.values()))  # whose other holders this stage does not know
+        held_by_stages = set(map(id, shared.values()))  # this stage does not know which ranks of others hold them
         own = [None if id(t) in held_by_stages else p for t, p in zip(tensors, placements, strict=True)]
         self._balances = balances(own, union, dist.get_rank())
         device = self.reducer.device
@@ -121,7 +121,7 @@ class NormPlan:
             self.lasts = not stages.one_is_empty
         count = len(holders)
         widest = torch.empty(0, dtype=torch.float64 if self.reducer.wide else torch.float32, device=where)
-        # Those of other stages stand for parameters, which are told apart by their identities.
+        # Parameters of other stages get fillers of their own, because parameters are told apart by id.
         self._fillers = [torch.empty_like(widest) for _ in range(count)]
         of_all = list(map(_share, holders, whole))
         shares = [0.0] * count
@@ -134,17 +134,17 @@ class NormPlan:
         self._copies = Copies(
             torch.tensor(copied, dtype=torch.int64, device="cpu"), [called(self.names, i) for i in copied]
         )
-        self._asks = device.type == "cpu"  # where the host waits anyhow
-        self._codes = torch.zeros(count, dtype=torch.float64, device="cpu")  # of layouts unlike the parameters'
+        self._asks = device.type == "cpu"  # the host waits for CPU collectives anyway
+        self._codes = torch.zeros(count, dtype=torch.float64, device="cpu")  # of layouts that differ from parameters'
         self._due: Collection[int] = ()
         if self.reducer.moves:
             self._agree_on(moves)
-        self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were last looked at
+        self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were checked last
 
     def _agree_on(self, mine: dict[int, Any]) -> None:
-        """Find out which gradients are laid out unlike their parameters, on any process, and how, for this stage.
+        """Collect, over the ranks of this stage, which gradients differ in layout from their parameters, and how.
 
-        To bring one in line is a collective, which processes that do not have it must join.
+        Redistributing such a gradient is a collective, which ranks without that gradient must join.
         """
         union = self.reducer.union
         stage = min(union.stage)
@@ -158,7 +158,7 @@ class NormPlan:
             self.balance_of_all = self._balances.sum().to(self.reducer.device)
 
     def is_for(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether ``tensors``, for which the plan was made, are laid out as then: what is swapped stays itself."""
+        """Tell whether ``tensors``, for which the plan was made, still have the same layouts."""
         now = layouts_of(tensors)
         if now != self._layouts:  # almost always the same objects, whose contents need no comparison
             return False
@@ -166,16 +166,16 @@ class NormPlan:
         return True
 
     def hold(self, tensors: Sequence[Tensor], names: Names, call: int = 0) -> HeldParts:
-        """Return what this process holds of the gradients of the parameters that the plan is for.
+        """Return this rank's parts of the gradients of the planned parameters.
 
-        A gradient that is laid out unlike its parameter, Partial for instance, is brought in line and replaced. One
-        that cannot be is a refusal, which the reduction tells the other processes.
+        A gradient whose layout differs from its parameter's, such as a Partial one, is redistributed and replaced. If
+        that is impossible, this rank refuses; the reduction reports the refusal to the other ranks.
 
         Args:
             tensors: The parameters.
-            names: Their names, as they are called now.
-            call: The number of a call to which processes come only where gradients must be brought in line; 0 of one
-                whose norms are added up.
+            names: Their present names.
+            call: The number of a call that has a collective only if gradients must be redistributed; 0 for a call whose
+                norms are reduced.
         """
         present, gradients = present_gradients(tensors, grads_of(tensors))
         if len(present) < len(tensors):
@@ -205,7 +205,7 @@ class NormPlan:
         return HeldParts(parameters, parts, self.names, part)
 
     def _moves(self, gradients: Sequence[Any]) -> dict[int, Any]:
-        """Return, by position, the placements of gradients that are laid out unlike their parameters."""
+        """Return, by position, the placements of gradients whose layouts differ from their parameters'."""
         return {
             i: spec.placements
             for i, (spec, placement) in enumerate(zip(specs_of(gradients), self._placements, strict=True))
@@ -213,7 +213,7 @@ class NormPlan:
         }
 
     def _look_at_layouts(self, gradients: Sequence[Tensor | None], call: int, refusal: Exception | None) -> None:
-        """Agree on the layouts of gradients, and on those that this process gets a part of though it has none."""
+        """Agree on the gradients' layouts, including gradients that other ranks have and this one lacks."""
         moves = self._moves(gradients)
         is_new = any(self._moved.get(i) != placements for i, placements in moves.items())
         if is_new and not self.reducer.moves:
@@ -226,18 +226,18 @@ class NormPlan:
     def _ask_for_layouts(
         self, gradients: Sequence[Tensor | None], moves: Mapping[int, Any], call: int, refusal: Exception | None
     ) -> bool:
-        """Find out which gradients are laid out unlike their parameters on any process.
+        """Find out which gradients differ in layout from their parameters on any rank.
 
         Returns:
-            Whether some newly are.
+            Whether there are new ones.
 
         Raises:
-            UnsupportedGradientError: On all processes, if a gradient is laid out differently on two of them.
-            DistributedError: On all processes, if one lacks a part of a gradient that the others cannot know, refuses
-                its gradients, or comes to another call.
+            UnsupportedGradientError: On all ranks, if a gradient has different layouts on two of them.
+            DistributedError: On all ranks, if one lacks a part of a gradient that the others cannot supply, refuses its
+                gradients, or makes another call.
         """
         most, least = torch.full((2, len(self.weights)), -torch.inf, dtype=torch.float64, device="cpu")
-        lacks, needs = torch.zeros_like(most), torch.zeros_like(most)  # 2: on all processes, 1: alike in replicas
+        lacks, needs = torch.zeros_like(most), torch.zeros_like(most)  # needs: 2 on all ranks, 1 equally in replicas
         for i, (place, gradient) in enumerate(zip(self.places, gradients, strict=True)):
             if gradient is None or not self._placements[i].kinds:
                 lacks[place] = 1.0
@@ -250,14 +250,14 @@ class NormPlan:
         most, least, lacks, needs = self.reducer.agreed_largest(most, least, lacks, needs, call=call, refusal=refusal)
         for place in (most > -least).nonzero().flatten().tolist():
             raise UnsupportedGradientError(
-                f"the gradient of {called(self.names, place)} is laid out differently on two processes, whose parts "
-                "cannot be told then: lay it out as the parameter, or in one way on all."
+                f"the gradient of {called(self.names, place)} is laid out differently on two processes, so their parts "
+                "are unknown: give it its parameter's layout, or one layout on all."
             )
         lacking = needs * lacks
         for place in (lacking == 2).nonzero().flatten().tolist():
             raise DistributedError(
                 f"the gradient of {called(self.names, place)} is laid out unlike its parameter and None on some of the "
-                "ranks: their part of it cannot be told. Fill missing ones with zeros."
+                "ranks, whose part of it is unknown. Fill missing gradients with zeros."
             )
         if (lacking == 1).any():
             self._compare_replicas(moves, set((lacking == 1).nonzero().flatten().tolist()))
@@ -267,7 +267,7 @@ class NormPlan:
         return is_new
 
     def _compare_replicas(self, moves: Mapping[int, Any], summed: Collection[int]) -> None:
-        """Raise on all processes if replicas of a sum, at one of the places ``summed``, lack different summands."""
+        """Raise on all ranks if replicas of a sum, at one of the positions ``summed``, lack different summands."""
         own = [(i, place) for i, place in enumerate(self.places) if place in summed]
         mine = {(place, tuple(self._placements[i].mesh.get_coordinate())): i in moves for i, place in own}
         found = gather_objects(self.reducer.union, mine)
@@ -275,21 +275,21 @@ class NormPlan:
             if len({its[place, at] for its in found if (place, at) in its}) > 1:
                 raise DistributedError(
                     f"the gradient of {called(self.names, place)}, a sum over processes, is None on some of the ranks, "
-                    "and not on those that have the same summand in other replicas: their norm cannot be told. Fill "
-                    "missing ones with zeros."
+                    "but not on those that have the same summand in other replicas: their norm is unknown. Fill "
+                    "missing gradients with zeros."
                 )
 
     def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Any]) -> None:
         for i, placements in self._moved.items():
             gradient = gradients[i]
             is_due = gradient is not None and not is_laid_out_as(gradient, tensors[i])
-            # One that is laid out right, or missing, joins with zeros those of other processes.
+            # A rank whose gradient is missing or already right joins the others' collective with zeros.
             right = laid_out_as(gradient if is_due else None, tensors[i], placements)
             if is_due or (gradient is None and i in self._due):
                 tensors[i].grad = gradients[i] = right
 
     def _of_present(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """The shares of the gradients that this process has, and their balance."""
+        """Return the shares of the gradients that this rank has, and the sum of their balances."""
         if type(None) not in set(map(type, gradients)):
             return self._shares, self.balance_of_all
         own = torch.tensor([g is not None for g in gradients], dtype=torch.float64, device="cpu")
@@ -302,7 +302,7 @@ class NormPlan:
 def _refusal_of(
     tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], names: Names
 ) -> UnsupportedGradientError | None:
-    """Return why a gradient cannot be brought in line with its parameter; None if all can."""
+    """Return why a gradient cannot be redistributed to its parameter's layout; None if all can."""
     try:
         for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
             gradient = gradients[i]
@@ -316,12 +316,12 @@ def _refusal_of(
 
 
 def _code(placements: Any) -> float:
-    """Return a number above 0 for a layout, the same on all processes."""
+    """Return a number above 0 for a layout, equal on all ranks."""
     return zlib.crc32(repr(placements).encode()) + 1.0
 
 
 def called(names: Names, place: int) -> str:
-    """Return the words for a parameter in an error."""
+    """Return the name of a parameter for an error message."""
     return f"`{names[place]}`" if names else f"parameter {place}"
 
 
@@ -333,23 +333,24 @@ def plan_for(
     *,
     measures_stage: bool = False,
 ) -> tuple[NormPlan, Sequence[Tensor], Names] | None:
-    """Return the plan for a list of parameters, those once each, and their names; None if no other process matters.
+    """Return the plan for a list of parameters, its parameters once each, and names; None if no other rank takes part.
 
-    The first call for a list is a collective, as every clip is. Later ones find the plan by the parameters' identity.
+    The first call for a list is a collective, as every clip is. Later calls find the plan by the parameters' ids.
 
     Args:
-        tensors: Parameters; one that comes twice counts once.
+        tensors: Parameters; one that is listed twice counts once.
         names: Their names.
         stages: The pipeline stages.
-        module: The module that they come from, if it is known: it tells what wraps it.
-        measures_stage: Whether the norms of one pipeline stage by itself are wanted.
+        module: The module that holds them, if known: it shows its wrappers.
+        measures_stage: Whether the caller wants the norms of one pipeline stage alone.
 
     Raises:
-        UnsupportedGradientError: If FSDP1 or DistributedDataParallel keeps the gradients such that their norm cannot
-            be told.
-        DistributedError: If another process does not come, or comes with another list.
-        InvalidValueError: If no process group holds all tensors, or one is destroyed; if ``stages`` shares a weight
-            that is not listed, contradicts how the tensors are spread, or is missing where their mesh shows stages.
+        UnsupportedGradientError: If FSDP1 or DistributedDataParallel keeps the gradients in a form whose norm is
+            unknown.
+        DistributedError: If another rank is missing, or comes with another list.
+        InvalidValueError: If no process group holds all tensors, or one is destroyed. Also if ``stages`` shares a
+            weight that is not listed or contradicts the tensors' placements, or is missing although their mesh shows
+            stages.
     """
     flat: Mapping[int, Placement] = {}
     if several_processes():
@@ -361,7 +362,7 @@ def plan_for(
     once = first_places(tensors)
     if len(once) < len(tensors):
         tensors, names = [tensors[i] for i in once], None if names is None else [names[i] for i in once]
-    staged = () if stages.group is None else (id(stages.group), *(names or ()))  # only stages need to agree on names
+    staged = () if stages.group is None else (id(stages.group), *(names or ()))  # names must agree only over stages
     key = tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in stages.shared.items())
     plans = _plans_of_one if len(tensors) == 1 and stages.group is None else _plans
     plan = _kept(plans, key)
@@ -381,7 +382,8 @@ def plan_for(
         if not plan.lasts:
             return plan, tensors, names
         _keep(plans, key, plan, _KEPT if plans is _plans else None)
-        # Identities are used again. Module.to() swaps a DTensor, which must have no weak reference: its part may.
+        # Drop the plan when a parameter dies, because ids are reused. Module.to() swaps a DTensor's contents, which
+        # forbids a weak reference to the DTensor itself, so refer to its local tensor.
         forget = partial(_forget, plans, key, weakref.ref(plan))
         plan.alive = [weakref.ref(t, forget) for t in local_tensors(tensors, tensors)]
     return plan, tensors, names
@@ -393,15 +395,15 @@ def _forget(plans: dict[tuple, NormPlan], key: tuple, plan: weakref.ref, _: obje
 
 
 def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], NormReduction] | None:
-    """Return what this process holds of ``gradients``, and how their norms add up; None if no other has to do with it.
+    """Return this rank's parts of ``gradients``, and the reduction of their norms; None if no other rank takes part.
 
-    Which of them are None may differ from process to process, so that nothing but their number is agreed on.
+    The ``None`` entries may differ between ranks, so the ranks agree only on the number of gradients.
 
     Raises:
-        DistributedError: If another process does not come, comes with another number of gradients, or lacks one that
-            is a sum over processes.
+        DistributedError: If another rank is missing, comes with another number of gradients, or lacks a gradient that
+            is a sum over ranks.
         InvalidValueError: If no process group holds them all, or one is destroyed.
-        UnsupportedGradientError: If FSDP1 keeps them such that their norm cannot be told.
+        UnsupportedGradientError: If FSDP1 keeps them in a form whose norm is unknown.
     """
     if not any_sharded(gradients):
         if several_processes():
@@ -423,7 +425,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     if reducer is None or reducer.union.group is not union.group:
         reducer = Reducer(union, [f"{len(gradients)} gradients"], True, where, bool(sums))
         names = [f"number {i}" for i in range(len(gradients))]
-        copies = Copies(torch.arange(len(gradients), device="cpu"), names)  # of a missing one none knows who holds it
+        copies = Copies(torch.arange(len(gradients), device="cpu"), names)  # no rank knows who holds a missing one
         _keep(_reducers, key, (reducer, copies))
     elif sums and not reducer.moves:
         reducer.begin_moves()
@@ -440,21 +442,21 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
 
 
 def _check_sums(reducer: Reducer, sums: Mapping[int, Any], count: int) -> None:
-    """Raise on all processes if what is a sum on one is missing, or laid out differently, on another."""
+    """Raise on all ranks if a gradient that is Partial on one is missing, or has another layout, on another."""
     codes = torch.zeros(count, dtype=torch.float64, device="cpu")
     for i, placements in sums.items():
         codes[i] = _code(placements)
     most, least = reducer.agreed_largest(codes, -codes)
     for i in (most != -least).nonzero().flatten().tolist():
         raise DistributedError(
-            f"tensor {i} is a Partial sum on some of the ranks, and None or laid out differently on others, which "
-            "cannot tell their part of it. Fill missing ones with zeros, or measure the parameters, which show it: "
-            'clip_grad_norm_(parameters, float("inf")) writes no gradient but those that it adds up.'
+            f"tensor {i} is a Partial sum on some of the ranks, and None or laid out differently on others, whose "
+            "part of it is unknown. Fill missing gradients with zeros, or measure the parameters, which show the "
+            'layout: clip_grad_norm_(parameters, float("inf")) writes no gradient except to reduce Partial ones.'
         )
 
 
 def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:
-    """The union of gradients laid out in these ways, whose process groups live."""
+    """Return the union for gradients with these placements, made again if its process group was destroyed."""
     union = _kept(_unions, (placements,))
     if union is None or not is_alive(union.group):
         union = reduction_group_of(placements)
@@ -464,7 +466,7 @@ def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:
 
 
 def _kept(cache: dict[tuple, Any], key: tuple) -> Any:
-    """Return the value of ``key``, and mark it as used last."""
+    """Return the value of ``key``, and mark it as the most recently used."""
     found = cache.pop(key, None)
     if found is not None:
         cache[key] = found
@@ -478,19 +480,19 @@ def _keep(cache: dict[tuple, Any], key: tuple, value: Any, most: int | None = _K
 
 
 def first_places(values: Sequence[Any]) -> Sequence[int]:
-    """Return where each of some objects comes for the first time, in order."""
+    """Return the index of each object's first appearance, in order."""
     if len(set(map(id, values))) == len(values):
         return range(len(values))
     return sorted({id(one): i for i, one in reversed(list(enumerate(values)))}.values())
 
 
 def present_gradients(tensors: Sequence[Tensor], gradients: list[Any]) -> tuple[Sequence[int], list[Any]]:
-    """Return the places of the parameters that have a gradient, each once, and the gradients.
+    """Return the positions of the parameters that have a gradient, each once, and the gradients.
 
-    ``gradients`` are those of ``tensors``, with None where there is none.
+    ``gradients`` are those of ``tensors``, with None for a missing one.
 
-    Where several parameters have one tensor as their gradient, which would be scaled twice, each gets one of its own:
-    ``a.grad, b.grad = torch.autograd.grad((a + b).sum(), [a, b])`` makes such a one.
+    If several parameters share one tensor as their gradient, it would be scaled twice, so each gets its own copy:
+    ``a.grad, b.grad = torch.autograd.grad((a + b).sum(), [a, b])`` makes such gradients.
     """
     if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
         return range(len(gradients)), gradients  # the common case, without a loop in Python
@@ -503,22 +505,22 @@ def present_gradients(tensors: Sequence[Tensor], gradients: list[Any]) -> tuple[
 
 
 def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:
-    """Tell whether each spec is the one that was known; None, of no gradient, always is."""
+    """Tell whether each spec is the known one; None, for a missing gradient, always is."""
     return all(map(operator.is_, specs, known)) or all([s is None or s is k for s, k in zip(specs, known, strict=True)])
 
 
 def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Return the part of each on this process; of ``missing`` where there is none."""
+    """Return the part of each tensor on this rank; the entry of ``missing`` in place of None."""
     if missing is None:
         missing = tensors  # type: ignore[assignment]
     parts = local_tensors(tensors, missing)  # type: ignore[arg-type]
-    if not _ORDINARY.issuperset(map(type, parts)):  # one that a collective has not delivered yet
+    if not _ORDINARY.issuperset(map(type, parts)):  # a collective may not have delivered a part yet
         parts = [m if t is None else local_part(t) for m, t in zip(missing, tensors, strict=True)]  # type: ignore[arg-type]
     return parts
 
 
 def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names: Names) -> list[str]:
-    """Return a description of each tensor that all processes share: flat parameters have parts of different shapes."""
+    """Describe each tensor as text that is equal on all ranks, without the shape of a flat parameter's part."""
     words: dict[tuple, str] = {}
     found = []
     for tensor, placement in zip(tensors, placements, strict=True):
@@ -531,12 +533,12 @@ def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names
 
 
 def _share(holders: int, is_whole: bool) -> float:
-    """Return the share of a gradient that this process has, as `NormReduction` has it."""
+    """Return this rank's share of a gradient, as in `NormReduction`."""
     return 1 / holders if is_whole and holders > 1 else -1 / holders
 
 
 def _holders(placement: Placement, union: ReductionGroup) -> int:
-    """How many processes of this stage hold the same part."""
+    """Return how many ranks of this stage hold the same part."""
     if not placement.ranks:
         return len(union.stage)
     return placement.replicas * len(union.stage) // len(placement.ranks)

@@ -1,4 +1,4 @@
-"""Which part of a tensor this process holds, and how many others hold the same part."""
+"""The part of a tensor that this rank holds, and the number of ranks that hold the same part."""
 
 import math
 import sys
@@ -17,15 +17,15 @@ from gradguard.torch_private import local_tensor_of, spec_of, specs_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """How one tensor is spread over processes.
+    """How one tensor is spread over ranks.
 
     Attributes:
-        mesh: The device mesh of a DTensor; None for an ordinary tensor.
-        ranks: The processes that the tensor is spread over; empty for an ordinary tensor, which everybody holds.
-        replicas: How many of them hold the same part.
-        layout: The layout, the same on all processes, in words.
-        kinds: The placement along each dimension of the mesh, once sums over processes are added up.
-        is_whole: Whether each process holds all elements.
+        mesh: The device mesh of a DTensor; None for a plain tensor.
+        ranks: The ranks over which the tensor is spread; empty for a plain tensor, which every rank holds.
+        replicas: How many of these ranks hold the same part.
+        layout: The layout as text, equal on all ranks.
+        kinds: The placement along each mesh dimension, after Partial sums are reduced.
+        is_whole: Whether each rank holds all elements.
     """
 
     mesh: Any
@@ -36,12 +36,12 @@ class Placement:
     is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Work out once what is asked of each of thousands of tensors."""
+        """Compute once what is read for each of thousands of tensors."""
         object.__setattr__(self, "is_whole", self.replicas == max(1, len(self.ranks)))
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each dimension of the mesh, by name; empty for an ordinary tensor."""
+        """The size of each mesh dimension, by name; empty for a plain tensor."""
         if self.mesh is None:
             return {}
         names = self.mesh.mesh_dim_names or [f"dim {k}" for k in range(self.mesh.ndim)]
@@ -49,7 +49,7 @@ class Placement:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The number of this process' part, equal on all that hold it, and which of these copies it has."""
+        """The index of this rank's part, equal on all ranks that hold it, and the index of this rank among them."""
         if self.mesh is None:
             return 0 if self.is_whole else dist.get_rank(), 0
         part = copy = 0
@@ -69,32 +69,32 @@ WHOLE = Placement(None, frozenset(), 1, "whole")
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is a DTensor, as FSDP2's parameters are."""
+    """Tell whether ``tensor`` is a DTensor, such as a parameter of FSDP2."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def any_sharded(tensors: Sequence[Tensor | None]) -> bool:
-    """Tell whether any of ``tensors`` is a DTensor; looks at each type once."""
+    """Tell whether any of ``tensors`` is a DTensor; checks each type once."""
     module = sys.modules.get("torch.distributed.tensor")
     kinds = set(map(type, tensors)) - _ORDINARY
     return bool(kinds) and module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
 def refuse_sharded(tensors: Sequence[Tensor]) -> None:
-    """Raise if a tensor is a shard.
+    """Raise if any tensor is a DTensor.
 
     Raises:
-        UnsupportedGradientError: If any tensor is a DTensor.
+        UnsupportedGradientError: If any is.
     """
     if any_sharded(tensors):
-        raise UnsupportedGradientError("a gradient is a DTensor, whose norm all of its processes must take together.")
+        raise UnsupportedGradientError("a gradient is a DTensor: all of its processes must compute its norm together.")
 
 
 def placement_of(tensor: Tensor) -> Placement:
-    """Return how ``tensor`` is spread: from its device mesh and placements if it is a DTensor, else whole.
+    """Return the placement of ``tensor``: from mesh and placements if it is a DTensor, else whole.
 
-    A Partial placement counts as Replicate, which it is once the parts are added up.
+    A Partial placement counts as Replicate, which it becomes when the parts are reduced.
     """
     return _placement_by(spec_of(tensor)) if is_sharded(tensor) else WHOLE
 
@@ -106,7 +106,7 @@ def placements_of(tensors: Sequence[Tensor]) -> list[Placement]:
 
 def _placement_by(spec: Any) -> Placement:
     key = id(spec.mesh), spec.placements
-    if key not in _known:  # a placement keeps its mesh alive, so that no other gets its identity
+    if key not in _known:  # the stored placement keeps its mesh alive, so the mesh's id stays unique
         _known[key] = _placement(spec.mesh, spec.placements)
     return _known[key]
 
@@ -124,7 +124,7 @@ def _placement(mesh: Any, placements: Sequence[Any]) -> Placement:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process holds of ``tensor``, sharing its memory: an ordinary tensor, possibly empty."""
+    """Return this rank's part of ``tensor``, sharing its memory: a plain tensor, possibly empty."""
     if not is_sharded(tensor):
         return tensor
     local = local_tensor_of(tensor)
@@ -132,12 +132,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Any) -> Tensor | None:
-    """Return the gradient of a parameter: ``grad``, or Megatron's ``main_grad`` where there is none."""
+    """Return the gradient of a parameter: ``grad``, or else Megatron's ``main_grad``."""
     return parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """Return this process's shard of ``full``, which every process holds, laid out as ``like`` is; no communication."""
+    """Return this rank's shard of ``full``, which every rank holds, in the layout of ``like``; no communication."""
     if not is_sharded(like):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -146,29 +146,29 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 def sharded_as(local: Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any) -> Tensor:
-    """Return a DTensor of which ``local`` is this process's part; nothing is compared or sent."""
+    """Return a DTensor whose shard on this rank is ``local``; nothing is compared or sent."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def is_partial(tensor: Any) -> bool:
-    """Tell whether a DTensor, or one of this spec, is the sum (average, maximum ...) of what its processes hold."""
+    """Tell whether a DTensor, or the tensor of a spec, is a reduction (sum, avg, max ...) over what its ranks hold."""
     return any([p.is_partial() for p in tensor.placements])
 
 
 def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:
-    """Raise if the layout of ``gradient`` cannot be brought in line with that of ``parameter``.
+    """Raise if ``gradient`` cannot be brought into the layout of ``parameter``.
 
     Raises:
-        UnsupportedGradientError: If one of them is a DTensor and the other is not, or they lie on two meshes.
+        UnsupportedGradientError: If only one of them is a DTensor, or they have different meshes.
     """
     if is_sharded(gradient) != is_sharded(parameter):
         kinds = "a DTensor and the parameter an ordinary tensor", "an ordinary tensor and the parameter a DTensor"
         advice = "Make the parameter a DTensor too", "Set .grad to a DTensor on the parameter's mesh"
         which = int(is_sharded(parameter))
         raise UnsupportedGradientError(
-            f"the gradient of {name} is {kinds[which]}: which part of the gradient this process holds cannot be told. "
+            f"the gradient of {name} is {kinds[which]}: which part of the gradient this process holds is unknown. "
             f"{advice[which]}."
         )
     if is_sharded(gradient) and gradient.device_mesh != parameter.device_mesh:  # type: ignore[attr-defined]
@@ -176,6 +176,6 @@ def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:
 
 
 def is_laid_out_as(gradient: Any, parameter: Tensor) -> bool:
-    """Tell whether each process holds the same part of two DTensors on one mesh; of a Partial one, none."""
-    # A Partial parameter counts as Replicate: whatever it is laid out as, its gradient must have been added up.
+    """Tell whether each rank holds the same part of two DTensors on one mesh; False if the gradient is Partial."""
+    # A Partial parameter counts as Replicate: its gradient must be reduced, too.
     return gradient.placements == placement_of(parameter).kinds

@@ -1,6 +1,7 @@
-"""The rank of this process, and gathers and sums over all: each collective names the process that did not come.
+"""The rank of this process, and gathers and sums over ranks: each collective names the ranks that are missing.
 
-Only this folder talks to other processes; the others ask here. A collective waits as long as its process group allows.
+Only this folder communicates; other folders call these functions. A collective waits as long as its process group
+allows.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradguard.distributed.agreement import device_of, gather_objects, together
+from gradguard.distributed.agreement import device_of, gather_objects, run_collective
 from gradguard.distributed.reduction_group import ReductionGroup, check_alive, several_processes
 from gradguard.errors import InvalidValueError
 from gradguard.replacements import Replacement
@@ -19,13 +20,13 @@ from gradguard.tensors.layout import move
 
 
 def rank_and_size(group: Any = None) -> tuple[int, int]:
-    """Return the number of this process among those of ``group``, and how many there are.
+    """Return the rank of this process in ``group``, and the group's size.
 
     Args:
         group: A process group; None for all processes, or for this one alone if `torch.distributed` joins no others.
 
     Returns:
-        Both; ``(0, 1)`` where this process is alone.
+        Rank and size; ``(0, 1)`` if this process is alone.
     """
     if group is None and not several_processes():
         return 0, 1
@@ -33,15 +34,15 @@ def rank_and_size(group: Any = None) -> tuple[int, int]:
 
 
 def joined_rank_and_size() -> tuple[int, int] | None:
-    """Return the number of this process and how many there are; None before `torch.distributed` joins them."""
+    """Return rank and world size; None before `torch.distributed` is initialized."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
 
 
 def meet_under(name: str) -> None:
-    """Let this process meet others under keys of that name: a launcher's store may hold those of an earlier meeting.
+    """Prefix the keys by which this process meets others: a launcher's store may still hold an earlier meeting's keys.
 
     Args:
-        name: The prefix of each key; the others must use the same one.
+        name: The prefix of each key; the other processes must use the same one.
     """
 
     def apart(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
@@ -52,15 +53,15 @@ def meet_under(name: str) -> None:
 
 
 def gather(value: Any, group: Any = None, task: str = "") -> list[Any]:
-    """Return the ``value`` of every process of ``group``, by its rank there. A collective; values are pickled.
+    """Return the ``value`` of every rank of ``group``, in order of rank. A collective; values are pickled.
 
     Args:
-        value: A value of this process.
+        value: A value of this rank.
         group: As in `rank_and_size`.
         task: The purpose, such as "save a snapshot"; a clip if it is empty.
 
     Raises:
-        DistributedError: If a process does not come.
+        DistributedError: If a rank is missing.
         InvalidValueError: If the group was destroyed.
     """
     if rank_and_size(group)[1] == 1:
@@ -69,22 +70,22 @@ def gather(value: Any, group: Any = None, task: str = "") -> list[Any]:
 
 
 def sum_over(values: Tensor, group: Any = None, task: str = "") -> Tensor:
-    """Return the sum of ``values`` over the processes of ``group``, the same bits on all: one all-reduce.
+    """Return the sum of ``values`` over the ranks of ``group``, bit-identical on all: one all-reduce.
 
     Args:
-        values: The numbers of this process.
+        values: The numbers of this rank.
         group: As in `rank_and_size`.
         task: The purpose, such as "save a snapshot"; a clip if it is empty.
 
     Raises:
-        DistributedError: If a process does not come.
+        DistributedError: If a rank is missing.
         InvalidValueError: If the group was destroyed.
     """
     return _reduced(values, "SUM", group, task)
 
 
 def largest_over(values: Tensor, group: Any = None, task: str = "") -> Tensor:
-    """Return the elementwise maximum of ``values`` over the processes of ``group``: one all-reduce, as `sum_over`."""
+    """Return the elementwise maximum of ``values`` over the ranks of ``group``: one all-reduce, as `sum_over`."""
     return _reduced(values, "MAX", group, task)
 
 
@@ -99,7 +100,7 @@ def _reduced(values: Tensor, operation: str, group: Any, task: str) -> Tensor:
 
 
 def numbers_of_all(number: int, group: Any, task: str) -> list[int]:
-    """Return the ``number`` of each process of ``group``, by its rank there; whole, below 2**53. A collective."""
+    """Return the ``number`` of each rank of ``group``, in order of rank; integers below 2**53. A collective."""
     rank, size = rank_and_size(group)
     table = torch.zeros(size, dtype=torch.float64, device="cpu")
     table[rank] = number
@@ -107,10 +108,10 @@ def numbers_of_all(number: int, group: Any, task: str) -> list[int]:
 
 
 def raise_together(error: Exception | None, group: Any, task: str) -> None:
-    """Raise ``error``, or an error where another process of ``group`` has one. A collective.
+    """Raise ``error``, or another error if another rank of ``group`` has one. A collective.
 
     Raises:
-        InvalidValueError: If another process has an error.
+        InvalidValueError: If another rank has an error.
     """
     mine = torch.full((), float(error is not None), dtype=torch.float64, device="cpu")
     others: Tensor = sum_over(mine, group, task)
@@ -121,18 +122,18 @@ def raise_together(error: Exception | None, group: Any, task: str) -> None:
 
 
 def run(collective: Callable[..., Any], group: Any = None, task: str = "", *, on_host: bool = True) -> None:
-    """Run a collective of ``group``; if it fails, say which processes did not come.
+    """Run a collective of ``group``; if it fails, name the ranks that are missing.
 
     Args:
-        collective: Starts it; called with ``async_op``.
-        group: As in `rank_and_size`; it has several processes.
+        collective: Starts the collective; called with ``async_op``.
+        group: As in `rank_and_size`; it must have several ranks.
         task: The purpose, such as "save a snapshot"; a clip if it is empty.
-        on_host: Whether the host waits for it.
+        on_host: Whether the host waits for the collective.
 
     Raises:
-        DistributedError: If a process does not come.
+        DistributedError: If a rank is missing.
     """
-    together(collective, _union_of(group), _signature(task), on_host=on_host, task=task)
+    run_collective(collective, _union_of(group), _signature(task), on_host=on_host, task=task)
 
 
 def _signature(task: str) -> list[str]:

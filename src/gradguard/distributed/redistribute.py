@@ -1,4 +1,4 @@
-"""DTensors whose parts are sent: sums added up, another layout, the whole. A process that does not come is named."""
+"""Communication of DTensors: reduce Partial sums, change a layout, gather the whole. A missing rank is named."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,27 +11,27 @@ from gradguard.distributed.reduction_group import group_of
 
 
 def whole_of(tensor: Tensor, task: str = "") -> Tensor:
-    """Return all of ``tensor`` on each of its processes: a collective if it is a DTensor.
+    """Return all of ``tensor`` on each of its ranks: a collective if it is a DTensor.
 
     Args:
         tensor: Any tensor.
         task: The purpose, such as "save a snapshot"; a clip if it is empty. As for all functions here.
 
     Raises:
-        DistributedError: If a process does not come. As for all functions here.
+        DistributedError: If a rank is missing. As for all functions here.
     """
     return _sent(tensor, tensor.full_tensor, task) if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def added_up(tensor: Tensor, task: str = "") -> Tensor:
-    """Return ``tensor`` with its Partial sums added up, which is a collective if it has some."""
+    """Return ``tensor`` with its Partial sums reduced, which is a collective if it has any."""
     if not is_sharded(tensor) or not is_partial(tensor):
         return tensor
     return redistributed(tensor, placement_of(tensor).kinds, task)
 
 
 def redistributed(tensor: Any, placements: Sequence[Any], task: str = "") -> Tensor:
-    """Return a DTensor laid out anew, in a reduce-scatter where that is enough, which there is of sums only."""
+    """Return a DTensor in another layout, by a reduce-scatter if possible, which exists for sums and averages only."""
     tensor, mesh = tensor.detach(), tensor.device_mesh
 
     def send() -> Tensor:
@@ -44,16 +44,16 @@ def redistributed(tensor: Any, placements: Sequence[Any], task: str = "") -> Ten
 
 
 def part_in_layout_of(now: Any, values: Tensor, before: Any, task: str = "") -> Tensor | None:
-    """Return this process' part, in the layout of ``now``, of a tensor that was laid out as ``before``.
+    """Return this rank's part, in the layout of ``now``, of a tensor with the layout of ``before``.
 
     Args:
         now: A tensor of the same shape.
-        values: The part of this process then.
-        before: A tensor laid out as then.
+        values: This rank's part in the old layout.
+        before: A tensor in the old layout.
         task: As in `whole_of`.
 
     Returns:
-        The part, which is ``values`` if the layout is the same; None if the two layouts cannot be compared.
+        The part, which is ``values`` if the layouts are equal; None if the two layouts cannot be converted.
     """
     if not is_sharded(now) and not is_sharded(before):
         return values
@@ -70,12 +70,12 @@ def part_in_layout_of(now: Any, values: Tensor, before: Any, task: str = "") -> 
 def laid_out_as(gradient: Tensor | None, parameter: Any, placements: Sequence[Any]) -> Tensor:
     """Return ``gradient`` in the layout of ``parameter``, a DTensor on the same mesh: a collective.
 
-    Where the parameter is Partial, the gradient becomes Replicate.
+    If the parameter is Partial, the gradient becomes Replicate.
 
     Args:
-        gradient: The gradient; None joins the others with zeros.
+        gradient: The gradient; with None this rank joins the others with zeros.
         parameter: The parameter.
-        placements: How gradients are laid out that are not right.
+        placements: The wrong layout of the other ranks' gradients.
     """
     if gradient is None:
         from torch.distributed.tensor import zeros
@@ -87,7 +87,7 @@ def laid_out_as(gradient: Tensor | None, parameter: Any, placements: Sequence[An
 
 def _sent(tensor: Any, send: Callable[[], Tensor], task: str) -> Tensor:
     group, found = group_of(frozenset(tensor.device_mesh.mesh.flatten().tolist())), list[Tensor]()
-    if group is None:  # meshes of several dimensions send along each, and need no group of all
+    if group is None:  # a mesh of several dimensions communicates along each, without a group of all ranks
         return send()
     run(lambda async_op: found.append(send()), group, task)
     return found[0]

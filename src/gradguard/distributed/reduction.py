@@ -1,11 +1,11 @@
-r"""The one all-reduce: from the norms of the parts that each process holds to the norms of the whole tensors.
+r"""The one all-reduce: from the norms of each rank's parts to the norms of the whole tensors.
 
 .. math:: \lVert g \rVert_p = \Bigl(\sum_{r} \frac{1}{k_r} \lVert g^{(r)} \rVert_p^p\Bigr)^{1/p}
           \qquad \lVert g \rVert_\infty = \max_r \lVert g^{(r)} \rVert_\infty
 
-over all processes r, of which :math:`k_r` hold the same part. Powers are added up in float64. Where they could leave
-its range (float64 gradients, or p above 6), a power is written as :math:`m \cdot 2^{900 b}`, with a sum of its own for
-each b: still one all-reduce.
+over all ranks r, where :math:`k_r` ranks hold the same part as r. Powers are summed in float64. Powers of float64
+gradients, or of an order p above 6, could leave its range. Such a power is written as :math:`m \cdot 2^{900 b}`, with
+a separate sum for each b: still one all-reduce.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradguard.distributed.agreement import agree, device_of, gather_objects, together
+from gradguard.distributed.agreement import agree, device_of, gather_objects, run_collective
 from gradguard.distributed.reduction_group import MOST_RANKS, ReductionGroup, check_alive
 from gradguard.distributed.settings import Settings, difference, digest
 from gradguard.errors import DistributedError, UnsupportedGradientError
@@ -26,27 +26,27 @@ from gradguard.tensors.layout import are_readable, move
 from gradguard.words import listed
 
 _BITS = 900
-"""Powers of one sum lie within this many binary orders, which float64 holds with room for additions."""
+"""The powers of one sum span this many binary orders, which float64 holds with room for additions."""
 
 SAFE_ORDER = 6
 """Up to this order, powers of the norms of float32 gradients stay in the range of float64."""
 
 SHORTEST = 64
-"""Numbers of the shortest all-reduce: gloo ends a process that gets more numbers than its own list has."""
+"""The shortest all-reduce, in numbers: gloo kills a process that receives more numbers than it sends."""
 
 APART = 0.005
-"""Copies of one gradient are not equal if their norms vary by more than this part of them."""
+"""The largest relative difference between the norms of equal copies of one gradient."""
 
 
 def buckets(order: float, wide: bool) -> range:
-    """Return the numbers b for which powers of ``order`` get a sum."""
+    """Return the exponents b for which powers of ``order`` get a sum."""
     if not wide and order <= SAFE_ORDER:
         return range(1)
     return range(math.floor(-1080 * order / _BITS), math.ceil(1060 * order / _BITS) + 1)
 
 
 def encode(norms: Tensor, weights: Tensor, order: float, wide: bool) -> Tensor:
-    """Return what to add up over the processes: the weighted powers of ``norms``, ``[len(norms) * buckets]``."""
+    """Return the numbers to sum over ranks: the weighted powers of ``norms``, ``[len(norms) * buckets]``."""
     sums = buckets(order, wide)
     if len(sums) == 1:
         powers = norms * norms if order == 2 else norms**order
@@ -59,11 +59,11 @@ def encode(norms: Tensor, weights: Tensor, order: float, wide: bool) -> Tensor:
 
 
 def decode(added: Tensor, present: Tensor, order: float, wide: bool) -> Tensor:
-    """Return the norms from the sums over all processes.
+    """Return the norms from the sums over all ranks.
 
     Args:
-        added: The sum of what `encode` returned.
-        present: Where every process holds the whole tensor, the share of those that have a gradient; else 0.
+        added: The sum over ranks of the results of `encode`.
+        present: For a tensor that every rank holds whole, the share of ranks that have a gradient; else 0.
         order: The order of the norms.
         wide: As for `encode`.
     """
@@ -82,10 +82,10 @@ def decode(added: Tensor, present: Tensor, order: float, wide: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Tensors whose gradients must be equal on all processes that hold all of them, where several do.
+    """Tensors that several ranks hold whole: their gradients must be equal on these ranks.
 
     Attributes:
-        at: Their positions among what is measured.
+        at: Their positions among the measured tensors.
         names: Their names.
     """
 
@@ -93,7 +93,7 @@ class Copies:
     names: Sequence[str]
 
     def taken(self, positions: Sequence[int]) -> "Copies":
-        """Return the copies that are among ``positions``, at their places in it."""
+        """Return the copies that are among ``positions``, with their indices in ``positions``."""
         place = {int(position): i for i, position in enumerate(positions)}
         kept = [(place[at], name) for at, name in zip(self.at.tolist(), self.names, strict=True) if at in place]
         return Copies(torch.tensor([at for at, _ in kept], dtype=torch.int64, device="cpu"), [name for _, name in kept])
@@ -103,23 +103,23 @@ NO_COPIES = Copies(torch.empty(0, dtype=torch.int64, device="cpu"), ())
 
 
 class Reducer:
-    """One list of tensors that all processes have agreed on, and the all-reduce of what they measure of it.
+    """One list of tensors that all ranks have agreed on, and the all-reduce of its norms.
 
     Args:
-        union: Who takes part; all of them make a reducer at the same time.
-        signature: A description of each listed tensor, the same on all processes of a stage.
-        wide: Whether powers may leave the range of float64, at least on this process.
-        device: Where the norms are.
-        moves: Whether this process has gradients that must be brought in line with their parameters.
-        details: Further values that are agreed on; JSON can hold them.
+        union: The ranks that take part; all of them make a reducer at the same time.
+        signature: A description of each listed tensor, equal on all ranks of a stage.
+        wide: Whether powers may leave the range of float64, at least on this rank.
+        device: The device of the norms.
+        moves: Whether this rank has gradients that must be redistributed to their parameters' layouts.
+        details: Further values that are agreed on; JSON must be able to hold them.
 
     Attributes:
-        wide: Whether powers may leave the range on any process.
-        moves: Whether any process has such gradients, or has had some.
+        wide: Whether powers may leave the range on any rank.
+        moves: Whether any rank has such gradients, or has had some.
         agreement: The result of `agree`.
-        is_alone: Whether no other process takes part.
+        is_alone: Whether no other rank takes part.
         number: The number of the agreement, and its square.
-        world: How many processes take part.
+        world: How many ranks take part.
     """
 
     def __init__(
@@ -141,25 +141,25 @@ class Reducer:
         self.number = torch.tensor([number, number**2], dtype=torch.float64, device=self.device)
 
     def begin_moves(self) -> None:
-        """Let all processes come where some gradients are, for the first time, laid out unlike their parameters.
+        """Agree with all ranks that some gradients now differ in layout from their parameters, for the first time.
 
         Raises:
-            DistributedError: If a process has none such; where the host waits, it is named within seconds.
+            DistributedError: If a rank has no such gradient; if the host waits, the rank is named within seconds.
         """
         if not self.is_alone:
             agree(self.union, self._signature, (), self.device)
         self.moves = True
 
     def agreed_largest(self, *values: Tensor, call: int = 0, refusal: Exception | None = None) -> list[Tensor]:
-        """Return the largest of each value on any process: one all-reduce, for which the host waits.
+        """Return the largest of each value on any rank: one all-reduce, for which the host waits.
 
         Args:
             values: Values on the CPU.
-            call: A number that the others must come with, too.
-            refusal: Why this process, and so all of them, must refuse.
+            call: A number on which the ranks must agree.
+            refusal: Why this rank refuses, so that all ranks must.
 
         Raises:
-            DistributedError: If another process refuses, or comes with another list or number.
+            DistributedError: If another rank refuses, or comes with another list or number.
         """
         if self.is_alone:
             return [*values]
@@ -172,28 +172,28 @@ class Reducer:
     def largest(
         self, values: Sequence[Tensor], told: Tensor, refusal: Exception | None
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Return the largest of each value, the largest of each number ``told``, and whether all told the same."""
+        """Return the largest of each value, and of each number ``told``, and whether all ranks sent equal ``told``."""
         vector = torch.cat([_unless(refusal, told), -told, *values])
         most, least, *found = self.run(vector, dist.ReduceOp.MAX).split([len(told), len(told), *map(len, values)])
         return found, most, (most == told) & (least == -told)
 
     def run(self, vector: Tensor, operation: Any) -> Tensor:
-        """Return the all-reduced ``vector``, which may be written.
+        """Return the all-reduced ``vector``, which the caller may write to.
 
         Raises:
-            DistributedError: If another process does not come.
+            DistributedError: If another rank is missing.
         """
         sent = torch.nn.functional.pad(vector, (0, max(0, SHORTEST - len(vector))))
         reduce = partial(dist.all_reduce, sent, operation, self.union.group)
-        together(reduce, self.union, self._signature, known=True, on_host=sent.is_cpu)
+        run_collective(reduce, self.union, self._signature, known=True, on_host=sent.is_cpu)
         return sent[: len(vector)]
 
     def difference(self, refusal: Exception | None, is_refused: bool) -> Exception:
-        """Return the error of this process where not all have reduced the same. A collective if one refuses.
+        """Return this rank's error after ranks have reduced different things. A collective if one rank refuses.
 
         Args:
-            refusal: Why this process refuses.
-            is_refused: Whether any does.
+            refusal: Why this rank refuses, or None.
+            is_refused: Whether any rank refuses.
         """
         if not is_refused:
             return DistributedError(
@@ -207,22 +207,22 @@ class Reducer:
 
 
 def _unless(refusal: Exception | None, told: Tensor) -> Tensor:
-    """Return numbers that processes compare: infinite ones tell that this one refuses."""
+    """Return the numbers that ranks compare; infinite ones report that this rank refuses."""
     return told if refusal is None else torch.full_like(told, math.inf)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormReduction:
-    """The norms of some gradients, each process with its own part of each, ready to be added up over processes.
+    """The norms of some gradients, of which each rank measures its own parts, ready to be reduced over ranks.
 
     Attributes:
-        reducer: The reducer that adds them up.
-        weights: One over the number of processes that hold the same part of each.
-        shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
-        balance: A number that adds up to 0 over the processes if replicas have the same gradients: 0-dim.
-        settings: The rule and its arguments, which must be the same on all processes.
-        copies: The gradients that must be equal on all that hold them, by the norms that were measured first.
-        refusal: Why this process refuses its gradients, so that all do once the norms have been added up.
+        reducer: The reducer.
+        weights: One over the number of ranks that hold the same part, for each gradient.
+        shares: ``weights`` for each gradient that this rank has, negative unless every rank holds all of it; else 0.
+        balance: A number that sums to 0 over the ranks if replicas have the same gradients: 0-dim.
+        settings: The rule and its arguments, which must be equal on all ranks.
+        copies: The gradients that must be equal on all ranks that hold them, judged by the first measured norms.
+        refusal: Why this rank refuses its gradients, so that all ranks do once the norms are reduced.
     """
 
     reducer: Reducer
@@ -234,36 +234,36 @@ class NormReduction:
     refusal: Exception | None = None
 
     def refusing(self, error: Exception) -> "NormReduction":
-        """Return a reduction in which this process refuses its gradients.
+        """Return a reduction in which this rank refuses its gradients.
 
         Raises:
-            Exception: At once, if no other process takes part.
+            Exception: At once, if no other rank takes part.
         """
         if self.reducer.is_alone:
             raise error
         return replace(self, refusal=error)
 
     def of(self, positions: Sequence[int]) -> "NormReduction":
-        """Return the reduction of some of the gradients; every process must take the same ones."""
+        """Return the reduction of some of the gradients; every rank must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
         weights, shares, copies = self.weights[at], self.shares[at], self.copies.taken(positions)
         return replace(self, weights=weights, shares=shares, copies=copies)
 
     def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
-        """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
+        """Return the norms of the whole tensors, from vectors of the norms of this rank's parts, with their orders."""
         return self.measure(*measured)[0]
 
     @torch.no_grad()
     def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
-        """Return what `add_up` does, and which tensors have a gradient on any process: ``[len]``, bool.
+        """Return the result of `add_up`, and which tensors have a gradient on any rank: ``[len]``, bool.
 
         It is one all-reduce, and a second if some orders are infinite and some are not.
 
         Raises:
-            DistributedError: If another process does not come, refuses its gradients, reduces something else, for
-                something else, or lacks a gradient that it must have. On an accelerator all but the first give NaN
-                instead, so that nothing waits.
-            UnsupportedGradientError: If copies differ by some percent (NaN on an accelerator, too), or this process
+            DistributedError: If another rank is missing, refuses its gradients, reduces other tensors or for another
+                rule, or lacks a gradient that it must have. On an accelerator all cases but the first return NaN
+                instead, to avoid a host sync.
+            UnsupportedGradientError: If copies differ by some percent (NaN on an accelerator, too), or this rank
                 refuses its gradients.
         """
         if self.reducer.is_alone or not measured:
@@ -283,10 +283,10 @@ class NormReduction:
         reducer, weights, at = self.reducer, self.weights, self.copies.at.to(self.reducer.device)
         parts = [encode(norms, weights, order, reducer.wide) for norms, order in measured]
         first, order = measured[0]
-        # The mean of the squares of powers is the square of their mean if, and only if, all copies are equal.
+        # The mean of squared powers equals the square of the mean power if, and only if, all copies are equal.
         squares = encode(first[at], weights[at], 2 * order, reducer.wide) if len(at) else first[:0]
         mine = digest(self.settings, reducer.device)
-        told = _unless(self.refusal, reducer.number)  # in front, where other lists have theirs
+        told = _unless(self.refusal, reducer.number)  # first, where another list's vector has its number, too
         sent = [told, mine, self.balance.view(1), self.shares, squares, *parts]
         reduced = reducer.run(torch.cat(sent), dist.ReduceOp.SUM).split([*map(len, sent)])
         numbers, alike, remainder, share, squares, *added = reduced
@@ -299,11 +299,11 @@ class NormReduction:
         return self._checked(norms, is_told, apart, numbers), share != 0
 
     def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
-        # NaN is told beside: backends differ on the maximum of it.
+        # NaN is sent separately: backends differ on its maximum.
         parts = [torch.cat([x.nan_to_num(0.0, math.inf, 0.0), x.isnan().to(x.dtype)]) for x in measured]
         device, at = self.reducer.device, self.copies.at.to(self.reducer.device)
         told = torch.cat([self.reducer.number[:1], digest(self.settings, device)[:1]])
-        least = torch.where(self.shares[at] > 0, -parts[0][at], -math.inf)  # of copies; one that is missing is none
+        least = torch.where(self.shares[at] > 0, -parts[0][at], -math.inf)  # of copies; -inf excludes a missing one
         (least, *largest), numbers, (number, agreed) = self.reducer.largest([least, *parts], told, self.refusal)
         most = largest[0][at]
         norms = [torch.where(nan > 0, math.nan, x) for x, nan in (part.chunk(2) for part in largest)]
@@ -312,17 +312,17 @@ class NormReduction:
     def _checked(
         self, norms: list[Tensor], is_told: tuple[Tensor, Tensor, Tensor], apart: Tensor, numbers: Tensor
     ) -> list[Tensor]:
-        """Return the norms; NaN where something is wrong and the host must not wait.
+        """Return the norms; NaN if something is wrong and raising would need a host sync.
 
         Args:
             norms: The norms.
-            is_told: Whether all processes reduced the same list, by the same rule, and replicas have it alike.
-            apart: Whether the processes' gradients differ, for each of the copies.
-            numbers: The numbers of the list, of which some are infinite if a process refuses.
+            is_told: Whether all ranks reduced the same list, by the same rule, with the same gradients in replicas.
+            apart: For each of the copies, whether the ranks' gradients differ.
+            numbers: The numbers of the list, some infinite if a rank refuses.
 
         Raises:
             DistributedError: If one of ``is_told`` is false.
-            UnsupportedGradientError: If copies differ, or this process refuses its gradients.
+            UnsupportedGradientError: If copies differ, or this rank refuses its gradients.
         """
         same, agreed, balanced = map(torch.all, is_told)
         sound = same & agreed & balanced & ~apart.any()
@@ -341,14 +341,14 @@ class NormReduction:
             )
         if not balanced:
             raise DistributedError(
-                "a gradient is None on some of the ranks that hold the same part of it, and not on the others: their "
-                "norm cannot be told. Replicas must have a gradient or not have it alike; fill missing ones with zeros."
+                "a gradient is None on some of the ranks that hold the same part of it, but not on the others: their "
+                "norm is unknown. Either all replicas or none must have a gradient; fill missing ones with zeros."
             )
         wrong = [name for name, is_apart in zip(self.copies.names, apart.tolist(), strict=True) if is_apart]
         raise UnsupportedGradientError(
-            f"the gradient of {listed(wrong, MOST_RANKS)} differs between the processes that hold all of it: "
-            "nothing has added it up, as where FSDP ignores a parameter, FSDP1's HYBRID_SHARD shards over one "
-            "process, a backward ran inside no_sync(), or stages share a weight. All-reduce it before the clip, or "
-            "let FSDP or DDP do so; what each process has for itself, as an expert, must say so with a DTensor. "
-            "Nothing was changed."
+            f"the gradient of {listed(wrong, MOST_RANKS)} differs between the processes that hold all of it, because "
+            "no all-reduce has summed it. This happens if FSDP ignores a parameter, FSDP1's HYBRID_SHARD shards over "
+            "one process, a backward ran inside no_sync(), or stages share a weight. All-reduce it before the clip, or "
+            "let FSDP or DDP do so. A gradient that each process has for itself, such as an expert's, must be a "
+            "DTensor. Nothing was changed."
         )

@@ -1,4 +1,4 @@
-"""The one process group in which every part of a list of gradients lies, so that one all-reduce is enough."""
+"""The process group that holds all parts of a list of gradients, so that one all-reduce is enough."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,16 +15,16 @@ from gradguard.torch_private import process_groups, root_mesh_of
 from gradguard.words import listed
 
 MOST_RANKS = 20
-"""So many ranks, or parameters, are named in an error."""
+"""The largest number of ranks, or parameters, in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionGroup:
-    """The processes that take part in a reduction.
+    """The ranks that take part in a reduction.
 
     Attributes:
         group: The process group of all of them.
-        stage: The global ranks that hold parts of the same parameters as this process; all of ``group`` unless it
+        stage: The global ranks that hold parts of the same parameters as this rank; all of ``group`` unless the group
             spans pipeline stages.
         stages: The process group along which parameters differ, if one was given.
     """
@@ -36,12 +36,12 @@ class ReductionGroup:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Pipeline stages: processes that hold different parameters, and may share some weights.
+    """Pipeline stages: ranks that hold different parameters, and may share some weights.
 
     Attributes:
-        group: The process group along which parameters differ; None where all processes have the same list.
-        root: The device mesh that it is one dimension of, if it was given as a mesh.
-        shared: Weights that several stages hold, by a name that is the same on all of them.
+        group: The process group along which parameters differ; None if all ranks have the same list.
+        root: The root of the device mesh that named the stages, if a mesh did.
+        shared: Weights that several stages hold, by a name that is equal on all of them.
     """
 
     group: Any = None
@@ -53,9 +53,9 @@ class Stages:
         """Return the stages that a user names by these arguments.
 
         Raises:
-            InvalidValueError: If there are two groups, or shared weights and none; if this process is not in the group,
-                or the mesh has several dimensions.
-            InvalidTypeError: If an argument is of another type.
+            InvalidValueError: If both a group and a mesh are given, or shared weights without either; if this process
+                is not in the group, or the mesh has several dimensions.
+            InvalidTypeError: If an argument has another type.
         """
         shared = {} if shared is None else shared
         if not isinstance(shared, Mapping) or not all(isinstance(t, Tensor) for t in shared.values()):
@@ -66,7 +66,7 @@ class Stages:
         group = _stages_group(process_group, mesh)
         if shared and group is None:
             raise InvalidValueError(
-                "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. "
+                "shared lists weights that several pipeline stages hold: name the stages with process_group= or mesh=. "
                 "On one process, tied weights count once by themselves."
             )
         return Stages(group, None if mesh is None else root_mesh_of(mesh), shared)
@@ -88,7 +88,7 @@ def _stages_group(process_group: Any, mesh: Any) -> Any:
     if not dist.is_available() or not dist.is_initialized():
         raise InvalidValueError(
             "a process group was given, but torch.distributed is not initialized: call init_process_group first, or "
-            "leave process_group and mesh out on one process."
+            "omit process_group and mesh on one process."
         )
     if mesh is not None:
         if not hasattr(mesh, "get_group"):
@@ -125,22 +125,22 @@ def check_alive(group: Any) -> None:
     if not is_alive(group):
         raise InvalidValueError(
             "a process group that the gradients or the call need is destroyed: expected a live one. Clip before "
-            "destroy_process_group(), and make meshes and parameters anew after initializing again."
+            "destroy_process_group(), and make meshes and parameters again after a new init_process_group()."
         )
 
 
 def reduction_group_of(placements: Iterable[Placement], stages: Stages = ONE_STAGE) -> ReductionGroup | None:
-    """Return the processes that must add up gradients placed like this; None if this one holds all of them.
+    """Return the ranks that must reduce gradients with these placements; None if this rank holds all of them whole.
 
     Args:
         placements: The placements of all listed tensors.
         stages: The pipeline stages.
 
     Raises:
-        InvalidValueError: If no process group holds all of them, or one is destroyed, or ``stages`` says that
-            parameters differ between processes over which they are spread.
+        InvalidValueError: If no process group holds all of the ranks, or one is destroyed, or ``stages`` contradicts
+            the placements: parameters cannot differ between ranks over which they are spread.
     """
-    spread = list({id(p): p for p in placements if p.ranks}.values())  # sets of thousands of ranks: each once
+    spread = list({id(p): p for p in placements if p.ranks}.values())  # each placement once: it may hold many ranks
     if not spread and stages.group is None:
         return None
     meshes = _meshes_of(spread)
@@ -156,10 +156,10 @@ def reduction_group_of(placements: Iterable[Placement], stages: Stages = ONE_STA
         if len(both := sorted(p.ranks & along)) > 1:
             raise InvalidValueError(
                 f"process_group or mesh says that parameters differ between the ranks {listed(both, MOST_RANKS)}, over "
-                f"which one is spread: {p.layout}. Pass the group that has one rank of each pipeline stage, mesh['pp'] "
-                "for instance; where there are no stages, leave the argument out."
+                f"which one is spread: {p.layout}. Pass the group that has one rank of each pipeline stage, such as "
+                "mesh['pp']; without pipeline stages, omit the argument."
             )
-    if stages.root is not None:  # then a stage without shards knows as well where those of others lie
+    if stages.root is not None:  # a root mesh shows even a stage without shards where the shards of others are
         grid = stages.root.mesh
         own = _slice_at(grid, dist.get_rank(), [not is_stages for is_stages in varies_along(grid, along)])
         everybody = frozenset(grid.flatten().tolist())
@@ -169,13 +169,13 @@ def reduction_group_of(placements: Iterable[Placement], stages: Stages = ONE_STA
 
 
 _PIPELINE = {"pp", "pipe", "pipeline", "stage", "stages"}
-"""The name of pipeline stages as a dimension of a device mesh."""
+"""Usual names of the mesh dimension of pipeline stages."""
 
 
 def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup) -> None:
-    """Raise if the meshes of some gradients are slices of one that has pipeline stages, which no argument names.
+    """Raise if the gradients' meshes are slices of a mesh with pipeline stages that no argument names.
 
-    Along any other dimension that they do not lie on, as along ``dp`` beside tensor parallelism, they are replicated.
+    Along any other dimension of the root mesh, such as ``dp`` beside tensor parallelism, the gradients are replicated.
 
     Args:
         placements: The placements of all listed tensors.
@@ -191,7 +191,7 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
             if is_pipeline and not varies_along(root.mesh, taking_part)[dim]:
                 raise InvalidValueError(
                     f"the gradients lie on slices of {root}, whose dimension {name!r} has {root.size(dim)} pipeline "
-                    "stages with parameters of their own, so that their norm would be that of this stage alone: pass "
+                    "stages with different parameters: their norm would be that of this stage alone. Pass "
                     f"mesh=mesh[{name!r}], with shared= for weights that several stages hold."
                 )
 
@@ -211,7 +211,7 @@ def varies_along(grid: Tensor, ranks: Iterable[int]) -> list[bool]:
 
 
 def _slice_at(grid: Tensor, rank: int, varies: Iterable[bool]) -> frozenset[int]:
-    """Return the ranks whose coordinates are those of ``rank`` along all dimensions that do not vary."""
+    """Return the ranks that have the coordinates of ``rank`` along all dimensions that do not vary."""
     at = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if is_free else i for is_free, i in zip(varies, at, strict=True))
     return frozenset(grid[index].flatten().tolist())
@@ -229,7 +229,7 @@ def _check_mesh(mesh: Any) -> None:
         )
     try:
         groups = [mesh.get_group(i) for i in range(mesh.ndim)]
-    except Exception as error:  # what a mesh raises whose groups are gone differs between versions
+    except Exception as error:  # the exception for a destroyed group differs between torch versions
         raise InvalidValueError(
             f"a gradient lies on {mesh}, whose process group cannot be found any more: make the mesh and the "
             "parameters anew after initializing torch.distributed again."
@@ -239,7 +239,7 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _spanned(parts: Sequence[frozenset[int]], meshes: Iterable[Any]) -> frozenset[int]:
-    """The smallest set that holds all ``parts`` and looks the same from each of its members."""
+    """Return the smallest set of ranks that contains all ``parts`` and that each of its members computes equally."""
     union = frozenset().union(*parts)
     if union in parts:
         return union
@@ -251,23 +251,23 @@ def _spanned(parts: Sequence[frozenset[int]], meshes: Iterable[Any]) -> frozense
         return world
     raise InvalidValueError(
         f"the gradients lie on the ranks {' and '.join(str(sorted(p)) for p in parts if len(p) > 1)}, on meshes that "
-        "are no slices of one: which processes must add up cannot be told. Slice all meshes from one "
+        "are no slices of one, so the processes that must reduce them are unknown. Slice all meshes from one "
         "init_device_mesh(...)."
     )
 
 
 def _group_of(ranks: frozenset[int]) -> Any:
-    """The process group of exactly ``ranks``."""
+    """Return the process group of exactly ``ranks``, or raise."""
     if (group := group_of(ranks)) is None:
         raise InvalidValueError(
-            f"the gradients lie on the ranks {sorted(ranks)} together, which no process group holds: make one, once, "
-            f"on every rank: torch.distributed.new_group({sorted(ranks)}), or mesh[...]._flatten()."
+            f"the gradients lie on the ranks {sorted(ranks)} together, for which there is no process group: make one, "
+            f"once, on every rank: torch.distributed.new_group({sorted(ranks)}), or mesh[...]._flatten()."
         )
     return group
 
 
 def group_of(ranks: frozenset[int]) -> Any:
-    """Return the process group of exactly ``ranks``: of several the first, on all ranks; None where there is none."""
-    groups = process_groups().items()  # in the order in which they were made, WORLD first
+    """Return the process group of exactly ``ranks``: of several the first, the same on all ranks; None if none."""
+    groups = process_groups().items()  # in order of creation, WORLD first
     found = (g for g, its in groups if isinstance(g, dist.ProcessGroup) and len(its) == len(ranks) and ranks == {*its})
     return next(found, None)

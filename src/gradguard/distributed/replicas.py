@@ -1,8 +1,8 @@
-r"""Check that all processes that hold the same part of a gradient have it, or none does; else the norm is wrong.
+r"""Check that either all ranks that hold the same part of a gradient have it, or none; else the norm is wrong.
 
-One number in the one all-reduce tells. For each gradient that is both split and replicated, the holder j of part q adds
-:math:`h(q, j) - h(q, j + 1)` if it has the gradient, where h are small integers as good as random: over all k holders
-these cancel exactly, over some of them almost never.
+One number in the all-reduce checks this. For each gradient that is both sharded and replicated, the holder j of part q
+adds :math:`h(q, j) - h(q, j + 1)` if it has the gradient, where h are small pseudo-random integers. Over all k holders
+these numbers cancel exactly, over some of them almost never.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,11 +18,11 @@ from gradguard.torch_private import root_mesh_of
 
 
 def balances(placements: Sequence[Placement | None], union: ReductionGroup, me: int) -> Tensor:
-    """Return what this process adds for each gradient that it has: ``[len]``, float64, whole numbers.
+    """Return the number that this rank adds for each gradient that it has: ``[len]``, float64, integers.
 
     Args:
-        placements: How each is spread; None for one that does not count.
-        union: Who takes part.
+        placements: The placement of each gradient; None for one that does not count.
+        union: The ranks that take part.
         me: The global rank of this process.
     """
     found = torch.zeros(len(placements), dtype=torch.float64, device="cpu")
@@ -40,11 +40,11 @@ def balances(placements: Sequence[Placement | None], union: ReductionGroup, me: 
 
 
 def balances_of_moved(moved: Collection[int], union: ReductionGroup, me: int) -> Tensor:
-    """Return what this process adds for gradients laid out unlike their parameters, which all must have, or none.
+    """Return the numbers for gradients whose layout differs from their parameters': all ranks must have them, or none.
 
     Args:
         moved: The positions of the gradients.
-        union: Who takes part.
+        union: The ranks that take part.
         me: The global rank of this process.
     """
     holder, holders = sorted(union.stage).index(me), len(union.stage)
@@ -54,25 +54,25 @@ def balances_of_moved(moved: Collection[int], union: ReductionGroup, me: int) ->
 
 
 def may_lack_summands(placements: Sequence[Any]) -> bool:
-    """Tell whether a gradient laid out so is a sum in which a process without it has a summand of 0."""
+    """Tell whether a gradient with these placements is a sum in which a rank without it contributes 0."""
     partial = [p for p in placements if p.is_partial()]
     is_sum = all(getattr(p, "reduce_op", None) == "sum" for p in partial)
     return bool(partial) and is_sum and not any(p.is_replicate() for p in placements)
 
 
 def _own_part(placement: Placement, union: ReductionGroup, me: int) -> tuple[int, int, int]:
-    """Which part this process holds, as which of its holders, and how many there are."""
-    if placement.mesh is None:  # a part of FSDP1's flat parameter, which some processes hold nothing of
+    """Return which part this rank holds, which of the part's holders it is, and how many holders there are."""
+    if placement.mesh is None:  # a part of FSDP1's flat parameter, of which some ranks hold nothing
         return 0, 0, 1
     slices = _slices(placement, union)
-    if slices is None:  # who holds the same part cannot be told: all processes must be alike
+    if slices is None:  # the holders of the same part are unknown: require all ranks to agree
         return 0, sorted(union.stage).index(me), len(union.stage)
     (slice_number, slice_count), (part, copy) = slices, placement.place
     return part, slice_number * placement.replicas + copy, placement.replicas * slice_count
 
 
 def _slices(placement: Placement, union: ReductionGroup) -> tuple[int, int] | None:
-    """Which slice of the root mesh the tensor's mesh is, of how many that this stage has; None if that is no slice."""
+    """Return the index of the mesh among this stage's slices of the root mesh, and their number; None if no slice."""
     if placement.ranks == union.stage:  # 0.2 s less on 16,384 ranks
         return 0, 1
     root: Any = root_mesh_of(placement.mesh).mesh
@@ -89,5 +89,5 @@ def _slices(placement: Placement, union: ReductionGroup) -> tuple[int, int] | No
 
 
 def _mixed(numbers: Tensor, part: int, holder: int) -> Tensor:
-    """Integers from -256 to 255, as good as random: sums of millions of them are exact in float64."""
+    """Return pseudo-random integers from -256 to 255: sums of millions of them are exact in float64."""
     return hashed(numbers + (part << 24) + (holder << 44)) >> 55

@@ -1,7 +1,7 @@
-"""Check that all processes clip in the same way: one with another threshold would silently get other weights.
+"""Check that all ranks clip in the same way: a rank with another threshold would silently get other weights.
 
-Two numbers in the one all-reduce tell: a digest h below 65,536 of the rule and its arguments, and its square. All h are
-equal if, and only if, their mean is h and the mean of their squares the square of h.
+Two numbers in the all-reduce check this: a digest h below 65,536 of the rule and its arguments, and its square. All h
+are equal if, and only if, their mean is h and the mean of their squares is the square of h.
 """
 
 import zlib
@@ -20,11 +20,11 @@ from gradguard.words import listed
 
 Setting = float | str | Tensor | None
 Settings = tuple[Setting, ...]
-"""Settings of a clip besides the gradients: names and numbers; a 0-dim tensor stays on its device."""
+"""Settings of a clip in addition to the gradients: names and numbers; a 0-dim tensor stays on its device."""
 
 
 def as_setting(value: object) -> Setting:
-    """Return an argument of a rule as a value that processes can compare: an object as the name of its type."""
+    """Return an argument of a rule as a value that ranks can compare; an object becomes the name of its type."""
     if value is None or isinstance(value, float | int | str) or (isinstance(value, Tensor) and value.dim() == 0):
         return value
     if isinstance(value, tuple | list):
@@ -33,7 +33,7 @@ def as_setting(value: object) -> Setting:
 
 
 def digest(settings: Settings, device: torch.device) -> Tensor:
-    """Return the digest of ``settings``, and its square: ``[2]``, float64, whole numbers, without a wait."""
+    """Return the digest of ``settings``, and its square: ``[2]``, float64, integers, without a host sync."""
     tensors = [s for s in settings if isinstance(s, Tensor) and not s.is_cpu]
     pair = _digest_of_words(repr(list(map(_plain, settings))), device)
     if not tensors:
@@ -46,7 +46,7 @@ def digest(settings: Settings, device: torch.device) -> Tensor:
 
 
 def _plain(setting: Setting) -> object:
-    """Return one form for 1, 1.0 and a tensor of it; a tensor on an accelerator is not read."""
+    """Return one value for 1, 1.0 and a CPU tensor of 1; a tensor on an accelerator is not read."""
     if isinstance(setting, Tensor):
         return float(setting) if setting.is_cpu else "on the device"
     return float(setting) + 0.0 if isinstance(setting, Real) else setting
@@ -59,7 +59,7 @@ def _digest_of_words(words: str, device: torch.device) -> Tensor:
 
 
 def difference(union: ReductionGroup, settings: Settings) -> str:
-    """Return a sentence on the processes that clip in another way than most. A collective."""
+    """Return a sentence about the ranks whose settings differ from those of most ranks. A collective."""
     own = ", ".join(str(float(s)) if isinstance(s, Tensor) else repr(s) for s in settings)
     said = list(map(str, gather_objects(union, f"({own})")))
     usual = Counter(said).most_common(1)[0][0]

@@ -1,4 +1,4 @@
-"""Pipeline stages: processes that hold different parameters, and may share some weights."""
+"""Pipeline stages: ranks that hold different parameters, and may share some weights."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ def details_of(
     holders: Sequence[int],
     whole: Sequence[bool],
 ) -> list[tuple]:
-    """Return the facts on this stage that the others need, the same on all of its processes.
+    """Return the facts about this stage that other stages need, equal on all ranks of the stage.
 
     Args:
         tensors: The list of this stage.
-        names: Their names, if they have some.
+        names: Their names, or None.
         shared: The weights among them that other stages hold too.
-        holders: How many processes of this stage hold the same part of each.
-        whole: Whether each of those holds all of it.
+        holders: For each tensor, how many ranks of this stage hold the same part.
+        whole: For each tensor, whether each of those ranks holds all of it.
     """
     keys = {id(tensor): name for name, tensor in shared.items()}
     return [
@@ -37,27 +37,27 @@ def details_of(
 
 
 class StageLists:
-    """The lists of all pipeline stages as one: what each stage holds one after the other, shared weights once.
+    """The concatenated lists of all pipeline stages, with each shared weight once.
 
     Args:
-        reducer: The reducer that has agreed on the list of each stage and its `details_of`; all make it together.
+        reducer: The reducer that has agreed on each stage's list and `details_of`; all ranks construct this together.
 
     Attributes:
-        own: The place of each tensor of this stage.
-        holders: How many processes of all stages hold the same part of each tensor of all stages.
-        whole: Whether each of those holds all of it.
+        own: The position of each tensor of this stage.
+        holders: For each tensor of all stages, how many ranks hold the same part.
+        whole: For each of them, whether each of those ranks holds all of it.
         names: The names of all tensors.
         one_is_empty: Whether a stage has no parameters.
 
     Raises:
-        InvalidValueError: On every process, if a shared weight is on one stage only, or of several shapes.
+        InvalidValueError: On every rank, if a shared weight is on one stage only, or has several shapes.
     """
 
     def __init__(self, reducer: Reducer) -> None:
         numbers, mine = sorted(reducer.agreement.senders), min(reducer.union.stage)
         lists = dict(zip(numbers, details_of_stages(reducer.union, reducer.agreement, reducer.device), strict=True))
         _check_alike(lists)
-        # A stage is known by its parameters: one without any would not see that the others have new ones.
+        # A plan is found by a stage's parameters: a stage without any would not notice that other stages have new ones.
         self.one_is_empty = not all(lists.values())
         self.own: list[int] = []
         self.holders: list[int] = []
@@ -96,7 +96,7 @@ def _check_alike(lists: Mapping[int, Sequence[tuple]]) -> None:
 
 
 def _names_of_stages(entries: Sequence[tuple[int, str | None]]) -> list[str]:
-    """Names that tell the parameters of all stages apart: with the stage in front where two have one name, or none."""
+    """Return distinct names for the parameters of all stages; a stage prefix marks a name that is shared or missing."""
     times = Counter(name for _, name in entries)
     return [
         f"stage{number}.{place if name is None else name}" if name is None or times[name] > 1 else name

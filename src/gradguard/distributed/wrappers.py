@@ -1,4 +1,4 @@
-"""Modules that wrap a model: how FSDP1 and DDP treat its gradients, and the prefixes that all add to its names."""
+"""Modules that wrap a model: how FSDP1 and DDP treat its gradients, and the prefixes that wrappers add to its names."""
 
 import sys
 import time
@@ -33,36 +33,36 @@ from gradguard.torch_private import (
 _PUT_IN_NAMES = wrapper_slots()
 
 _REPLICAS_APART = 1e-3
-"""Norms of one gradient on two replicas that differ by more than this part are of gradients that were not averaged."""
+"""The largest relative difference between norms of one averaged gradient on two replicas."""
 
 _ON_EVERY_RANK = "Clip and measure on every rank, or after a backward that synchronizes"
 
 _known: "weakref.WeakKeyDictionary[nn.Module, _KnownWrappers]" = weakref.WeakKeyDictionary()
-"""For each DistributedDataParallel what is known of its gradients."""
+"""For each DistributedDataParallel, the known facts about its gradients."""
 
-_living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper, once they have been looked for
+_living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper; None before the first search
 
 
 class _KnownWrappers:
-    """Facts on the gradients of a DistributedDataParallel that are the same on all of its processes.
+    """Facts about the gradients of a DistributedDataParallel that are equal on all of its ranks.
 
-    DDP notes when each gradient was ready in a backward that synchronises, and each backward is noticed at the outputs.
-    A forward tells nothing: one process alone may evaluate, or sample.
+    DDP records when each gradient was ready in a backward that synchronises; a hook on the outputs notices each
+    backward. A forward alone shows nothing: one rank alone may evaluate, or sample.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._reducer = wrapper.reducer
-        # DDP's reducer keeps what the last backward that synchronised has left. Its last forward tells whether another
-        # one may have followed that did not: False after one inside no_sync(), and under no_grad().
+        # DDP's reducer holds the statistics of the last backward that synchronised. A flag of DDP's last forward shows
+        # whether a later backward may not have: it is False after a forward inside no_sync(), or under no_grad().
         last_synchronises = wrapper.require_forward_param_sync
         self._before = () if last_synchronises else tuple(self._reducer.get_backward_stats())
-        """The state of DDP's reducer before the last backward, or clip."""
+        """The statistics of DDP's reducer before the last backward, or clip."""
         self._averaged = weakref.WeakValueDictionary[int, Tensor]()
-        """The gradients that are averaged, by the identities of their parameters."""
+        """The averaged gradients, by the ids of their parameters."""
         wrapper.register_forward_hook(ForwardHook(self._after_forward))
 
     def are_averaged(self, wrapper: DistributedDataParallel, parameters: Sequence[Tensor]) -> bool:
-        """Tell whether DDP has averaged these gradients in the last backward, or a clip before has compared them."""
+        """Tell whether DDP averaged these gradients in the last backward, or an earlier clip has compared them."""
         now = tuple(self._reducer.get_backward_stats())
         if now != self._before and any(now):
             self._before = now
@@ -70,7 +70,7 @@ class _KnownWrappers:
         return all(p.grad is None or self._averaged.get(id(p)) is p.grad for p in parameters)
 
     def note_averaged(self, parameters: Iterable[Tensor]) -> None:
-        """Take note that these gradients are those of all processes, until the next backward."""
+        """Record that these gradients are equal on all ranks, until the next backward."""
         self._averaged.update({id(p): p.grad for p in parameters if p.grad is not None})
 
     @never_compiled
@@ -87,10 +87,10 @@ class _KnownWrappers:
 
 
 def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of ``module`` with the names that they have in the model without its wrappers.
+    """Return the parameters of ``module`` with their names in the model without wrappers.
 
-    A rule for ``"head.*"``, and a history that is kept by name, are the same on one process and under DDP, FSDP1,
-    ``DataParallel``, ``torch.compile``, PyTorch's checkpoint wrapper and Fabric. Where two parameters would have one
+    A rule for ``"head.*"``, and a history that is stored by name, are then the same on one process and under DDP,
+    FSDP1, ``DataParallel``, ``torch.compile``, PyTorch's checkpoint wrapper and Fabric. If two parameters would get one
     name, all keep their own.
     """
     named = list(module.named_parameters(remove_duplicate=remove_duplicate))
@@ -119,15 +119,15 @@ def _path(name: str) -> tuple[str, ...]:
 
 
 def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:
-    """Refuse gradients that are not those of all processes yet.
+    """Refuse gradients that are not reduced over ranks yet.
 
     Args:
         tensors: The parameters.
-        stages: The process group along which parameters differ, if there is one.
+        stages: The process group along which parameters differ, or None.
 
     Raises:
-        UnsupportedGradientError: If the gradients are not synchronized: this process' part alone would be wrong.
-        InvalidValueError: If parameters are said to differ between processes over which they are replicated.
+        UnsupportedGradientError: If the gradients are not synchronized: this rank's part alone would be wrong.
+        InvalidValueError: If ``stages`` contains ranks over which the parameters are replicated.
     """
     possible = [w for w in _wrappers() if isinstance(w, DistributedDataParallel) or is_silent_fsdp1(w)]
     for wrapper, own in _wrappers_of(tensors, possible):
@@ -136,7 +136,7 @@ def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:
             continue  # FSDP1 averages the gradients of its flat parameters, also for a DDP inside it
         if not is_ddp or not wrapper.require_backward_grad_sync:
             raise UnsupportedGradientError(
-                f"gradients of a backward inside {type(wrapper).__name__}.no_sync() are this process' own: "
+                f"gradients of a backward inside {type(wrapper).__name__}.no_sync() belong to this process alone: "
                 "their norm differs from rank to rank. Clip after the backward pass that synchronizes, outside "
                 "no_sync()."
             )
@@ -154,7 +154,7 @@ def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:
 
 
 def follow_backwards() -> None:
-    """Note from here on what each backward of a DistributedDataParallel does with its gradients."""
+    """Record from now on how each backward of a DistributedDataParallel treats its gradients."""
     for wrapper in _wrappers():
         if isinstance(wrapper, DistributedDataParallel):
             _known_of(wrapper)
@@ -167,7 +167,7 @@ def _known_of(wrapper: DistributedDataParallel) -> _KnownWrappers:
 
 
 def _refuse_own_gradients(wrapper: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
-    """Raise if gradients of replicas differ; a collective, where none has averaged them: a script may have done it."""
+    """Raise if gradients of replicas differ. A collective: a script may have averaged them itself."""
     if dist.get_world_size(wrapper.process_group) == 1:
         return
     _wait_for_all(wrapper.process_group)
@@ -178,24 +178,25 @@ def _refuse_own_gradients(wrapper: DistributedDataParallel, parameters: Sequence
     most, least = largest_over(here, wrapper.process_group, "compare the gradients of replicas").chunk(2)
     if bool((most + least > _REPLICAS_APART * most).any()):
         raise UnsupportedGradientError(
-            "the last backward of DistributedDataParallel ran inside no_sync(), so that each process has gradients of "
-            "its own, which differ: their norm differs from rank to rank. Let the forward and the backward of the last "
-            "micro-batch run outside no_sync(), and clip then. Nothing was changed."
+            "the last backward of DistributedDataParallel ran inside no_sync(), so each process has its own gradients "
+            "and their norm differs from rank to rank. Run the forward and the backward of the last micro-batch "
+            "outside no_sync(), and clip then. Nothing was changed."
         )
 
 
 def _wait_for_all(group: Any) -> None:
-    """Wait, at the store, until all processes have come to compare their gradients.
+    """Wait, at the store, until all ranks are ready to compare their gradients.
 
-    A collective that one process began alone would meet those of the others' next backward, and could be added to them.
+    If one rank alone started the collective, it would meet a collective of the others' next backward, and its numbers
+    could be added to their gradients.
 
     Raises:
-        DistributedError: If they have not all come within the time-out of the store.
+        DistributedError: If a rank is missing after the time-out of the store.
     """
     store, world = default_store(), dist.get_world_size(group)
     key, begin, waited = f"gradguard/{group.group_name}/replicas", time.monotonic(), 0.0
     came, pause = store.add(key, 1), 1e-4
-    wanted = came + -came % world  # no process begins a comparison before all have come to the last
+    wanted = came + -came % world  # no rank begins a comparison before all ranks have joined the last one
     here = dist.PrefixStore(f"{key}/{wanted}", store)
     while came < wanted and waited < store.timeout.total_seconds():
         time.sleep(pause)
@@ -206,18 +207,19 @@ def _wait_for_all(group: Any) -> None:
     if store.add(key, -1) < wanted - 1:
         raise DistributedError(
             f"only {came + world - wanted} of {world} processes came within {store.timeout.total_seconds():.0f} s to "
-            "compare their gradients: DistributedDataParallel was not seen to average those of the last backward, as "
-            f"inside no_sync(), so that one process alone cannot tell their norm. {_ON_EVERY_RANK}. Nothing was "
+            "compare their gradients. DistributedDataParallel did not average those of the last backward, as happens "
+            f"inside no_sync(), so one process alone cannot compute their norm. {_ON_EVERY_RANK}. Nothing was "
             "changed."
         )
-    store.add(key, 1)  # the last has come while this process gave up
+    store.add(key, 1)  # the last rank joined while this one gave up
 
 
 def check_gradients(gradients: Sequence[Tensor | None]) -> None:
-    """Refuse what `check_wrappers` refuses, where gradients are given instead of parameters.
+    """Refuse what `check_wrappers` refuses, for gradients that are passed instead of parameters.
 
     Raises:
-        UnsupportedGradientError: If one is FSDP1's, or its parameter, or DistributedDataParallel has not averaged it.
+        UnsupportedGradientError: If a gradient or its parameter belongs to FSDP1, or DistributedDataParallel has not
+            averaged it.
     """
     wanted = {id(g) for g in gradients if g is not None}
     held = [(w, p) for w in _wrappers() for p in w.parameters() if id(p.grad) in wanted]
@@ -231,10 +233,10 @@ def check_gradients(gradients: Sequence[Tensor | None]) -> None:
 
 
 def refuse_flat_parameters(parameters: Sequence[Tensor], what: str) -> None:
-    """Raise if FSDP1 has made one tensor of several parameters, for ``what``, which needs each by itself.
+    """Raise if FSDP1 has flattened several parameters into one tensor: ``what`` needs each parameter separately.
 
     Raises:
-        UnsupportedGradientError: If so, or if they are Megatron's experts.
+        UnsupportedGradientError: If FSDP1 has, or if the parameters are Megatron's experts.
     """
     refuse_experts(parameters, what)
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -246,10 +248,10 @@ def refuse_flat_parameters(parameters: Sequence[Tensor], what: str) -> None:
 
 
 def _wrappers() -> list[nn.Module]:
-    """Every DistributedDataParallel and FSDP1 module that lives: looked for once, then told of new ones."""
+    """Return every live DistributedDataParallel and FSDP1 module: one search, then a hook that records new ones."""
     global _living
     is_alone = not (dist.is_available() and dist.is_initialized())
-    if is_alone or torch.compiler.is_compiling():  # a graph cannot look; code outside it can
+    if is_alone or torch.compiler.is_compiling():  # compiled code cannot search; code outside it can
         return []
     if _living is None:
         found = [m for m in alive(nn.Module) if _is_wrapper(m)]
@@ -259,7 +261,7 @@ def _wrappers() -> list[nn.Module]:
 
 
 def _wrappers_of(parameters: Iterable[Tensor], wrappers: Sequence[nn.Module]) -> Iterator[tuple[Any, Sequence[Tensor]]]:
-    """Yield each of ``wrappers`` that holds some of ``parameters``, with these."""
+    """Yield each of ``wrappers`` that holds some of ``parameters``, with those parameters."""
     wanted = set(map(id, parameters)) if wrappers else set()
     for wrapper in wrappers:
         if own := [p for p in wrapper.parameters() if id(p) in wanted]:
@@ -276,24 +278,24 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def refuse_wrapped_in_backward(parameters: Sequence[Tensor]) -> None:
-    """Raise if DDP or FSDP1 adds up the gradients of ``parameters`` only later in the backward that is running.
+    """Raise if DDP or FSDP1 reduces the gradients of ``parameters`` only later in the running backward.
 
     Raises:
-        UnsupportedGradientError: If so.
+        UnsupportedGradientError: If one of them does.
     """
     for wrapper, _ in _wrappers_of(parameters, _wrappers()):
         raise UnsupportedGradientError(
             f"the optimizer steps inside a backward pass, where {type(wrapper).__name__} has not yet added up the "
-            "gradients of all processes: each would step by its own. Use fully_shard(model), or step after "
+            "gradients of all processes: each process would step by its own. Use fully_shard(model), or step after "
             "backward()."
         )
 
 
 def refuse_wrapped(parameters: Iterable[Tensor]) -> None:
-    """Raise if ``parameters``, taken for those of this process alone, are replicated by DDP or spread by Megatron.
+    """Raise if DDP replicates ``parameters`` or Megatron shards them: the caller treats them as this rank's alone.
 
     Raises:
-        UnsupportedGradientError: If so.
+        UnsupportedGradientError: If one of them does.
     """
     parameters = list(parameters)
     refuse_parts(parameters, "per-sample clipping")

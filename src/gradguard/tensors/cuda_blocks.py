@@ -1,13 +1,13 @@
-"""The one way to the Triton kernels: lists of CUDA tensors that they can take, and what they do with them.
+"""The only interface to the Triton kernels: which lists of CUDA tensors they accept, and how to call them.
 
-`CudaBlocks.of` returns None for everything else, and callers then take torch's own kernels, which are right for all:
-that is the whole dispatch. What is taken: dense float32, float64, bfloat16 and float16 tensors of one dtype on one
-NVIDIA GPU of compute capability 8.0 or newer, where Triton can be imported, outside of `torch.compile` and of the
-recording of a CUDA graph, whose replays would read addresses from memory that has been used for something else.
+`CudaBlocks.of` returns None for every other list, and callers then use torch's own kernels, which handle all tensors.
+Accepted are dense float32, float64, bfloat16 and float16 tensors of one dtype on one NVIDIA GPU of compute capability
+8.0 or newer, if Triton can be imported, outside of `torch.compile` and of CUDA graph capture. (A replayed graph would
+read addresses from memory that has been reused.)
 
-Before a device does its first clip in a dtype, the kernels do a small list there and are compared with torch, for which
-the host waits once. If they differ or do not compile, a warning says so, and torch's kernels are taken from then on.
-``GRADGUARD_TRITON=0`` in the environment turns the kernels off.
+Before a device's first clip in a dtype, the kernels run on a small list there, and the results are compared with
+torch's; this is one host sync. If they differ or do not compile, a warning says so, and torch's kernels are used from
+then on. ``GRADGUARD_TRITON=0`` in the environment turns the kernels off.
 """
 
 import ctypes
@@ -35,24 +35,24 @@ OLDEST = (8, 0)
 """The first compute capability with bfloat16 arithmetic."""
 
 MOST = 1 << 22
-"""Programs of a launch, up to which a table of them is kept."""
+"""The largest number of programs in a launch, and so of entries in its table."""
 
 _compiled: dict[tuple[Any, ...], Any] = {}
-"""Kernels by what they were compiled for."""
+"""Compiled kernels by kernel, device and constants."""
 
 _serving: set[torch.device] = set()
-"""Devices on which the kernels did what torch does."""
+"""Devices on which the kernels agreed with torch."""
 
 _ORDINARY = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CudaBlocks:
-    """A list of tensors of one dtype on one GPU, each a block of memory that is cut into units; it keeps them alive.
+    """A list of tensors of one dtype on one GPU, each one block of memory that is cut into units; keeps them alive.
 
     Args:
         tensors: At least one.
-        rows: Into how many units of equal length each is cut in memory.
-        memory: Their addresses and lengths, where these are known.
+        rows: For each tensor, the number of units of equal length in its memory.
+        memory: The tensors' addresses and lengths, if known.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CudaBlocks:
     ) -> None:
         first, stream = tensors[0], 0
         self._tensors, self._device, self._units = list(tensors), first.device, sum(rows)
-        if first.is_cuda:  # copies to the device are in the order of one stream alone
+        if first.is_cuda:  # cached tables are ready only in the order of the stream that copied them
             stream = torch.cuda.current_stream(first.device).cuda_stream
         memory = memory or _memory(self._tensors)
         assert memory is not None
@@ -73,13 +73,13 @@ class CudaBlocks:
     def of(
         tensors: Sequence[Tensor], rows: Sequence[int] | None = None, *, p: float = 2.0, writes: bool = False
     ) -> "CudaBlocks | None":
-        """Return ``tensors`` for the kernels, or None if these cannot take all of them.
+        """Return ``tensors`` for the kernels, or None if the kernels do not accept all of them.
 
         Args:
             tensors: Any tensors.
-            rows: As for the class; each is one unit by default.
-            p: The order of the norm that will be asked for, for which there must be a kernel.
-            writes: Whether they will be written: then no two may share memory.
+            rows: As for the class; by default each tensor is one unit.
+            p: The order of the norm that will be computed; there must be a kernel for it.
+            writes: Whether the tensors will be written; no two may then share memory.
         """
         if p not in (2.0, math.inf) or not tensors or not tensors[0].is_cuda or not _may_start(tensors[0].device):
             return None
@@ -112,9 +112,9 @@ class CudaBlocks:
         return norms
 
     def scale_(self, factors: Tensor) -> None:
-        """Multiply every element by one factor, 0-dim, or each unit by its own: float64, on any device.
+        """Multiply every element by one 0-dim factor, or each unit by its own: float64, on any device.
 
-        The product is taken in float32 (float64 of float64) and rounded once. A factor of 1 writes nothing.
+        The product is computed in float32 (float64 for float64) and rounded once. A factor of 1 writes nothing.
         """
         from gradguard.tensors.cuda_kernels import scale
 
@@ -123,7 +123,7 @@ class CudaBlocks:
         increment_version(self._tensors)
 
     def clamp_(self, low: float, high: float) -> None:
-        """Clamp every element to bounds that the dtype holds; NaN stays."""
+        """Clamp every element to bounds that the dtype can hold; NaN stays."""
         from gradguard.tensors.cuda_kernels import clamp
 
         self._over_chunks(clamp, float(low), float(high))
@@ -140,7 +140,7 @@ class CudaBlocks:
 
 
 def coefficients_on_device(norm: Tensor, limit: float) -> Tensor | None:
-    """Return min(1, limit / (norm + 1e-6)) of each norm, in one launch where torch needs four, or None."""
+    """Return min(1, limit / (norm + 1e-6)) for each norm, in one launch instead of torch's four; None if impossible."""
     if not norm.is_cuda or norm.dtype is not torch.float64 or norm.device not in _serving:
         return None
     return _coefficient(norm, limit) if _may_start(norm.device) and type(norm) is Tensor else None
@@ -158,8 +158,8 @@ def _coefficient(norm: Tensor, limit: float) -> Tensor:
 def _launch(device: torch.device, kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
     """Start a kernel, on the current device as Triton does; ``settings`` are its constants, in its order.
 
-    What the first start has compiled fits all others, for nothing but the constants is specialized; to start that
-    directly spares Triton's look at each argument.
+    The first start compiles the kernel for all others, because only the constants are specialized. Later starts call
+    the compiled kernel directly and skip Triton's inspection of each argument.
     """
     if not programs:
         return
@@ -173,14 +173,14 @@ def _launch(device: torch.device, kernel: Any, programs: int, *arguments: Any, *
 
 
 def _may_start(device: torch.device) -> bool:
-    """Tell whether the kernels may be started now: nobody traces, watches or records the operations."""
+    """Tell whether the kernels may start now: nothing traces, intercepts or captures operations."""
     return not torch.compiler.is_compiling() and not are_operations_watched() and not is_captured(device)
 
 
 def _memory(tensors: list[Tensor]) -> tuple[bytes, bytes] | None:
     """Return addresses and lengths, int64 each, if all are blocks of memory of one dtype on one device, else None."""
     place, count = tensors[0].get_device(), len(tensors)
-    if (library := native.library()) is not None:  # in a fiftieth of the time
+    if (library := native.library()) is not None:  # fifty times as fast as the loop below
         room = bytearray(17 * count)
         start = ctypes.addressof(ctypes.c_char.from_buffer(room))
         is_taken = library.collect(tensors, place, start, start + 8 * count, start + 16 * count)
@@ -194,14 +194,14 @@ def _memory(tensors: list[Tensor]) -> tuple[bytes, bytes] | None:
         return None
     try:
         addresses = [t.data_ptr() for t in tensors]
-    except RuntimeError:  # a transform of torch.func, whose tensors have no memory
+    except RuntimeError:  # tensors of a torch.func transform have no memory
         return None
     return array("q", addresses).tobytes(), array("q", [t.numel() for t in tensors]).tobytes()
 
 
 @lru_cache(maxsize=64)
 def _addresses(addresses: bytes, lengths: bytes, size: int, device: torch.device, stream: int) -> tuple[Tensor, bool]:
-    """The addresses of tensors on the device, and whether any two of them share memory."""
+    """Return the addresses of tensors on the device, and whether any two tensors share memory."""
     del stream
     where, length = _numbers(addresses), _numbers(lengths)
     start, order = where[length > 0].sort()
@@ -211,7 +211,7 @@ def _addresses(addresses: bytes, lengths: bytes, size: int, device: torch.device
 
 @lru_cache(maxsize=16)
 def _cut(lengths: bytes, rows: bytes, device: torch.device, stream: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tables ``cuts``, ``tensor`` and ``begin`` of `gradguard.tensors.cuda_kernels`."""
+    """Return the tables ``cuts``, ``tensor`` and ``begin`` of `gradguard.tensors.cuda_kernels`."""
     from gradguard.tensors.cuda_kernels import CHUNK
 
     del stream
@@ -222,7 +222,7 @@ def _cut(lengths: bytes, rows: bytes, device: torch.device, stream: int) -> tupl
     cuts = torch.stack([length, chunks, programs.cumsum(0) - programs, count.cumsum(0) - count], dim=1)
     tensor = torch.arange(len(count), dtype=torch.int32, device="cpu").repeat_interleave(programs)
     ends = chunks.repeat_interleave(count).cumsum(0)
-    begin = torch.cat([torch.tensor([0, len(tensor), 0], device="cpu"), ends])  # of all, and of each unit
+    begin = torch.cat([torch.tensor([0, len(tensor), 0], device="cpu"), ends])  # of the whole list, then of each unit
     return _sent(cuts, device), _sent(tensor, device), _sent(begin, device)
 
 
@@ -231,13 +231,13 @@ def _numbers(table: bytes) -> Tensor:
 
 
 def _sent(table: Tensor, device: torch.device) -> Tensor:
-    """Copy a table without a wait; torch keeps the memory that it is copied from until that is done."""
+    """Copy a table without a host sync; torch keeps the pinned memory until the copy is done."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 @cache
 def _serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether the kernels run on ``device``, and do there what torch does."""
+    """Tell whether the kernels run on ``device`` and agree with torch there."""
     if (
         os.environ.get("GRADGUARD_TRITON") == "0"
         or torch.version.cuda is None
@@ -248,12 +248,12 @@ def _serves(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         with _waits_unseen():
             wrong = differs_from_torch(device, dtype)
-    except Exception as error:  # whatever a compiler may say
+    except Exception as error:  # a compiler may raise anything
         wrong = f"{type(error).__name__}: {error}"
     if wrong:
         warnings.warn(
-            f"gradguard's kernels for {dtype} are not used on {device}, where torch's do the same more slowly: "
-            f"{wrong}. Please report this.",
+            f"gradguard's kernels for {dtype} are not used on {device}; torch's give the same results more slowly. "
+            f"Reason: {wrong}. Please report this.",
             stacklevel=2,
         )
     else:
@@ -263,9 +263,9 @@ def _serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def _waits_unseen() -> Iterator[None]:
-    """Let the host wait for the device in this block, also where `torch.cuda.set_sync_debug_mode` forbids it."""
+    """Allow host syncs in this block, even if `torch.cuda.set_sync_debug_mode` forbids them."""
     said = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
-    if not said:  # setting it warns, whatever it is set to
+    if not said:  # setting the mode warns, whatever the value
         yield
         return
     torch.cuda.set_sync_debug_mode("default")
@@ -277,7 +277,7 @@ def _waits_unseen() -> Iterator[None]:
 
 @torch.no_grad()
 def differs_from_torch(device: torch.device, dtype: torch.dtype) -> str:
-    """Say what the kernels do on ``device`` that torch does not; empty if nothing."""
+    """Describe how the kernels differ from torch on ``device``; empty if they agree."""
     rows = [1, 1, 1, 1, 7]
     given, wide = _given(device, dtype), torch.float64 if dtype is torch.float64 else torch.float32
     units = [unit for x, count in zip(given, rows, strict=True) for unit in (x.chunk(count) if count > 1 else [x])]
@@ -305,13 +305,13 @@ def differs_from_torch(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _alike(written: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Whether both hold the same numbers, NaN in the same places."""
+    """Tell whether both hold the same numbers, with NaN in the same places."""
     one, other = torch.cat(list(written)), torch.cat(list(expected))
     return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
 def _given(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Several chunks, an odd start, NaN and infinities, nothing, rows of an odd length."""
+    """Return test tensors: several chunks, an odd start, NaN and infinities, an empty one, rows of an odd length."""
     line = ((torch.arange(20_001, device=device) % 997 - 498) / 100).to(dtype)
     odd = torch.tensor([0.0, 1.0, math.nan, math.inf, -math.inf, 6e4, 1e-6, -2.0], device=device).to(dtype)
     return [line, line.clone()[1:1000], odd, line.clone()[:0], line.clone()[: 7 * 1031]]

@@ -1,18 +1,18 @@
 """Triton kernels over many tensors of one dtype, given as a table of addresses: one launch for all of them.
 
-A tensor is cut into *units*, rows of equal length one behind the other in memory (one row: the whole tensor), and a
-unit into chunks of up to ``CHUNK`` elements, each of which is one program. Tables, all on the device:
+A tensor is cut into *units*, rows of equal length one after the other in memory (one row: the whole tensor), and a unit
+into chunks of up to ``CHUNK`` elements, each of which is one program. Tables, all on the device:
 
 * ``where[t]``: the address of tensor t
-* ``cuts[t]``: the length of its units, how many chunks each has, its first program and its first unit
-* ``tensor[c]``: which tensor program c is a part of
+* ``cuts[t]``: the length of its units, the number of chunks in each, its first program and its first unit
+* ``tensor[c]``: the tensor of program c
 * ``begin[u]``: the first program of unit u
 
-Sums are taken in float64, which holds the square of every float32, and in a fixed order. A program begins at whole 16
-bytes, so that full blocks are read and written 16 bytes at a time wherever the tensor begins.
+Sums are computed in float64, which holds the square of every float32, and in a fixed order. A program begins at a
+multiple of 16 bytes, so full blocks are read and written 16 bytes at a time wherever the tensor begins.
 """
 
-# What follows is Triton's language, of which tools for Python understand little.
+# The rest is in Triton's language, which Python tools do not understand.
 # ruff: noqa: N803, N806, SIM108, F821
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportUndefinedVariable=false
 
@@ -20,29 +20,29 @@ import triton
 import triton.language as tl
 
 CHUNK = 16384
-"""Elements of a program."""
+"""How many elements a program handles."""
 
 BLOCK = 1024
-"""Elements of it at a time."""
+"""How many of them it handles at a time."""
 
 UNITS = 16
-"""Units whose sums one program of `finish` completes."""
+"""How many units one program of `finish` completes."""
 
 TERMS = 1024
-"""Partial sums that it reads at a time, of all of them."""
+"""How many partial sums such a program reads at a time, over all its units."""
 
 DOWN = tl.constexpr(2.0**-126)
-"""float32 has not all digits of smaller numbers: an element is multiplied by ``UP`` times them, and then by this."""
+"""float32 holds smaller numbers with fewer digits: multiply by ``factor * UP`` first, and then by ``DOWN``."""
 
 UP = tl.constexpr(2.0**126)
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-"""All bits of a float64 but its sign: as integers they are ordered like the numbers, and NaN is the largest."""
+"""All bits of a float64 except its sign: as integers they have the order of the numbers, with NaN the largest."""
 
 
 @triton.jit
 def _chunk(where, cuts, tensor, c, DTYPE: tl.constexpr, CHUNK: tl.constexpr):
-    """Whole 16 bytes at which chunk c begins, the first and last of its elements from there, and its unit."""
+    """Return the aligned begin of chunk c, its first and last element counted from there, and its unit."""
     t = tl.load(tensor + c)
     cut = cuts + t * 4
     length, chunks = tl.load(cut), tl.load(cut + 1)
@@ -58,7 +58,7 @@ def _chunk(where, cuts, tensor, c, DTYPE: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _read(pointer, at, head, end, BLOCK: tl.constexpr):
-    """A block: its elements, where they are, which belong to the chunk, and whether all do."""
+    """Read a block: its elements, their addresses, which of them are in the chunk, and whether all are."""
     lane = at + tl.arange(0, BLOCK)
     inside = (lane >= head) & (lane < end)
     whole = (at >= head) & (at + BLOCK <= end)
@@ -82,7 +82,7 @@ def measure(
     where, cuts, tensor, partial,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """partial[c] = the sum of squares of chunk c, or its largest magnitude; NaN is larger than all."""
+    """Compute partial[c], the sum of squares of chunk c or its largest magnitude; NaN is larger than all."""
     c = tl.program_id(0)
     pointer, head, end, _ = _chunk(where, cuts, tensor, c, DTYPE, CHUNK)
     lanes = tl.zeros([BLOCK], tl.int64 if LARGEST else tl.float64)
@@ -103,7 +103,7 @@ def finish(
     partial, begin, norms, units,
     LARGEST: tl.constexpr, UNITS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """norms[u] = the square root of the sum, or the largest, of partial[begin[u]] up to, without, begin[u + 1]."""
+    """Compute norms[u], the root of the sum, or the largest, of partial[begin[u] : begin[u + 1]]."""
     u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     first = tl.load(begin + u, mask=u < units, other=0)
     count = tl.load(begin + u + 1, mask=u < units, other=0) - first
@@ -126,9 +126,9 @@ def scale(
     where, cuts, tensor, factors,
     DTYPE: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply every element by the one factor, or that of its unit (EACH); where it is 1 a program writes nothing.
+    """Multiply every element by the one factor, or by that of its unit (EACH); a factor of 1 writes nothing.
 
-    Chunks in reverse: the last that the norm read are still in the cache.
+    Chunks run in reverse order, because the norm has read the last ones most recently and they are still in the cache.
     """
     c = tl.num_programs(0) - 1 - tl.program_id(0)
     pointer, head, end, unit = _chunk(where, cuts, tensor, c, DTYPE, CHUNK)
@@ -143,7 +143,7 @@ def scale(
 
 @triton.jit(do_not_specialize=["norm", "found"])
 def coefficient(norm, found, limit: "fp64"):
-    """found[i] = min(1, limit / (norm[i] + 1e-6)), rounded as torch does: a reciprocal, then a product."""
+    """Compute found[i] = min(1, limit / (norm[i] + 1e-6)), rounded as in torch: a reciprocal, then a product."""
     i = tl.program_id(0)
     ratio = 1.0 / (tl.load(norm + i) + 1e-6) * limit
     tl.store(found + i, tl.where(ratio > 1.0, 1.0, ratio))  # NaN stays
@@ -154,7 +154,7 @@ def clamp(
     where, cuts, tensor, low: "fp64", high: "fp64",
     DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Clamp every element to bounds that DTYPE holds; NaN compares false and stays."""
+    """Clamp every element to bounds that DTYPE can hold; NaN compares false and stays."""
     pointer, head, end, _ = _chunk(where, cuts, tensor, tl.program_id(0), DTYPE, CHUNK)
     for at in range(0, end, BLOCK):
         x, pointers, inside, whole = _read(pointer, at, head, end, BLOCK)

@@ -1,9 +1,9 @@
-"""The one way to the compiled kernels: lists of tensors that they can take, and what they do with them.
+"""The only interface to the compiled kernels: which lists of tensors they accept, and how to call them.
 
-`Blocks.of` and `UnitBlocks.of` return None for everything else, and callers then take torch's own kernels, which are
-right for all: that is the whole dispatch. What is taken: dense float32, float64, bfloat16 and float16 tensors on the
-CPU, of any shape and order of dimensions, each a block of memory. The kernels give the same bits whatever the number
-of threads and the instruction set; ``native/kernels.cpp`` says in which order they add up.
+`Blocks.of` and `UnitBlocks.of` return None for every other list, and callers then use torch's own kernels, which handle
+all tensors. Accepted are dense float32, float64, bfloat16 and float16 tensors on the CPU, of any shape and order of
+dimensions, each one block of memory. The kernels return the same bits for any number of threads and any instruction
+set; ``native/kernels.cpp`` documents the order of their sums.
 """
 
 import ctypes
@@ -23,18 +23,18 @@ from gradguard import native
 from gradguard.torch_private import are_operations_watched
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""In the order of ``DType`` in native/kernels.h."""
+"""The dtypes, in the order of ``DType`` in native/kernels.h."""
 
 TILE = 256
-"""How many normal numbers are drawn together: ``TILE`` of native/kernels.h."""
+"""How many normal numbers are drawn at a time: ``TILE`` of native/kernels.h."""
 
 _ORDERS = {1.0: 1, 2.0: 2, math.inf: 3}
 _ORDINARY = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _library_for(tensors: Sequence[Tensor]) -> native.Library | None:
-    """Return the library if it may read the memory of ``tensors``: they are real, and no mode intercepts operations."""
-    if torch.compiler.is_compiling() or are_operations_watched():  # first: the compiler cannot trace what follows
+    """Return the library if it may read ``tensors``: they have memory, and no mode intercepts operations."""
+    if torch.compiler.is_compiling() or are_operations_watched():  # first, because the compiler cannot trace the rest
         return None
     library = native.library()
     if library is None:
@@ -47,10 +47,10 @@ def _address(room: bytearray) -> int:
 
 
 class _Collected:
-    """Tensors with a buffer of their addresses, sizes and dtypes for the kernels; it keeps the tensors alive."""
+    """Tensors with a buffer of their addresses, sizes and dtypes for the kernels; the tensors are kept alive."""
 
     _before_dtypes: int
-    """Bytes of the address and the sizes of each tensor."""
+    """The number of bytes in the address and the sizes of one tensor."""
 
     def __init__(self, library: native.Library, tensors: list[Tensor], room: bytearray) -> None:
         self._library, self._tensors, self._room = library, tensors, room
@@ -71,13 +71,13 @@ class _Collected:
 
 
 class Blocks(_Collected):
-    """A list of tensors each of which is a block of memory."""
+    """A list of tensors, each one block of memory."""
 
     _before_dtypes = 16
 
     @staticmethod
     def of(tensors: Sequence[Tensor], p: float = 2.0) -> "Blocks | None":
-        """Return ``tensors`` for the kernels; None if these cannot take all of them, or have no norm of order ``p``."""
+        """Return ``tensors`` for the kernels; None if these do not accept all, or have no norm of order ``p``."""
         return Blocks._of(tensors) if p in _ORDERS else None
 
     def norm(self, p: float) -> float:
@@ -98,7 +98,7 @@ class Blocks(_Collected):
         increment_version(self._tensors)
 
     def clamp_(self, low: float, high: float) -> bool:
-        """Clamp every element to the bounds as its dtype holds them; False, and nothing done, if the kernels cannot."""
+        """Clamp every element to the bounds, rounded to its dtype; return False without a write if impossible."""
         if self._is_mirrored(low, high):
             return False
         (lows, highs), written = _bounds(low, high), bytearray(len(self._tensors) + 1)
@@ -109,7 +109,7 @@ class Blocks(_Collected):
         return True
 
     def exceed(self, low: float, high: float) -> bool | None:
-        """Tell whether any element lies outside the bounds as its dtype holds them; None if the kernels cannot."""
+        """Tell whether any element exceeds the bounds, rounded to its dtype; None if the kernels cannot."""
         if self._is_mirrored(low, high):
             return None
         (lows, highs), found = _bounds(low, high), ctypes.c_int()
@@ -125,38 +125,38 @@ class Blocks(_Collected):
 
     @staticmethod
     def tiles(tensors: Sequence[Tensor]) -> int:
-        """Return how many tiles of normal numbers `add_normal_` uses up: each tensor begins a new one."""
+        """Return how many tiles of normal numbers `add_normal_` consumes: each tensor begins a new tile."""
         return sum([-(-tensor.numel() // TILE) for tensor in tensors])
 
     def add_normal_(self, key: bytes, tile: int, factor: float, deviation: float) -> None:
-        """Multiply every element by ``factor``, and add ``deviation`` times a standard normal number; float32 alone.
+        """Multiply every element by ``factor``, and add ``deviation`` times a standard normal number; float32 only.
 
         Args:
             key: 32 bytes.
-            tile: The first of the `tiles` that are used up; none may be used twice under one key.
-            factor: Rounded to float32, as is the next.
-            deviation: Standard deviation of what is added.
+            tile: The first of the `tiles` to consume; no tile may be used twice under one key.
+            factor: Rounded to float32, as is ``deviation``.
+            deviation: Standard deviation of the added noise.
         """
         words = ctypes.create_string_buffer(key, 32)
         self._library.call("gg_add_normal", self._where, ctypes.addressof(words), tile, factor, deviation)
         increment_version(self._tensors)
 
     def _is_mirrored(self, low: float, high: float) -> bool:
-        """Whether memory holds the negative of what a tensor shows, and the bounds are not alike for both."""
+        """Tell whether a tensor's memory holds negated values and the bounds are not symmetric."""
         return low != -high and any([t.is_neg() for t in self._tensors])
 
 
 @lru_cache(maxsize=16)
 def _room(count: int, thread: int) -> tuple[tuple[int, ...], array, native.List, bytearray]:
-    """Return where ``thread`` writes so many tensors for the kernels, and gets their norms: kept between calls."""
-    memory, norms = bytearray(17 * count + 8), array("d", bytes(8 * count + 8))  # the last is that of all
+    """Return buffers of ``thread`` for ``count`` tensors and their norms; reused between calls."""
+    memory, norms = bytearray(17 * count + 8), array("d", bytes(8 * count + 8))  # the last norm is that of all
     start = _address(memory)
     at = start, start + 8 * count, start + 16 * count
     return at, norms, native.List(*at, count), memory
 
 
 def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
-    """Return the 2-norm of each tensor where one kernel measures them all; None where none does."""
+    """Return the 2-norm of each tensor from one kernel for all; None if the kernels do not accept them."""
     library = _library_for(tensors)
     if library is None:
         return None
@@ -170,20 +170,20 @@ def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
 
 
 def memory_of(tensors: Sequence[Tensor]) -> bytes | None:
-    """Return the address, length and dtype of each tensor's memory; None if the kernels cannot take all of them."""
+    """Return the address, length and dtype of each tensor's memory; None if the kernels do not accept all of them."""
     library, tensors = _library_for(tensors), tensors if isinstance(tensors, list) else list(tensors)
     at, _, _, memory = _room(len(tensors), threading.get_ident())
     return bytes(memory) if library is not None and library.collect(tensors, -1, *at) else None
 
 
 class SampledBlocks:
-    """Some elements of each of several tensors, before they are written and after.
+    """Sampled elements of several tensors, compared before and after a write.
 
     Args:
         library: The kernels.
-        views: The elements of each, as one dimension that shares its memory; they are kept alive.
-        before: Gets all of these as they are at `take`, side by side.
-        changes: Gets what has been added to them since.
+        views: The sampled elements of each tensor, as a one-dimensional view; kept alive.
+        before: A buffer for all sampled elements at `take`, one tensor after the other.
+        changes: A buffer for the changes since then.
     """
 
     def __init__(self, library: native.Library, views: Sequence[Tensor], before: Tensor, changes: Tensor) -> None:
@@ -198,52 +198,52 @@ class SampledBlocks:
 
     @staticmethod
     def of(views: Sequence[Tensor], before: Tensor, changes: Tensor) -> "SampledBlocks | None":
-        """Return them for the kernels, or None if these cannot take them: those of one dtype, float32 or float64."""
+        """Return the samples for the kernels, or None unless all have one dtype, float32 or float64."""
         library, kinds = _library_for(views), {(one.dtype, one.is_neg()) for one in views if one.numel()}
         known = before.is_cpu and before.dtype in (torch.float32, torch.float64) and kinds == {(before.dtype, False)}
         return SampledBlocks(library, views, before, changes) if known and library is not None else None
 
     def take(self) -> None:
-        """Keep what the elements are now."""
+        """Store the present elements."""
         self._library.call("gg_take", self._where)
 
     def moved(self) -> list[float]:
-        """Return the 2-norm of what has been added to those of each tensor since, then of what these were."""
+        """Return, for each tensor, the 2-norm of the changes since `take`; then that of the elements at `take`."""
         self._library.call("gg_moved", self._where, self._where_norms)
         return self._norms[:-1].tolist()
 
 
 class UnitBlocks(_Collected):
-    """Blocks of tensors that are cut into units, each a stretch of memory or a column of one."""
+    """Blocks of tensors that are cut into units, each a contiguous run of memory or a column of one."""
 
     _before_dtypes = 40  # four sizes each
 
     @staticmethod
     def of(tensors: Sequence[Tensor], dims: Sequence[int | None], groups: Sequence[int]) -> "UnitBlocks | None":
-        """Return ``tensors`` for the kernels, or None if these cannot take all of them.
+        """Return ``tensors`` for the kernels, or None if these do not accept all of them.
 
         Args:
             tensors: Any tensors.
-            dims: Along which dimension of each its units are; None for one that is one unit.
-            groups: Into how many groups of units its dimension 0 is cut first.
+            dims: The dimension of each tensor along which its units run; None for a tensor that is one unit.
+            groups: The number of groups of units into which dimension 0 is cut first.
         """
         wanted, cut = array("i", [-1 if dim is None else dim for dim in dims]), array("i", groups)
         return UnitBlocks._of(tensors, wanted.buffer_info()[0], cut.buffer_info()[0])
 
     def norms(self, units: int) -> Tensor:
-        """Return the 2-norm of every unit of every tensor, ``units`` in all: float64."""
+        """Return the 2-norm of every unit of every tensor, ``units`` in total: float64."""
         norms = torch.empty(units, dtype=torch.float64, device="cpu")
         self._library.call("gg_unit_norms", self._where, norms.data_ptr())
         return norms
 
     def scale_(self, factors: Tensor) -> None:
-        """Multiply every unit by its factor, a float64 each; 1 writes nothing. Versions are not incremented."""
+        """Multiply every unit by its float64 factor; 1 writes nothing. The caller increments the versions."""
         self._library.call("gg_unit_scale", self._where, factors.data_ptr())
 
     def clip_(self, weights: "UnitBlocks", units: int, threshold: float, eps: float) -> tuple[Tensor, Tensor]:
-        """Hold the norm of each unit to ``threshold * max(eps, norm of the unit of the weights)``, reading it once.
+        """Clip the norm of each unit to ``threshold * max(eps, norm of the weights' unit)`` in one pass over memory.
 
-        The tensors' versions are not incremented.
+        The caller increments the tensors' versions.
 
         Returns:
             The norm of each unit before, and the factor of each.
@@ -256,13 +256,13 @@ class UnitBlocks(_Collected):
 
 @lru_cache(maxsize=64)
 def _bounds(low: float, high: float) -> tuple[array, array]:
-    """Both bounds in each dtype of the kernels."""
+    """Return both bounds, rounded to each dtype of the kernels."""
     lows, highs = ([representable(bound, dtype) for dtype in DTYPES] for bound in (low, high))
     return array("d", lows), array("d", highs)
 
 
 def representable(bound: float, dtype: torch.dtype) -> float:
-    """Return a bound as ``dtype`` holds it, rounded; a finite number beyond its range becomes its largest one."""
+    """Return ``bound`` rounded to ``dtype``; a finite number beyond its range becomes its largest finite number."""
     largest = torch.finfo(dtype).max
     if not math.isinf(bound):
         bound = min(max(bound, -largest), largest)

@@ -1,4 +1,4 @@
-"""The precision of float32 products: 24 bits, or the 11 of TF32 or 8 of bfloat16 where PyTorch may use these."""
+"""The precision of float32 products: 24 bits, or the 11 of TF32 or 8 of bfloat16 if PyTorch is allowed to use these."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +16,7 @@ TF32_EPSILON = 2.0**-10
 def is_tf32_allowed(device: torch.device, *kinds: Kind) -> bool:
     """Tell whether operations of one of these kinds may round float32 to TF32 on ``device``.
 
-    cuDNN may round convolutions and recurrent layers by default; products are rounded only where the user allows it.
+    cuDNN may round convolutions and recurrent layers by default; products are rounded only if the user allows it.
 
     Args:
         device: The device on which the operations run.
@@ -34,14 +34,14 @@ def is_tf32_allowed(device: torch.device, *kinds: Kind) -> bool:
         "recurrent": (backends.cudnn.rnn, backends.cudnn, backends),
     }
     for kind in kinds:
-        said = [switch.fp32_precision for switch in switches[kind]]  # the first that says something counts
+        said = [switch.fp32_precision for switch in switches[kind]]  # the first one that is set counts
         if next((one for one in said if one != "none"), "ieee") != "ieee":
             return True
     return False
 
 
 def outside_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a block in which autocast is off; where it is off already, one that costs nothing."""
+    """Return a context without autocast; a free one if autocast is off already."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -52,7 +52,7 @@ _NAMES: dict[Kind, tuple[str, str]] = {
     "convolution": ("conv", "cudnn"),
     "recurrent": ("rnn", "cudnn"),
 }
-"""The name of the switch of each kind, and where CUDA's is."""
+"""For each kind, the name of its switch and the CUDA backend that has it."""
 
 _Said = TypeVar("_Said")
 
@@ -62,18 +62,18 @@ def full_float32(*kinds: Kind) -> AbstractContextManager[object]:
 
     Args:
         kinds: The computations of the block; all kinds if none is given. PyTorch does not round products by default, so
-            that a block of products alone writes no switch; cuDNN rounds convolutions.
+            a block of products alone writes no switch; cuDNN rounds convolutions.
 
     Returns:
-        The block; one that costs nothing where nothing is rounded.
+        A context; a free one if nothing is rounded.
 
     PyTorch has an older switch for products and one for cuDNN, and newer ones in a tree: a switch that is not set
-    follows the one above it. Where only newer ones were set, reading an older one raises, and so it is left alone;
-    otherwise the older ones are set to float32 too, so that code in the block may read them.
+    follows its parent. If only newer ones were set, reading an older one raises, and the older one is not written.
+    Otherwise the older ones are set to float32 too, so that code in the block may read them.
 
-    **Guarantees.** Afterwards each switch has its former value, and a switch that followed the one above follows it
-    again; except cuDNN's own default of TF32, which cannot be restored as a default: it is then set explicitly.
-    Nothing is written where nothing is rounded. Switches of CUDA are read only where there is a GPU.
+    **Guarantees.** Afterwards each switch has its former value, and a switch that followed its parent follows it again.
+    The exception is cuDNN's own default of TF32, which cannot be restored as a default: it is then set explicitly.
+    Nothing is written if nothing is rounded. Switches of CUDA are read only if there is a GPU.
     """
     has_gpu = torch.cuda.is_available()
     switches = [one for kind in kinds or _NAMES for one in _switches_of(kind, has_gpu)]
@@ -82,7 +82,7 @@ def full_float32(*kinds: Kind) -> AbstractContextManager[object]:
 
 @contextmanager
 def _all_full(has_gpu: bool) -> Iterator[None]:
-    """Compute in float32 in a block, and put each switch back."""
+    """Compute in float32 in a block, and restore each switch."""
     backends: Any = torch.backends
     of_kinds = [_switches_of(kind, has_gpu) for kind in _NAMES]
     switches = [one for each in zip(*of_kinds, strict=True) for one in each]
@@ -90,11 +90,11 @@ def _all_full(has_gpu: bool) -> Iterator[None]:
     products = _older(torch.get_float32_matmul_precision)
     convolutions = has_gpu and _older(lambda: backends.cudnn.allow_tf32)
     changed = []
-    for switch in above:  # from the top down; one that says "ieee" follows another
+    for switch in above:  # from the top down; "ieee" is either this switch's value or its parent's
         if (said := switch.fp32_precision) != "ieee":
             changed.append((switch, said))
             switch.fp32_precision = "ieee"
-    said = [switch.fp32_precision for switch in switches]  # "ieee": it follows
+    said = [switch.fp32_precision for switch in switches]  # "ieee" now means that the switch follows its parent
     own = ["none" if one == "ieee" else one for one in said]
     try:
         if products not in (None, "highest"):
@@ -104,7 +104,7 @@ def _all_full(has_gpu: bool) -> Iterator[None]:
         for i, switch in enumerate(switches):
             if switch.fp32_precision not in _FULL:
                 switch.fp32_precision = "none"
-                own[i] = "none" if switch.fp32_precision == said[i] else own[i]  # it follows one that cannot be written
+                own[i] = "none" if switch.fp32_precision == said[i] else own[i]  # its parent cannot be written
                 switch.fp32_precision = "ieee"
         yield
     finally:
@@ -120,14 +120,14 @@ def _all_full(has_gpu: bool) -> Iterator[None]:
 
 
 def _switches_of(kind: Kind, has_gpu: bool) -> tuple[Any, ...]:
-    """Return the switch of the CPU, and that of CUDA behind it where there is a GPU."""
+    """Return the switch of the CPU, followed by that of CUDA if there is a GPU."""
     name, of_cuda = _NAMES[kind]
     of_cpu = getattr(torch.backends.mkldnn, name)
     return (of_cpu, getattr(getattr(torch.backends, of_cuda), name)) if has_gpu else (of_cpu,)
 
 
 def _older(read: Callable[[], _Said]) -> _Said | None:
-    """Return the value of an older switch, None where only newer ones have been set."""
+    """Return the value of an older switch, or None if only newer ones were set."""
     try:
         return read()
     except RuntimeError:

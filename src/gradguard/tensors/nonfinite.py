@@ -1,4 +1,4 @@
-"""Gradients that hold NaN or infinity: counted, refused with their names, or set to 0 on the device."""
+"""Gradients that hold NaN or infinity: count them, refuse them by name, or set them to 0 on the device."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,16 +15,17 @@ _NAMED_AT_MOST = 20
 def refuse_nonfinite(
     norm: Tensor, tensors: Sequence[Tensor], name: Callable[[int], str], norms: Tensor | None = None
 ) -> None:
-    """Raise if ``norm``, taken over ``tensors``, is not finite. Reads one value from the device.
+    """Raise if ``norm``, the norm of ``tensors``, is not finite. Reads one value from the device.
 
     Args:
         norm: 0-dim.
-        tensors: The tensors of the norm; looked at one by one only if it is not finite.
-        name: The name of the i-th tensor.
-        norms: The norm of each tensor over all processes, where other processes hold parts of it.
+        tensors: The tensors of the norm; read one by one only if it is not finite.
+        name: Returns the name of the i-th tensor.
+        norms: The norm of each tensor over all ranks, if other ranks hold parts of it.
 
     Raises:
-        NonFiniteGradientError: Naming the tensors, with the number of NaN and infinite elements in each.
+        NonFiniteGradientError: If the norm is not finite. The message names the tensors, with the number of NaN and
+            infinite elements in each.
     """
     if bool(torch.isfinite(norm)):
         return
@@ -52,7 +53,7 @@ def refuse_nonfinite(
 
 @torch.no_grad()
 def zero_if_nonfinite_(norm: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Set every element of ``tensors`` to 0 if ``norm`` is not finite, in place; never makes the host wait."""
+    """Set every element of ``tensors`` to 0 if ``norm`` is not finite, in place and without a host sync."""
     bad = ~torch.isfinite(norm)
     if are_readable(bad) and not bool(bad):
         return
@@ -65,7 +66,7 @@ def zero_if_nonfinite_(norm: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def count_nonfinite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return how many elements of each tensor are NaN and how many are infinite; one read of the device for all."""
+    """Return the numbers of NaN and of infinite elements in each tensor; one read of the device for all."""
     if (blocks := Blocks.of(tensors)) is not None:
         return list(zip(*blocks.nonfinite(), strict=True))
     device = meeting_device(tensors)

@@ -39,12 +39,12 @@ TENSORS = _Tensors()
 
 
 def median_of_stored(rows: Tensor, stored: Tensor) -> Tensor:
-    """Return the median of the ``stored`` smallest numbers of each row; the mean of both middle ones if it is even.
+    """Return the median of the ``stored`` smallest numbers of each row; for an even count the mean of the middle two.
 
     Args:
         rows: ``[..., length]``.
-        stored: The number of stored numbers of each row, ``[...]``; all others are larger, such as infinity. For 0 the
-            result is the smallest number of the row.
+        stored: The number of stored numbers in each row, ``[...]``. All other entries must be larger, such as infinity.
+            For 0 the result is the smallest entry of the row.
     """
     middle = torch.stack([(stored - 1) // 2, stored // 2], dim=-1).clamp(0, rows.shape[-1] - 1)
     return rows.sort(dim=-1).values.gather(-1, middle).mean(dim=-1)

@@ -1,4 +1,4 @@
-r"""Coefficients, and the two in-place writes: multiply and clamp."""
+r"""Clip coefficients, and the two in-place writes: multiply and clamp."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,16 @@ from gradguard.tensors.layout import (
 from gradguard.torch_private import foreach_clamp_, foreach_copy_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
-"""Added to the norm before dividing, as PyTorch does."""
+"""Added to the norm before the division, as in PyTorch."""
 
 SMALL = 1 << 20
-"""16-bit tensors of an accelerator up to this length are scaled together: to read one takes less than a launch."""
+"""16-bit tensors on an accelerator up to this length are scaled together: reading one takes less than a launch."""
 
 TOGETHER = 1 << 24
-"""How many elements of small tensors are copied at a time for that."""
+"""How many elements of such tensors are copied at a time."""
 
 LEAST = torch.finfo(torch.float32).tiny
-"""Smaller positive numbers have fewer digits in float32."""
+"""The smallest positive number that float32 holds with all digits."""
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
 
     Args:
         norm: n, 0-dim.
-        max_norm: m, at least 0. An infinite one gives 1 whatever the norm, so that logging changes nothing.
+        max_norm: m, at least 0. If it is infinite the result is 1 whatever the norm, so logging changes nothing.
     """
     if not isinstance(max_norm, Tensor):  # a Python number needs no copy to the device, and can be graph-captured
         if math.isinf(max_norm):
@@ -62,8 +62,9 @@ def is_below(coefficients: Tensor, least: float) -> bool:
 def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     """Multiply every element of ``tensors`` by a 0-dim ``coefficient``, rounding once, in place.
 
-    The product is taken in float32, or in float64 where the tensor is that wide or float32 has not all digits of the
-    coefficient (below 1.2e-38), which only the host can see. A coefficient of 1 that Python can read writes nothing.
+    The product is computed in float32. It is computed in float64 if the tensor is float64, or if the host can read that
+    the coefficient is below 1.2e-38, where float32 loses digits. A coefficient of 1 that the host can read writes
+    nothing.
     """
     if are_readable(coefficient) and float(coefficient) == 1.0:
         return
@@ -75,7 +76,7 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
         cuda.scale_(coefficient)
         return
     values = each_plain(tensors, writable_values)
-    values.reverse()  # what the norm read last is still in the cache
+    values.reverse()  # the tensors that the norm read last are still in the cache
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
         if (cuda := CudaBlocks.of(alike, writes=True)) is not None:
@@ -87,7 +88,7 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
                 tensor.copy_(tensor.double().mul_(coefficient))
         elif dtype in HALVES and not are_readable(*alike):
             _scale_halves_(alike, factor)
-        else:  # and the CPU rounds a Python number to float16, but not a 0-dim tensor
+        else:  # the CPU would round a Python number to float16, but not a 0-dim tensor
             together, alone = _for_kernels(alike)
             if together:
                 foreach_mul_(split_long(together), factor)
@@ -96,10 +97,10 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
 
 
 def _scale_halves_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply 16-bit tensors of an accelerator by a float32 factor; small ones in one launch for many of them.
+    """Multiply 16-bit tensors on an accelerator by a float32 factor; many small ones in one launch.
 
-    Multi-tensor kernels round the factor to 16 bits first. So does any product by a 0-dim tensor; one of shape [1] is
-    promoted.
+    Multi-tensor kernels round the factor to 16 bits first. So does a product with a 0-dim tensor; with a tensor of
+    shape [1] the product is promoted.
     """
     factor, together = factor.view(1), []
     for tensor in tensors:
@@ -116,7 +117,7 @@ def _scale_halves_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _up_to(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Cut a list into parts of at most ``most`` elements together; none is longer than that."""
+    """Cut a list into parts of at most ``most`` elements together; no tensor may be longer."""
     part: list[Tensor] = []
     count = 0
     for tensor in tensors:
@@ -133,8 +134,8 @@ def _up_to(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
 def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor) -> None:
     """Clamp every element of ``tensors`` to ``[low, high]`` in place; NaN stays NaN.
 
-    On the CPU nothing is written where nothing exceeds the bounds. Real and imaginary parts of a complex tensor are
-    clamped each by itself. Sparse tensors must be coalesced, since only then is a stored value an element.
+    On the CPU nothing is written if nothing exceeds the bounds. Real and imaginary parts of a complex tensor are
+    clamped separately. Sparse tensors must be coalesced, because only then is a stored value an element.
     """
     numbers = _numbers(low, high)
     blocks = Blocks.of(tensors) if numbers is not None else None
@@ -157,7 +158,7 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
             continue
         if are_readable(*alike):
             smallest, largest = _extremes(alike, symmetric=False)
-            # A tensor with NaN is never inside: other elements of it may be outside.
+            # A tensor with NaN counts as outside: its other elements may be.
             inside = (smallest >= bounds[0]) & (largest <= bounds[1])
             alike = list(compress(alike, (~inside).tolist()))
         together, alone = _for_kernels(alike)
@@ -168,8 +169,8 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
 
 
 def _for_kernels(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Split tensors into those that multi-tensor kernels write, and lazily negated ones, which these kernels refuse."""
-    if torch.compiler.is_compiling():  # which makes them functional first
+    """Split tensors into those that multi-tensor kernels accept, and lazily negated ones, which they refuse."""
+    if torch.compiler.is_compiling():  # the compiler makes negation functional first
         return list(tensors), []
     negated = [t.is_neg() for t in tensors]
     return [t for t, is_neg in zip(tensors, negated, strict=True) if not is_neg], list(compress(tensors, negated))
@@ -181,7 +182,7 @@ def _numbers(low: float | Tensor, high: float | Tensor) -> tuple[float, float] |
 
 @torch.no_grad()
 def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor) -> Tensor:
-    """Return a 0-dim bool tensor: does any element lie outside ``[low, high]``? NaN does not.
+    """Return a 0-dim bool tensor: whether any element is outside ``[low, high]``. NaN does not count as outside.
 
     Sparse tensors must be coalesced.
     """
@@ -204,8 +205,8 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
 
 
 def _extremes(tensors: list[Tensor], symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest element of each tensor; for symmetric bounds by one kernel for all."""
-    if symmetric and not are_readable(*tensors):  # on the CPU that kernel is ten times slower
+    """Return the smallest and the largest element of each tensor; one kernel for all if the bounds are symmetric."""
+    if symmetric and not are_readable(*tensors):  # on the CPU this kernel is ten times slower
         largest = torch.stack(foreach_norm(tensors, math.inf))
         return -largest, largest
     smallest, largest = zip(*map(torch.aminmax, tensors), strict=True)

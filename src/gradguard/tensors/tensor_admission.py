@@ -1,4 +1,4 @@
-"""Which tensors can be clipped: checked before an engine measures or writes, so that all engines refuse the same."""
+"""Which tensors can be clipped: checked before any engine measures or writes, so all engines refuse the same ones."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from gradguard.errors import UnsupportedGradientError
 DTYPES = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32,
 })  # fmt: skip
-"""Dtypes that are measured and written; not float8, which has no arithmetic, nor integers, bools, quantized numbers."""
+"""Dtypes that can be measured and written; not float8, which has no arithmetic, nor integers, bools, quantized ones."""
 
 LAYOUTS = frozenset({
     torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc,
@@ -26,17 +26,17 @@ _Returned = TypeVar("_Returned")
 
 
 def check_admitted(tensors: Sequence[Tensor], name: Callable[[int], str], *, writes: bool) -> None:
-    """Check that ``tensors`` are of a kind that can be clipped; passes over the whole list, for this runs each step.
+    """Check that ``tensors`` are of a kind that can be clipped, in passes over the whole list: this runs at each step.
 
-    Layouts are not checked here, because the engines refuse those that they cannot take.
+    Layouts are not checked here, because the engines refuse those that they do not support.
 
     Args:
         tensors: The gradients, or tensors to be measured.
-        name: The name of the i-th in messages.
+        name: Returns the name of the i-th tensor, for messages.
         writes: Whether they will be written.
 
     Raises:
-        UnsupportedGradientError: Naming the first that is of no such kind.
+        UnsupportedGradientError: If one cannot be clipped; the message names the first.
     """
     frozen = writes and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
     if (
@@ -54,7 +54,7 @@ def refuse_others(tensors: Sequence[Tensor], name: Callable[[int], str], frozen:
     Args:
         tensors: As for `check_admitted`.
         name: As for `check_admitted`.
-        frozen: Whether tensors of inference mode are refused too.
+        frozen: Whether to refuse inference tensors too.
 
     Raises:
         UnsupportedGradientError: If a tensor cannot be clipped.
@@ -69,7 +69,7 @@ def refuse_others(tensors: Sequence[Tensor], name: Callable[[int], str], frozen:
 
 
 def _kind(tensor: Tensor, frozen: bool) -> str:
-    """Return why ``tensor`` cannot be clipped, empty if it can."""
+    """Return why ``tensor`` cannot be clipped; empty if it can."""
     if isinstance(tensor, MaskedTensor):
         return "a MaskedTensor (pass gradient.to_tensor(0))"
     if tensor.is_nested:
@@ -79,15 +79,15 @@ def _kind(tensor: Tensor, frozen: bool) -> str:
     if tensor.layout not in LAYOUTS:
         return f"of layout {tensor.layout}"
     if frozen and tensor.is_inference():
-        return "made under torch.inference_mode(), outside of which nothing may write it (clip inside, or clone it)"
+        return "an inference tensor, which cannot be written outside torch.inference_mode() (clip inside, or clone it)"
     return ""
 
 
 def keeping_subnormals(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
-    """Return ``function``, during which this thread does not flush subnormal numbers to 0.
+    """Return ``function`` wrapped so that this thread does not flush subnormal numbers to 0.
 
-    Threads of torch's pool flush them or not, whatever `torch.set_flush_denormal` said, so that under it results would
-    depend on which thread did what. The compiled kernels set this in each of their threads.
+    The threads of torch's pool may or may not flush them, whatever `torch.set_flush_denormal` set, so results would
+    depend on which thread did the work. The compiled kernels set this in each of their threads.
     """
 
     @wraps(function)

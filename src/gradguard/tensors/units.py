@@ -31,7 +31,7 @@ class UnitLayout:
 
     Attributes:
         dim: The dimension whose entries are the units; ``None`` makes the whole tensor one unit.
-        groups: Dimension 0 is first cut into this many groups, each with units of its own (grouped transposed
+        groups: The number of groups into which dimension 0 is cut first, each with its own units (grouped transposed
             convolutions).
     """
 
@@ -45,7 +45,7 @@ class UnitLayout:
         return tensor.shape[0] if self.dim == 0 else self.groups * tensor.shape[self.dim]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` as ``[units, elements of a unit]``: a view wherever its strides allow one."""
+        """Return ``tensor`` as ``[units, elements of a unit]``: a view if its strides allow one."""
         if self.dim is None:
             return tensor.reshape(1, -1)
         if self == ROWS and tensor.is_contiguous():
@@ -55,7 +55,7 @@ class UnitLayout:
         return by_group.permute(0, 1, *rest).flatten(2).flatten(0, 1)
 
     def stretches(self, tensor: Tensor) -> int:
-        """Return the number of units if these are stretches of memory, one behind the other; else 0."""
+        """Return the number of units if each is a contiguous run of memory, one after the other; else 0."""
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in DTYPES or not is_dense(tensor):
             return 0
         if self.dim is None:
@@ -80,14 +80,14 @@ class UnitLayout:
 
 
 WHOLE = UnitLayout(dim=None)
-"""The whole tensor is one unit: biases, gains, scalars."""
+"""The whole tensor is one unit: for biases, gains, scalars."""
 
 ROWS = UnitLayout()
 """The entries of dimension 0 are the units."""
 
 
 def layout_of(tensor: Tensor) -> UnitLayout:
-    """Return the usual units of a shape: a scalar or vector is one unit, else each entry of dimension 0 is one."""
+    """Return the usual units of a tensor: a scalar or vector is one unit, else each entry of dimension 0 is one."""
     return WHOLE if tensor.dim() <= 1 else ROWS
 
 
@@ -100,7 +100,7 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> list
         layouts: The units of each tensor.
 
     Returns:
-        Vectors on the device of the tensors (float32 on MPS), views of one.
+        Vectors on the device of the tensors (float32 on MPS), views of one vector.
     """
     if (blocks := _blocks_of(tensors, layouts)) is not None:
         counts = [layout.units(x) for x, layout in zip(tensors, layouts, strict=True)]
@@ -117,7 +117,7 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> list
 def _on_device(
     tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], *, writes: bool
 ) -> Iterator[tuple[list[int], list[int], CudaBlocks]]:
-    """Yield the places of tensors that one launch can take on a GPU, how many units each has, and their blocks."""
+    """Yield the indices of tensors that one launch on a GPU accepts, their numbers of units, and their blocks."""
     if torch.compiler.is_compiling() or are_readable(*tensors[:1]):
         return
     counts = [layout.stretches(x) for x, layout in zip(tensors, layouts, strict=True)]
@@ -134,8 +134,8 @@ def _blocks_of(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> Unit
 
 
 def _row_norms(rows: Tensor) -> Tensor:
-    """Norms of rows in float64 without a host read; cut, because torch may copy what it converts."""
-    if rows.dtype is torch.float64:  # each divided by its largest element first: their squares may leave the range
+    """Return the norms of rows in float64, without a host sync; in parts, because torch may copy what it converts."""
+    if rows.dtype is torch.float64:  # divide by the largest element first: squares may leave the range
         if rows.numel() == 0:
             return rows.new_zeros(len(rows))
         largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
@@ -151,10 +151,10 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
     """Multiply each unit of each tensor by its own factor, rounding once, in place.
 
     Args:
-        tensors: As for `unit_norms`, with memory of their own.
+        tensors: As for `unit_norms`; no two elements may share memory.
         layouts: The units of each tensor.
-        factors: One float64 vector for each tensor, as `unit_norms` returns. On the CPU, a tensor whose factors are
-            all 1 is not written.
+        factors: One float64 vector for each tensor, as from `unit_norms`. On the CPU, a tensor whose factors are all 1
+            is not written.
     """
     others = _not_scaled_at_once(tensors, layouts, factors)
     tensors, layouts = [tensors[i] for i in others], [layouts[i] for i in others]
@@ -179,16 +179,16 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
             if is_tiny and tensor.dtype not in _WIDE:
                 view.copy_(view.to(torch.promote_types(view.dtype, torch.float64)).mul_(factor))
             else:
-                view.mul_(factor)  # a factor of one dimension or more makes half precision promote
+                view.mul_(factor)  # the factor has at least one dimension, so half precision is promoted
 
 
 @torch.no_grad()
 def scale_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply each tensor by its own factor, rounding once, in place: `scale_` for one after the other.
+    """Multiply each tensor by its own factor, rounding once, in place, as `scale_` would for one after the other.
 
     Args:
         tensors: As for `scale_`.
-        factors: One float64 number for each tensor, on their device or on the meeting device of several.
+        factors: One float64 number for each tensor, on their device, or on the meeting device of several.
     """
     each = factors.unbind()
     for i in _not_scaled_at_once(tensors, [WHOLE] * len(tensors), factors.split(1)):
@@ -198,7 +198,7 @@ def scale_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
 def _not_scaled_at_once(
     tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], factors: Sequence[Tensor]
 ) -> Sequence[int]:
-    """Scale the tensors that one launch can take on a GPU, and return the places of the others."""
+    """Scale the tensors that one launch on a GPU accepts, and return the indices of the others."""
     others = set(range(len(tensors)))
     for places, _, blocks in _on_device(tensors, layouts, writes=True):
         blocks.scale_(torch.cat([factors[i] for i in places]))
@@ -215,22 +215,22 @@ def clip_units_(
     threshold: float,
     eps: float,
 ) -> tuple[Tensor, Tensor] | None:
-    r"""Hold each unit's norm to ``threshold * max(norm of its weight, eps)``, in place.
+    r"""Clip each unit's norm to ``threshold * max(norm of its weight, eps)``, in place.
 
-    One pass over memory on the CPU, with the result of `unit_norms`, then the factors
-    :math:`\min(1, \text{bound} / \text{norm})`, then `scale_units_`.
+    This takes one pass over memory on the CPU. The result is that of `unit_norms`, the factors
+    :math:`\min(1, \text{bound} / \text{norm})`, and `scale_units_`.
 
     Args:
         grads: As for `scale_units_`.
-        weights: One for each, of the same shape.
+        weights: One for each gradient, of the same shape.
         layouts: The units of each.
         counts: How many units each has.
         threshold: At least 0.
         eps: At least 0.
 
     Returns:
-        The norms of all units before, and their factors, in one vector each; None, and nothing done, where no kernel
-        takes all of these tensors.
+        The norms of all units before, and their factors, one vector each. None, with nothing written, if no kernel
+        accepts all of these tensors.
     """
     if any([g.shape != w.shape for g, w in zip(grads, weights, strict=True)]):
         return None
@@ -244,7 +244,7 @@ def clip_units_(
 
 
 def _any_below_one(factors: Tensor, sizes: Sequence[int]) -> list[bool]:
-    """Return for each run of ``sizes`` entries whether one of them is below 1."""
+    """Return for each run of ``sizes`` entries whether any entry is below 1."""
     below = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (factors < 1).cumsum(0)])
     ends = torch.tensor([0, *sizes], device="cpu").cumsum(0)
     return (below[ends].diff() > 0).tolist()

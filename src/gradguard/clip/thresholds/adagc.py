@@ -1,4 +1,4 @@
-"""AdaGC: each tensor is held to a moving average of its own norm."""
+"""AdaGC: bound each tensor's gradient by a moving average of its own norm."""
 
 import math
 import weakref
@@ -23,10 +23,10 @@ _EPSILON = 1e-8
 
 
 class AdaGC(PerTensorRule, StatefulClipper):
-    r"""Hold each tensor's gradient to a moving average :math:`\gamma_i` of its own norm.
+    r"""Bound each tensor's gradient by a moving average :math:`\gamma_i` of its own norm.
 
-    In the warm-up, step t < ``warmup``, all tensors are scaled together and each average is the smallest norm so far;
-    later each tensor is scaled by itself:
+    In the warm-up, step t < ``warmup``, all tensors are scaled together and each average is the smallest norm so far.
+    Later each tensor is scaled separately:
 
     .. math:: h_i = \min\Bigl(1, \frac{\lambda_{abs}}{\lVert g \rVert}\Bigr), \quad
               \gamma_i \leftarrow \min(\gamma_i, \lVert h_i g_i \rVert) \qquad \text{then} \qquad
@@ -39,9 +39,9 @@ class AdaGC(PerTensorRule, StatefulClipper):
 
     Published constants differ: λ_rel and β are 1.05 and 0.98, 1.04 and 0.99, or 1.03 and 0.98 in three of them.
 
-    **Guarantees.** Everything is decided on the gradients' device, and the host waits only where a tensor gets its
-    first gradient. A step with NaN or inf in any tensor changes no average. A tensor's warm-up counts its own
-    gradients, those that are None or 0 apart, so that an expert that is idle for the first steps is not frozen.
+    **Guarantees.** Everything is decided on the gradients' device; the only host sync is for a tensor's first
+    gradient. A step with NaN or inf in any tensor changes no average. A tensor's warm-up counts its own gradients,
+    without those that are None or 0, so an expert that is idle in the first steps is not frozen.
     With ``strict_paper=True`` averages and factors are, on the CPU, to the last digit those of the published update.
     ``result.threshold`` is None: there is one for each tensor (`averages`). The alarm `LockIn` watches the 2-norm of
     all of them.
@@ -51,18 +51,18 @@ class AdaGC(PerTensorRule, StatefulClipper):
     ================================================================  ==================================================
     input                                                             result
     ================================================================  ==================================================
-    no gradients                                                      norm 0, coefficient 1; the state stays
-    a tensor's gradient is 0                                          stays 0; its average stays
+    no gradients                                                      norm 0, coefficient 1; the state is unchanged
+    a tensor's gradient is 0                                          stays 0; its average is unchanged
     a new tensor in mid-run                                           starts its own warm-up
-    tensors without names                                             known by their places in the list; an error where
-                                                                      another one stands at a place
-    NaN or inf in a tensor                                            as ``nonfinite`` says; under ``"propagate"`` the
-                                                                      warm-up spreads NaN to all tensors, and later it
-                                                                      stays in its own
+    tensors without names                                             identified by their positions in the list; an
+                                                                      error if a position gets another tensor
+    NaN or inf in a tensor                                            handled by ``nonfinite``; under ``"propagate"``
+                                                                      the warm-up spreads NaN to all tensors, and later
+                                                                      it stays in its own
     ``strict_paper=True``: 0 in the warm-up                           γ is 0, so that the tensor is frozen for good; 0
                                                                       again after the warm-up is 0/0, NaN
-    ``strict_paper=True``: a tensor whose first gradient comes later  the paper does not say; its average begins as its
-                                                                      first norm
+    ``strict_paper=True``: a tensor whose first gradient comes later  not specified by the paper; its average begins as
+                                                                      its first norm
     ================================================================  ==================================================
 
     Args:
@@ -106,13 +106,13 @@ class AdaGC(PerTensorRule, StatefulClipper):
         self.warmup, self.strict_paper = check_whole("warmup", warmup), strict_paper
         self.names: list[str] = []
         self._last: tuple[tuple[str, ...], Tensor] | None = None
-        self._listed: dict[int, weakref.ref[Tensor]] = {}  # those without names, by their places
+        self._listed: dict[int, weakref.ref[Tensor]] = {}  # tensors without names, by position
         StatefulClipper.__init__(
             self, step=counter(), averages=empty_history(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu")
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to one list of tensors."""
+        """Return the state without references to one list of tensors."""
         return vars(self) | {"_listed": {}}
 
     @property
@@ -121,7 +121,7 @@ class AdaGC(PerTensorRule, StatefulClipper):
         return dict(zip(self.names, self.state["averages"].clone().unbind(), strict=True))
 
     def is_per_tensor(self) -> bool:
-        """Tell whether gradients may come one at a time: without ``absolute``, which is for the norm of all."""
+        """Tell whether gradients may arrive one at a time: only without ``absolute``, which needs the norm of all."""
         return math.isinf(self.absolute)
 
     @torch.no_grad()
@@ -141,10 +141,10 @@ class AdaGC(PerTensorRule, StatefulClipper):
         places = self._places_of(grads.plain_names())
         factors = self._follow_norms(places, norms, norm, grads.there)
         clipped = (factors < 1).any()
-        # Where nothing is clipped, 0/0 is 1; where the norm is NaN, it spreads.
+        # If nothing is clipped the coefficient is 1 (not 0/0); a NaN norm makes it NaN.
         after = torch.where(clipped | norm.isnan(), total_of(factors * norms) / norm, 1.0)
         averages = self.state["averages"][places]
-        if grads.there is not None:  # one that no process has a gradient of is as good as not listed
+        if grads.there is not None:  # ignore the average of a tensor that has no gradient on any rank
             averages = torch.where(move(grads.there, averages.device), averages, 0.0)
         locked_in = self.lock_in.follow(clipped, total_of(averages), norm.isfinite())
         self._count(clipped, ~norm.isfinite())
@@ -156,7 +156,7 @@ class AdaGC(PerTensorRule, StatefulClipper):
         return {**super().state_dict(), "names": list(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; training goes on as if it had not been interrupted.
+        """Load a state that `state_dict` returned; training continues as if it had not been interrupted.
 
         Raises:
             InvalidValueError: If it is not the state of an `AdaGC`.
@@ -170,7 +170,7 @@ class AdaGC(PerTensorRule, StatefulClipper):
         self.names, self._last, self._listed = list(names), None, {}
 
     def _follow_norms(self, places: Tensor, norms: Tensor, norm: Tensor, there: Tensor | None) -> Tensor:
-        """Return the factor of each gradient, and let its average follow."""
+        """Return the factor of each gradient, and update its average."""
         averages, seen = self.state["averages"][places], self.state["seen"][places]
         self.state["step"].add_(1)
         absolute = torch.full_like(norm, self.absolute)  # a Python number over a tensor would be rounded twice
@@ -190,7 +190,7 @@ class AdaGC(PerTensorRule, StatefulClipper):
         return factors
 
     def _places_of(self, names: Sequence[str]) -> Tensor:
-        """Where the tensors of these names stand in the state: on the device, and the same tensor step after step."""
+        """Return the positions of these names in the state: on the device, and the same tensor at every step."""
         names, device = tuple(names), self.state["averages"].device
         if self._last is None or self._last[0] != names or self._last[1].device != device:
             known = set(self.names)
@@ -207,18 +207,18 @@ class AdaGC(PerTensorRule, StatefulClipper):
         return self._last[1]
 
     def _refuse_others(self, grads: Gradients) -> None:
-        """Raise if a tensor without a name stands where another one stood: averages go by the place in the list.
+        """Raise if a position gets another tensor without a name: averages are stored by position in the list.
 
         Raises:
-            InvalidValueError: If one does.
+            InvalidValueError: If a position does.
         """
         for place, parameter in zip(grads.positions, grads.parameters, strict=True):
-            known = self._listed.get(place, lambda: None)()  # None also for one that is gone
+            known = self._listed.get(place, lambda: None)()  # None also for a tensor that no longer exists
             if known is None:
                 self._listed[place] = weakref.ref(parameter)
             elif known is not parameter:
                 raise InvalidValueError(
                     f"parameter {place} (shape {tuple(parameter.shape)}) is another one than in earlier calls: AdaGC "
-                    "knows tensors without names by their places in the list. Pass the model or "
+                    "identifies tensors without names by their positions in the list. Pass the model or "
                     "model.named_parameters()."
                 )

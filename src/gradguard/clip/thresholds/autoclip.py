@@ -19,12 +19,12 @@ _FIRST_ROOM = 1024
 
 
 class AutoClip(PercentileRule, ThresholdClipper):
-    r"""Hold the norm to a percentile of all norms so far, this step's among them.
+    r"""Bound the norm by a percentile of all norms so far, including that of this step.
 
     .. math:: c_t = \operatorname{percentile}_p(n_1, \dots, n_t), \qquad g \leftarrow g \min(1, c_t / n_t)
 
-    The recommended p = 10 clips nine steps in ten by design, so that ``result.locked_in`` is true in an ordinary run:
-    it nearly normalises the gradient. With the whole history the threshold cannot follow a lasting rise: after a
+    The recommended p = 10 clips nine steps in ten by design, so ``result.locked_in`` is true in an ordinary run: the
+    rule nearly normalises the gradient. With the whole history the threshold cannot follow a lasting rise: after a
     threefold one a third of the gradient passes. With a window it can.
 
     **Guarantees.** Those of `ThresholdClipper`. With ``strict_paper=True`` thresholds and coefficients are, on the
@@ -44,7 +44,7 @@ class AutoClip(PercentileRule, ThresholdClipper):
     Args:
         percentile: p, from 0 (the smallest so far) to 100 (off). The paper recommends 10; its authors say "maybe 80"
             for short histories.
-        window: How many norms are remembered; None remembers all, as the paper does: then memory and time grow with
+        window: How many norms are remembered. None remembers all, as in the paper: memory and time then grow with
             the run, 8 bytes a step, and a CUDA graph cannot hold it.
         strict_paper: Reproduce the paper, its failures included.
 
@@ -69,7 +69,7 @@ class AutoClip(PercentileRule, ThresholdClipper):
     def __init__(self, percentile: float = 10.0, window: int | None = None, strict_paper: bool = False) -> None:
         self.percentile = check_number("percentile", percentile, "a number from 0 to 100")
         self.window, self.strict_paper = None if window is None else check_whole("window", window), strict_paper
-        self._most = 0  # an upper bound on the count that the host knows
+        self._most = 0  # an upper bound of the count, which the host knows without a host sync
         ThresholdClipper.__init__(self, history=empty_history(self.window or _FIRST_ROOM), count=counter())
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class AutoClip(PercentileRule, ThresholdClipper):
         return pytorch_coefficient(TENSORS, norm, threshold)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load what `state_dict` returned; training goes on as if it had not been interrupted."""
+        """Load a state that `state_dict` returned; training continues as if it had not been interrupted."""
         saved = state_dict.get("history")
         if self.window is None and isinstance(saved, Tensor) and saved.dim() == 1:
             self._take(state_dict, history=len(saved))
@@ -96,12 +96,12 @@ class AutoClip(PercentileRule, ThresholdClipper):
         self._most = int(state_dict["count"])
 
     def _make_room(self) -> None:
-        """Double the history before it is full: at a step that the host can count, without a look at the device."""
+        """Double the history before it is full; the host counts the steps, so there is no host sync."""
         before = self.state["history"]
         if before.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InvalidValueError(
-                "AutoClip(window=None) remembers every norm, so its memory grows, which a CUDA graph cannot hold: "
-                "give a window, for example AutoClip(window=10_000)."
+                "AutoClip(window=None) remembers every norm, so its memory grows, which a CUDA graph cannot hold. "
+                "Pass a window, for example AutoClip(window=10_000)."
             )
         self._most += 1
         if self._most > len(before):

@@ -34,8 +34,8 @@ class ClipFraction(FractionRule, ThresholdClipper):
         target: The share of steps to clip, above 0 and below 1.
         learning_rate: η, above 0.
         initial: The first threshold, above 0; None takes the first norm.
-        floor: The least threshold, at least 0.
-        ceiling: The largest threshold; None for none.
+        floor: The smallest threshold, at least 0.
+        ceiling: The largest threshold; None for no limit.
 
     Raises:
         InvalidValueError: If a number is outside its range.
@@ -73,5 +73,5 @@ class ClipFraction(FractionRule, ThresholdClipper):
         ThresholdClipper.__init__(self, threshold=scalar(self.initial))
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
-        """Return c, and move it."""
+        """Return c, and move it for the next step."""
         return self._advance(self.next_threshold, norm, enters)

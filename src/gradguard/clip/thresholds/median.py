@@ -23,29 +23,29 @@ from gradguard.threshold_formulas import MEDIAN_START, MEDIAN_UPDATE, MedianRule
 
 
 class ClipByMedian(MedianRule, ThresholdClipper):
-    r"""Clip norms that stand out from those of the last steps, and no others.
+    r"""Clip norms that stand out from recent ones, and no others.
 
-    With x the logarithms of the last ``window`` norms, this step's not among them,
+    With x the logarithms of the last ``window`` norms, without that of this step,
 
     .. math:: m = \operatorname{median}(x), \qquad
               d = \max\bigl(1.4826 \operatorname{median}|x - m|,\; \text{floor}\bigr), \qquad
               c = \min\bigl(e^{m + k d},\; \text{ceiling}\bigr), \qquad g \leftarrow g \min(1, c / n)
 
-    The **raw** norm enters the window, not the clipped one: after a lasting rise the rule follows. Single spikes move
-    a median hardly at all. With ordinary noise nothing is clipped; with the defaults a norm must be at least
+    The **raw** norm enters the window, not the clipped one: after a lasting rise the rule follows. Single spikes hardly
+    move a median. Ordinary noise is not clipped: with the defaults a norm must be at least
     :math:`e^{0.3} = 1.35` times the median, with log-normal noise of 0.15 about 2.5 times.
 
-    Norms alone cannot tell that the first of them is not usual, nor that a learning rate is too high. A `Guard` (and
-    ``gradguard run --clip median``) knows the weights w, the rate :math:`\eta` and the momentum :math:`\beta`, and with
-    them **what a step does**:
+    Norms alone do not show that the first of them is unusual, nor that a learning rate is too high. A `Guard` (and
+    ``gradguard run --clip median``) has the weights w, the rate :math:`\eta` and the momentum :math:`\beta`. From these
+    the rule computes **how far a step moves the weights**, and bounds it:
 
     .. math:: c \le \frac{\text{update}}{1 + h / 16} \, \frac{\lVert w \rVert}{r}, \qquad
               r = \max \frac{\eta}{\sqrt{1 - \beta^2}}
 
     for SGD, with the largest of several rates: no plain step moves the weights by more than ``update``, a tenth, of
     their norm. Weight decay comes on top, and momentum counts as for gradients that do not depend on each other.
-    h counts the steps on which this bound acts; every other step lowers h by one. So a run whose rate is
-    too high goes on in steps that become shorter, and one whose rate is right hardly meets the bound.
+    h counts the steps on which this bound acts; every other step lowers h by one. If the rate is too high, the steps
+    become shorter and the run continues. If the rate is right, the bound hardly ever acts.
     In the first ``warmup`` steps a norm passes, and enters the window, as at most :math:`3 \, e^m`.
 
     **Without a guard, and with other optimizers,** the start is gentle. For the first ``warmup``
@@ -53,39 +53,39 @@ class ClipByMedian(MedianRule, ThresholdClipper):
 
     .. math:: c = 1.5 \, e^m \, \text{start}^{\,1 - s}
 
-    and of the first norm ``start``, a tenth, passes. A norm enters the window as at most :math:`1.5 \, e^m`, so that
-    neither a spike nor an explosion becomes usual. To an optimizer that does not cancel a scale this is a warm-up of
-    the learning rate. One that does, such as Adam, learns as fast, and first norms that are far above later ones fill
-    its moments less. After the start, a rate that is too high is not held.
+    and of the first norm ``start``, a tenth, passes. A norm enters the window as at most :math:`1.5 \, e^m`, so
+    neither a spike nor an explosion becomes usual. For an optimizer whose steps depend on the gradient's scale, this is
+    a warm-up of the learning rate. An optimizer that cancels the scale, such as Adam, learns as fast, and first norms
+    far above later ones fill its moments less. After the start, a rate that is too high is not bounded.
 
     **Guarantees.** Those of `ThresholdClipper`. Without a ceiling and a bound on the update, multiplying the loss by a
     constant changes no coefficient. After a lasting rise of any size that follows the start, the median lets the whole
-    gradient pass again within ``window`` + 2 steps. Where processes hold parts of the weights, all of them have the
-    same threshold, bit by bit.
+    gradient pass again within ``window`` + 2 steps. If several processes hold parts of the weights, all of them have
+    the same threshold, bit by bit.
 
     **Edge cases.** Those of `ThresholdClipper`, and
 
     ================================  ==========================================================================
     input                             result
     ================================  ==========================================================================
-    a spike inside the start          is clipped, and does no harm later
+    a spike inside the start          is clipped, and has no later effect
     norms that rise in the start      are clipped; the rule has followed at the latest ``warmup`` steps after it
-    constant norms                    the floor on d holds: c = exp(k·floor) times the norm
+    constant norms                    the floor on d applies: c = exp(k·floor) times the norm
     a steady fall of the norm         d includes the trend, so that a spike passes as 3.4 rather than 2.5 times
     all weights are 0, or lr is 0     no bound on the update in that step
     ================================  ==========================================================================
 
     Args:
         k: How many deviations above the median, at least 0.
-        window: How many norms are remembered; 128 to 256 fits.
-        warmup: How many norms the start has, from 1 to ``window``.
-        floor: The least d, at least 0, in units of the logarithm.
-        ceiling: A threshold that always holds; None for none.
+        window: How many norms are remembered; 128 to 256 works well.
+        warmup: How many norms the start lasts, from 1 to ``window``.
+        floor: The smallest d, at least 0, in units of the logarithm.
+        ceiling: An upper limit of every threshold; None for no limit.
         norm_type: Order of the norm, above 0 or infinite.
-        start: The share of the first norm that passes, above 0 and at most 1, where no bound on the update is
-            known; 1 for no warm-up of the step.
-        update: The share of their norm by which a step may move the weights, above 0, where a guard knows it; None for
-            no such bound: then a guard changes nothing.
+        start: The share of the first norm that passes, above 0 and at most 1, if no bound on the update is known; 1 for
+            no warm-up of the step.
+        update: The share of the weights' norm by which a step may move them, above 0, under a guard. None for no such
+            bound: a guard then changes nothing.
 
     Raises:
         InvalidValueError: If a number is outside its range.
@@ -133,11 +133,11 @@ class ClipByMedian(MedianRule, ThresholdClipper):
         )
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
-        """Return c of the norms so far, and remember this one."""
+        """Return c from the norms so far, and remember this one."""
         return self._choose(norm, enters, None)
 
     def choose_for(self, grads: Gradients, norm: Tensor, enters: Tensor) -> Tensor:
-        """Return c of the norms so far, and of how far the step would move the weights, where that is known."""
+        """Return c from the norms so far and, if known, from how far the step would move the weights."""
         if grads.reach is None or self.update == torch.inf:
             return self.choose(norm, enters)
         longest = grads.reach.longest_gradient(grads, self.norm_type)
@@ -148,9 +148,9 @@ class ClipByMedian(MedianRule, ThresholdClipper):
         return self._advance(rule, norm, enters, logarithms=RingHistory(self.state["logarithms"]))
 
     def choices(self, grads: Gradients) -> Settings:
-        """Return whether the optimizer's rates are known: a process that does not know them would clip differently."""
+        """Return whether the optimizer's rates are known: a rank without them would clip differently."""
         return ("norms alone" if grads.reach is None else "norms and the update",)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, also in a version without a bound on the update."""
+        """Load a state that `state_dict` returned, also in a version without a bound on the update."""
         super().load_state_dict({"held": scalar(0.0), **state_dict})

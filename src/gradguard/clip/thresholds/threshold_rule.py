@@ -1,6 +1,6 @@
-"""The base of rules that choose their own threshold: state on the device, changed in place, never read.
+"""Base classes of rules that choose their own threshold: state on the device, changed in place, without a host sync.
 
-Their arithmetic is in `gradguard.threshold_formulas`, by which records are replayed too.
+The arithmetic is in `gradguard.threshold_formulas`, which also replays records.
 """
 
 import math
@@ -23,11 +23,11 @@ from gradguard.threshold_formulas import Memory, coefficient_of
 
 
 class StatefulClipper(Clipper):
-    """A clipper that remembers, in ``state``: a mapping from names to tensors, float64 where the device has it.
+    """A clipper with state: ``state`` maps names to tensors, float64 if the device supports it.
 
-    **Guarantees.** The state is changed in place and on the device, so that the host never waits and a CUDA graph can
-    hold the change. It goes to the gradients' device by itself, or by `to`; a run that is resumed from `state_dict`
-    goes on bit by bit as the uninterrupted one.
+    **Guarantees.** The state is changed in place and on the device, so there is no host sync, and a CUDA graph can
+    capture the change. The state moves to the gradients' device by itself, or by `to`. A run that is resumed from
+    `state_dict` continues bit by bit like the uninterrupted one.
 
     Attributes:
         state: The tensors that change during training, and the counters.
@@ -54,7 +54,7 @@ class StatefulClipper(Clipper):
         return self.state["counts"][2].clone()
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the state to ``device`` and return the clipper; it also follows the gradients by itself."""
+        """Move the state to ``device`` and return the clipper; the state also follows the gradients by itself."""
         move_state(self.state, device)
         self.lock_in.to(device)
         return self
@@ -64,15 +64,15 @@ class StatefulClipper(Clipper):
         return {name: tensor.clone() for name, tensor in self.state.items()} | {"lock_in": self.lock_in.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; training goes on as if it had not been interrupted.
+        """Load a state that `state_dict` returned; training continues as if it had not been interrupted.
 
         Raises:
-            InvalidValueError: If it comes from another rule, or from one with other windows.
+            InvalidValueError: If the state belongs to another rule, or to one with other windows.
         """
         self._take(state_dict)
 
     def _take(self, state_dict: Mapping[str, Any], **lengths: int) -> None:
-        """Take over a state in which vectors may have other ``lengths`` than they have here."""
+        """Load a state; the vectors named in ``lengths`` may differ in length from the present ones."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
         shapes |= {name: (length,) for name, length in lengths.items()}
         given = {name: tuple(value.shape) for name, value in state_dict.items() if isinstance(value, Tensor)}
@@ -84,7 +84,7 @@ class StatefulClipper(Clipper):
         self.lock_in.load_state_dict(state_dict["lock_in"])
         for name, length in lengths.items():
             self.state[name] = self.state[name].new_zeros(length)
-        for name, tensor in self.state.items():  # in place: a captured graph goes on using this memory
+        for name, tensor in self.state.items():  # in place: a captured graph keeps using this memory
             tensor.copy_(state_dict[name])
 
     def _follow(self, device: torch.device) -> None:
@@ -97,33 +97,33 @@ class StatefulClipper(Clipper):
 
 
 class ThresholdClipper(StatefulClipper):
-    r"""A rule that chooses a threshold c for the norm n of all gradients; base class for one's own.
+    r"""A rule that chooses a threshold c for the norm n of all gradients; the base class of rules of your own.
 
     .. math:: g \leftarrow g \cdot \min\Bigl(1, \frac{c}{n}\Bigr)
 
-    A rule of your own writes `choose`, and hands what it remembers to ``super().__init__`` as tensors.
+    A rule of your own implements `choose`, and passes its state to ``super().__init__`` as tensors.
 
-    **Guarantees.** Everything is decided on the gradients' device, and the host never waits. Non-finite norms never
-    enter the state, nor does a norm of 0, which tells nothing of the scale; ``strict_paper=True`` of a published rule
-    lets them in, as its paper does. The clip binds (``result.clipped``) exactly where n > c, and then the norm after
-    it is c: there is no :math:`10^{-6}` beside n, which would clip everything when norms are that small.
-    ``result.locked_in`` (`LockIn`) tells that the clip bound on more than half of the last 100 steps at one
-    threshold, where thresholds within 1 % of each other are one: then the rule no longer follows the run.
+    **Guarantees.** Everything is decided on the gradients' device, without a host sync. Non-finite norms never enter
+    the state. Neither does a norm of 0, which carries no information about the scale. ``strict_paper=True`` of a
+    published rule lets both in, as its paper does. The clip binds (``result.clipped``) exactly if n > c, and the norm
+    after it is then c: no :math:`10^{-6}` is added to n, which would clip everything when norms are that small.
+    ``result.locked_in`` (`LockIn`) is true if the clip bound on more than half of the last 100 steps at one threshold,
+    where thresholds within 1 % of each other count as one: the rule then no longer follows the run.
 
     **Edge cases.**
 
     ================================  ==========================================================================
     input                             result
     ================================  ==========================================================================
-    no gradients                      norm 0, coefficient 1; the state stays
-    zero norm                         coefficient 1; the threshold's state stays
-    NaN or inf among the gradients    as ``nonfinite`` says; only the counters change
+    no gradients                      norm 0, coefficient 1; the state is unchanged
+    zero norm                         coefficient 1; the threshold's state is unchanged
+    NaN or inf among the gradients    handled by ``nonfinite``; only the counters change
     no threshold yet                  ``result.threshold`` is inf, and nothing is written
     ================================  ==========================================================================
 
     Args:
         norm_type: Order of the norm, above 0 or infinite.
-        state: The tensors that the rule remembers, by name.
+        state: The tensors of the rule's state, by name.
 
     Raises:
         InvalidValueError: If ``norm_type`` is not above 0.
@@ -153,15 +153,15 @@ class ThresholdClipper(StatefulClipper):
 
     @abstractmethod
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
-        """Return the threshold of this step, 0-dim, infinite for none, and let the state follow in place.
+        """Return the threshold of this step, 0-dim, infinite for none, and update the state in place.
 
         Args:
             norm: The norm of all gradients, 0-dim float64 (float32 on MPS).
-            enters: Whether it may enter the state, 0-dim bool: decide with `torch.where`, not with ``if``.
+            enters: Whether the norm may enter the state, 0-dim bool: use `torch.where`, not ``if``.
         """
 
     def choose_for(self, grads: Gradients, norm: Tensor, enters: Tensor) -> Tensor:
-        """Return the threshold of this step; a rule that needs more than the norm overrides this, others `choose`.
+        """Return the threshold of this step; override this if the rule needs more than the norm, else `choose`.
 
         Args:
             grads: The gradients, with their parameters.
@@ -174,7 +174,7 @@ class ThresholdClipper(StatefulClipper):
     def _advance(
         self, rule: Callable[..., tuple[Tensor, Memory]], norm: Tensor, enters: Tensor, **memory: Any
     ) -> Tensor:
-        """Return the next threshold of a `ThresholdRule`, and take over what it has changed; ``memory`` in its form."""
+        """Return the next threshold of a `ThresholdRule`, and store its changes; ``memory`` overrides state entries."""
         threshold, changed = rule(TENSORS, {**self.state, **memory}, norm, enters)
         for name, value in changed.items():
             self.state[name].copy_(value)
@@ -186,7 +186,7 @@ class ThresholdClipper(StatefulClipper):
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure the gradients, choose, and update the state; write to no gradient."""
+        """Measure the gradients, choose the threshold, and update the state; write to no gradient."""
         norms = norms_of(grads, scale, self.norm_type)
         norm = total_of(norms, self.norm_type)
         if not grads.gradients:
@@ -215,7 +215,7 @@ def counter() -> Tensor:
 
 
 def ceiling_of(ceiling: float | None) -> float:
-    """Return a threshold that always holds as a number; infinity where there is none.
+    """Return ``ceiling`` as a float; infinity for None.
 
     Raises:
         InvalidValueError: If it is negative or NaN.
@@ -225,22 +225,22 @@ def ceiling_of(ceiling: float | None) -> float:
 
 
 def check(condition: bool, expected: str, given: Callable[[], str]) -> None:
-    """Raise unless ``condition`` holds.
+    """Raise unless ``condition`` is true.
 
     Raises:
-        InvalidValueError: If it does not hold; the message has the value and the expectation.
+        InvalidValueError: If it is false; the message holds the value and the expectation.
     """
     if not condition:
         raise InvalidValueError(f"{given()}: expected {expected}.")
 
 
 def empty_history(length: int) -> Tensor:
-    """Return a history with room for ``length`` numbers: places that are not filled hold inf."""
+    """Return a history with room for ``length`` numbers; empty entries hold inf."""
     return torch.full((length,), torch.inf, dtype=torch.float64, device="cpu")
 
 
 class RingHistory:
-    """The last values, in a tensor that is changed in place; the host reads nothing.
+    """The last values, in a tensor that is changed in place, without a host sync.
 
     Args:
         values: The tensor, as from `empty_history`.
@@ -250,7 +250,7 @@ class RingHistory:
         self.values = values
 
     def put(self, count: Tensor, value: Tensor, enters: Tensor) -> None:
-        """Write ``value`` over the oldest one where ``enters`` holds."""
+        """Write ``value`` over the oldest value where ``enters`` is true."""
         length = len(self.values)
         places = torch.arange(length, device=self.values.device)
         self.values.copy_(torch.where((places == count % length) & enters, value, self.values))
@@ -260,34 +260,34 @@ class RingHistory:
         return median_of_stored(self.values, count.clamp(max=len(self.values)))
 
     def median_distance(self, count: Tensor, middle: Tensor) -> Tensor:
-        """Return the median of the distances from ``middle``."""
+        """Return the median distance from ``middle``."""
         return median_of_stored((self.values - middle).abs(), count.clamp(max=len(self.values)))
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance of a full history."""
-        # cumsum adds from left to right on the CPU, as ZClip's published code does; sum does not
+        # On the CPU cumsum adds from left to right, as ZClip's published code does; sum does not.
         mean = self.values.cumsum(0)[-1] / len(self.values)
         return mean, ((self.values - mean) ** 2).cumsum(0)[-1] / len(self.values)
 
     def last(self, count: Tensor) -> Tensor:
-        """Return the number of the largest value, counted from 0; 0 if there are none."""
+        """Return the rank of the largest value, counted from 0; 0 if there are none."""
         return count.clamp(min=1, max=len(self.values)) - 1
 
     def neighbours(self, place: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-        """Return the value of number ``place`` in order of size, and the next one."""
+        """Return the value of rank ``place`` and the next larger one."""
         place = place.long()
         return self.ordered().index_select(0, torch.stack([place, (place + 1).minimum(last)])).unbind()
 
     def ordered(self) -> Tensor:
-        """Return the values in order of size."""
+        """Return the values, ascending."""
         return self.values.sort().values
 
 
 class WholeHistory(RingHistory):
-    """All values in order of size, in a tensor that has room for one more."""
+    """All values, ascending, in a tensor with room for one more."""
 
     def put(self, count: Tensor, value: Tensor, enters: Tensor) -> None:
-        """Insert ``value`` where ``enters`` holds."""
+        """Insert ``value`` where ``enters`` is true."""
         del count
         places = torch.arange(len(self.values), device=self.values.device)
         place = (self.values <= value).sum()
@@ -295,5 +295,5 @@ class WholeHistory(RingHistory):
         self.values.copy_(torch.where((places < place) | ~enters, self.values, shifted))
 
     def ordered(self) -> Tensor:
-        """Return the values as they are."""
+        """Return the values, which are stored in ascending order."""
         return self.values

@@ -1,4 +1,4 @@
-"""ZClip: norms that stand out by their z-score are cut back."""
+"""ZClip: scale down norms that stand out by their z-score."""
 
 import math
 from typing import Literal, get_args
@@ -25,7 +25,7 @@ _EPSILON = 1e-6
 
 
 class ZClip(ZScoreRule, ThresholdClipper):
-    r"""Cut a norm back when its z-score exceeds a limit, with moving averages of mean and variance.
+    r"""Scale a norm down when its z-score exceeds a limit, with moving averages of mean and variance.
 
     The first ``warmup`` norms give the mean μ and the (population) variance σ². From then on
 
@@ -38,13 +38,13 @@ class ZClip(ZScoreRule, ThresholdClipper):
     .. math:: \mu \leftarrow \alpha \mu + (1 - \alpha) y, \qquad
               \sigma^2 \leftarrow \alpha \sigma^2 + (1 - \alpha) (y - \mu)^2 \text{ with the new } \mu.
 
-    Two things to know: ``ceiling=1.0`` is a fixed threshold besides, on by default as published, and None turns
-    it off. And the rule remembers the *clipped* norm: after a lasting threefold rise it passes 36 % of the gradient
-    from then on (`ClipByMedian` does not); ``result.locked_in`` shows it.
+    Two things to know. ``ceiling=1.0`` is an additional fixed threshold, on by default as published; None turns it off.
+    And the rule remembers the *clipped* norm: after a lasting threefold rise it passes 36 % of the gradient from then
+    on (`ClipByMedian` does not); ``result.locked_in`` shows it.
 
     **Guarantees.** Those of `ThresholdClipper`. With ``strict_paper=True`` mean, variance, thresholds and
-    coefficients are, on the CPU, to the last digit those of the published update. Multiplying the loss by a constant
-    changes no coefficient by more than the 1e-6 beside σ makes, if ``ceiling`` is None.
+    coefficients are, on the CPU, to the last digit those of the published update. If ``ceiling`` is None, multiplying
+    the loss by a constant changes a coefficient only through the 1e-6 beside σ.
 
     **Edge cases.** Those of `ThresholdClipper`, and
 
@@ -52,7 +52,7 @@ class ZClip(ZScoreRule, ThresholdClipper):
     input                             result
     ================================  ==========================================================================
     a spike inside the warm-up        σ is ruined: spikes as large pass for some hundred steps
-    constant norms                    σ is 0, so that the next larger norm is cut back to μ
+    constant norms                    σ is 0, so the next larger norm is scaled down to μ
     NaN, ``strict_paper=True``        μ and σ stay NaN: from then on only ``ceiling`` clips
     ================================  ==========================================================================
 
@@ -60,12 +60,12 @@ class ZClip(ZScoreRule, ThresholdClipper):
         alpha: α, from 0 to 1.
         z_threshold: :math:`z_t`, above 0.
         warmup: How many norms are collected first, at least 1.
-        ceiling: A threshold that always holds, in the warm-up too; None for none.
+        ceiling: An upper limit of every threshold, in the warm-up too; None for no limit.
         clip_factor: f, above 0; 0.5 to 0.9 clips harder. The published code multiplies all of c by it, in this mode
-            only, and so does this.
+            only, and this class does the same.
         mode: ``"adaptive_scaling"`` is the above; ``"mean"`` has c = μ; ``"percentile"`` has :math:`c = \mu + z_t
             \sigma` whenever n exceeds that.
-        skip_update_on_spike: Leave μ and σ alone where the rule bound.
+        skip_update_on_spike: Whether a spike leaves μ and σ unchanged.
         strict_paper: Reproduce the published update, its failures included.
 
     Raises:
@@ -109,9 +109,9 @@ class ZClip(ZScoreRule, ThresholdClipper):
         )
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
-        """Return the threshold, and let mean and variance follow.
+        """Return the threshold, and update mean and variance.
 
-        It is the smaller of ``ceiling`` and c; if n is not clipped, c is the smallest norm that would be.
+        The threshold is the smaller of ``ceiling`` and c; if n is not clipped, c is the smallest norm that would be.
         """
         return self._advance(self.next_threshold, norm, enters, first=RingHistory(self.state["first"]))
 
@@ -119,7 +119,7 @@ class ZClip(ZScoreRule, ThresholdClipper):
         """Return ``c / n``; with ``strict_paper`` the factor of the published code."""
         if not self.strict_paper:
             return super().coefficient(norm, threshold)
-        warm = self.state["count"] > self.warmup  # this step's norm is counted already
+        warm = self.state["count"] > self.warmup  # the count includes this step's norm
         first, later = torch.ones_like(norm), torch.where(norm > threshold, threshold / (norm + _EPSILON), 1.0)
         if not math.isinf(self.ceiling):  # a Python number over a tensor would be rounded twice
             first = pytorch_coefficient(TENSORS, norm, torch.full_like(norm, self.ceiling))

@@ -1,6 +1,6 @@
-"""The engines that spread tensors over processes, one in each file: what each holds where.
+"""The engines that spread tensors over ranks, one in each file: which rank holds which part.
 
-A new engine is a subclass of `Engine` in a file of its own, and its name in `ENGINES`.
+A new engine is a subclass of `Engine` in its own file, and an entry in `ENGINES`.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ ENGINES: Sequence[Engine] = (
 
 
 def shard_of(tensor: Tensor) -> LocalShard:
-    """Return which part of a whole ``tensor`` is on this process; all of it if no engine says otherwise."""
+    """Return the part of a whole tensor that ``tensor`` is; all of it if no engine says otherwise."""
     told = (engine.shard_of(tensor) for engine in ENGINES)
     return next(filter(None, told), None) or LocalShard(tuple(tensor.shape), tuple(tensor.shape))
 
@@ -34,15 +34,15 @@ def shard_of(tensor: Tensor) -> LocalShard:
 def placements_by(
     tensors: Sequence[Tensor], module: nn.Module | None, is_asked: Callable[[Engine], bool]
 ) -> dict[int, Placement]:
-    """Return, by identity, who holds those of ordinary ``tensors`` that an engine has spread.
+    """Return, by id, the placements of those plain ``tensors`` that an engine has spread.
 
     Args:
         tensors: Parameters.
-        module: The module that they come from, if it is known.
-        is_asked: Tells which engines count.
+        module: The module that holds them, if known.
+        is_asked: Selects the engines.
 
     Returns:
-        The placements; of DTensors, which carry their own, none.
+        The placements; none for DTensors, which carry their own.
     """
     found: dict[int, Placement] = {}
     for engine in filter(is_asked, ENGINES):
@@ -51,5 +51,5 @@ def placements_by(
 
 
 def held_apart(model: nn.Module) -> list[Held]:
-    """Return the parts of parameters that engines keep elsewhere than in a tensor of their own."""
+    """Return the parts of parameters that engines store outside the parameters' own tensors."""
     return [held for engine in ENGINES for held in engine.held_apart(model)]

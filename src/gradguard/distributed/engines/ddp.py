@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every process of its group holds all of each parameter."""
+"""DistributedDataParallel: every rank of its group holds all of each parameter."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from gradguard.distributed.placements import Placement
 
 
 class ReplicatedModules(Engine):
-    """The parameters inside DistributedDataParallel, whose gradients it has made equal."""
+    """The parameters inside DistributedDataParallel, which has made their gradients equal."""
 
     has_parts = False
 
     def placements(self, tensors: Sequence[Tensor], module: nn.Module | None) -> dict[int, Placement]:
-        """Return, by identity, over which processes each parameter is replicated."""
+        """Return, by id, the ranks over which each parameter is replicated."""
         found: dict[int, Placement] = {}
         for part in () if module is None else module.modules():
             if isinstance(part, DistributedDataParallel):

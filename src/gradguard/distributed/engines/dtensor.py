@@ -1,4 +1,4 @@
-"""DTensor (FSDP2, HSDP, tensor and expert parallelism): each tensor has its device mesh and placements with it."""
+"""DTensor (FSDP2, HSDP, tensor and expert parallelism): each tensor carries its device mesh and placements."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +15,10 @@ from gradguard.torch_private import has_usual_shard_order
 
 
 class DTensors(Engine):
-    """DTensors, of which `placement_of` tells who holds them."""
+    """DTensors, whose holders `placement_of` reads."""
 
     def shard_of(self, tensor: Tensor) -> LocalShard | None:
-        """Return the part, by placements; those of an unusual order do not tell its elements."""
+        """Return the part from the placements; ``is_known`` is False for placements in an unusual order."""
         if not is_sharded(tensor):
             return None
         along = [_entries(tensor, d) for d in range(tensor.dim())]
@@ -27,7 +27,7 @@ class DTensors(Engine):
 
 
 def _reduced(tensor: Any) -> tuple[tuple[str, int], ...]:
-    """Return the operations by which processes make the whole of what they hold, as `LocalShard` has them."""
+    """Return the operations that combine the ranks' tensors into the whole, as `LocalShard.reduced`."""
     mesh = tensor.device_mesh
     return tuple(
         (getattr(kind, "reduce_op", repr(kind)), at)
@@ -37,7 +37,7 @@ def _reduced(tensor: Any) -> tuple[tuple[str, int], ...]:
 
 
 def _entries(tensor: Any, d: int) -> Tensor | None:
-    """Return which entries of dimension ``d`` of a DTensor this process holds; None if no mesh dimension cuts it."""
+    """Return the indices of dimension ``d`` that this rank holds; None if no mesh dimension shards it."""
     mesh, cuts = tensor.device_mesh, list[tuple[type, float] | None]()
     for size, kind in zip(mesh.shape, tensor.placements, strict=True):
         is_cut = size > 1 and hasattr(kind, "dim") and kind.dim % tensor.dim() == d
@@ -47,9 +47,9 @@ def _entries(tensor: Any, d: int) -> Tensor | None:
 
 @lru_cache(4096)
 def _cut(mesh: Any, at: tuple[int, ...], size: int, cuts: Sequence[tuple[Any, int] | None]) -> Tensor:
-    """Return which of ``size`` entries the process ``at`` these coordinates holds, as DTensor itself cuts them.
+    """Return the indices, of ``size``, that the rank ``at`` these coordinates holds, sharded by DTensor itself.
 
-    Strided cuts, as `fully_shard` makes of what tensor parallelism has cut, have a factor.
+    A strided shard, as `fully_shard` makes of a tensor that tensor parallelism has sharded, has a split factor.
     """
     from torch.distributed.tensor import Replicate, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""Questions to an engine that spreads tensors over processes, which each file of this folder answers for one."""
+"""The interface of an engine that spreads tensors over ranks; each other file of this folder implements one."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,13 +10,13 @@ from gradguard.distributed.placements import Placement
 
 
 class Held(NamedTuple):
-    """This process' part of one parameter that an engine keeps elsewhere than in a tensor of its own.
+    """This rank's part of one parameter that an engine stores outside the parameter's own tensor.
 
     Attributes:
         name: Name of the parameter, without wrappers.
         holder: Tensor or other object whose ``grad`` has the elements.
         shard: The part.
-        offset: Where it begins in the flattened holder, if that holds several; else None.
+        offset: The part's first index in the flattened holder, if that holds several; else None.
     """
 
     name: str
@@ -26,24 +26,24 @@ class Held(NamedTuple):
 
 
 class Engine:
-    """An engine: who holds what it has spread, and which elements these are.
+    """An engine: which ranks hold the tensors that it has spread, and which elements they hold.
 
     Attributes:
-        has_parts: Processes hold different parts or tensors, whose norms add up; copies need no sum.
-        is_certain: Whether the layout comes from the engine itself. Attributes that any code may set are a claim.
+        has_parts: Whether ranks hold different parts or tensors, whose norms must be reduced; copies need no reduction.
+        is_certain: Whether the layout comes from the engine itself. Attributes that any code may set are only a claim.
     """
 
     has_parts = True
     is_certain = True
 
     def placements(self, tensors: Sequence[Tensor], module: nn.Module | None) -> dict[int, Placement]:
-        """Return, by identity, who holds those of ordinary ``tensors``, of ``module``, that the engine has spread."""
+        """Return, by id, the placements of those plain ``tensors`` of ``module`` that the engine has spread."""
         return {}
 
     def shard_of(self, tensor: Tensor) -> LocalShard | None:
-        """Return which part of a whole ``tensor`` is on this process; None if the engine has not cut it."""
+        """Return the part of a whole that ``tensor`` is; None if the engine has not sharded it."""
         return None
 
     def held_apart(self, model: nn.Module) -> Iterable[Held]:
-        """Return the parts that it keeps elsewhere than in a tensor of their own."""
+        """Return the parts that the engine stores outside the parameters' own tensors."""
         return ()

@@ -1,4 +1,4 @@
-"""FSDP1 (FullyShardedDataParallel): one flat tensor for all parameters of a layer, cut into equal parts."""
+"""FSDP1 (FullyShardedDataParallel): one flat tensor for all parameters of a layer, cut into equal shards."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -45,8 +45,8 @@ class FlatParameters(Engine):
             _known[module] = known
         if not known.keys() >= flat:
             raise UnsupportedGradientError(
-                "a parameter belongs to FullyShardedDataParallel (FSDP1), and which processes hold its other parts "
-                "cannot be told from the parameter. Pass the root module itself: clip_grad_norm_(model, ...), or "
+                "a parameter belongs to FullyShardedDataParallel (FSDP1), and does not show which processes hold its "
+                "other parts. Pass the root module itself: clip_grad_norm_(model, ...), or "
                 "Guard(optimizer, clipper, model=model)."
             )
         return known

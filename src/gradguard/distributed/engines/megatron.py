@@ -1,11 +1,11 @@
-"""Megatron-core's parameters: ordinary tensors, whose attributes and process groups say which part of a whole they are.
+"""Megatron-core's parameters: plain tensors, whose attributes and process groups show which part of a whole they are.
 
 ==============================  ====================================================================================
 attribute, set by Megatron      meaning
 ==============================  ====================================================================================
 ``tensor_model_parallel``       the tensor is a part of a whole; every rank of the tensor-parallel group holds another
 ``partition_dim``               along this dimension
-``partition_stride``            in so many blocks, each cut into as many pieces as there are ranks
+``partition_stride``            in this many blocks, each cut into as many pieces as there are ranks
 ``allreduce`` is False          the tensor is of an expert: ranks of the expert-parallel group hold other experts
 ``shared_embedding``            the first and the last pipeline stage hold the same weight
 ==============================  ====================================================================================
@@ -31,22 +31,22 @@ PARTS, EXPERTS = "a part of Megatron's tensor parallelism", "an expert of Megatr
 _placements: dict[tuple[frozenset[int], str], Placement] = {}
 
 CLIP_BY_GIVEN_NORM = "megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"
-"""Megatron-core's clip to a norm that it is told: its module, and its name there."""
+"""Megatron-core's clip by a given norm: its module, and its name there."""
 
 
 def megatron_state() -> Any:
-    """Return Megatron-core's module of process groups; None where the program has made none."""
+    """Return Megatron-core's module of process groups; None if the program has not initialized it."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
 class Megatron(Engine):
-    """Megatron-core's tensor and expert parallelism. An audit of norms takes its attributes for a claim."""
+    """Megatron-core's tensor and expert parallelism. An audit of norms treats its attributes as a claim."""
 
     is_certain = False
 
     def placements(self, tensors: Sequence[Tensor], module: nn.Module | None = None) -> dict[int, Placement]:
-        """Return, by identity, how Megatron has spread those of ``tensors`` of which other ranks hold other parts."""
+        """Return, by id, the placements of those ``tensors`` of which other ranks hold other parts."""
         state = megatron_state()
         if state is None:
             return {}
@@ -64,7 +64,7 @@ class Megatron(Engine):
         return found
 
     def shard_of(self, tensor: Any) -> LocalShard | None:
-        """Return the part of a parameter that tensor parallelism has cut."""
+        """Return the part of a parameter that tensor parallelism has sharded."""
         state = megatron_state()
         if state is None or is_sharded(tensor) or not _is_part(tensor):
             return None
@@ -80,10 +80,10 @@ class Megatron(Engine):
 
 
 def refuse_unnamed_megatron_stages(tensors: Sequence[Tensor], stages: Any) -> None:
-    """Raise if Megatron has pipeline stages of which the call does not know, or weights that two of them hold.
+    """Raise if Megatron has pipeline stages, or weights on two of them, that the call does not name.
 
     Raises:
-        InvalidValueError: If so.
+        InvalidValueError: If it has.
     """
     state = megatron_state()
     if state is None or state.get_pipeline_model_parallel_world_size() == 1:
@@ -96,16 +96,16 @@ def refuse_unnamed_megatron_stages(tensors: Sequence[Tensor], stages: Any) -> No
     known = set(map(id, stages.shared.values()))
     if any(getattr(t, "shared_embedding", False) and id(t) not in known for t in tensors):
         raise InvalidValueError(
-            "the embedding is held by the first and by the last pipeline stage, and would count twice: pass "
+            "the first and the last pipeline stage both hold the embedding, which would count twice: pass "
             "shared={'embedding': weight} on both."
         )
 
 
 def refuse_megatron_gradients() -> None:
-    """Raise if Megatron spreads parameters: its attributes are on these, and not on their gradients.
+    """Raise if Megatron shards parameters: the attributes are on parameters, not on their gradients.
 
     Raises:
-        UnsupportedGradientError: If so.
+        UnsupportedGradientError: If it does.
     """
     state = megatron_state()
     if state is None:
@@ -113,20 +113,20 @@ def refuse_megatron_gradients() -> None:
     groups = state.get_tensor_model_parallel_group(), state.get_expert_tensor_and_model_parallel_group()
     if any(len(process_groups()[group]) > 1 for group in groups):
         raise UnsupportedGradientError(
-            "Megatron spreads parameters over processes, and gradients alone do not say of which they are parts: "
+            "Megatron spreads parameters over processes, and gradients alone do not show which parts they are: "
             'clip_grad_norm_(model, float("inf")) measures all gradients and writes nothing.'
         )
 
 
 def refuse_parts(parameters: Iterable[Tensor], what: str) -> None:
-    """Raise if Megatron has spread one of ``parameters``, for ``what``, which takes them for whole ones.
+    """Raise if Megatron shards one of ``parameters``: ``what`` needs whole parameters.
 
     Raises:
-        UnsupportedGradientError: If so.
+        UnsupportedGradientError: If it does.
     """
     if Megatron().placements(list(parameters)):
         raise UnsupportedGradientError(
-            f"{what} takes parameters for whole ones, and Megatron has spread some of these over processes: expected a "
+            f"{what} needs whole parameters, but Megatron has spread some of these over processes: expected a "
             "tensor-parallel size and an expert-parallel size of 1, or fully_shard(model)."
         )
 
@@ -135,7 +135,7 @@ def refuse_main_gradients(parameters: Sequence[Any]) -> None:
     """Raise if no parameter has a gradient in ``grad``, and one has Megatron's ``main_grad``.
 
     Raises:
-        UnsupportedGradientError: If so: nothing would be clipped.
+        UnsupportedGradientError: If so, because nothing would be clipped.
     """
     if any(getattr(p, "main_grad", None) is not None for p in parameters):
         raise UnsupportedGradientError(
@@ -145,10 +145,10 @@ def refuse_main_gradients(parameters: Sequence[Any]) -> None:
 
 
 def refuse_experts(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise if one of ``tensors`` is of an expert, for ``what``, which needs the norm of each parameter by itself.
+    """Raise if one of ``tensors`` belongs to an expert: ``what`` needs the norm of each parameter separately.
 
     Raises:
-        UnsupportedGradientError: If so: experts of several ranks have one name.
+        UnsupportedGradientError: If one does, because experts on several ranks share a name.
     """
     if any(p.layout == EXPERTS for p in Megatron().placements(tensors).values()):
         raise UnsupportedGradientError(

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, stages 1 to 3, which keeps gradients elsewhere than in ``.grad``: read and never imported."""
+"""DeepSpeed's ZeRO, stages 1 to 3, which stores gradients outside ``.grad``; this module never imports DeepSpeed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from gradguard.errors import UnsupportedGradientError
 
 @dataclass(eq=False, slots=True)
 class GradientHolder:
-    """Holder of this process' part of a gradient, in place of its parameter.
+    """Holds this rank's part of a gradient, in place of its parameter.
 
     Attributes:
         grad: The part: the engine's own tensor.
-        shape: None, because the shape of the weight says nothing of the part.
+        shape: None, because the shape of the weight says nothing about the part.
     """
 
     grad: Tensor
@@ -31,10 +31,10 @@ class ZeRO(Engine):
     """DeepSpeed's ZeRO."""
 
     def held_apart(self, model: nn.Module) -> list[Held]:
-        """Return this process' parts of the gradients, as ZeRO keeps them between backward and step.
+        """Return this rank's parts of the gradients, as ZeRO keeps them between backward and step.
 
         Raises:
-            UnsupportedGradientError: If there are none, or they are on the host.
+            UnsupportedGradientError: If there are none, or they are offloaded to the host.
         """
         return _parts_of(model) if holds_gradients_itself(model) else []
 
@@ -43,30 +43,30 @@ STEP = "deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step"
 """The step of DeepSpeed's engines: its module, and its name there."""
 
 CLIP_OF_FLOAT32 = "deepspeed.runtime.engine", "clip_grad_norm_"
-"""DeepSpeed's clip without ZeRO in float32: the module that looks it up at each step, and its name there."""
+"""DeepSpeed's clip in float32 without ZeRO: the module that looks it up at each step, and its name there."""
 
 CLIP_OF_COPIES = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer.unscale_and_clip_grads"
-"""Its clip without ZeRO in float16, of copies of the gradients: it is given the norm, with the loss scale in it."""
+"""DeepSpeed's clip in float16 without ZeRO, of copies of the gradients; its norm argument includes the loss scale."""
 
 
 def holds_gradients_itself(model: nn.Module) -> bool:
-    """Tell whether ``model`` is a DeepSpeed engine whose gradients are ZeRO's."""
+    """Tell whether ``model`` is a DeepSpeed engine whose gradients ZeRO stores."""
     return hasattr(getattr(model, "optimizer", None), "averaged_gradients")
 
 
 def norm_of_engine(model: nn.Module) -> Callable[[], Any]:
-    """Return the function by which ZeRO computes the norm that it clips by, with the loss scale in it."""
+    """Return the function by which ZeRO computes the norm that it clips by, loss scale included."""
     zero = model.optimizer
     if not hasattr(zero, "_get_norm_groups"):
         return zero.scaled_global_norm  # type: ignore[union-attr]
-    # Stage 3 has no function of its own for the norm of all groups: it takes the root of the sum of their squares.
+    # Stage 3 has no function for the norm of all groups: it computes the root of the sum of their squares in place.
     return lambda: torch.stack([torch.as_tensor(n).double() for n in zero._get_norm_groups()]).norm()  # type: ignore[union-attr, operator]
 
 
 def clip_of_engine(engine: Any) -> tuple[Callable[[], Any], float | None, float]:
-    """Return ZeRO's clip as a function that returns the norm, the threshold if it is known, and the loss scale.
+    """Return ZeRO's clip as a function that returns the norm, the threshold if known, and the loss scale.
 
-    Stage 3, and a loss scale, are clipped in copies: there the function only measures.
+    In stage 3, or with a loss scale, ZeRO clips copies; the function then only measures.
     """
     zero, norm = engine.optimizer, norm_of_engine(engine)
     scale, limit = float(zero.loss_scale), float(engine.gradient_clipping() or 0.0)
@@ -105,7 +105,7 @@ def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int,
     placement, found = Placement(None, frozenset(ranks), 1, "ZeRO"), []
     for p, tensor in zip(params, real, strict=True):
         whole = int(p.ds_numel if third else p.numel())
-        before = ranks.index(dist.get_rank()) * tensor.numel() if third else 0  # equal parts, the last ones padded
+        before = ranks.index(dist.get_rank()) * tensor.numel() if third else 0  # equal shards, the last ones padded
         padding = tensor.numel() - max(0, min(tensor.numel(), whole - before))
         shard = LocalShard((whole,), (tensor.numel(),), padding=padding, placement=placement, is_known=False)
         found.append(Held(names.get(id(p), f"group {group}"), GradientHolder(tensor), shard))
