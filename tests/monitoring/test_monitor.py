@@ -325,7 +325,7 @@ def test_a_guard_says_the_norm_itself():
     model = a_model()
     optimizer = torch.optim.SGD(model.parameters())
     with Monitor(gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0)), sink=[], model=model) as monitor:
-        with pytest.warns(RuntimeWarning, match="not needed with a Guard"):
+        with pytest.warns(RuntimeWarning, match="ignored with a Guard"):
             monitor.log(norm=1.0)
         norms = train(model, optimizer, 1)
         monitor.flush()

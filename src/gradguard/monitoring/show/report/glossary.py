@@ -108,7 +108,8 @@ TERMS = (
     Term(
         "spike",
         r"spikes?",
-        "A norm that exceeds the 50 norms before it and the 50 after it by six of their robust deviations.",
+        "A norm that exceeds the median of the 50 norms before it and the 50 after it by six of their robust "
+        "deviations.",
     ),
     Term(
         "squared norm",
