@@ -237,8 +237,8 @@ class HeardClips:
             return
         clip, parameters, norms = self._thread.running.pop()
         if not clip.rule:  # a clip of gradguard; the event has the rule
-            clip = ScriptClip.told(event)._replace(norm=copied(event.norm) if event.norm_type == 2 else None)
-            norms = _norms_told(parameters, event) if norms is None else norms
+            clip = ScriptClip.from_event(event)._replace(norm=copied(event.norm) if event.norm_type == 2 else None)
+            norms = _reported_norms(parameters, event) if norms is None else norms
         elif clip.norm is None:
             clip = clip._replace(norm=copied(event.norm))
         gradients = grads_of(parameters)  # read again: the clip may have replaced the gradients
@@ -293,7 +293,7 @@ class HeardClips:
         if measured and scale is None and shared is None and not clipped.clips:  # the usual case
             norms = gradient_norms(given.gradients)
             return GradientNorms(norms, places, late=isinstance(norms, Tensor)), Clips()
-        before, told, post, found = now, None, None, Clips()
+        before, reported, post, found = now, None, None, Clips()
         if clipped.clips:
             acting = clipped.acting
             clips, reach = [clip for clip, _ in acting], [its for _, its in acting]
@@ -301,7 +301,7 @@ class HeardClips:
             alone = clipped.single_known(given.gradients) if shared is None else None
             before = None if alone is None else clipped.norms(None)
             if before is None and alone is not None and alone.rule == "norm" and alone.norm is not None:
-                before, told, places = [], unscaled(alone.norm, scale), ()  # only the total norm is known
+                before, reported, places = [], unscaled(alone.norm, scale), ()  # only the total norm is known
             elif before is None:
                 if now is None:
                     now = gradient_norms(given.gradients) if shared is None else shared.norms
@@ -312,7 +312,7 @@ class HeardClips:
         norms = unscaled(now if before is None else before, scale)
         late = (bool(parameters) and not parameters[0].is_cpu) or (measured and isinstance(norms, Tensor))
         lost = None if shared is None else shared.lost
-        return GradientNorms(norms, places, told, post, are_after=before is None, lost=lost, late=late), found
+        return GradientNorms(norms, places, reported, post, are_after=before is None, lost=lost, late=late), found
 
 
 def clipped_within(
@@ -342,10 +342,10 @@ def clipped_within(
     return step._replace(gradients=gradients, clips=clips._replace(script=script, reach=reach if apart else ()))
 
 
-def told_by_guard(clips: Clips, skip: Skip, event: ClipEvent) -> tuple[Clips, Skip]:
+def with_guard_event(clips: Clips, skip: Skip, event: ClipEvent) -> tuple[Clips, Skip]:
     """Add a guard's clip and skip within the step; with a closure, those of its first evaluation."""
     if clips.guard is None and not (event.rule == "norm" and _is_infinite(event.threshold)):  # inf only measures
-        clips = clips._replace(guard=ScriptClip.told(event))
+        clips = clips._replace(guard=ScriptClip.from_event(event))
     if not isinstance(event.skipped, Tensor):
         skip = skip._replace(by_guard=True) if event.skipped else skip
     elif skip.by_guard is None:
@@ -362,7 +362,7 @@ def _is_infinite(threshold: float | Tensor | None) -> bool:
     return threshold is not None and math.isinf(threshold)
 
 
-def _norms_told(parameters: Sequence[Tensor], event: ClipEvent) -> Norms | None:
+def _reported_norms(parameters: Sequence[Tensor], event: ClipEvent) -> Norms | None:
     """Return the norm of each parameter's gradient as the clip reported it; None if one is missing."""
     if event.norms is None:
         return None

@@ -138,7 +138,7 @@ class Unowned:
             self._compare()
         left = self._candidates.values()
         for forgotten in (True, False):
-            yield from _told([one for one in left if one.is_forgotten is forgotten], index, not forgotten)
+            yield from _events_of([one for one in left if one.is_forgotten is forgotten], index, not forgotten)
         self._candidates = {}
 
     def _compare(self) -> None:
@@ -189,7 +189,7 @@ class IdleOptimizers:
     def __init__(self) -> None:
         self.alive: set[int] = set()
         self._idle = Counter[int | None]()  # steps by the optimizer's index; the optimizer itself may be deleted
-        self._told = set[int | None]()
+        self._reported = set[int | None]()
 
     @property
     def steps(self) -> int:
@@ -221,28 +221,28 @@ class IdleOptimizers:
         if has_gradients:
             self.alive.add(id(optimizer))
             del self._idle[place]
-            self._told.discard(place)
+            self._reported.discard(place)
         elif any(p.requires_grad for p in parameters):
             self._idle[place] += 1
-            if self._idle[place] >= IDLE_STEPS and sure and place not in self._told and not self.alive:
-                self._told.add(place)
+            if self._idle[place] >= IDLE_STEPS and sure and place not in self._reported and not self.alive:
+                self._reported.add(place)
                 yield setup_event(NO_GRADIENT, index, self._idle[place], place, harmless=False)
 
     def end(self, index: int) -> Iterator[Event]:
         """Yield the remaining faults at the end of the run; until then, a later phase might have brought gradients."""
         for place, steps in self._idle.items():
-            if steps >= IDLE_STEPS and place not in self._told:
+            if steps >= IDLE_STEPS and place not in self._reported:
                 yield setup_event(NO_GRADIENT, index, steps, place, harmless=True)
 
 
-def _told(found: Sequence[_Candidate], index: int, harmless: bool) -> Iterator[Event]:
+def _events_of(found: Sequence[_Candidate], index: int, harmless: bool) -> Iterator[Event]:
     names = Counter(one.name for one in found)  # layers of one class in a plain list share a name
-    seen, same = Counter[str](), dict[str, Tensor]()
+    counts, same = Counter[str](), dict[str, Tensor]()
     for one in found:
-        seen[one.name] += 1
+        counts[one.name] += 1
         if one.unchanged is not None:
-            alike = f" ({seen[one.name]} of {names[one.name]})" if names[one.name] > 1 else ""
-            same[one.name + alike] = one.unchanged
+            numbered = f" ({counts[one.name]} of {names[one.name]})" if names[one.name] > 1 else ""
+            same[one.name + numbered] = one.unchanged
     if same:
         device = next(iter(same.values())).device
         named = {name: one.to(device, non_blocking=device.type != "cpu") for name, one in same.items()}

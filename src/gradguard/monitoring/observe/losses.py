@@ -96,9 +96,11 @@ class Losses:
         """Return and remove the losses that this thread's next step would take."""
         own = self._of_thread.losses
         others = [self._unclaimed.pop(key, own) for key in list(self._unclaimed) if key != id(own)]
-        mine, *rest = [[losses.popleft() for _ in range(len(losses))] for losses in (own, *others)]
-        theirs = list(chain(*rest))
-        return [] if mine and theirs else mine or theirs
+        of_own, *rest = [[losses.popleft() for _ in range(len(losses))] for losses in (own, *others)]
+        of_others = list(chain(*rest))
+        if of_own and of_others:  # the step could belong to either
+            return []
+        return of_own or of_others
 
 
 class _OfThread(threading.local):

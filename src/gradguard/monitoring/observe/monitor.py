@@ -20,7 +20,7 @@ from gradguard.grad_scaler import listen_to_steps
 from gradguard.json_values import jsonable
 from gradguard.listeners import ClipEvent, listen, rule_of
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import StepClips, StepGradients, told_by_guard
+from gradguard.monitoring.observe.clips import StepClips, StepGradients, with_guard_event
 from gradguard.monitoring.observe.measure import Norms, gradient_norms
 from gradguard.monitoring.observe.meta import living_modules, parameters_of, program_facts, rank_and_world
 from gradguard.monitoring.observe.observer import (
@@ -264,8 +264,12 @@ class Monitor(Observer):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Close the monitor; let an exception propagate."""
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        self.close(exit_code=0 if kind is None else 130 if interrupted else 1, interrupted=interrupted)
+        if kind is None:
+            self.close(exit_code=0)
+        elif issubclass(kind, KeyboardInterrupt):
+            self.close(exit_code=130, interrupted=True)
+        else:
+            self.close(exit_code=1)
 
     # -- differences from `Observer` -----------------------------------------------------------------------------------
 
@@ -278,18 +282,18 @@ class Monitor(Observer):
         """Take the clips, and norms if the guard has no 2-norms, before the guard writes to the gradients."""
         if evaluation == 0:
             parameters = self._parameters(optimizer)
-            told = self._guard_tells_2_norms()
-            joined = self._joined(parameters) if told else super()._joined(parameters)
-            self._look_before_guard(given_gradients(parameters, *joined), told)
+            has_norms = self._guard_has_2_norms()
+            joined = self._joined(parameters) if has_norms else super()._joined(parameters)
+            self._take_before_guard(given_gradients(parameters, *joined), has_norms)
 
     @safely
-    def _look_before_guard(self, given: StepGradients, told: bool) -> None:
+    def _take_before_guard(self, given: StepGradients, has_norms: bool) -> None:
         norms = None if given.shared is None else given.shared.norms
-        if not (told or given.spread):
+        if not (has_norms or given.spread):
             norms = gradient_norms(given.gradients)
         self._before = _BeforeGuard(given.parameters, self._clips.take(given.gradients), norms, given.shared)
 
-    def _guard_tells_2_norms(self) -> bool:
+    def _guard_has_2_norms(self) -> bool:
         orders = getattr(getattr(self._guard, "clipper", None), "orders", None)
         return orders is None or orders() == {2.0}
 
@@ -298,8 +302,8 @@ class Monitor(Observer):
     ) -> tuple[GradientNorms, Clips, Skip] | None:
         before, clipped = self._before, None
         if before is not None:
-            if (seen := self._guarded(optimizer, track, before)) is not None:
-                return seen
+            if (guarded := self._guarded(optimizer, track, before)) is not None:
+                return guarded
             given = StepGradients(before.parameters, grads_of(before.parameters), given.spread, before.shared)
             clipped = before.clips
         if given.spread and given.shared is None:  # no norm of the whole gradients was measured
@@ -317,24 +321,26 @@ class Monitor(Observer):
         if result is None or result is self._result:
             return None
         self._result = result
-        told, now = self._guard_tells_2_norms(), before.norms
-        if told:
+        has_norms, now = self._guard_has_2_norms(), before.norms
+        if has_norms:
             scale = getattr(optimizer, "grad_scale", None)  # the guard's norms are unscaled; the clips' are scaled
             now = result.tensor_norms if scale is None else result.tensor_norms * scale
         if now is None:
             return None
-        if not told or len(before.parameters) == len(result.names):
+        if not has_norms or len(before.parameters) == len(result.names):
             given = StepGradients(before.parameters, [], shared=before.shared)
             places = track.places.of(before.parameters, self._places)
             gradients, clips = self._clips.step(optimizer, given, places, now=now, clipped=before.clips)
         else:
             nowhere, late = [-1] * len(result.names), not result.tensor_norms.is_cpu
             gradients, clips = GradientNorms(result.tensor_norms, nowhere, late=late), Clips()
-        if told and not clips.script:
+        if has_norms and not clips.script:
             gradients = gradients._replace(total=result.norm)
         rule = rule_of(getattr(self._guard, "clipper", self._guard))
         clips = clips._replace(guard=ScriptClip(rule, copied(result.threshold), None, result.coefficient))
-        return gradients, *((clips, Skip()) if event is None else told_by_guard(clips, Skip(), event))
+        if event is None:
+            return gradients, clips, Skip()
+        return gradients, *with_guard_event(clips, Skip(), event)
 
     def _begun(
         self,
@@ -344,12 +350,12 @@ class Monitor(Observer):
         clips: Clips,
         skip: Skip,
         kept: Any,
-        *told: Mapping,
+        *stored: Mapping,
     ) -> StepMeasurement:
         if skip.by_scaler is not None and self._guard_event is not None:  # the scaler skipped the step after the guard
-            clips, skip = told_by_guard(clips, skip, self._guard_event)
+            clips, skip = with_guard_event(clips, skip, self._guard_event)
             self._guard_event, self._result = None, getattr(self._guard, "last", None)
-        step = super()._begun(optimizer, track, gradients, clips, skip, kept, *told)
+        step = super()._begun(optimizer, track, gradients, clips, skip, kept, *stored)
         before, self._factor = self._factor, None if step.scale is None else step.scale.factor
         if before is not None and self._factor is not None:
             self._lines.add(scale_update(self._last_step, before, self._factor))

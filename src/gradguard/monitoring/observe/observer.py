@@ -27,7 +27,7 @@ from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, clipped_within, told_by_guard
+from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, clipped_within, with_guard_event
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
@@ -198,7 +198,7 @@ class Observer(Listener):
         self._steps_at_update = -1
         self._losses, self._clips, self._shared = Losses(), HeardClips(), SharedNorms()
         self._logits: dict[str, Tensor] = {}  # each attention's largest logit since the last step
-        self._told: dict[str, Tensor] = {}  # other numbers for the next step
+        self._reported: dict[str, Tensor] = {}  # other numbers for the next step
         self._graph, self._origin, self._looks_for_origin = GraphFacts(), None, True
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
@@ -295,7 +295,7 @@ class Observer(Listener):
         """Add a guard's event to the open step."""
         step = self._thread.step
         if step is not None and self._thread.track.optimizer() is event.optimizer:
-            clips, skip = told_by_guard(step.clips, step.skip, event)
+            clips, skip = with_guard_event(step.clips, step.skip, event)
             self._thread.step = step._replace(clips=clips, skip=skip)
 
     @safely
@@ -307,7 +307,7 @@ class Observer(Listener):
 
     def on_empty_batches(self, count: Tensor) -> None:
         """Store the number of empty batches for the next step."""
-        self._told["empty_batches"] = count
+        self._reported["empty_batches"] = count
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -348,10 +348,10 @@ class Observer(Listener):
             return
         if not self._is_open(optimizer):
             self._forget(given.parameters)
-        elif (seen := self._measured(optimizer, track := self._track_of(optimizer), given)) is not None:
+        elif (measured := self._measured(optimizer, track := self._track_of(optimizer), given)) is not None:
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
-            told, self._logits, self._told = (self._logits, self._told), {}, {}
-            thread.track, thread.step = track, (step := self._begun(optimizer, track, *seen, kept, *told))
+            stored, self._logits, self._reported = (self._logits, self._reported), {}, {}
+            thread.track, thread.step = track, (step := self._begun(optimizer, track, *measured, kept, *stored))
             self._look_at_weights(optimizer, track, given, step)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
             self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
@@ -372,15 +372,15 @@ class Observer(Listener):
         clips: Clips,
         skip: Skip,
         kept: Any,
-        *told: Mapping,
+        *stored: Mapping,
     ) -> StepMeasurement:
-        """Return the measurement of a step that begins; ``told`` holds the stored logits and other numbers."""
+        """Return the measurement of a step that begins; ``stored`` holds the stored logits and other numbers."""
         origin, self._origin = self._origin, None
         lr, losses, scale = optimizer.param_groups[0].get("lr"), self._losses.take(), self._thread.scale
         place = self._place_of(track)
         ended = 0, 0.0, skip, None, None  # turn, wall, skip, diagnostics and moved; `_add` replaces them
         return StepMeasurement(
-            self._steps, gradients, *ended, clips, scale, place, losses, copied(lr), kept, origin, *told
+            self._steps, gradients, *ended, clips, scale, place, losses, copied(lr), kept, origin, *stored
         )
 
     def _look_at_setup(
@@ -405,7 +405,7 @@ class Observer(Listener):
     @safely
     def _note_applied(self, event: ClipEvent) -> None:
         if (step := self._thread.step) is not None:
-            self._thread.step = step._replace(clips=step.clips._replace(applied=ScriptClip.told(event)))
+            self._thread.step = step._replace(clips=step.clips._replace(applied=ScriptClip.from_event(event)))
 
     def _look_at_weights(
         self, optimizer: Optimizer, track: OptimizerTrack, given: StepGradients, step: StepMeasurement

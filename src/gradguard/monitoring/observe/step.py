@@ -62,7 +62,7 @@ class ScriptClip(NamedTuple):
     coefficient: Any = None
 
     @classmethod
-    def told(cls, event: ClipEvent) -> Self:
+    def from_event(cls, event: ClipEvent) -> Self:
         """Return the reported clip without its norm, which is not needed for a clip within a step."""
         return cls(event.rule, copied(event.threshold), None, copied(event.coefficient))
 

@@ -133,8 +133,12 @@ class RunState:
 
     def _state_of(self, step: dict[str, Any]) -> OptimizerProgress:
         place, names = step.get("optimizer"), self.meta.get("optimizers", ())
-        named = place is not None and place < len(names)
-        label = f"optimizer {place} ({names[place]})" if named else "" if place is None else f"optimizer {place}"
+        if place is None:
+            label = ""
+        elif place < len(names):
+            label = f"optimizer {place} ({names[place]})"
+        else:
+            label = f"optimizer {place}"
         return self.states.setdefault(place, OptimizerProgress(label))
 
     @property

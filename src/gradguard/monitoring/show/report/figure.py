@@ -134,7 +134,11 @@ def log_axis(title: str, values: Sequence[float]) -> Keys:
     """Return a logarithmic axis with ticks for ``values``, all above 0."""
     decades = math.log10(max(values)) - math.log10(min(values)) if values else 0
     # Plotly's default crowds the ticks: use whole decades for a wide range, else 1, 2 and 5 of each decade.
-    step = max(1, round(decades / 6)) if decades >= 2 else "D2" if decades >= 0.4 else None
+    step: int | str | None = None
+    if decades >= 2:
+        step = max(1, round(decades / 6))
+    elif decades >= 0.4:
+        step = "D2"
     return titled(title, type="log", tickformat="~g", dtick=step)
 
 

@@ -69,7 +69,9 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
 
 def tone_of(diagnosis: Diagnosis) -> str:
     """Return the tone of a diagnosis: ``"guard"`` (the run is well), ``"shaping"`` (unknown) or ``"bad"``."""
-    return "guard" if diagnosis.is_well else "shaping" if diagnosis.cause.key == "unknown" else "bad"
+    if diagnosis.is_well:
+        return "guard"
+    return "shaping" if diagnosis.cause.key == "unknown" else "bad"
 
 
 def sentence(text: str) -> str:
@@ -261,11 +263,8 @@ def notes(record: Record) -> list[str]:
         The sentences; usually none.
     """
     first = f" (the first: {record.first_fault})" if record.first_fault else ""
-    damage = [
-        counted(count, what)
-        for count, what in ((record.unreadable, "damaged line"), (record.dropped, "field"))
-        if count
-    ]
+    counts = (record.unreadable, "damaged line"), (record.dropped, "field")
+    damage = [counted(count, what) for count, what in counts if count]
     runs, schema = record.earlier_runs + 1, record.meta.get("schema")
     remarks = [
         (record.torn, "The last line of the record is incomplete and was left out: the run was probably killed."),
