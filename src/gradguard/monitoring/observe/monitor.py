@@ -352,7 +352,7 @@ class Monitor(Observer):
         kept: Any,
         *stored: Mapping,
     ) -> StepMeasurement:
-        if skip.by_scaler is not None and self._guard_event is not None:  # the scaler skipped the step after the guard
+        if skip.by_scaler is not None and self._guard_event is not None:  # the guard acted before the scaler skipped
             clips, skip = with_guard_event(clips, skip, self._guard_event)
             self._guard_event, self._result = None, getattr(self._guard, "last", None)
         step = super()._begun(optimizer, track, gradients, clips, skip, kept, *stored)
