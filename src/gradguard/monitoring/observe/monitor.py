@@ -68,8 +68,8 @@ class Monitor(Observer):
     * No step waits for an accelerator: the monitor copies numbers every 50 steps or 2 s, and reads them after the copy
       has arrived.
     * A dashboard gets about ten numbers per flush, independent of the number of parameters: the smallest, mean and
-      largest norm since the last flush (a spike between two flushes shows in the largest), and counts of clipped,
-      skipped and non-finite steps.
+      largest norm since the last flush (a spike between two flushes shows in the largest), the share of clipped
+      steps, and the counts of skipped and non-finite steps.
 
     **Edge cases.**
 
