@@ -41,17 +41,15 @@ class BySignal(int):
 class SignalHandlers:
     """Handle signals while a program runs and while its record is completed; a context manager.
 
-    ========================  ==========================================================================================
-    while                     a signal
-    ========================  ==========================================================================================
-    the program runs          Ctrl-C raises `KeyboardInterrupt` as usual; SIGTERM and SIGHUP raise `SystemExit` with a
-                              `BySignal`. A second SIGTERM ends the process at once. A second SIGHUP is ignored, because
-                              terminals send two
-    the record is completed,  is stored in `second`
-    after `hold`
-    the page is drawn,        raises `KeyboardInterrupt`
-    within `raised`
-    ========================  ==========================================================================================
+    =======================  ===========================================================================================
+    while                    a signal
+    =======================  ===========================================================================================
+    the program runs         Ctrl-C raises `KeyboardInterrupt` as usual; SIGTERM and SIGHUP raise `SystemExit` with a
+                             `BySignal`. A second SIGTERM ends the process at once. A second SIGHUP is ignored, because
+                             terminals send two
+    the record is completed  (after `hold`) is stored in `second`
+    the page is drawn        (within `raised`) raises `KeyboardInterrupt`
+    =======================  ===========================================================================================
 
     While the program runs, its own handler has priority, whether it was installed before or later. An ignored signal
     stays ignored. A signal ends a forked child as usual.

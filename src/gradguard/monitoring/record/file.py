@@ -231,8 +231,8 @@ def read_record(path: str | Path) -> Record:
 
     ============================================  =====================================================================
     a torn last line, left by a killed run        left out; ``torn`` is set
-    an unreadable line, or a step number that is  left out and counted in ``unreadable``
-    not above the one before
+    an unreadable line                            left out and counted in ``unreadable``
+    a step number not above the one before        left out and counted in ``unreadable``
     a field of another type or range              left out and counted in ``dropped``
     an unknown kind of line                       ignored
     an unknown field                              kept unchanged
