@@ -767,8 +767,8 @@ def test_what_is_to_be_known_of_a_record_is_said_wherever_its_numbers_are_shown(
     steps = "".join(f'{{"t": "step", "i": {i}, "norm": 1.0}}\n' for i in range(30))
     Path("run.jsonl").write_text(f'{{"t": "meta"}}\n{steps}{{"t": "meta"}}\nbroken\n{steps}')
     told = (
-        "run.jsonl: Left out of the record because they cannot be meant: 1 damaged line (the first: line 33: Expecting",
-        "run.jsonl: The file holds 2 runs one after the other: this is the last, and nothing of the others.",
+        "run.jsonl: Invalid parts of the record were left out: 1 damaged line (the first: line 33: Expecting",
+        "run.jsonl: The file contains 2 runs, one after the other: only the last is shown.",
     )
     for command in (["report", "run.jsonl"], ["replay", "run.jsonl"], ["run", "--clip", "from=run.jsonl", "none.py"]):
         main(command)
@@ -776,7 +776,7 @@ def test_what_is_to_be_known_of_a_record_is_said_wherever_its_numbers_are_shown(
         assert all(words in err for words in told), command
     assert main(["report", "--text", "run.jsonl"]) == 0
     captured = capsys.readouterr()
-    assert "notes_1: Left out of the record" in captured.out
+    assert "notes_1: Invalid parts of the record were left out" in captured.out
     assert "steps: 30\n" in captured.out
     assert captured.err == ""
 

@@ -325,7 +325,7 @@ def test_a_guard_says_the_norm_itself():
     model = a_model()
     optimizer = torch.optim.SGD(model.parameters())
     with Monitor(gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0)), sink=[], model=model) as monitor:
-        with pytest.warns(RuntimeWarning, match="not needed with a Guard"):
+        with pytest.warns(RuntimeWarning, match="ignored with a Guard"):
             monitor.log(norm=1.0)
         norms = train(model, optimizer, 1)
         monitor.flush()
@@ -510,7 +510,7 @@ def test_its_own_failure_is_one_warning_and_an_event(monkeypatch):
     heard = sys.modules["gradguard.monitoring.observe.clips"]
     monkeypatch.setattr(heard, "gradient_norms", lambda tensors: 1 / 0)
     with Monitor(optimizer, sink=lines.append, model=model) as monitor:
-        with pytest.warns(RuntimeWarning, match="stopped measuring: ZeroDivisionError.*goes on untouched") as caught:
+        with pytest.warns(RuntimeWarning, match="stopped measuring: ZeroDivisionError.*continues unchanged") as caught:
             train(model, optimizer, 3, monitor.log)
         assert len(caught) == 1
     assert [line["kind"] for line in lines if line["t"] == "event"] == ["observer_failed"]
@@ -703,7 +703,7 @@ def bad_arguments():
     return [
         ((model,), {}, InvalidTypeError, "is Sequential: expected a torch.optim.Optimizer or a gradguard.Guard"),
         ((torch.optim.SGD,), {}, InvalidTypeError, "is the class SGD"),
-        ((wrapper,), {}, InvalidTypeError, "Of a wrapper pass the optimizer inside"),
+        ((wrapper,), {}, InvalidTypeError, "For a wrapper, pass the optimizer inside it"),
         ((optimizer,), {"every": 0}, InvalidValueError, "every=0: expected a whole number >= 1"),
         ((optimizer,), {"every": 2.0}, InvalidTypeError, "every=2.0: expected a whole number"),
         ((optimizer,), {"model": "net"}, InvalidTypeError, "model is str: expected the torch.nn.Module"),

@@ -444,7 +444,7 @@ def test_wrong_arguments(arguments, error, words):
 def test_a_report_where_nothing_is_written(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with watch() as seen, pytest.raises(RecordError, match="on the process of rank 0"):
+    with watch() as seen, pytest.raises(RecordError, match="in the process of rank 0"):
         seen.report()
 
 

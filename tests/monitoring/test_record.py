@@ -241,7 +241,7 @@ def test_of_two_runs_in_one_file_the_last_is_read_and_nothing_is_mixed(tmp_path,
         alone.end,
     )
     assert (record.earlier_runs, record.unreadable) == (1, 0)
-    assert any("holds 2 runs one after the other: this is the last" in note for note in notes(record))
+    assert any("contains 2 runs, one after the other: only the last" in note for note in notes(record))
     follower = JsonlReader(joined)
     assert sum(line["t"] == "meta" for line in follower.poll()) == 2
 

@@ -1,1 +1,1 @@
-"""Watching runs: `record` (files), `judge` (verdicts), `show` (pages), `observe` (measures; torch), `tune` (tries)."""
+"""Watch runs: `observe` measures (with torch), `record` stores, `judge` diagnoses, `show` draws, `tune` tries rules."""

@@ -1,1 +1,1 @@
-"""Measuring a run: from a script, a process, or a training loop."""
+"""Measure a run, from a script, a process or a training loop."""

@@ -1,4 +1,4 @@
-"""The clips of a run, as they are heard of before a step and within it, and what a step's measurement says of them."""
+"""Collect the clips before and within each step, and add them to the step's measurement."""
 
 import math
 import threading
@@ -31,13 +31,13 @@ def _are_same(living: Sequence[Any], gradients: Sequence[Any]) -> bool:
 
 @dataclass(slots=True)
 class PendingClips:
-    """Clips that no step has used yet: a table with a row for each gradient that was clipped.
+    """The clips since the last step: a table with one row for each clipped gradient.
 
     Attributes:
-        gradients: The gradients, not kept alive.
-        versions: How often each had been written when the last clip was done.
-        norms: Their 2-norms before the first clip of each; None for one that is not known.
-        clips: The clips in their order, each with the rows that it acted on and how many these were at first.
+        gradients: Weak references to the gradients.
+        versions: The version counter of each gradient after the last clip.
+        norms: The 2-norm of each gradient before its first clip; None if it is unknown.
+        clips: The clips in their order, each with the rows that it acted on, and the number of gradients it covered.
     """
 
     gradients: list[weakref.ref] = field(default_factory=list)
@@ -46,18 +46,18 @@ class PendingClips:
     clips: list[tuple[ScriptClip, Sequence[int], int]] = field(default_factory=list)
 
     def living(self) -> list[Any]:
-        """Return the gradients, None for one that is gone."""
+        """Return the gradients; None for a gradient that was deleted."""
         return list(map(call, self.gradients))
 
     def only(self, rows: Sequence[int]) -> "PendingClips":
-        """Return the table of some rows, with the clips that acted on them."""
+        """Return a table with only the given rows, and the clips that acted on them."""
         place = {row: k for k, row in enumerate(rows)}
         clips = [(clip, [place[row] for row in its if row in place], count) for clip, its, count in self.clips]
         gradients, versions = [self.gradients[row] for row in rows], [self.versions[row] for row in rows]
         return PendingClips(gradients, versions, [self.norms[row] for row in rows], [one for one in clips if one[1]])
 
     def unchanged(self) -> "PendingClips":
-        """Return the table without gradients that were written or replaced since the last clip; itself if none was."""
+        """Return the table without gradients written or deleted since the last clip; itself if there are none."""
         if not self.clips:
             return self
         living = self.living()
@@ -67,11 +67,11 @@ class PendingClips:
         return self.only([row for row, (g, version) in pairs if g is not None and version_of(g) == version])
 
     def has_norms_of(self, gradients: Sequence[Tensor]) -> bool:
-        """Tell whether these are the gradients of the table, and their norms before the first clip are known."""
+        """Return whether the table has exactly these gradients, with their norms before the first clip."""
         return _are_same(self.living(), gradients) and all(map(is_not, self.norms, repeat(None)))
 
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
-        """Note that ``clip`` has acted on ``gradients``, which had ``norms``; what it wrote is no change."""
+        """Add a clip of ``gradients`` whose norms before it were ``norms``, and store the gradients' new versions."""
         known = [None] * len(gradients) if norms is None else norms
         rows: Sequence[int] = range(len(gradients))
         if not self.clips:
@@ -79,12 +79,12 @@ class PendingClips:
         elif not _are_same(living := self.living(), gradients) or norms is not None:
             rows = self._rows_of(gradients, known, living)
             living = [_GONE if g is None else g for g in self.living()]
-        # after all of them are written: some gradients count writes together
+        # read all version counters, because some gradients share one
         self.versions = versions_of(living)
         self.clips.append((clip, rows, len(gradients)))
 
     def _rows_of(self, gradients: Sequence[Tensor], norms: Any, living: Sequence[Any]) -> list[int]:
-        """Return the row of each gradient, new ones for those that are not in the table; fill in norms."""
+        """Return the row of each gradient, adding rows for new gradients, and fill in missing norms."""
         row_of = {id(gradient): row for row, gradient in enumerate(living)}
         rows, self.norms = [], list(self.norms)
         for gradient, norm in zip(gradients, norms, strict=True):
@@ -98,9 +98,9 @@ class PendingClips:
         return rows
 
     def split(self, gradients: Sequence[Tensor | None]) -> "tuple[StepClips, PendingClips]":
-        """Return the clips of ``gradients``, those of a step, and the table of all others."""
+        """Return the clips of a step's ``gradients``, and a table of all other gradients."""
         living = self.living()
-        if _are_same(living, gradients):  # as nearly always
+        if _are_same(living, gradients):  # the usual case
             return StepClips(len(gradients), range(len(living)), self.norms, self.clips), PendingClips()
         place_of = {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
         rows = [row for row, gradient in enumerate(living) if id(gradient) in place_of]
@@ -114,10 +114,10 @@ class StepClips:
     """The clips of the gradients of one step.
 
     Attributes:
-        count: Number of its gradients.
-        places: The place in the step of each gradient that was clipped.
-        known: The norm of each of these before its first clip; None for one that is not known.
-        clips: The clips in their order, each with the places that it acted on and of how many gradients these were.
+        count: The number of the step's gradients.
+        places: The index in the step of each clipped gradient.
+        known: The norm of each clipped gradient before its first clip; None if it is unknown.
+        clips: The clips in their order, each with the indices that it acted on, and the number of gradients it covered.
     """
 
     count: int
@@ -139,19 +139,19 @@ class StepClips:
         if len(self.clips) != 1 or len(self.clips[0][1]) != self.count:
             return None
         ((clip, _, covered),) = self.clips
-        if clip.rule == "norm":  # in half precision PyTorch's own clip does something else than it says
+        if clip.rule == "norm":  # in half precision, PyTorch's clip rounds: its norm does not determine the result
             known = clip.coefficient is not None or _PRECISE.issuperset(map(_DTYPE, without_none(gradients)))
-        else:  # where it acted on more, its coefficient says nothing of these
+        else:  # the coefficient of a clip that covered other gradients too is not the coefficient of these
             known = clip.coefficient is not None and covered == self.count
         return clip if known else None
 
     def norms(self, now: Norms | None) -> Norms | None:
-        """Return the norm of each gradient before its first clip, or ``now`` where it was not clipped.
+        """Return the norm of each gradient before its first clip, or its norm in ``now`` if it was not clipped.
 
-        None if one of them is not known.
+        Return None if one of the norms is unknown.
         """
         found: Any = self.known
-        if self.places != range(self.count):  # as hardly ever
+        if self.places != range(self.count):  # rare: the clips covered a part of the gradients, or in another order
             found = [None] * self.count if now is None else list(now)
             for place, norm in zip(self.places, self.known, strict=True):
                 found[place] = norm
@@ -165,14 +165,14 @@ class StepClips:
 
 @dataclass(slots=True)
 class StepGradients:
-    """The parts of a step.
+    """The parameters and gradients at the beginning of a step.
 
     Attributes:
-        parameters: Those that have gradients; all where processes hold parts.
-        gradients: Their gradients, which are kept alive: for no longer than the step begins. None only where processes
-            hold parts.
-        spread: Whether processes hold parts of them.
-        shared: Norms that these have measured together.
+        parameters: The parameters that have gradients; all parameters if processes hold shards.
+        gradients: The gradients of these parameters, None for a missing one (only if processes hold shards). The object
+            keeps them alive and must not outlive the beginning of the step.
+        spread: Whether processes hold shards of the gradients.
+        shared: The norms that the processes measured together.
     """
 
     parameters: list[Tensor]
@@ -182,25 +182,25 @@ class StepGradients:
 
 
 AppliedClip = Callable[[Optimizer, Callable[[], Sequence[nn.Module]]], ClipEvent]
-"""A clip that the observer applies before each step, where the user asked for one.
+"""A clip that the observer applies before each step, if the user asked for one.
 
-It is given the optimizer, and what returns the modules of the script, and tells what it did.
+It takes the optimizer and a function that returns the script's modules, and returns the event of the clip.
 """
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Clips that have begun, one within another behind it, with their parameters and the norms before. Gradients are
-        # not kept: a clip that raises never ends.
+        # A stack of nested clips that have begun, with their parameters and the norms before. It must not keep
+        # gradients alive: a clip that raises stays on it until the next step.
         self.running: list[tuple[ScriptClip, Sequence[Tensor], Any]] = []
 
 
 @dataclass(slots=True)
 class HeardClips:
-    """Clips whose optimizer step has not come yet.
+    """Collect the clips for the next step of each optimizer.
 
     Attributes:
-        count: Number of clips heard of.
+        count: The number of clips that have begun.
     """
 
     count: int = 0
@@ -209,14 +209,14 @@ class HeardClips:
     _thread: _Thread = field(default_factory=_Thread)
 
     def begin(self, call: ClipCall, given: StepGradients) -> bool:
-        """Measure before a clip acts.
+        """Measure the gradients before a clip acts on them.
 
         Args:
-            call: The call.
+            call: The call of the clip.
             given: The gradients that it clips.
 
         Returns:
-            Whether it replaces clips that no step followed.
+            Whether earlier clips were discarded because their gradients changed without a step.
         """
         self.count += 1
         with self._lock:
@@ -227,21 +227,21 @@ class HeardClips:
             if call.rule and call.norm is None and call.norm_type == 2 and not call.whole:
                 clip = clip._replace(norm=total(norms))
         elif not (given.spread or call.tells_norms or self._pending.has_norms_of(given.gradients)):
-            norms = gradient_norms(given.gradients)  # those before the first clip
+            norms = gradient_norms(given.gradients)
         self._thread.running.append((clip, given.parameters, norms))
         return before is not self._pending
 
     def end(self, event: ClipEvent) -> None:
-        """The clip of the last `begin` is done and tells this."""
-        if event.elements is not None or not self._thread.running:  # an error clip, of gradients on their way
+        """Add the clip of the last `begin` to the table, with the facts of its event."""
+        if event.elements is not None or not self._thread.running:  # an error clip acts within backward
             return
         clip, parameters, norms = self._thread.running.pop()
-        if not clip.rule:  # one of gradguard's
-            clip = ScriptClip.told(event)._replace(norm=copied(event.norm) if event.norm_type == 2 else None)
-            norms = _norms_told(parameters, event) if norms is None else norms
+        if not clip.rule:  # a clip of gradguard; the event has the rule
+            clip = ScriptClip.from_event(event)._replace(norm=copied(event.norm) if event.norm_type == 2 else None)
+            norms = _reported_norms(parameters, event) if norms is None else norms
         elif clip.norm is None:
             clip = clip._replace(norm=copied(event.norm))
-        gradients = grads_of(parameters)  # which the clip may have replaced
+        gradients = grads_of(parameters)  # read again: the clip may have replaced the gradients
         there = without_none(gradients)
         if norms is not None and len(there) < len(gradients):
             pairs: Any = zip(norms, gradients, strict=True)
@@ -251,18 +251,15 @@ class HeardClips:
                 self._pending.add(clip, there, norms)
 
     def forget(self, parameters: Sequence[Tensor] | None = None) -> None:
-        """Forget what clipped ``parameters``, or everything."""
+        """Discard the clips of ``parameters``; all clips by default."""
         if parameters is None:
             self._pending = PendingClips()
         else:
             self.take(grads_of(parameters))
 
     def take(self, gradients: Sequence[Tensor | None]) -> StepClips:
-        """Return what was clipped of ``gradients`` and is still so, for `step`, and forget it: their step is here.
-
-        With it goes all that has changed: what backward passes without a step brought, the step has taken.
-        """
-        self._thread.running.clear()  # what raised
+        """Remove and return the clips of ``gradients``, for their `step`; discard those of changed gradients."""
+        self._thread.running.clear()  # clips that raised
         if not self._pending.clips:
             return StepClips(len(gradients), (), (), ())
         with self._lock:
@@ -270,7 +267,7 @@ class HeardClips:
         return own
 
     def within(self, gradients: Sequence[Tensor | None]) -> StepClips:
-        """Return the clips of ``gradients`` since `take`: those within their step."""
+        """Return the clips of ``gradients`` since `take`, which acted within their step."""
         with self._lock:
             return self._pending.unchanged().split(gradients)[0]
 
@@ -282,21 +279,21 @@ class HeardClips:
         now: Norms | None = None,
         clipped: StepClips | None = None,
     ) -> tuple[GradientNorms, Clips]:
-        """Return what is known of a step that begins: the norms before every clip, and what clipped.
+        """Return the norms before all clips, and the clips, of a step that begins.
 
         Args:
             optimizer: The optimizer.
-            given: Its gradients.
-            places: Their places in the names.
-            now: The norm of each gradient as it is now, if that has been measured.
+            given: The gradients of the step.
+            places: The indices of the parameters in the record's names.
+            now: The current norm of each gradient, if it has been measured.
             clipped: The result of `take`, if it has been called for this step.
         """
         parameters, shared, scale = given.parameters, given.shared, getattr(optimizer, "grad_scale", None)
         clipped, measured = self.take(given.gradients) if clipped is None else clipped, now is None
-        if measured and scale is None and shared is None and not clipped.clips:  # as on most steps
+        if measured and scale is None and shared is None and not clipped.clips:  # the usual case
             norms = gradient_norms(given.gradients)
             return GradientNorms(norms, places, late=isinstance(norms, Tensor)), Clips()
-        before, told, post, found = now, None, None, Clips()
+        before, reported, post, found = now, None, None, Clips()
         if clipped.clips:
             acting = clipped.acting
             clips, reach = [clip for clip, _ in acting], [its for _, its in acting]
@@ -304,7 +301,7 @@ class HeardClips:
             alone = clipped.single_known(given.gradients) if shared is None else None
             before = None if alone is None else clipped.norms(None)
             if before is None and alone is not None and alone.rule == "norm" and alone.norm is not None:
-                before, told, places = [], unscaled(alone.norm, scale), ()  # the clip told the norm, and nothing else
+                before, reported, places = [], unscaled(alone.norm, scale), ()  # only the total norm is known
             elif before is None:
                 if now is None:
                     now = gradient_norms(given.gradients) if shared is None else shared.norms
@@ -315,22 +312,22 @@ class HeardClips:
         norms = unscaled(now if before is None else before, scale)
         late = (bool(parameters) and not parameters[0].is_cpu) or (measured and isinstance(norms, Tensor))
         lost = None if shared is None else shared.lost
-        return GradientNorms(norms, places, told, post, are_after=before is None, lost=lost, late=late), found
+        return GradientNorms(norms, places, reported, post, are_after=before is None, lost=lost, late=late), found
 
 
 def clipped_within(
     step: StepMeasurement, optimizer: Optimizer, given: StepGradients, own: StepClips
 ) -> StepMeasurement:
-    """Return a step with the clips within it, such as those of an optimizer that clips for another one inside it.
+    """Return a step with the script's clips within it, for example by a wrapper that clips in its own ``step``.
 
     Args:
-        step: The step, with what clipped before it.
+        step: The step, with the clips before it.
         optimizer: The optimizer.
-        given: Its gradients after these clips.
-        own: The clips.
+        given: The gradients after the clips within the step.
+        own: The clips within the step.
 
     Returns:
-        A copy, or it itself where none acted.
+        A copy with the clips, or ``step`` itself if none acted.
     """
     acting, clips, gradients = own.acting, step.clips, step.gradients
     if not acting or len(gradients.norms) not in (0, own.count):
@@ -345,10 +342,10 @@ def clipped_within(
     return step._replace(gradients=gradients, clips=clips._replace(script=script, reach=reach if apart else ()))
 
 
-def told_by_guard(clips: Clips, skip: Skip, event: ClipEvent) -> tuple[Clips, Skip]:
-    """Add what a guard did within the step; of a closure, at its first evaluation."""
-    if clips.guard is None and not (event.rule == "norm" and _is_infinite(event.threshold)):  # which only measures
-        clips = clips._replace(guard=ScriptClip.told(event))
+def with_guard_event(clips: Clips, skip: Skip, event: ClipEvent) -> tuple[Clips, Skip]:
+    """Add a guard's clip and skip within the step; with a closure, those of its first evaluation."""
+    if clips.guard is None and not (event.rule == "norm" and _is_infinite(event.threshold)):  # inf only measures
+        clips = clips._replace(guard=ScriptClip.from_event(event))
     if not isinstance(event.skipped, Tensor):
         skip = skip._replace(by_guard=True) if event.skipped else skip
     elif skip.by_guard is None:
@@ -359,14 +356,14 @@ def told_by_guard(clips: Clips, skip: Skip, event: ClipEvent) -> tuple[Clips, Sk
 
 
 def _is_infinite(threshold: float | Tensor | None) -> bool:
-    """Tell whether no norm is above it, where the host may look: then a clip is none."""
+    """Return whether a threshold that the host can read is infinite: such a clip only measures."""
     if isinstance(threshold, Tensor):
         return are_readable(threshold) and threshold.numel() == 1 and math.isinf(float(threshold))
     return threshold is not None and math.isinf(threshold)
 
 
-def _norms_told(parameters: Sequence[Tensor], event: ClipEvent) -> Norms | None:
-    """The norms that a clip tells, for each of ``parameters``; None if it does not tell all."""
+def _reported_norms(parameters: Sequence[Tensor], event: ClipEvent) -> Norms | None:
+    """Return the norm of each parameter's gradient as the clip reported it; None if one is missing."""
     if event.norms is None:
         return None
     place = {id(p): k for k, p in enumerate(event.parameters)}

@@ -1,4 +1,4 @@
-"""Facts of a run read from the graph of its loss, once before the backward: nothing is computed, no hook is called."""
+"""Read facts about a run from the autograd graph of its loss before the backward: compute nothing, call no hook."""
 
 import math
 import weakref
@@ -15,7 +15,7 @@ from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import input_metadata_of, saved_tensors_of, sequence_number_of
 
 MOST_NODES = 50_000
-"""Of one graph: a larger one is read in part."""
+"""The largest number of nodes read from one graph; the rest of a larger graph is ignored."""
 
 
 @dataclass(slots=True)
@@ -23,13 +23,14 @@ class GraphFacts:
     """Facts read from the graphs of the first losses.
 
     Attributes:
-        leaves: Every tensor that a backward gives a gradient, not kept alive, with the number of the first operation
-            that uses it (operations are numbered in the order of the forward), and how many use it.
-        dtypes: The floating-point types that operations computed in.
-        factor: The number that the last operation multiplied the loss by, as in ``loss / 4``; None if that is no
-            number.
-        doubled: The operation that a loss applies to probabilities as if they were scores, and the one that made these,
-            as in ``("LogSoftmax", "Softmax")``; None without such a pair.
+        leaves: By id, every leaf tensor that a backward writes a gradient to: a weak reference to it, the number of
+            the first operation that uses it, and the count of operations that use it. Operations are numbered in the
+            order of the forward.
+        dtypes: The floating-point dtypes of the operations' results.
+        factor: The number that the last operation multiplied the loss by, 0.25 for ``loss / 4``; None if the last
+            operation multiplied by no plain number.
+        doubled: The operation that a loss wrongly applies to probabilities instead of scores, and the operation that
+            made the probabilities, as in ``("LogSoftmax", "Softmax")``; None without such a pair.
     """
 
     leaves: dict[int, tuple[weakref.ref, int, int]] = field(default_factory=dict)
@@ -38,11 +39,11 @@ class GraphFacts:
     doubled: tuple[str, str] | None = None
 
     def read(self, loss: Tensor, scaled: bool) -> None:
-        """Add what the graph of a loss tells.
+        """Add the facts from the graph of a loss.
 
         Args:
             loss: The tensor that backward is called on.
-            scaled: Whether a GradScaler has multiplied it.
+            scaled: Whether a GradScaler has multiplied the loss.
         """
         last = loss.grad_fn
         if last is not None and scaled:
@@ -59,17 +60,18 @@ class GraphFacts:
                 self.leaves[id(variable)] = weakref.ref(variable), first, uses
             else:
                 self.dtypes.update(_dtypes(node))
-                with suppress(TypeError):  # a function of the user's may have a name of its own
+                with suppress(TypeError):  # a user's autograd.Function may override the `name` of its node
                     self.doubled = self.doubled or _doubled(node)
 
     def living(self) -> list[Tensor]:
-        """Return the leaves that are still there."""
+        """Return the leaves that are still alive."""
         return without_none(variable() for variable, _, _ in self.leaves.values())
 
     def of(self, parameters: Sequence[Tensor]) -> list[dict[str, int]]:
-        """Return of each parameter that was reached ``order``, its place in the forward from 0, and ``uses``.
+        """Return ``order`` and ``uses`` of each parameter; an empty dictionary for one that no graph reached.
 
-        ``uses``, the number of operations that take it, is left out where it is 1: a recurrent weight has many.
+        ``order`` is the parameter's position in the forward, counted from 0. ``uses`` is the number of operations that
+        take the parameter, many for a recurrent weight; it is left out if it is 1.
 
         Args:
             parameters: The parameters.
@@ -88,16 +90,16 @@ DATA, WEIGHTS = "data", "weights"
 
 
 def origin_of(loss: Tensor) -> tuple[str, str] | None:
-    """Return where the forward of a loss first had a number that is not finite, and the dtype of that number.
+    """Return where the forward first produced a non-finite number, and the dtype of that number.
 
-    Only what autograd has saved anyway is looked at, and nothing that a hook has packed away.
+    The function reads only tensors that autograd has saved, and none that a saved-tensor hook has packed.
 
     Args:
-        loss: A loss that is not finite, before its backward.
+        loss: A non-finite loss, before its backward.
 
     Returns:
-        An operation, ``"data"`` for what no operation made, or ``"weights"``, as in ``("Mul", "float16")``; None where
-        nothing that was saved shows it.
+        A pair such as ``("Mul", "float16")``. Its first element is an operation, ``"data"`` for a tensor that no
+        operation made, or ``"weights"``. None if no saved tensor contains a non-finite number.
     """
     if loss.grad_fn is None:
         return None
@@ -110,12 +112,15 @@ def origin_of(loss: Tensor) -> tuple[str, str] | None:
 
 
 def _name(node: Node, saved_as: str, saved: Tensor) -> tuple[str, str]:
-    """Return the operation that made a tensor which ``node`` saved: itself, one before it, or None."""
-    before = [_beyond_views(one) for one, _ in node.next_functions if one is not None]
-    leaves = [variable for one in before if (variable := _variable(one)) is not None]
-    made = [one for one in before if _variable(one) is None]
+    """Return the source of a non-finite tensor that ``node`` saved, and its dtype.
+
+    The source is the operation ``node``, an operation before it, ``"weights"`` or ``"data"``.
+    """
+    before = [_beyond_views(earlier) for earlier, _ in node.next_functions if earlier is not None]
+    leaves = [variable for earlier in before if (variable := _variable(earlier)) is not None]
+    made = [earlier for earlier in before if _variable(earlier) is None]
     dtype = saved.dtype
-    if saved_as == "result" and not (made and _dtype(made[0]) != dtype):  # else what it was given was so already
+    if saved_as == "result" and not (made and _dtype(made[0]) != dtype):  # with another dtype, its input was bad before
         made = [node]
     elif any(_is_bad(leaf) for leaf in leaves):
         return WEIGHTS, _plain(dtype)
@@ -129,21 +134,24 @@ def _operation(node: Node) -> str:
 
 
 def _doubled(node: Node) -> tuple[str, str] | None:
-    """Return what a loss does to scores, and what made probabilities of what it was given; None for another node."""
-    given = node.next_functions[0][0] if node.next_functions else None
-    if given is not None and _operation(node) in ("NllLoss", "NllLoss2D"):
-        node = _beyond_views(given)
-        given = node.next_functions[0][0] if _operation(node) == "LogSoftmax" else None
+    """Return the loss's own operation on scores and the operation that already made probabilities of them.
+
+    Return None if ``node`` is no such loss, or if its input comes from neither Softmax nor Sigmoid.
+    """
+    before = node.next_functions[0][0] if node.next_functions else None
+    if before is not None and _operation(node) in ("NllLoss", "NllLoss2D"):
+        node = _beyond_views(before)
+        before = node.next_functions[0][0] if _operation(node) == "LogSoftmax" else None
     elif _operation(node) != "BinaryCrossEntropyWithLogits":
         return None
-    if given is None:
+    if before is None:
         return None
-    made = _operation(_beyond_views(given))
+    made = _operation(_beyond_views(before))
     return (_operation(node), made) if made in ("Softmax", "Sigmoid") else None
 
 
 def _dtype(node: Node) -> torch.dtype | None:
-    return next((one.dtype for one in input_metadata_of(node)), None)
+    return next((metadata.dtype for metadata in input_metadata_of(node)), None)
 
 
 def _beyond_views(node: Node) -> Node:
@@ -168,7 +176,7 @@ def _is_bad(tensor: Tensor) -> bool:
 
 
 def _nodes(last: Node) -> Iterator[tuple[Node, list[int]]]:
-    """Yield the nodes of a graph, each with the numbers of those that use what it made."""
+    """Yield each node of a graph, with the sequence numbers of the nodes that use its result."""
     users: dict[Node, list[int]] = {last: []}
     waiting = [last]
     while waiting and len(users) < MOST_NODES:

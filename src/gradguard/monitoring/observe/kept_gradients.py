@@ -1,9 +1,9 @@
-"""Whether gradients are cleared between one step and the next: looked at during the first steps of each optimizer.
+"""Check during the first steps of each optimizer whether gradients are cleared between two steps.
 
-A gradient was not cleared if nobody touched it in any pause of backward, from the step on until the next step: it is
-the same tensor, written no more often, with the same numbers in it (``grad.data.zero_()`` is not counted as a write),
-and a backward added to it. One gradient stands for all of its parameter group. Where a loop clears late (a GAN's
-discriminator gets gradients from the generator's backward before its own ``zero_grad``), one of the pauses tells.
+A gradient was not cleared if a backward added to it and it did not change in any interval without a backward, from one
+step to the next. Unchanged means the same tensor, the same version counter and the same numbers (``grad.data.zero_()``
+does not raise the counter). One gradient represents its parameter group. All intervals are checked, because some loops
+clear late: a GAN's discriminator gets gradients from the generator's backward before its own ``zero_grad``.
 """
 
 import weakref
@@ -23,17 +23,17 @@ from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import version_of
 
 STEPS = 10
-"""Steps of each optimizer after which nobody looks any more."""
+"""The number of an optimizer's steps after which the check ends."""
 
 SAMPLE = 256
-"""Elements that are compared."""
+"""The number of elements that are compared."""
 
 
 class KeptGradients:
-    """Follows one gradient of each parameter group through the first steps of its optimizer."""
+    """Follow one gradient of each parameter group through the first steps of its optimizer."""
 
     def __init__(self) -> None:
-        self._followed: dict[int, list[_Followed]] = {}  # by the identity of an optimizer
+        self._followed: dict[int, list[_Followed]] = {}  # by the id of an optimizer
 
     @property
     def looks(self) -> bool:
@@ -41,17 +41,20 @@ class KeptGradients:
         return bool(self._followed)
 
     def before_backward(self) -> None:
-        """A pause ends: has anybody cleared?"""
+        """Compare the followed gradients at the end of an interval without a backward; drop the changed ones."""
         same = {key: [one for one in followed if one.compare()] for key, followed in self._followed.items()}
         self._followed = {key: followed for key, followed in same.items() if followed}
 
     def after_backward(self) -> None:
-        """A pause begins."""
+        """Copy the followed gradients at the beginning of an interval without a backward."""
         for followed in chain(*self._followed.values()):
             followed.remember()
 
     def before_step(self, optimizer: Optimizer) -> Any:
-        """Return whether gradients of this step contain those of the one before: a bool, or a 0-dim tensor."""
+        """Return whether the step's gradients contain those of the step before: a bool or a 0-dim tensor.
+
+        None if no gradient was followed.
+        """
         followed = self._followed.pop(id(optimizer), ())
         kept = [one.kept for one in followed if one.was_added_to and one.kept is not None]
         return reduce(or_, kept) if kept else None
@@ -67,13 +70,13 @@ class _Followed:
         self._parameter = weakref.ref(parameter)
         self._gradient: weakref.ref | None = None
         self._version, self._sample = -1, torch.empty(0, device="cpu")
-        self.kept: Any = None  # nothing is known before a backward
+        self.kept: Any = None  # unknown before the first backward
         self.was_added_to = False
         self.remember()
         self.was_added_to = False
 
     def compare(self) -> bool:
-        """Return whether the gradient may be what it was, and take note."""
+        """Return False if the gradient has surely changed; store the result of the comparison in ``kept``."""
         gradient = self._current()
         if gradient is None or self._gradient is None or self._gradient() is not gradient:
             return False
@@ -87,7 +90,7 @@ class _Followed:
         return True
 
     def remember(self) -> None:
-        """Keep what the gradient is now."""
+        """Store the gradient, its version and a copy of its first elements."""
         gradient = self._current()
         if gradient is None:
             self._gradient = None
@@ -101,7 +104,7 @@ class _Followed:
         parameter = self._parameter()
         if parameter is None or is_captured(parameter):
             return None
-        with suppress(Exception):  # of a tensor of a kind of its own
+        with suppress(Exception):  # a tensor subclass may refuse
             gradient = parameter.grad
             return gradient if type(gradient) is Tensor else None
         return None

@@ -1,7 +1,7 @@
-"""How the loop is set up, as only the watched process can see it: gradients in no optimizer, optimizers without any.
+"""Find faults in the set-up of a training loop: parameters in no optimizer, and optimizers without gradients.
 
-Both are told once they are sure. Looking costs a few microseconds on the first steps, and one search for optimizers
-where a gradient was found outside those that are known.
+Each fault is reported once it is certain. The checks cost a few microseconds on each of the first steps, and one search
+for other optimizers if a parameter outside the known ones has a gradient.
 """
 
 import weakref
@@ -24,17 +24,17 @@ from gradguard.optimizer_hooks import parameters_of
 from gradguard.torch_private import version_of
 
 LOOKS = 20
-"""Steps on which gradients are looked for; half of them must bring a new one."""
+"""The number of steps on which gradients are checked; half of them must bring a new gradient."""
 
 PATIENCE = 200
-"""Steps after which a parameter that receives gradients should be in an optimizer; one may be made late."""
+"""The number of steps after which a missing optimizer is reported; the script may create an optimizer late."""
 
 IDLE_STEPS = 10
-"""Steps without any gradient after which an optimizer is told of."""
+"""The number of steps without any gradient after which an optimizer is reported."""
 
 _SAMPLE = 64
-_FEWEST_ROWS, _SIDE = 4, 256  # of a matrix that is judged, and of the part of a larger one
-_ABOVE_EDGE = 1.1  # times the largest singular value of noise
+_FEWEST_ROWS, _SIDE = 4, 256  # the smallest side of a tested matrix, and the side of the tested part of a larger one
+_ABOVE_EDGE = 1.1  # the largest singular value of an untrained matrix, relative to that of noise
 _WRITES_OF_A_START = 4  # an initialisation writes once or twice, and each step of an optimizer once
 
 
@@ -43,16 +43,16 @@ class _Candidate:
     """A parameter in no optimizer.
 
     Attributes:
-        name: Its name.
-        parameter: The parameter, not kept alive.
-        version: How often it had been written at the first look.
-        is_forgotten: Whether it is to be trained: most of its model is in optimizers, or nothing ever trained it; and
-            its module is in training mode.
-        gradient: The gradient of the last look, not kept alive.
-        gradient_version: How often that had been written.
-        fresh: On how many looks there was a new gradient.
-        sample: Some of its elements at the first gradient.
-        unchanged: Whether these are what they were, at the last look.
+        name: The name of the parameter.
+        parameter: A weak reference to the parameter.
+        version: The parameter's version counter at the beginning.
+        is_forgotten: Whether the parameter should probably be trained: its module is in training mode, and most of its
+            model is in optimizers or none of it was ever trained.
+        gradient: A weak reference to the gradient at the last check.
+        gradient_version: The gradient's version counter at the last check.
+        fresh: The number of checks that found a new gradient.
+        sample: Some elements of the parameter at its first gradient.
+        unchanged: Whether these elements were unchanged at the last comparison, as a 0-dim tensor.
     """
 
     name: str
@@ -66,7 +66,7 @@ class _Candidate:
     unchanged: Tensor | None = None
 
     def look(self) -> None:
-        """See whether there is a new gradient."""
+        """Count a new gradient, if there is one."""
         parameter = self.parameter()
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None or is_captured(parameter):
@@ -79,7 +79,10 @@ class _Candidate:
                 self.sample = _sample(parameter).clone()
 
     def is_untouched(self) -> bool:
-        """Tell whether it received gradients and, as far as is known at no cost, was not written to; else compare."""
+        """Return whether the parameter received gradients and its version counter did not change.
+
+        The call also compares the sample on the device, because a write through ``.data`` does not raise the counter.
+        """
         parameter = self.parameter()
         if parameter is None or self.sample is None or 2 * self.fresh < LOOKS:
             return False
@@ -88,22 +91,22 @@ class _Candidate:
 
 
 class Unowned:
-    """Parameters that receive gradients step after step and are in no optimizer.
+    """Find parameters that receive gradients at every step but are in no optimizer.
 
-    **Guarantees**: nothing is said of a parameter that somebody writes to, by whatever way, nor where an optimizer
-    holds as many elements that are in no module: master copies of these very parameters.
+    **Guarantees**: A parameter that is written to, in any way, is not reported. Nothing is reported if an optimizer
+    holds at least as many elements that belong to no module: they are master copies of these parameters.
 
     Args:
-        modules: All modules.
-        optimized: The parameters of all optimizers that are known.
-        reached: The tensors that the first backward passes gave a gradient.
+        modules: All root modules.
+        optimized: The parameters of all known optimizers.
+        reached: The tensors that the first backwards wrote a gradient to.
     """
 
     def __init__(
         self, modules: Sequence[nn.Module], optimized: Sequence[Tensor], reached: Sequence[Tensor] = ()
     ) -> None:
         self._candidates: dict[int, _Candidate] = {}
-        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # those looked at
+        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # parameters of each
         self._looks = self._steps = 0
         if optimized and not are_spread(optimized):
             loose: dict[int, Tensor] = {id(p): p for p in reached if isinstance(p, nn.Parameter)}
@@ -111,11 +114,11 @@ class Unowned:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to look for any more."""
+        """Whether no candidate is left."""
         return not self._candidates
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[Tensor], index: int) -> Iterator[Event]:
-        """Look at the gradients of one step of any optimizer; say what is sure."""
+        """Check the gradients at one step of any optimizer; yield the faults that are certain."""
         if self._sizes.get(optimizer) != len(parameters):
             self._sizes[optimizer] = len(parameters)
             self._own(parameters)
@@ -130,16 +133,16 @@ class Unowned:
             yield from self.end(index)
 
     def end(self, index: int) -> Iterator[Event]:
-        """Say what is left; by now the model may be gone."""
+        """Yield the remaining faults; the model may already be deleted."""
         if self._looks < LOOKS:
             self._compare()
         left = self._candidates.values()
         for forgotten in (True, False):
-            yield from _told([one for one in left if one.is_forgotten is forgotten], index, not forgotten)
+            yield from _events_of([one for one in left if one.is_forgotten is forgotten], index, not forgotten)
         self._candidates = {}
 
     def _compare(self) -> None:
-        """Keep those that had gradients and have not been written to."""
+        """Keep only the candidates that had gradients and were not written to."""
         if any(2 * candidate.fresh >= LOOKS for candidate in self._candidates.values()):
             for optimizer in all_optimizers():
                 self._own(parameters_of(optimizer))
@@ -165,11 +168,11 @@ class Unowned:
                     forgotten = begins and id(p) in trains
                     new = _Candidate(front + name, weakref.ref(p), version_of(p), forgotten)
                     its = self._candidates.setdefault(id(p), new)
-                    its.is_forgotten = its.is_forgotten and forgotten  # part of several modules
-        for key in loose.keys() - optimized.keys():  # of no module: nobody writes nn.Parameter for what is to stay
+                    its.is_forgotten = its.is_forgotten and forgotten  # a parameter may be in several modules
+        for key in loose.keys() - optimized.keys():  # an nn.Parameter outside any module is meant to be trained
             name, p = f"nn.Parameter of shape {tuple(loose[key].shape)}", loose[key]
             self._candidates[key] = _Candidate(name, weakref.ref(p), version_of(p), is_forgotten=True)
-        # what never gets a gradient is no master copy: a part of a model that was replaced
+        # a parameter without a gradient is no master copy: it belongs to a replaced part of a model
         elements = sum(one.numel() for one in unnamed.values() if not is_lazy(one) and one.grad is not None)
         known: list[Tensor] = without_none(candidate.parameter() for candidate in self._candidates.values())
         if elements and elements >= sum(p.numel() for p in known):
@@ -177,20 +180,20 @@ class Unowned:
 
 
 class IdleOptimizers:
-    """Optimizers that step and never had a gradient.
+    """Find optimizers that step but never have a gradient.
 
     Attributes:
-        alive: The identities of those that had one.
+        alive: The ids of the optimizers that had a gradient.
     """
 
     def __init__(self) -> None:
         self.alive: set[int] = set()
-        self._idle = Counter[int | None]()  # steps by the place of the optimizer, which may be gone at the end
-        self._told = set[int | None]()
+        self._idle = Counter[int | None]()  # steps by the optimizer's index; the optimizer itself may be deleted
+        self._reported = set[int | None]()
 
     @property
     def steps(self) -> int:
-        """Steps of those that never had one."""
+        """The number of steps of optimizers that never had a gradient."""
         return self._idle.total()
 
     def before_step(
@@ -202,44 +205,44 @@ class IdleOptimizers:
         sure: bool,
         index: int,
     ) -> Iterator[Event]:
-        """Take note of a step; say what is sure.
+        """Count a step; yield the fault that is certain.
 
         Args:
             optimizer: The optimizer.
-            place: Which one it is.
-            parameters: Its parameters.
+            place: The index of the optimizer; None if it is the only one.
+            parameters: The optimizer's parameters.
             has_gradients: Whether one of them has a gradient.
-            sure: Whether backward has run as often, so that gradients went elsewhere.
-            index: Number of the last step.
+            sure: Whether at least `IDLE_STEPS` backwards have run: their gradients went elsewhere.
+            index: The number of the last step.
 
         Yields:
-            An optimizer without gradients, where there is none with.
+            The event of an optimizer without gradients, if no optimizer has any.
         """
         if has_gradients:
             self.alive.add(id(optimizer))
             del self._idle[place]
-            self._told.discard(place)
+            self._reported.discard(place)
         elif any(p.requires_grad for p in parameters):
             self._idle[place] += 1
-            if self._idle[place] >= IDLE_STEPS and sure and place not in self._told and not self.alive:
-                self._told.add(place)  # nothing that is watched is trained
+            if self._idle[place] >= IDLE_STEPS and sure and place not in self._reported and not self.alive:
+                self._reported.add(place)
                 yield setup_event(NO_GRADIENT, index, self._idle[place], place, harmless=False)
 
     def end(self, index: int) -> Iterator[Event]:
-        """Say what is left: while the run goes on, a later phase of it may bring gradients."""
+        """Yield the remaining faults at the end of the run; until then, a later phase might have brought gradients."""
         for place, steps in self._idle.items():
-            if steps >= IDLE_STEPS and place not in self._told:
+            if steps >= IDLE_STEPS and place not in self._reported:
                 yield setup_event(NO_GRADIENT, index, steps, place, harmless=True)
 
 
-def _told(found: Sequence[_Candidate], index: int, harmless: bool) -> Iterator[Event]:
-    names = Counter(one.name for one in found)  # layers of one class in a plain list have one name
-    seen, same = Counter[str](), dict[str, Tensor]()
+def _events_of(found: Sequence[_Candidate], index: int, harmless: bool) -> Iterator[Event]:
+    names = Counter(one.name for one in found)  # layers of one class in a plain list share a name
+    counts, same = Counter[str](), dict[str, Tensor]()
     for one in found:
-        seen[one.name] += 1
+        counts[one.name] += 1
         if one.unchanged is not None:
-            alike = f" ({seen[one.name]} of {names[one.name]})" if names[one.name] > 1 else ""
-            same[one.name + alike] = one.unchanged
+            numbered = f" ({counts[one.name]} of {names[one.name]})" if names[one.name] > 1 else ""
+            same[one.name + numbered] = one.unchanged
     if same:
         device = next(iter(same.values())).device
         named = {name: one.to(device, non_blocking=device.type != "cpu") for name, one in same.items()}
@@ -252,16 +255,16 @@ def _sample(parameter: Tensor) -> Tensor:
 
 
 def are_untrained(parameters: Sequence[Tensor]) -> bool:
-    """Return whether all matrices among some parameters are as a random start makes them, and nobody wrote to them.
+    """Return whether all matrices among the parameters look random and were hardly written to.
 
-    No direction of a random matrix stands out: its largest singular value is that of independent numbers of its
-    spread, which is the spread times the sum of the roots of its sides. A weight that has learned has larger ones.
+    The largest singular value of a random matrix is about the root mean square of its elements times the sum of the
+    square roots of its two sides. A trained weight has a larger one.
 
     Args:
         parameters: The parameters.
 
     Returns:
-        False where there is no matrix of at least `_FEWEST_ROWS` rows and columns.
+        Whether all matrices look untrained; False if none has at least `_FEWEST_ROWS` rows and columns.
     """
     large = [
         matrix[:_SIDE, :_SIDE].float()
@@ -279,5 +282,5 @@ def _is_noise(matrix: Tensor) -> bool:
 
 
 def _in_training(module: nn.Module) -> set[int]:
-    """The parameters of the parts of ``module`` that are in training mode."""
+    """Return the ids of the parameters whose own submodule is in training mode."""
     return {id(p) for part in module.modules() if part.training for p in part.parameters(recurse=False)}

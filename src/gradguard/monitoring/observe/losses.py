@@ -1,4 +1,4 @@
-"""The losses that a script calls backward on, as they were before a GradScaler scaled them."""
+"""Collect the losses that a script calls backward on, before the scaling by a GradScaler."""
 
 import math
 import threading
@@ -18,23 +18,23 @@ MOST_SCALED = 16
 
 
 class Losses:
-    """The losses of the backwards by the thread that called them: numbers on the CPU, copies on a device.
+    """Store the loss of each backward by thread: a number on the CPU, a copy on a device.
 
-    A step gets those of its own thread. A thread that has none, such as one that leaves backward to workers, gets those
-    of threads that have made no step; where it could be either, nobody gets any.
+    A step takes the losses of its own thread. If that thread has none, for example because it leaves backward to
+    workers, the step takes the losses of threads that have made no step. If both have losses, the step gets none.
     """
 
     def __init__(self) -> None:
         self._of_thread = _OfThread()
-        self._unclaimed: dict[int, deque[Any]] = {}  # of the threads that have made no step
-        self.scales = False  # whether a GradScaler is at work, and the last losses that it scaled
-        self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
+        self._unclaimed: dict[int, deque[Any]] = {}  # the losses of threads that have made no step
+        self.scales = False  # whether a GradScaler has scaled a loss
+        self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)  # the last scaled losses
 
     def add(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> bool:
-        """Keep the loss of a backward: the weighted sum of those that it starts from; left out if one is not known.
+        """Store the loss of a backward: the weighted sum of its roots. Store nothing if one of them is unknown.
 
         Returns:
-            Whether each of them is known to be finite, as no GradScaler has scaled them.
+            Whether the loss is known to be finite; False under a GradScaler.
         """
         numbers = list(map(self._number, losses, weights))
         if not numbers or any([number is None for number in numbers]):
@@ -48,11 +48,11 @@ class Losses:
         thread.losses.append(loss)
         if not thread.steps:
             self._unclaimed[id(thread.losses)] = thread.losses
-            if len(self._unclaimed) > MOST_LOSSES:  # threads that are gone
+            if len(self._unclaimed) > MOST_LOSSES:  # many threads have ended without a step
                 self._unclaimed.pop(next(iter(self._unclaimed)), None)
 
     def _number(self, loss: Tensor, weight: Tensor | None) -> Any:
-        """Return ``loss`` as it was before a GradScaler scaled it, weighted; None if that is not known or no scalar."""
+        """Return the weighted loss before its scaling by a GradScaler; None if it is unknown or no scalar."""
         plain: Tensor | None = loss
         if self.scales:
             plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
@@ -60,14 +60,14 @@ class Losses:
             return None
         if type(plain) is not Tensor or type(weight) is not Tensor:
             if is_sharded(plain) and (not placement_of(plain).is_whole or is_partial(plain)):
-                return None  # to read parts of it would need every process
+                return None  # reading a sharded loss would need every process
             plain, weight = local_part(plain), local_part(weight)
         if are_readable(plain, weight):
             return plain.item() * weight.item()
         return plain.detach().reshape(()) * weight.detach().reshape(())
 
     def scaled(self, loss: Any, scaled: Any) -> None:
-        """Remember which loss a scaled one came from."""
+        """Store which loss a scaled loss came from."""
         self.scales = True
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
             self._scaled.append((weakref.ref(scaled), loss.detach()))
@@ -77,28 +77,30 @@ class Losses:
 
     @property
     def waiting(self) -> bool:
-        """Whether a loss is kept whose step has not come."""
+        """Whether a stored loss has had no step yet."""
         return any((self._of_thread.losses, *self._unclaimed.values()))
 
     def keep_last(self) -> None:
-        """Forget all but the last: the step of the others never came."""
+        """Discard all losses but the last: the others had no step."""
         for loss in self.clear()[-1:]:
             self._keep(loss)
 
     def take(self) -> list[Any]:
-        """Return the losses of the step that this thread makes, and forget them."""
+        """Return and remove the losses of the step that this thread makes."""
         thread = self._of_thread
         thread.steps = True
         self._unclaimed.pop(id(thread.losses), None)
         return self.clear()
 
     def clear(self) -> list[Any]:
-        """Return the losses of the next step of this thread, and forget them."""
+        """Return and remove the losses that this thread's next step would take."""
         own = self._of_thread.losses
         others = [self._unclaimed.pop(key, own) for key in list(self._unclaimed) if key != id(own)]
-        mine, *rest = [[losses.popleft() for _ in range(len(losses))] for losses in (own, *others)]
-        theirs = list(chain(*rest))
-        return [] if mine and theirs else mine or theirs
+        of_own, *rest = [[losses.popleft() for _ in range(len(losses))] for losses in (own, *others)]
+        of_others = list(chain(*rest))
+        if of_own and of_others:  # the step could belong to either
+            return []
+        return of_own or of_others
 
 
 class _OfThread(threading.local):

@@ -1,8 +1,8 @@
-"""Measuring gradients: the norm of each at every step, and costlier numbers now and then.
+"""Measure gradients: the norm of each gradient at every step, and costlier diagnostics at some steps.
 
-The norm of a gradient costs one read of memory: by the compiled kernels where there are some, else by `tensor_norms`.
+A norm costs one read of the gradient's memory, by the compiled kernels if they are available, else by `tensor_norms`.
 
-The diagnostics are the norms of the weights and of what a step changes.
+The diagnostics are the norms of the weights and of their change by a step.
 """
 
 import math
@@ -19,26 +19,28 @@ from gradguard.tensors.layout import are_readable
 from gradguard.tensors.norms import tensor_norms
 
 Norms = Tensor | list[float]
-"""Numbers where Python may look at them at no cost (on the CPU); else a vector on the device, to be read later."""
+"""Norms as numbers if Python can read them without a host sync (on the CPU), else as a vector on the device."""
 
 
 def total(norms: Norms) -> Tensor | float:
-    """Return the 2-norm of all gradients, from that of each."""
+    """Return the 2-norm of all gradients, given the 2-norm of each."""
     return torch.linalg.vector_norm(norms) if isinstance(norms, Tensor) else math.hypot(*norms)
 
 
 def unscaled(norms: Any, scale: Any) -> Any:
-    """Return a norm, or several, without the loss scale that a fused optimizer takes off itself, if there is one."""
+    """Return norms divided by the loss scale of a fused optimizer, which unscales in its step; unchanged if None."""
     if scale is None:
         return norms
     return [norm / float(scale) for norm in norms] if isinstance(norms, list) else norms / scale
 
 
 def gradient_norms(tensors: Sequence[Tensor]) -> Norms:
-    """Return the 2-norm of each of ``tensors``; not finite only if an element is not, or the norm exceeds float64.
+    """Return the 2-norm of each tensor.
+
+    A norm is non-finite only if an element of the tensor is, or if the norm exceeds float64.
 
     Raises:
-        UnsupportedGradientError: If one is a shard, whose own norm would be plausible and wrong.
+        UnsupportedGradientError: If a tensor is a shard: its norm would be plausible but wrong.
 
     Example:
         >>> gradient_norms([torch.tensor([3.0, 4.0]), torch.zeros(2)])
@@ -52,19 +54,19 @@ def gradient_norms(tensors: Sequence[Tensor]) -> Norms:
 
 
 MOST_BYTES = 256 * 2**20
-"""Weights beyond this are not copied, so their update has no norm: watching must not run a device out of memory."""
+"""The largest total size of weights that are copied to measure their update; a copy must not exhaust the memory."""
 
 _SMALL_PRIMES = 2 * 3 * 5 * 7 * 11 * 13
 
 
 class Diagnostics(NamedTuple):
-    """One measurement; arrays have one entry for each parameter of the step, in its order.
+    """One full measurement; its arrays have one entry for each parameter of the step, in the step's order.
 
     Attributes:
-        weight: 2-norm of each parameter before the step.
-        update: 2-norm of what the step changed; None if not measured.
-        before: The parameters and copies of them, until `measure_update`.
-        seconds: How long it took.
+        weight: The 2-norm of each parameter before the step.
+        update: The 2-norm of each parameter's change by the step; None if it was not measured.
+        before: Each parameter and a copy of it from before the step, until `measure_update`.
+        seconds: The time that the measurement took.
     """
 
     weight: Norms
@@ -75,7 +77,7 @@ class Diagnostics(NamedTuple):
 
 @torch.no_grad()
 def measure_diagnostics(parameters: Sequence[Tensor]) -> Diagnostics:
-    """Measure the weights of ``parameters``, all of which have a gradient, just before the step."""
+    """Measure the norms of ``parameters``, which all have gradients, just before the step."""
     weights = [p.detach() for p in parameters]
     small = sum(w.numel() * w.element_size() for w in weights) <= MOST_BYTES
     return Diagnostics(
@@ -86,7 +88,7 @@ def measure_diagnostics(parameters: Sequence[Tensor]) -> Diagnostics:
 
 @torch.no_grad()
 def measure_update(diagnostics: Diagnostics) -> Diagnostics:
-    """Return it with the norms of what the step did to the parameters, and without the copies."""
+    """Return the diagnostics with the norms of the parameters' changes, and without the copies."""
     if not diagnostics.before:
         return diagnostics
     return diagnostics._replace(update=gradient_norms([old.sub_(now) for now, old in diagnostics.before]), before=())
@@ -94,13 +96,13 @@ def measure_update(diagnostics: Diagnostics) -> Diagnostics:
 
 @lru_cache
 def every_so_many(elements: int, wanted: int) -> int:
-    """Return the k for which every k-th of some elements is about as many as ``wanted``; 1 where there are no more.
+    """Return a stride that samples at most ``wanted`` of ``elements`` elements; 1 if there are no more than that.
 
-    It is coprime to the usual row lengths, so that no column is left out.
+    The stride is coprime to the usual row lengths: a sample then has elements of every column.
 
     Args:
-        elements: How many there are.
-        wanted: How many are wanted at most.
+        elements: The number of elements.
+        wanted: The largest number of samples.
 
     Example:
         >>> every_so_many(4096, 4096), every_so_many(768 * 768, 4096)

@@ -1,4 +1,4 @@
-"""The first line of a record: versions, the machine, the processes, and the parameters by name."""
+"""Write the first line of a record: versions, the machine, the processes, and the parameters by name."""
 
 import os
 import platform
@@ -27,30 +27,31 @@ from gradguard.monitoring.record.redaction import redacted_arguments
 from gradguard.optimizer_hooks import parameters_of
 
 OWNER = "GRADGUARD_PROCESS"
-"""The environment variable that tells the children of a watched process its number, and when it began."""
+"""The environment variable that passes a watched process's PID and start time to its children."""
 
 GIT_SECONDS = 1.0
-"""Longer than this nobody waits for git."""
+"""The time limit in seconds of the call to git."""
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return the number of this process among those that train together, and how many there are.
+    """Return the rank of this process and the world size.
 
-    From `torch.distributed` where it is initialised, else from what a launcher (torchrun, accelerate) set.
+    Both come from `torch.distributed` if it is initialised, else from the environment variables that a launcher
+    (torchrun, accelerate) sets.
     """
     return joined_rank_and_size() or (_number("RANK", 0), _number("WORLD_SIZE", 1))
 
 
 def mesh_of(parameters: Sequence[Tensor]) -> dict[str, int] | None:
-    """Return the device mesh that parameters are sharded over: the size of each dimension by name; None without one.
+    """Return the sizes of the device mesh that shards the parameters, by dimension name; None without a mesh.
 
-    Where there are several meshes, the one of most dimensions is the one that says most.
+    If the parameters use several meshes, the function returns the mesh with the most dimensions.
     """
     return max((placement.sizes for placement in placements_of(parameters)), key=len, default={}) or None
 
 
 def git_state() -> str | None:
-    """Return the short commit of the working folder, with ``-dirty`` where files differ from it; None without git."""
+    """Return the short commit of the working directory, with ``-dirty`` if files differ from it; None without git."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     try:
         done = subprocess.run(
@@ -62,7 +63,7 @@ def git_state() -> str | None:
 
 
 def _root() -> int | None:
-    """The number of the first watched process of those that this one comes from; None where nobody has said so."""
+    """Return the PID of the watched process that this process descends from, or is; None without one."""
     number = os.environ.get(OWNER, "").partition(" ")[0]
     return int(number) if number.isdecimal() else None
 
@@ -75,7 +76,7 @@ def _number(name: str, otherwise: int) -> int:
 
 
 def living_modules() -> list[nn.Module]:
-    """Return every module that exists and is not part of another one."""
+    """Return every module in memory that is not a child of another module."""
     modules = [module for module in alive(nn.Module, frozen=False) if _is_set_up(module)]
     parts = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in parts]
@@ -84,45 +85,45 @@ def living_modules() -> list[nn.Module]:
 def _is_set_up(module: nn.Module) -> bool:
     try:
         next(module.children(), None)
-    except AttributeError:  # its __init__ has not called that of nn.Module, or not yet
+    except AttributeError:  # the subclass's __init__ has not called nn.Module.__init__ yet
         return False
     return True
 
 
 def living_optimizers(first: Optimizer) -> list[Optimizer]:
-    """Return ``first`` and every other optimizer that exists and holds other parameters.
+    """Return ``first`` and every other optimizer in memory that shares no parameter with those listed before it.
 
-    The others are in the order of their parameters' shapes, since nothing says who was made first: the same program has
-    the same order each time, unless two of them hold parameters of the same shapes.
+    The others are sorted by the shapes of their parameters, because their order of creation is unknown. A program
+    therefore gets the same order in each run, unless two optimizers hold parameters of the same shapes.
     """
-    seen = {id(p) for p in parameters_of(first)}
+    listed = {id(p) for p in parameters_of(first)}
     found = [first]
-    for thing in sorted(all_optimizers(), key=lambda one: list(map(_shape, parameters_of(one)))):
-        if thing is not first:
-            own = {id(p) for p in parameters_of(thing)}
-            if not own & seen:
-                found.append(thing)
-                seen |= own
+    for optimizer in sorted(all_optimizers(), key=lambda other: list(map(_shape, parameters_of(other)))):
+        if optimizer is not first:
+            own = {id(p) for p in parameters_of(optimizer)}
+            if not own & listed:
+                found.append(optimizer)
+                listed |= own
     return found
 
 
 def all_optimizers() -> list[Optimizer]:
-    """Return every optimizer that exists."""
-    return [thing for thing in alive(Optimizer, frozen=False) if hasattr(thing, "param_groups")]
+    """Return every optimizer in memory that has parameter groups."""
+    return [optimizer for optimizer in alive(Optimizer, frozen=False) if hasattr(optimizer, "param_groups")]
 
 
 class Places:
-    """Where parameters stand in the ``params`` of a first line.
+    """Map parameters to their indices in ``params`` of the record's first line.
 
     Args:
-        parameters: All of them, which are not kept alive.
+        parameters: All parameters in that order. They are referenced weakly.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._known = {id(p): (weakref.ref(p), place) for place, p in enumerate(parameters)}
 
     def of(self, parameters: Sequence[Tensor]) -> array:
-        """Return the place of each, -1 for one that came later."""
+        """Return the index of each parameter; -1 for a parameter added after the first line."""
         return array("q", map(self._place, parameters))
 
     def _place(self, parameter: Tensor) -> int:
@@ -131,13 +132,13 @@ class Places:
 
 
 class LastPlaces:
-    """The `Places` of the parameters in the last step of an optimizer, which are hardly ever those of other ones."""
+    """Cache the indices of an optimizer's parameters: they rarely change from one step to the next."""
 
     def __init__(self) -> None:
         self._last = list[weakref.ref](), array("q")
 
     def of(self, parameters: Sequence[Tensor], places: Places) -> array:
-        """Return the place of each of ``parameters``; the last array where they are those of the last step."""
+        """Return the index of each parameter, from the cache if the last call had the same parameters."""
         last, found = self._last
         if len(last) != len(parameters) or not all(map(is_, map(call, last), parameters)):
             found = places.of(parameters)
@@ -146,15 +147,17 @@ class LastPlaces:
 
 
 def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[str]:
-    """Return a name for each parameter: its dotted name in the root module that holds it, else its place.
+    """Return a name for each parameter: its dotted name in a root module, or ``parameter <index>`` without a module.
 
-    Where several root modules hold some of the parameters, names that occur twice start with the module's class and its
-    number, in the order of ``parameters``.
+    If the same dotted name occurs in several root modules, each of these names starts with the module's class and a
+    number. The modules are numbered in the order of ``parameters``.
     """
     wanted = set(map(id, parameters))
     owners: dict[int, tuple[nn.Module | None, str]] = {}
-    held = [(module, {name: p for name, p in _named(module).items() if id(p) in wanted}) for module in modules]
-    for module, named in sorted(held, key=lambda pair: -len(pair[1])):  # the module that holds most of them first
+    named_by_module = [
+        (module, {name: p for name, p in _named(module).items() if id(p) in wanted}) for module in modules
+    ]
+    for module, named in sorted(named_by_module, key=lambda pair: -len(pair[1])):  # most of the parameters first
         for name, p in named.items():
             owners.setdefault(id(p), (module, name))
     shared, numbers, names = Counter(name for _, name in owners.values()), dict[nn.Module | None, int](), []
@@ -168,17 +171,18 @@ def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[
 def _named(module: nn.Module) -> dict[str, Tensor]:
     try:
         return dict(named_parameters(module))
-    except Exception:  # somebody's half-built module must not end the watch
+    except Exception:  # a user's half-built module must not stop the recording
         return {}
 
 
 def described(
     names: Sequence[str], parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], graph: GraphFacts | None
 ) -> list[Line]:
-    """Return what ``meta`` says of each parameter; ``optimizer`` where there are several, ``frozen`` where it is.
+    """Return the entry of each parameter in ``params`` of the first line.
 
-    ``order`` is its place in the forward, where a backward has reached it before the first step, and ``uses`` how many
-    operations took it.
+    ``optimizer`` is written if there are several optimizers, and ``frozen`` if the parameter requires no gradient.
+    ``order`` is the parameter's position in the forward, if a backward reached it before the first step. ``uses``
+    counts the operations that take it.
     """
     used = [{}] * len(parameters) if graph is None else graph.of(parameters)
     groups = {
@@ -207,7 +211,7 @@ def described(
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:
-    return () if is_lazy(parameter) else tuple(parameter.shape)  # of a module that was never called, nobody knows it
+    return () if is_lazy(parameter) else tuple(parameter.shape)  # a lazy module has no shape before its first call
 
 
 def _number_in(group: dict[str, Any], name: str) -> float | None:
@@ -216,18 +220,18 @@ def _number_in(group: dict[str, Any], name: str) -> float | None:
 
 
 def program_facts(argv: Sequence[str] | None = None, clip: str | None = None, *, keep_arguments: bool = False) -> Line:
-    """Return what a first line says of the program: its version of gradguard, its arguments, its commit.
+    """Return the fields of the first line that describe the program: gradguard's version, the arguments, the commit.
 
     Args:
-        argv: The arguments; those of this process by default.
-        clip: The rule that clips its gradients.
-        keep_arguments: Whether the arguments are written as they are, with the secrets that may be among them.
+        argv: The arguments; by default the arguments of this process.
+        clip: The rule that clips the gradients.
+        keep_arguments: Whether to write the arguments unredacted, including any secrets.
     """
     given = sys.argv if argv is None else argv
-    if given and given[0].endswith("ipykernel_launcher.py"):  # a notebook's kernel, which is no program to run again
+    if given and given[0].endswith("ipykernel_launcher.py"):  # a notebook kernel cannot be rerun from its arguments
         given = []
     shown = list(given) if keep_arguments else redacted_arguments(given)
-    version = getattr(sys.modules.get("gradguard"), "__version__", None)  # not imported: this floor is below
+    version = getattr(sys.modules.get("gradguard"), "__version__", None)  # an import would go up a layer
     return {"version": version, "argv": shown, "clip": clip, "git": git_state()}
 
 
@@ -241,13 +245,13 @@ def meta_line(
     """Return the first line of a record.
 
     Args:
-        program: The `program_facts`.
-        optimizers: Those that are known.
-        parameters: All their parameters.
-        names: The names of these.
-        graph: Facts of the graphs of the losses before the first step, where they were seen.
+        program: The fields from `program_facts`.
+        optimizers: The optimizers that the recorder watches.
+        parameters: All parameters of these optimizers.
+        names: The name of each parameter.
+        graph: The facts from the autograd graphs of the losses before the first step; None if no graph was read.
     """
-    seen, (rank, world) = graph if graph is not None and graph.leaves else None, rank_and_world()
+    reached, (rank, world) = graph if graph is not None and graph.leaves else None, rank_and_world()
     line = {
         "t": "meta",
         "schema": SCHEMA,
@@ -263,11 +267,11 @@ def meta_line(
         "parent": os.getppid(),
         "root": _root(),
         "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
-        "eps": [_number_in(optimizer.param_groups[0], "eps") for optimizer in optimizers],  # beside Adam's divisor
-        "compute": None if seen is None else sorted(seen.dtypes),
+        "eps": [_number_in(optimizer.param_groups[0], "eps") for optimizer in optimizers],  # in Adam's denominator
+        "compute": None if reached is None else sorted(reached.dtypes),
         "leaves": None if graph is None else len(graph.leaves),
-        "loss_factor": None if seen is None else seen.factor,
-        "doubled": None if seen is None or seen.doubled is None else [*seen.doubled],
-        "params": described(names, parameters, optimizers, seen),
+        "loss_factor": None if reached is None else reached.factor,
+        "doubled": None if reached is None or reached.doubled is None else [*reached.doubled],
+        "params": described(names, parameters, optimizers, reached),
     }
     return known_fields(line)

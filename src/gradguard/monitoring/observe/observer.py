@@ -1,6 +1,6 @@
-"""The observer: one row for each optimizer step of a process, without a change in the script or in its numbers.
+"""Record one row for each optimizer step of a process, without changing the script or its numbers.
 
-It hears of every step; a `Monitor` is one that hears of those of one optimizer.
+An `Observer` records the steps of all optimizers; its subclass `Monitor` records the steps of one optimizer.
 """
 
 import functools
@@ -27,7 +27,7 @@ from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, clipped_within, told_by_guard
+from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, clipped_within, with_guard_event
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
@@ -67,10 +67,10 @@ from gradguard.torch_private import grads_of, never_compiled
 
 
 class EnoughSteps(SystemExit):
-    """Ends a program after as many optimizer steps as were asked for: what cleans up on the way out does so."""
+    """End the program after the requested number of optimizer steps; ``finally`` blocks and exit handlers still run."""
 
 
-_process = os.getpid()  # kept, as asking for it at each step is a call of the system
+_process = os.getpid()  # cached: os.getpid() at each step would be a system call
 
 
 def _in_child() -> None:
@@ -78,12 +78,12 @@ def _in_child() -> None:
     _process = os.getpid()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_in_child)
 
 
 def safely(method: Callable) -> Callable:
-    """Time what an observer does, keep its failures away from training; in a forked child do nothing, or begin anew."""
+    """Wrap an observer's method: time it, catch its exceptions, and ignore it in a forked child without a record."""
 
     @functools.wraps(method)
     def safe(self: "Observer", *args: Any) -> Any:
@@ -102,20 +102,20 @@ def safely(method: Callable) -> Callable:
                 thread.is_timed = False
                 self._overhead += time.perf_counter() - began
 
-    return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
+    return never_compiled(safe)  # a script that compiles its step must not compile the observer too
 
 
 @dataclass(slots=True)
 class OptimizerTrack:
-    """Facts of one optimizer, kept from step to step.
+    """The state of one optimizer from step to step.
 
     Attributes:
-        place: Its number among the optimizers of the record.
-        optimizer: The optimizer, not kept alive.
-        turn: How many steps it has made: one that takes every second turn has its schedule too.
-        last: The number of its last step; None before that.
-        places: The places of the parameters of its last step in the names.
-        sampled: Some elements of its weights.
+        place: The optimizer's index among the optimizers of the record.
+        optimizer: A weak reference to the optimizer.
+        turn: The number of steps that this optimizer has made. Schedules count an optimizer's own steps.
+        last: The number of its last step in the record; None before its first step.
+        places: The cached indices of its parameters.
+        sampled: The choice of sampled elements of its weights.
     """
 
     place: int
@@ -127,16 +127,16 @@ class OptimizerTrack:
 
 
 class _Running(threading.local):
-    """A step, as far as it runs in this thread.
+    """The open step of this thread.
 
     Attributes:
-        step: The step that is open; None outside one.
-        track: Its optimizer.
-        with_clips: The step with the script's clips within it; None where there are none.
-        moving: Some of the weights before it.
-        scale: The GradScaler's part while its ``scaler.step`` runs.
-        reached: Whether that has reached the optimizer.
-        is_timed: Whether its time is taken now.
+        step: The measurement of the open step; None outside a step.
+        track: The optimizer of the step.
+        with_clips: The step including the script's clips within it; None without such clips.
+        moving: Samples of the weights before the step.
+        scale: The GradScaler's facts while ``scaler.step`` runs.
+        reached: Whether ``scaler.step`` has called the optimizer.
+        is_timed: Whether an outer call already measures the observer's time.
     """
 
     def __init__(self) -> None:
@@ -150,25 +150,25 @@ class _Running(threading.local):
 
 
 class Observer(Listener):
-    """Measures each optimizer step of a process, makes one row of it, and writes the record of the run.
+    """Measure each optimizer step of a process, turn it into one row, and write the record of the run.
 
-    **Guarantees**: it writes to no tensor of the training (unless it was given a clip to apply), draws no random
-    number, waits for no device, and swallows its own failures: after one it notes an event and stops measuring.
+    **Guarantees**: The observer writes to no tensor of the training (unless it got a clip to apply), draws no random
+    number, waits for no device, and catches its own exceptions: after one, it records an event and stops measuring.
 
     Args:
-        path: The record; None to write nothing; or a function that gives one of these at the first step.
+        path: The path of the record; None to write nothing; or a function that returns either at the first step.
         meta: Fields of the first line besides versions and parameters.
-        clip: A clip to apply before each step; what it raises ends the run.
-        every: Write the norm of each parameter every so many steps; by default so that a step takes
-            some 200 bytes, and half as often from step 50,000 on, a quarter as often from 100,000, and so on.
-        diagnostics_every: Steps between two measurements of what is too costly for each; 0 for none.
-        last_step: After so many optimizer steps the program ends, as if it had called ``sys.exit()``.
-        on_finding: Called with each finding while the run goes on, where a record is written.
-        in_child: Called with this observer at the first step of a forked child, gives the record of that; without it,
-            forked children are not watched.
+        clip: A clip to apply before each step; an exception from it ends the run.
+        every: The number of steps between two writes of each parameter's norm. By default the interval is chosen so
+            that a step takes some 200 bytes; it doubles at step 50,000, again at 100,000, and so on.
+        diagnostics_every: Steps between two measurements that are too costly for every step; 0 for none.
+        last_step: The number of optimizer steps after which the program ends, as by ``sys.exit()``.
+        on_finding: A function called with each finding during the run, if a record is written.
+        in_child: A function called with this observer at the first step of a forked child; it returns the path of the
+            child's record. Without it, forked children are not recorded.
 
     Attributes:
-        path: The record, once it is open.
+        path: The path of the record, once the file is open.
     """
 
     def __init__(
@@ -188,55 +188,55 @@ class Observer(Listener):
         self._process, self._started, self._overhead = _process, time.perf_counter(), 0.0
         self._active, self._lock, self._thread = True, threading.RLock(), _Running()
         self._ending: int | None = None
-        self._ended = threading.Event()  # the thread that writes the end, and whether it has
-        # What is trained, once it is known.
-        self._places: Any = None  # `Places`, from the first line on
+        self._ended = threading.Event()  # set when the thread `_ending` has written the `end` line
+        # Models and optimizers, from the first line on.
+        self._places: Any = None  # `Places`
         self._tracks: weakref.WeakKeyDictionary[Optimizer, OptimizerTrack] = weakref.WeakKeyDictionary()
-        self._count = 0  # optimizers but one
-        # What was seen.
-        self._steps = self._backwards = 0  # of backwards up to as many as matter
+        self._count = 0  # the number of optimizers minus one
+        # Observations.
+        self._steps = self._backwards = 0  # backwards are counted up to IDLE_STEPS
         self._steps_at_update = -1
         self._losses, self._clips, self._shared = Losses(), HeardClips(), SharedNorms()
-        self._logits: dict[str, Tensor] = {}  # the largest of each attention since the last step
-        self._told: dict[str, Tensor] = {}  # other numbers of the step to come
+        self._logits: dict[str, Tensor] = {}  # each attention's largest logit since the last step
+        self._reported: dict[str, Tensor] = {}  # other numbers for the next step
         self._graph, self._origin, self._looks_for_origin = GraphFacts(), None, True
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
         self._schedule = Schedule(diagnostics_every)
         self._watching_updates = 0.0  # seconds
         self.path: Path | None = None
-        self._buffer = None if callable(path) else self._open(path)  # once it is known where to write
+        self._buffer = None if callable(path) else self._open(path)  # a function is called at the first step
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps seen."""
+        """The number of optimizer steps recorded."""
         return self._steps
 
     @property
     def clip_calls(self) -> int:
-        """Number of clips of the script seen."""
+        """The number of the script's clips before or within steps."""
         return self._clips.count
 
     @property
     def overhead(self) -> float:
-        """Seconds that watching took so far."""
+        """The seconds that the observer has taken so far."""
         return self._overhead
 
     # --- a backward ---------------------------------------------------------------------------------------------------
 
     @safely
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Callable[[], None] | None:
-        """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
-        if any(map(is_captured, losses)):  # what is copied later would be memory that only a replay writes
+        """Store the loss; on the first steps, check whether the gradients of the step before were cleared."""
+        if any(map(is_captured, losses)):  # under CUDA graph capture, only a replay writes the loss's memory
             return None
         finite = False
-        with suppress(Exception):  # one that cannot be read is no reason to stop
+        with suppress(Exception):  # an unreadable loss must not stop the recording
             if self._losses.waiting and self._are_cleared():
-                self._losses.clear()  # as where a step of SAM measures first and goes back
+                self._losses.clear()  # SAM's first pass, for example, clears the gradients without a step
             finite = self._losses.add(losses, weights)
-        if not finite or self._places is None:  # meta is still to be written
+        if not finite or self._places is None:  # None until the first line is written, which uses the graph
             for loss in losses:
-                with suppress(Exception):  # the same of a graph
+                with suppress(Exception):  # neither must an unreadable graph
                     self._look_at_graph(loss)
         if self._backwards < IDLE_STEPS:
             self._backwards += 1
@@ -246,7 +246,7 @@ class Observer(Listener):
         return self._after_backward
 
     def _are_cleared(self) -> bool:
-        """Whether no parameter of an optimizer has a gradient, though a backward came before."""
+        """Return whether no parameter of the known optimizers has a gradient."""
         groups = [group for optimizer in self._tracks for group in optimizer.param_groups]
         return bool(groups) and all(p.grad is None for group in groups for p in group["params"])
 
@@ -263,7 +263,7 @@ class Observer(Listener):
     # --- clips --------------------------------------------------------------------------------------------------------
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
-        """Measure before a clip changes anything, unless it measures for both of us."""
+        """Measure the gradients before a clip changes them, unless the clip reports the norms itself."""
         if not (parameters and is_captured(parameters[0])) and self._hears(parameters):
             listed = list(parameters)
             self._begin_clip(call, listed, *self._joined(listed))
@@ -271,11 +271,11 @@ class Observer(Listener):
     @safely
     def _begin_clip(self, call: ClipCall, parameters: list[Tensor], spread: bool, shared: Shared | None) -> None:
         if self._clips.begin(call, given_gradients(parameters, spread, shared)):
-            self._losses.keep_last()  # those before belong to the backward passes whose step never came
+            self._losses.keep_last()  # earlier losses belong to backwards without a step
 
     @safely
     def on_clipped(self, event: ClipEvent) -> None:
-        """Keep what a clip tells: of one before a step, or within it."""
+        """Store the event of a clip before a step or within it."""
         if event.optimizer is not None:
             self._note(event)
         elif self._hears(event.parameters):
@@ -283,7 +283,7 @@ class Observer(Listener):
             self._look_within()
 
     def _look_within(self) -> None:
-        """Keep what a clip of the script does within a step, before the step can clear the gradients."""
+        """Store a script's clip within the open step now, because the step may clear the gradients later."""
         step, optimizer = self._thread.step, self._thread.track.optimizer()
         if step is not None and optimizer is not None:
             parameters = parameters_of(optimizer)
@@ -292,30 +292,30 @@ class Observer(Listener):
             self._thread.with_clips = None if clipped is step else clipped
 
     def _note(self, event: ClipEvent) -> None:
-        """Keep what a clip within a step tells."""
+        """Add a guard's event to the open step."""
         step = self._thread.step
         if step is not None and self._thread.track.optimizer() is event.optimizer:
-            clips, skip = told_by_guard(step.clips, step.skip, event)
+            clips, skip = with_guard_event(step.clips, step.skip, event)
             self._thread.step = step._replace(clips=clips, skip=skip)
 
     @safely
     def on_logits(self, name: str, largest: Tensor) -> None:
-        """Keep the largest attention logit until the next step."""
+        """Store the largest attention logit for the next step."""
         known = self._logits.get(name)
         largest = largest.detach().amax()
         self._logits[name] = largest if known is None else torch.maximum(known, largest)
 
     def on_empty_batches(self, count: Tensor) -> None:
-        """Keep their number until the next step."""
-        self._told["empty_batches"] = count
+        """Store the number of empty batches for the next step."""
+        self._reported["empty_batches"] = count
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
-        """Measure the gradients that an optimizer is about to use, and apply a clip of our own."""
-        self._thread.reached, self._thread.with_clips = True, None  # of another evaluation
+        """Measure the gradients that an optimizer is about to use, and apply the requested clip."""
+        self._thread.reached, self._thread.with_clips = True, None  # discard clips within an earlier evaluation
         parameters = self._parameters(optimizer)
-        if evaluation:  # the first one of a closure has the weights of this step
+        if evaluation:  # only a closure's first evaluation has the weights from before the step
             self._forget(parameters)
             self._clip(optimizer)
             return
@@ -332,8 +332,8 @@ class Observer(Listener):
 
     @never_compiled
     def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
-        """Take part in what processes measure together, also where nothing is written, or watching has failed."""
-        if not (any_sharded(parameters) or several_processes()):  # as nearly always
+        """Join the other processes' measurement, even if this process writes nothing or has stopped measuring."""
+        if not (any_sharded(parameters) or several_processes()):  # the usual case, on one process
             return False, None
         began = time.perf_counter()
         joined = self._shared.join(parameters, self._fail)
@@ -343,15 +343,15 @@ class Observer(Listener):
     @safely
     def _measure_step(self, optimizer: Optimizer, given: StepGradients, parameters: list[Tensor]) -> None:
         thread = self._thread
-        thread.step = thread.moving = None  # of a step that raised
+        thread.step = thread.moving = None  # a step that raised leaves them behind
         if parameters and is_captured(parameters[0]):
             return
         if not self._is_open(optimizer):
             self._forget(given.parameters)
-        elif (seen := self._measured(optimizer, track := self._track_of(optimizer), given)) is not None:
+        elif (measured := self._measured(optimizer, track := self._track_of(optimizer), given)) is not None:
             kept = self._kept.before_step(optimizer) if self._kept.looks else None
-            told, self._logits, self._told = (self._logits, self._told), {}, {}
-            thread.track, thread.step = track, (step := self._begun(optimizer, track, *seen, kept, *told))
+            stored, self._logits, self._reported = (self._logits, self._reported), {}, {}
+            thread.track, thread.step = track, (step := self._begun(optimizer, track, *measured, kept, *stored))
             self._look_at_weights(optimizer, track, given, step)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
             self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
@@ -359,8 +359,8 @@ class Observer(Listener):
     def _measured(
         self, optimizer: Optimizer, track: OptimizerTrack, given: StepGradients
     ) -> tuple[GradientNorms, Clips, Skip] | None:
-        """Return the facts known before a step; None if the step is not recorded."""
-        if not given.parameters:  # it has nothing to do yet
+        """Return the gradients, clips and skip before a step; None if the step is not recorded."""
+        if not given.parameters:  # no parameter has a gradient
             return None
         return *self._clips.step(optimizer, given, track.places.of(given.parameters, self._places)), Skip()
 
@@ -372,15 +372,15 @@ class Observer(Listener):
         clips: Clips,
         skip: Skip,
         kept: Any,
-        *told: Mapping,
+        *stored: Mapping,
     ) -> StepMeasurement:
-        """Return a step that begins, with whether its gradients were ``kept`` and the logits and numbers ``told``."""
+        """Return the measurement of a step that begins; ``stored`` holds the stored logits and other numbers."""
         origin, self._origin = self._origin, None
         lr, losses, scale = optimizer.param_groups[0].get("lr"), self._losses.take(), self._thread.scale
         place = self._place_of(track)
-        ended = 0, 0.0, skip, None, None  # so far
+        ended = 0, 0.0, skip, None, None  # turn, wall, skip, diagnostics and moved; `_add` replaces them
         return StepMeasurement(
-            self._steps, gradients, *ended, clips, scale, place, losses, copied(lr), kept, origin, *told
+            self._steps, gradients, *ended, clips, scale, place, losses, copied(lr), kept, origin, *stored
         )
 
     def _look_at_setup(
@@ -399,36 +399,37 @@ class Observer(Listener):
         return max(self._steps - 1, 0)
 
     def _clip(self, optimizer: Optimizer) -> ClipEvent | None:
-        """Apply a clip of our own. Not guarded: one that was asked for and cannot be made must stop the run."""
+        """Apply the requested clip. Its exceptions propagate: a run must not train unclipped by mistake."""
         return None if self._applied is None else self._applied(optimizer, living_modules)
 
     @safely
     def _note_applied(self, event: ClipEvent) -> None:
         if (step := self._thread.step) is not None:
-            self._thread.step = step._replace(clips=step.clips._replace(applied=ScriptClip.told(event)))
+            self._thread.step = step._replace(clips=step.clips._replace(applied=ScriptClip.from_event(event)))
 
     def _look_at_weights(
         self, optimizer: Optimizer, track: OptimizerTrack, given: StepGradients, step: StepMeasurement
     ) -> None:
-        """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
+        """Measure the weights if a full measurement is due, and sample the weights before the step."""
         now, turn = time.perf_counter(), track.turn
         elapsed = now - self._started
         full, moves = self._schedule.due(turn, elapsed), self._watching_updates <= FREE + SHARE * elapsed
         if not (full or moves) or not given.parameters:
             return
-        full = full and not given.spread and step.gradients.total is None  # of a part, or scaled, they would be wrong
+        # the norm of a shard is not the norm of its weight, and without norms of each gradient no line is written
+        full = full and not given.spread and step.gradients.total is None
         if full:
             found = measure_diagnostics(given.parameters)
             self._thread.step = step._replace(diagnostics=found._replace(seconds=time.perf_counter() - now))
         if full or moves:
-            began = time.perf_counter()  # a look at the thread's own time would be a call of the system
+            began = time.perf_counter()  # time.thread_time() would be a system call
             self._thread.moving = Moving(optimizer, given.parameters, track.sampled.of(given.parameters), turn)
             self._watching_updates += time.perf_counter() - began
 
     def on_stepped(self, optimizer: Optimizer) -> None:
-        """Add the row of the step that is done; end the program after the last step that was asked for."""
+        """Record the finished step; end the program after the last requested step."""
         self._end_step(optimizer)
-        if self._left is not None and _process == self._process:  # counted also where nothing is recorded
+        if self._left is not None and _process == self._process:  # unrecorded steps count too
             self._left -= 1
             if self._left <= 0:
                 raise EnoughSteps
@@ -459,7 +460,7 @@ class Observer(Listener):
             self._kept.after_step(optimizer)
 
     def _add(self, buffer: RecordBuffer, track: OptimizerTrack, step: StepMeasurement, now: float, *ended: Any) -> int:
-        """Record a step that ``ended`` (its skip, diagnostics, moves); return how many its optimizer had before."""
+        """Record a finished step with its skip, diagnostics and moves; return how many its optimizer made before."""
         wall = now - self._started
         with self._lock:  # several threads may train at once
             number, turn = self._steps, track.turn
@@ -470,18 +471,18 @@ class Observer(Listener):
         return turn
 
     def _completed(self, step: StepMeasurement) -> StepMeasurement:
-        """Add what somebody has told of a step."""
+        """Return the step with its logged numbers; an observer has none."""
         return step
 
     @safely
     def _forget(self, parameters: list[Tensor]) -> None:
-        """Forget what another evaluation of a closure told: it belongs to this step, and the next one would get it."""
+        """Discard the pending clips of ``parameters`` and the pending losses, which must not reach the next step."""
         self._clips.forget(parameters)
         self._losses.clear()
 
     @safely
     def on_recover(self, event: RecoveryEvent) -> None:
-        """Note behind the last step of an optimizer what was done about spikes."""
+        """Record a recovery from spikes as an event after the optimizer's last step."""
         track = self._tracks.get(event.optimizer)
         if self._buffer is not None and track is not None and track.last is not None:
             self._buffer.add(recovery(track.last, event, self._place_of(track)))
@@ -490,12 +491,12 @@ class Observer(Listener):
 
     @safely
     def on_scale(self, loss: Any, scaled: Any) -> None:
-        """Remember which loss a scaled loss came from."""
+        """Store which loss a scaled loss came from."""
         self._losses.scaled(loss, scaled)
 
     @safely
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
-        """Note at the next flush whether the loss scale fell; forget what led to a step that was skipped."""
+        """Record an event if the loss scale fell; discard the losses and clips of a skipped step."""
         if self._steps == self._steps_at_update:
             self._losses.clear()
             self._clips.forget()
@@ -505,36 +506,36 @@ class Observer(Listener):
 
     @safely
     def on_scaler_step(self, optimizer: Optimizer, step: ScalerStep) -> None:
-        """Note the loss scale."""
+        """Store the loss scale of the step that begins."""
         del optimizer
         self._thread.scale = ScalerFacts(copied(step.loss_scale), step.scale is not None)
         self._thread.reached = False
 
     @safely
     def on_scaler_stepped(self, optimizer: Optimizer, step: ScalerStep) -> None:
-        """A step that a GradScaler leaves out never reaches the optimizer; it is a step all the same, a skipped one."""
+        """Record a skipped step if the GradScaler did not call the optimizer."""
         skipped = None if self._thread.reached else step.skipped
-        if skipped is not None and bool(skipped):  # the scaler has waited for it already
+        if skipped is not None and bool(skipped):  # no extra host sync: the scaler has read the flag already
             if self._is_open(optimizer) and self._buffer is not None:
                 skip = Skip(by_guard=True, by_scaler=1.0)
-                track = self._track_of(optimizer)  # each may have a scaler of its own
+                track = self._track_of(optimizer)
                 begun = self._begun(optimizer, track, GradientNorms([], total=math.inf), Clips(), skip, None, {}, {})
                 self._add(self._buffer, track, begun, time.perf_counter(), begun.skip, None, None)
             self._forget(self._parameters(optimizer))
         self._thread.scale, self._thread.reached = None, True
 
-    # --- what is trained ----------------------------------------------------------------------------------------------
+    # --- models and optimizers ----------------------------------------------------------------------------------------
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether a clip of ``parameters`` concerns us."""
+        """Return whether a clip of ``parameters`` is recorded."""
         del parameters
         return True
 
     def _is_open(self, optimizer: Optimizer) -> bool:
-        """Whether anybody takes what would be recorded of it."""
+        """Write the first line if it is missing; return whether any sink takes the optimizer's steps."""
         if self._places is None:
             with self._lock:
-                if self._places is None:  # else another thread has
+                if self._places is None:  # another thread may have written it in the meantime
                     if self._buffer is None and callable(self._path):
                         self._buffer = self._open(self._path())
                     self._begin(living_optimizers(optimizer), living_modules(), self._graph)
@@ -552,7 +553,7 @@ class Observer(Listener):
         return RecordBuffer(sinks, self._every, self._fail, in_background=True, on_finding=on_finding)
 
     def _begin(self, optimizers: list[Optimizer], modules: list[nn.Module], graph: GraphFacts | None) -> None:
-        """Write the first line."""
+        """Write the first line and start tracking the optimizers."""
         parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         names = name_parameters(parameters, modules)
         for place, optimizer in enumerate(optimizers):
@@ -562,24 +563,25 @@ class Observer(Listener):
         if self._buffer is not None:
             self._buffer.begin(meta_line(self._meta, optimizers, parameters, names, graph))
         self._graph = GraphFacts()
-        with suppress(Exception):  # somebody's half-built module must not end the watch
+        with suppress(Exception):  # a user's half-built module must not stop the recording
             self._unowned = Unowned(modules, parameters, [] if graph is None else graph.living())
 
     def _track_of(self, optimizer: Optimizer) -> OptimizerTrack:
-        """Return what is known of an optimizer; one that came later gets a place of its own."""
+        """Return the track of an optimizer; an optimizer created after the first line gets the next index."""
         if (track := self._tracks.get(optimizer)) is None:
             self._count += 1
             track = self._tracks[optimizer] = OptimizerTrack(self._count, weakref.ref(optimizer))
         return track
 
     def _place_of(self, track: OptimizerTrack) -> int | None:
-        """Return which optimizer this is, where the script has several."""
+        """Return the optimizer's index if the script has several optimizers, else None."""
         return track.place if self._count > 0 else None
 
     def _begins_in_child(self) -> bool:
-        """Begin anew in a forked child, if that has a record of its own: all but hooks and patches was the parent's."""
+        """Restart the observer in a forked child if the child has its own record; return whether it restarted."""
         if self._in_child is None:
             return False
+        # the hooks and patches stay; all other state belongs to the parent
         path = functools.partial(self._in_child, self)
         self.__init__(path, self._meta, self._applied, self._every, self._diagnostics_every, in_child=self._in_child)
         return True
@@ -588,12 +590,12 @@ class Observer(Listener):
 
     @safely
     def flush(self) -> None:
-        """Write everything that has been seen, the last step included; the host waits for the device."""
+        """Write all recorded steps, including the last; the host waits for the device."""
         if self._buffer is not None:
             self._buffer.flush(wait=True)
 
     def close(self, exit_code: int | None, interrupted: bool) -> None:
-        """Write what is left and the last line; harmless in a forked child and when repeated."""
+        """Write the remaining lines and the ``end`` line; a second call, or one in a forked child, does nothing."""
         if self._buffer is not None and not self._buffer.has_begun and os.getpid() == self._process:
             with suppress(Exception):
                 self._begin([], [], self._graph)
@@ -601,7 +603,7 @@ class Observer(Listener):
 
     def _end(self, exit_code: int | None, interrupted: bool) -> None:
         if self._ending is not None:
-            if self._ending != threading.get_ident():  # a function for findings may end it, in a thread of its own
+            if self._ending != threading.get_ident():  # `on_finding`, in its own thread, may be ending the run
                 self._ended.wait(FLUSH_SECONDS)
             return
         self._ending = threading.get_ident()
@@ -620,7 +622,7 @@ class Observer(Listener):
                 left = () if self._unowned is None else self._unowned.end(self._last_step)
                 for event in [*left, *self._idle.end(self._last_step)]:
                     buffer.add(event)
-        with suppress(Exception):  # nothing here may change how the training ends
+        with suppress(Exception):  # a failure here must not change how the training ends
             buffer.close(
                 {
                     "t": "end",
@@ -635,30 +637,30 @@ class Observer(Listener):
             )
 
     def _fail(self, error: Exception) -> None:
-        """Stop measuring, and say so in the record and to the user rather than in the training."""
+        """Stop measuring, and report the error in the record and to the user instead of raising it."""
         active, self._active = self._active, False
         if active:
             words = f"stopped measuring: {type(error).__name__}: {error}"
             with suppress(Exception):
                 if self._buffer is not None:
                     self._write_failure(self._buffer, f"gradguard {words}")
-                self._tell(f"{words}. Training goes on untouched.")
+                self._tell(f"{words}. Training continues unchanged.")
 
     def _write_failure(self, buffer: RecordBuffer, message: str) -> None:
-        if not buffer.has_begun:  # a record without its first line could not be read
+        if not buffer.has_begun:  # a record without its first line is unreadable
             self._places = Places([])
             buffer.begin({"t": "meta", "schema": SCHEMA, **self._meta, "params": []})
-        advice = "training itself goes on untouched; please report this with the script"
+        advice = "training continues unchanged; please report this error with the script"
         event = {"t": "event", "i": self._steps, "kind": "observer_failed", "severity": "error"}
         buffer.write(event | {"message": redacted(message), "advice": advice})
 
     def _tell(self, message: str) -> None:
-        """Let the user know that something was lost."""
+        """Show the user a message."""
         on_stderr(message)
 
 
 def given_gradients(parameters: list[Tensor], spread: bool, shared: Shared | None) -> StepGradients:
-    """Return the parameters that have gradients, with these; all of them where processes hold parts."""
+    """Return the parameters that have gradients, and the gradients; all parameters if processes hold shards."""
     gradients = grads_of(parameters)
     if not spread and not all(map(is_not, gradients, repeat(None))):
         parameters = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
@@ -667,10 +669,10 @@ def given_gradients(parameters: list[Tensor], spread: bool, shared: Shared | Non
 
 
 def check_callable(on_finding: Any) -> None:
-    """Refuse what cannot be called with a finding.
+    """Refuse an ``on_finding`` that is not callable.
 
     Raises:
-        InvalidTypeError: If so.
+        InvalidTypeError: If ``on_finding`` is neither None nor callable.
     """
     if on_finding is not None and not callable(on_finding):
         raise InvalidTypeError(

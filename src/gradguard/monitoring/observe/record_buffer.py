@@ -1,4 +1,4 @@
-"""Steps on their way into the record: kept for a while, then written, once their numbers are on the host."""
+"""Buffer steps, and write them to the record once their numbers are on the host."""
 
 import threading
 import time
@@ -21,31 +21,33 @@ FLUSH_SECONDS = 2.0
 KEPT_ROWS = 1000
 
 MOST_BEHIND = 2
-"""Where so many parts wait for our own thread, the one that trains writes them: memory stays flat, and a program that
-is killed has left all but the last steps."""
+"""The number of parts waiting for the background thread from which the training thread writes them itself.
+
+Memory then stays bounded, and a killed program has lost only its last steps.
+"""
 
 
 class RecordBuffer:
-    """Writes steps in the order they came, at the latest `FLUSH_ROWS` steps or `FLUSH_SECONDS` after.
+    """Write steps in their order, at the latest `FLUSH_ROWS` steps or `FLUSH_SECONDS` after each.
 
-    To judge a step and to write its lines takes longer than to measure it: ``in_background`` a thread of our own does
-    both. Steps with tensors on a device are sent for as often, and written when they have arrived; only the thread that
-    trains touches a device, because another one might do so while a CUDA graph is captured.
+    Judging a step and writing its lines takes longer than measuring it. With ``in_background``, a background thread
+    does both. Steps with tensors on a device are copied to the host at the same interval, and written after the copy
+    has arrived. Only the training thread uses the device: another thread might use it during a CUDA graph capture.
 
-    **Guarantees**: `add` never waits for a device; nothing is written by a forked child.
+    **Guarantees**: `add` never waits for a device; a forked child writes nothing.
 
     Args:
-        sinks: Where lines go.
-        every: Write the norm of each parameter every so many steps; None as `lines_of` has it.
-        failed: Called with what went wrong with a step; the others are written all the same.
-        in_background: Whether a thread of our own writes steps that need no device.
-        on_finding: A function that is called with each finding, in a thread of its own.
+        sinks: The sinks that the lines are written to.
+        every: The number of steps between two writes of each parameter's norm; None for the interval of `lines_of`.
+        failed: A function called with the exception of a step that cannot be written; the other steps are written.
+        in_background: Whether a background thread writes the steps that need no device.
+        on_finding: A function called with each finding, in its own thread.
 
     Attributes:
-        sinks: Where lines go.
+        sinks: The sinks that the lines are written to.
         has_begun: Whether the first line has been written; steps wait for it.
-        rows: The last `KEPT_ROWS` ``step`` lines that were written.
-        seconds: Processor time of the thread of our own.
+        rows: The last `KEPT_ROWS` written ``step`` lines.
+        seconds: The CPU time of the background thread.
     """
 
     def __init__(
@@ -66,26 +68,26 @@ class RecordBuffer:
         self._waiting: list[Entry] = []
         self._sent: deque[tuple[list[Entry], AsyncHostCopy | None]] = deque()
         self._flushed, self.seconds = time.perf_counter(), 0.0
-        self._lock = threading.RLock()  # of what waits, and
-        self._writing = threading.RLock()  # of what is written, which takes longer; nobody asks for the first within it
-        self._on_device = False  # whether any numbers had to be sent for
+        self._lock = threading.RLock()  # guards the waiting steps
+        self._writing = threading.RLock()  # guards the slower writing; `_lock` is never taken while it is held
+        self._on_device = False  # whether any numbers were copied from a device
         self._due, self._ended = threading.Event(), False
         self._thread: threading.Thread | None = None
 
     def begin(self, meta: Line) -> None:
-        """Write the first line, whose ``params`` every later one follows."""
+        """Write the first line, whose ``params`` give the order of every later array."""
         with self._writing:
             self._table, self._judge = ParameterTable(meta["params"]), Judge(meta)
             self.sinks.push([known_fields(meta)])
             self.has_begun = True
 
     def write(self, line: Line) -> None:
-        """Write a line that is no step's, now."""
+        """Write a line that belongs to no step at once."""
         with self._writing:
             self.sinks.push([known_fields(line)])
 
     def add(self, entry: Entry) -> None:
-        """Take a step or an event; write what is due of those before, to which nothing will be added any more."""
+        """Add a step or an event; write the earlier ones, which are final now, if they are due."""
         with self._lock:
             due = len(self._waiting) >= FLUSH_ROWS or self._is_late()
             if due:
@@ -101,7 +103,7 @@ class RecordBuffer:
             self._write_arrived()
 
     def amend(self, change: Callable[[StepMeasurement], StepMeasurement]) -> None:
-        """Change the last step, while it waits; nothing happens if it does not."""
+        """Change the last step if it is still waiting."""
         with self._lock:
             for place in reversed(range(len(self._waiting))):
                 if isinstance(entry := self._waiting[place], StepMeasurement):
@@ -110,17 +112,17 @@ class RecordBuffer:
 
     @property
     def has_newest(self) -> bool:
-        """Whether a step waits, to which something may still be added."""
+        """Whether a step is waiting, which `amend` can change."""
         return any(isinstance(entry, StepMeasurement) for entry in self._waiting)
 
     def flush(self, wait: bool = False) -> None:
-        """Send for all steps, and write those that are here; ``wait`` for the others."""
+        """Start copying all waiting steps to the host, and write those that have arrived; ``wait`` for the others."""
         with self._lock:
             self._send()
         self._write_arrived(wait)
 
     def write_late(self) -> None:
-        """Write what was sent, and steps that have waited long for another one, if that takes no look at a device."""
+        """Write the due steps, and those that have waited for `FLUSH_SECONDS`, unless they need a device."""
         with self._lock:
             if self._is_late() and not any(entry.late for entry in self._waiting):
                 self._send()
@@ -129,18 +131,18 @@ class RecordBuffer:
         self._write_arrived()
 
     def close(self, end: Line) -> None:
-        """Write what is left, and the last line."""
+        """Write the remaining steps and the ``end`` line."""
         self._ended = True
         self._due.set()
-        with suppress(Exception):  # a device that failed must not take the last line with it
+        with suppress(Exception):  # a failed device must not prevent the `end` line
             self.flush(wait=True)
-        if self._alerts is not None:  # it may still write an event, so not with the lock
+        if self._alerts is not None:  # without the lock, because its thread may still write an event
             self._alerts.close()
         with self._writing:
             self.write(end)
             self.sinks.close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(FLUSH_SECONDS)  # a thread within PyTorch while Python ends would abort the process
+            self._thread.join(FLUSH_SECONDS)  # a thread inside PyTorch during Python's shutdown would abort the process
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class RecordBuffer:
         return time.perf_counter() - self._flushed > FLUSH_SECONDS
 
     def _send(self) -> None:
-        if not self.has_begun:  # a scaler may search its scale for long before the first step
+        if not self.has_begun:  # a GradScaler may skip many steps before the first line is written
             return
         waiting, self._waiting = self._waiting, []
         if waiting:
@@ -181,7 +183,7 @@ class RecordBuffer:
                 refuse_lost(entry.gradients.lost)
             for line in lines_of(entry, self._table, self._every):
                 lines += self._judge.follow(line)
-        except Exception as error:  # one bad step must not take the others, or the end, with it
+        except Exception as error:  # one bad step must not prevent the other lines
             self._failed(error)
         return lines
 

@@ -1,7 +1,7 @@
-"""Numbers on their way from a device to the host: nothing here ever makes the host wait.
+"""Copy the numbers of steps from a device to the host without a host sync.
 
-Small tensors of many steps are put side by side, copied into pinned memory with one asynchronous copy, and looked at
-when the event behind the copy has completed, not earlier: a number that is read too early is some old number.
+The small tensors of many steps are concatenated and copied into pinned memory with one asynchronous copy. They are read
+only after the event behind the copy has completed: before that, the memory holds old numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from gradguard.tensors.layout import are_readable, wide_dtype
 
 
 class AsyncHostCopy:
-    """A copy of the tensors in some steps to the host, under way.
+    """An asynchronous copy of the tensors in some steps to the host.
 
     Args:
-        entries: The steps: tuples, lists and dictionaries of tensors and of anything else. Tensors that Python may read
-            at no cost are read where they are, by `with_numbers`.
+        entries: The steps: tuples, lists and dictionaries of tensors and other values. `with_numbers` reads tensors on
+            the CPU without a copy.
     """
 
     def __init__(self, entries: Sequence[Any]) -> None:
@@ -37,15 +37,15 @@ class AsyncHostCopy:
 
     @property
     def waits(self) -> bool:
-        """Whether anything had to be sent for, so that only the thread that trains may look at it."""
+        """Whether a copy from a device was needed, which only the training thread may read."""
         return any(event is not None for _, _, event in self._copies)
 
     def arrived(self) -> bool:
-        """Return whether `with_numbers` would not wait."""
+        """Return whether `with_numbers` can read all numbers without waiting."""
         return all(event is None or event.query() for _, _, event in self._copies)
 
     def with_numbers(self) -> list[Any]:
-        """Return the steps with a number, or a list of numbers, in the place of each tensor; waits if it must."""
+        """Return the steps with a number or a list of numbers instead of each tensor; wait for unfinished copies."""
         found: list[Any] = list(self._tensors)
         for places, host, event in self._copies:
             if event is not None:
@@ -61,7 +61,7 @@ _NUMBERS = {float, int}
 
 
 def _replaced(value: Any, instead: Callable[[Tensor], Any]) -> Any:
-    """Return ``value`` with what ``instead`` gives for each tensor in it, in their order."""
+    """Return ``value`` with each tensor in it, in their order, replaced by the result of ``instead``."""
     if isinstance(value, Tensor):
         return instead(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Run somebody's script or module as Python itself would, and say how it ended."""
+"""Run a script or module as Python itself does, and return its exit code."""
 
 import builtins
 import concurrent.futures.thread
@@ -26,10 +26,10 @@ class Program:
     """A compiled script or module, ready to run as ``__main__``.
 
     Attributes:
-        code: Its code.
+        code: The compiled code.
         main: The module that becomes ``__main__``.
         argv: The program's ``sys.argv``.
-        path_entry: The entry that Python would put first in ``sys.path``.
+        path_entry: The entry that Python puts first in ``sys.path``.
     """
 
     code: types.CodeType
@@ -43,13 +43,13 @@ def load(words: Sequence[str], is_module: bool) -> Program:
 
     Args:
         words: The script or the module, then its arguments.
-        is_module: Whether it is a module.
+        is_module: Whether ``words`` names a module.
 
     Returns:
         The program, not yet run.
 
     Raises:
-        CommandError: If it is not there, or cannot be run.
+        CommandError: If the script or module does not exist, or cannot be run.
     """
     return (load_module if is_module else load_script)(words[0], words[1:])
 
@@ -65,7 +65,7 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
         The program, not yet run.
 
     Raises:
-        CommandError: If there is no such file, or it is no Python.
+        CommandError: If the file does not exist, or is not a Python script.
     """
     file = Path(path)
     if file.is_dir():
@@ -89,7 +89,7 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
         The program, not yet run.
 
     Raises:
-        CommandError: If there is no such module, or it cannot be run.
+        CommandError: If the module does not exist, or cannot be run.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)
@@ -98,7 +98,7 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
         code = spec.loader.get_code(spec.name) if spec and hasattr(spec.loader, "get_code") else None  # type: ignore[union-attr]
-    except Exception as error:  # a package may do anything when it is imported
+    except Exception as error:  # importing a package may raise anything
         raise CommandError(f"cannot import {name}: {type(error).__name__}: {error}.") from error
     finally:
         sys.path.remove(here)
@@ -110,10 +110,10 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
 
 
 def seed_generators(seed: int | None) -> None:
-    """Seed what programs draw random numbers from: Python's generator, NumPy's if it is installed, and PyTorch's.
+    """Seed the random generators of Python, PyTorch, and NumPy if it is installed.
 
     Args:
-        seed: A number from 0 to 2^32 - 1, the largest that NumPy takes; None leaves them.
+        seed: A number from 0 to 2^32 - 1, the largest that NumPy takes; None does not seed.
     """
     if seed is None:
         return
@@ -128,14 +128,15 @@ def seed_generators(seed: int | None) -> None:
 
 
 def run(program: Program, signals: SignalHandlers | None = None) -> int:
-    """Run ``program`` as ``__main__`` and return its exit code; an uncaught exception is shown as Python shows it.
+    """Run ``program`` as ``__main__`` and return its exit code; print an uncaught exception as Python does.
 
     Args:
         program: The program.
-        signals: The handlers of signals; they are held when it returns. Without it they are as they were.
+        signals: The active signal handlers, which store signals after the program. By default, handlers are installed
+            for the run only.
 
     Returns:
-        The exit code; a `BySignal` where a signal has ended it.
+        The exit code; a `BySignal` if a signal ended the program.
     """
     if signals is None:
         with SignalHandlers() as signals:
@@ -146,7 +147,7 @@ def run(program: Program, signals: SignalHandlers | None = None) -> int:
     before = threading.enumerate()
     code = _until_a_signal(functools.partial(_executed, program), signals)
     if not isinstance(code, BySignal):
-        code = _until_a_signal(functools.partial(_end_threads, before), signals) or code  # by a signal, or as it was
+        code = _until_a_signal(functools.partial(_end_threads, before), signals) or code
     signals.hold()
     return code
 
@@ -174,7 +175,7 @@ def _executed(program: Program) -> int:
 
 
 def _show(error: BaseException, frames: int) -> None:
-    """Show an uncaught exception as Python does, without the first ``frames``, which are ours."""
+    """Print an uncaught exception as Python does, without the first ``frames``, which belong to this module."""
     own = error.__traceback__
     for _ in range(frames):
         own = own.tb_next if own else None
@@ -182,10 +183,11 @@ def _show(error: BaseException, frames: int) -> None:
 
 
 def _end_threads(before: list[threading.Thread]) -> None:
-    """Wait for the threads that the program left running, as Python itself would before it ends.
+    """Wait for the threads that the program left running, as Python does at its shutdown.
 
-    Those of an executor wait for work until Python, as it ends, tells all executors to end: so do we, before we wait.
-    Where this is somebody's process who had threads ``before`` and goes on, executors are left to it.
+    The threads of an executor run until Python's shutdown stops all executors, so the function stops the executors
+    first. If the process had other non-daemon threads ``before``, it continues after the program: the function then
+    leaves the executors running.
     """
     mine = all(thread.daemon or thread is threading.main_thread() for thread in before)
     if mine and any(map(_is_of_executor, _left(before))):
@@ -201,7 +203,7 @@ def _left(before: list[threading.Thread]) -> list[threading.Thread]:
 
 
 def _is_of_executor(thread: threading.Thread) -> bool:
-    """Tell whether it works for a `ThreadPoolExecutor`, or manages a process pool (Python's, or joblib's)."""
+    """Return whether a thread works for a `ThreadPoolExecutor`, or manages a process pool of Python or joblib."""
     return thread in concurrent.futures.thread._threads_queues or "ExecutorManagerThread" in type(thread).__name__
 
 

@@ -1,7 +1,7 @@
-"""Norms of gradients that are spread over processes: all of them measure together, whatever becomes of one of them.
+"""Measure the norms of gradients that are sharded over processes, together and without deadlocks.
 
-A process that watches must not make the others wait. So it takes part in the one all-reduce of each measurement also
-when its own watching has failed: it then adds zeros, and a mark by which the others know that the sum is not complete.
+Each measurement needs one all-reduce of all processes. A process whose own measurement failed still joins: it adds
+zeros, and a flag that marks the sum as incomplete. The other processes are therefore never left waiting.
 """
 
 import os
@@ -30,9 +30,9 @@ from gradguard.torch_private import flattened_by_fsdp1
 
 
 def are_spread(parameters: Sequence[Tensor]) -> bool:
-    """Return whether processes hold parts of ``parameters``: DTensors, FSDP1's flat ones, Megatron's.
+    """Return whether processes hold shards of ``parameters``: DTensors, FSDP1's flat parameters, or Megatron's.
 
-    The answer is the same on all processes.
+    All processes get the same answer.
     """
     if any_sharded(parameters):
         return True
@@ -42,17 +42,17 @@ def are_spread(parameters: Sequence[Tensor]) -> bool:
 
 
 def is_captured(parameter: Tensor) -> bool:
-    """Return whether a CUDA graph is recorded: it would replay our own work without us."""
+    """Return whether a CUDA graph is being captured, which would replay the measurement's kernels."""
     return parameter.is_cuda and host_copy.is_captured(parameter.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One measurement.
+    """One measurement by all processes.
 
     Attributes:
-        norms: 2-norm of the whole gradient of each parameter, 0 where no process has one.
-        lost: Above 0 if a process could not measure its part; a 0-dim tensor where reading it would wait.
+        norms: The 2-norm of each parameter's whole gradient; 0 if no process has one.
+        lost: Above 0 if a process could not measure its part; a 0-dim tensor if reading it needs a host sync.
     """
 
     norms: Norms
@@ -60,17 +60,17 @@ class Shared:
 
 
 def refuse_lost(lost: Any) -> None:
-    """Raise if a measurement is not complete: its norms would be plausible and too small.
+    """Raise if a measurement is incomplete: its norms would be plausible but too small.
 
     Raises:
-        DistributedError: If so.
+        DistributedError: If ``lost`` is above 0.
     """
     if lost is not None and float(lost) > 0:
         raise DistributedError("another process could not measure its part of the gradients; its stderr says why")
 
 
 class SharedNorms:
-    """Measures together with the other processes; each of them must ask at the same steps for the same parameters."""
+    """Measure together with the other processes; each must join at the same steps with the same parameters."""
 
     def __init__(self) -> None:
         self._failed = self._ended = False
@@ -78,16 +78,16 @@ class SharedNorms:
         self._module: weakref.ref[nn.Module] | None = None
 
     def join(self, parameters: Sequence[Tensor], fail: Callable[[Exception], object]) -> tuple[bool, Shared | None]:
-        """Take part in a measurement, where there is one: also where nothing is written, or watching has failed.
+        """Join a measurement if the parameters are sharded, even if this process writes no record or has failed.
 
-        It raises nothing.
+        The call never raises.
 
         Args:
             parameters: All parameters of an optimizer, or of a clip.
-            fail: Called with what goes wrong.
+            fail: A function called with an exception of the measurement.
 
         Returns:
-            Whether ``parameters`` are spread over processes; and what they have measured, None if nothing.
+            Whether ``parameters`` are sharded over processes; and the measurement, None without one.
         """
         spread = False
         try:
@@ -103,12 +103,12 @@ class SharedNorms:
             return spread, None
 
     def of(self, parameters: Sequence[Tensor]) -> Shared | None:
-        """Return the norms of the whole gradients of ``parameters``; None if this process takes no part any more.
+        """Return the norms of the whole gradients of ``parameters``; None if this process has stopped joining.
 
         Raises:
-            Exception: The failure of this process, once; the others have not been left waiting unless the collective
-                failed.
-            UnsupportedGradientError: If nobody knows how they are spread.
+            Exception: The failure of this process, raised once. The other processes still get its part of the
+                collective, unless the collective itself failed.
+            UnsupportedGradientError: If the layout of the shards is unknown.
         """
         if self._ended:
             return None
@@ -119,7 +119,7 @@ class SharedNorms:
             plan, tensors, _ = planned
             own, problem = self._own_part(plan, tensors)
             norms, lost = self._added_up(plan, own)
-        except Exception:  # without the collective, or a plan for it, there is no way to join
+        except Exception:  # without a plan or a working collective, this process cannot join again
             self._ended = True
             raise
         if problem is not None:
@@ -133,7 +133,7 @@ class SharedNorms:
     def _own_part(
         self, plan: NormPlan, tensors: Sequence[Tensor]
     ) -> tuple[tuple[NormReduction, Tensor] | None, Exception | None]:
-        """Return this process' addend; None, with the problem the first time, where it is unknown."""
+        """Return this process's part of the sum; if it failed, None, and the exception the first time."""
         if self._failed:
             return None, None
         gradients = [tensor.grad for tensor in tensors]
@@ -145,7 +145,7 @@ class SharedNorms:
         except Exception as error:
             self._failed = True
             return None, error
-        finally:  # what `hold` brought in line is the script's, which must find it unchanged
+        finally:  # `hold` may have redistributed gradients; the script must find its own
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 if tensor.grad is not gradient:
                     tensor.grad = gradient
@@ -155,13 +155,13 @@ class SharedNorms:
         if own is None:
             nothing = torch.zeros_like(plan.weights)
             own = NormReduction(plan.reducer, plan.weights, nothing, plan.balance_of_all), nothing
-        part, norms = replace(own[0], copies=NO_COPIES), own[1]  # the same numbers where a process has nothing to add
+        part, norms = replace(own[0], copies=NO_COPIES), own[1]  # a failed process cannot send copies
         marks = torch.full_like(norms, float(self._failed))
         found, lost = part.add_up((norms, 2.0), (marks, 1.0))
         return found, lost.amax()
 
     def _module_of(self, parameters: Sequence[Tensor]) -> nn.Module | None:
-        """The module whose FSDP1 parts hold ``parameters``, which alone do not tell how they are spread."""
+        """Return the FSDP1 module that holds ``parameters``: their own attributes do not describe their shards."""
         if any_sharded(parameters) or not any(flattened_by_fsdp1(parameters)):
             return None
         known = self._module() if self._module is not None else None

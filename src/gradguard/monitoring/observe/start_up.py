@@ -1,8 +1,8 @@
-"""Start of `GRADGUARD=run.jsonl python train.py`, before the script: nothing here imports torch.
+"""Prepare the recording of `GRADGUARD=run.jsonl python train.py` before the script starts, without importing torch.
 
-The wheel installs this file as `_gradguard_start_up.py` beside the package and not in it, so that Python's start needs
-nothing of `gradguard`, and a `.pth` file that calls `install` where the variable is set. So nothing of the package may
-import it. When the script has imported torch itself, `watch_process` of `gradguard.monitoring.observe.watch` begins.
+The wheel installs this file as `_gradguard_start_up.py` beside the package, with a `.pth` file that calls `install` if
+the variable is set. The start of Python therefore needs no module of `gradguard`, and no module of `gradguard` may
+import this file. After the script has imported torch, `gradguard.monitoring.observe.watch.watch_process` is called.
 """
 
 import importlib.abc
@@ -15,11 +15,11 @@ VARIABLE = "GRADGUARD"
 """The environment variable that holds the path of the record."""
 
 OWNER = "GRADGUARD_PROCESS"
-"""The environment variable that tells children which process was the first, and when it began."""
+"""The environment variable that passes the first process's PID and start time to its children."""
 
 
 def install():
-    """Watch this process from the moment it has imported torch; harmless when called twice."""
+    """Record this process after it has imported torch; a second call does nothing."""
     if not os.environ.get(VARIABLE) or any(type(finder).__name__ == "_Finder" for finder in sys.meta_path):
         return
     os.environ.setdefault(OWNER, f"{os.getpid()} {time.time()}")
@@ -27,7 +27,7 @@ def install():
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, with a loader that tells when torch is there."""
+    """Find torch and gradguard's modules as `PathFinder` does, with a loader that calls `begin` after the import."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch" and name.partition(".")[0] != "gradguard":
@@ -38,7 +38,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def begin(self):
-        # A module of gradguard may be what imports torch: not before that module is there too, which we may need.
+        # A module of gradguard may be importing torch: wait until that module is complete, because `watch` needs it.
         if "torch" not in sys.modules or _importing:
             return
         if self in sys.meta_path:
@@ -47,24 +47,24 @@ class _Finder(importlib.abc.MetaPathFinder):
             from gradguard.monitoring.observe.watch import watch_process
 
             watch_process()
-        except Exception as error:  # what watches never ends what is watched
+        except Exception as error:  # a failure of the recorder must not stop the script
             print(f"gradguard: not watching: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads as ``loader`` does, and then lets ``finder`` begin."""
+    """Load a module with ``loader``, then call ``finder.begin``."""
 
     def __init__(self, loader, finder):
         self._loader, self._finder = loader, finder
 
     def __getattr__(self, name):
-        return getattr(self._loader, name)  # `python -m gradguard` asks for the code
+        return getattr(self._loader, name)  # `python -m gradguard` calls `get_code`
 
     def create_module(self, spec):
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
-        # The module must look as it would without us.
+        # The module must keep the loader that it would have without this finder.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

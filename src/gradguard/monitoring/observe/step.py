@@ -1,6 +1,6 @@
-"""One optimizer step: what was measured of it, and the lines of the record that it makes.
+"""Turn the measurements of one optimizer step into lines of the record.
 
-The one place where tensors become numbers.
+Only this module converts tensors to numbers.
 """
 
 import math
@@ -27,18 +27,18 @@ EPSILON = 1e-6
 """The epsilon that PyTorch's norm clip adds to the norm."""
 
 ROUNDING = 1e-4
-"""How far two norms that were measured in different ways may be apart, with a margin: each is right to 2e-5."""
+"""The largest relative rounding difference between two measurements of a norm; each is accurate to 2e-5."""
 
 FIXED = frozenset(["norm", "value", "adaptive"])
-"""Rules with one threshold from the first step on."""
+"""The rules whose threshold does not change during a run."""
 
 _NAMED_AT_MOST = 5
 
 
 def copied(value: Any) -> Any:
-    """Return ``value``, or a copy of it if it is a tensor, which the script may change in place.
+    """Return ``value``; of a tensor, return a copy, because the script may change the tensor in place.
 
-    None for a DTensor: to read it may need every process, and only one of them writes.
+    Return None for a DTensor: reading it may need every process, and only one process writes the record.
     """
     if not isinstance(value, Tensor):
         return value
@@ -49,11 +49,11 @@ class ScriptClip(NamedTuple):
     """One clip, before the step or within it.
 
     Attributes:
-        rule: ``"norm"``, ``"value"``, ``"adaptive"``, or the class of a clipper that is none of these.
-        threshold: Its threshold, copied.
-        norm: The norm that a norm clip compares with its threshold, copied: what it returned or was given, unless
-            that is the 2-norm of all gradients that it got, which is measured here.
-        coefficient: The norm after it over the norm before, copied; None if it does not tell.
+        rule: ``"norm"``, ``"value"``, ``"adaptive"``, or the class name of any other clipper.
+        threshold: A copy of the clip's threshold.
+        norm: A copy of the norm that a norm clip compares with its threshold. None if that norm is the 2-norm of the
+            clipped gradients, which the observer measures itself.
+        coefficient: A copy of the ratio of the norms after and before the clip; None if the clip does not report it.
     """
 
     rule: str = ""
@@ -62,8 +62,8 @@ class ScriptClip(NamedTuple):
     coefficient: Any = None
 
     @classmethod
-    def told(cls, event: ClipEvent) -> Self:
-        """Return what a clip of gradguard's tells, without its norm, which a clip within a step has no use for."""
+    def from_event(cls, event: ClipEvent) -> Self:
+        """Return the reported clip without its norm, which is not needed for a clip within a step."""
         return cls(event.rule, copied(event.threshold), None, copied(event.coefficient))
 
 
@@ -71,13 +71,13 @@ class GradientNorms(NamedTuple):
     """The gradients of a step, measured before any clip.
 
     Attributes:
-        norms: 2-norm of each; empty where only `total` is known.
-        places: The parameter that each norm belongs to, as a place in the names; -1 if it is not among them.
-        total: 2-norm of all, where it does not follow from ``norms``.
-        post: 2-norm of all after the clips, where that does not follow from what one of them told.
-        are_after: Whether ``norms`` are those after the clip, of which nobody knows what was before.
-        lost: Where processes measured together: above 0 if one of them could not.
-        late: Whether there are tensors on a device, so that numbers are known only when they have come.
+        norms: The 2-norm of each gradient; empty if only `total` is known.
+        places: The index of each norm's parameter in the record's names; -1 if the record does not have it.
+        total: The 2-norm of all gradients, if it does not follow from ``norms``.
+        post: The 2-norm of all gradients after the clips, if it does not follow from a reported coefficient.
+        are_after: Whether ``norms`` are the norms after the clips, because the norms before are unknown.
+        lost: Above 0 if processes measured together and one of them failed.
+        late: Whether some tensors are on a device, so that their numbers arrive later.
     """
 
     norms: Norms
@@ -90,7 +90,7 @@ class GradientNorms(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """2-norm of all gradients before any clip."""
+        """The 2-norm of all gradients before any clip."""
         return math.hypot(*_numbers(self.norms)) if self.total is None else float(self.total)
 
 
@@ -98,10 +98,10 @@ class Clips(NamedTuple):
     """The clips of a step.
 
     Attributes:
-        script: The script's own, in their order.
-        reach: The places in `GradientNorms.norms` that each of these acted on; empty where all acted on all of them.
-        applied: The clip that the watcher applies itself, behind them.
-        guard: The clip of a `Guard` that acted within the step; None if none did.
+        script: The script's own clips, in their order.
+        reach: The indices in `GradientNorms.norms` that each script clip acted on; empty if all acted on all gradients.
+        applied: The clip that the observer applies, after the script's clips.
+        guard: The clip of a `Guard` within the step; None without one.
     """
 
     script: Sequence[ScriptClip] = ()
@@ -111,17 +111,17 @@ class Clips(NamedTuple):
 
     @property
     def act_apart(self) -> bool:
-        """Whether several clips acted, and not all of them on all gradients."""
+        """Whether several script clips acted, and at least one of them on a part of the gradients."""
         return len(self.reach) > 1
 
 
 class Skip(NamedTuple):
-    """Whether a step was left out, each a flag: a number, or a tensor until it has been read.
+    """Flags of a skipped step; each is a number, or a tensor until it has been read.
 
     Attributes:
-        by_guard: Whether a guard did it.
-        spike: Whether it did because the step was a finite spike.
-        by_scaler: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
+        by_guard: Whether a guard skipped the step.
+        spike: Whether the guard skipped the step because of a finite spike.
+        by_scaler: The GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
     """
 
     by_guard: Any = None
@@ -133,8 +133,8 @@ class ScalerFacts(NamedTuple):
     """A GradScaler's part in a step.
 
     Attributes:
-        factor: The number that it multiplied the loss by.
-        is_on: Whether the gradients still had that factor when ``scaler.step`` began.
+        factor: The loss scale.
+        is_on: Whether the gradients were still scaled when ``scaler.step`` began.
     """
 
     factor: Tensor | None
@@ -142,26 +142,26 @@ class ScalerFacts(NamedTuple):
 
 
 class StepMeasurement(NamedTuple):
-    """One optimizer step as it was seen; what is not on the CPU stays a tensor on its device until it is sent for.
+    """The measurements of one optimizer step; those on an accelerator stay tensors until they are copied to the host.
 
     Attributes:
-        number: Number of the step.
-        gradients: Its gradients.
-        turn: Number of the step among those of its optimizer.
+        number: The number of the step.
+        gradients: The norms of the gradients.
+        turn: The number of the step among the steps of its optimizer.
         wall: Seconds since the start.
-        skip: Whether it was left out.
-        diagnostics: The weights and their change in full; None on a step on which that is not due.
-        moved: The change of a sample of the weights; None likewise.
-        clips: Its clips.
-        scale: The loss scale; None where no GradScaler is at work.
-        optimizer: Which optimizer, where the script has several.
-        losses: Losses that backward was called on since the step before.
-        lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
-        kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
-        origin: Where the forward first had a number that is not finite, and its dtype.
-        logits: The largest logit of each attention that a `LogitWatch` has seen since the step before.
-        logged: Other numbers that were told or logged, by name: numbers, or tensors until they have been read.
-            ``norm`` is what the user's own clip returned, and ``max_norm`` its threshold.
+        skip: The flags of a skipped step.
+        diagnostics: The norms of all weights and of their change; None if no full measurement was due.
+        moved: The change of a sample of the weights; None if none was due.
+        clips: The clips of the step.
+        scale: The GradScaler's facts; None without a GradScaler.
+        optimizer: The index of the optimizer, if the script has several.
+        losses: The losses that backward was called on since the step before.
+        lr: The learning rate of the first parameter group: a number, or a copy of the script's tensor.
+        kept_gradients: Whether the gradients were not cleared and contain those of the step before; None if unchecked.
+        origin: The operation where the forward first had a non-finite number, and the dtype of that number.
+        logits: The largest logit of each attention that a `LogitWatch` recorded since the step before.
+        logged: Other reported or logged numbers by name; tensors until they have been read. ``norm`` is the norm
+            before the user's own clip, and ``max_norm`` its threshold.
     """
 
     number: int
@@ -183,18 +183,18 @@ class StepMeasurement(NamedTuple):
 
     @property
     def late(self) -> bool:
-        """Whether its numbers are known only when they have come from a device."""
+        """Whether the numbers are known only after a copy from a device."""
         return self.gradients.late
 
 
 class Event(NamedTuple):
-    """Something behind the step of this number.
+    """An event written after a step.
 
     Attributes:
-        number: Number of the step.
-        lines: Makes its lines, of the record's parameters and of `numbers`.
-        numbers: Numbers, or tensors until these have been read.
-        late: Whether it holds tensors on a device.
+        number: The number of the step.
+        lines: A function that makes the event's lines from the record's parameters and `numbers`.
+        numbers: Numbers, or tensors until they have been read.
+        late: Whether `numbers` holds tensors on a device.
     """
 
     number: int
@@ -204,7 +204,7 @@ class Event(NamedTuple):
 
 
 def scale_update(index: int, before: Tensor, after: Tensor) -> Event:
-    """Return the event of a loss scale before and after the update that followed a step; no line if it did not fall."""
+    """Return the event of a loss scale before and after its update; it writes a line only if the scale fell."""
 
     def lines(table: ParameterTable, numbers: Sequence[Any]) -> Iterable[Line]:
         del table
@@ -226,16 +226,16 @@ def setup_event(
     *,
     harmless: bool,
 ) -> Event:
-    """Return the event of something about the set-up of the loop.
+    """Return the event of a fault in the set-up of the training loop.
 
     Args:
-        kind: Its kind, of `loop_setup`.
-        index: Number of the step.
-        value: On how many steps it was seen.
-        optimizer: Which optimizer, where the script has several.
-        named: The parameters that it is about, each with whether it has kept its values: others are left out. None
-            for all of ``optimizer``.
-        harmless: Whether it may be meant.
+        kind: The kind of fault, from `loop_setup`.
+        index: The number of the step.
+        value: The number of steps that showed the fault.
+        optimizer: The index of the optimizer, if the script has several.
+        named: The affected parameters by name, each with a flag tensor that is true if its values did not change; the
+            others are left out. None for all parameters of ``optimizer``.
+        harmless: Whether the set-up may be intended.
     """
     unchanged = [] if named is None else [torch.stack(list(named.values()))]
 
@@ -254,7 +254,7 @@ def setup_event(
 
 
 def recovery(index: int, event: RecoveryEvent, optimizer: int | None) -> Event:
-    """Return the event of what was done about spikes; ``optimizer`` is its place where there are several."""
+    """Return the event of a recovery from spikes; ``optimizer`` is the optimizer's index if there are several."""
     line = {
         "t": "event",
         "i": index,
@@ -276,7 +276,7 @@ class ParameterTable:
         params: The ``params`` of ``meta``.
 
     Attributes:
-        names: Their names.
+        names: The names of the parameters.
 
     Example:
         >>> table = ParameterTable([{"name": "a"}, {"name": "b"}, {"name": "c", "optimizer": 1}])
@@ -292,9 +292,10 @@ class ParameterTable:
             self._of.setdefault(parameter.get("optimizer", 0), []).append(place)
 
     def array(self, places: Sequence[int], values: Norms, missing: float = 0.0) -> list[float]:
-        """Return one number for each parameter: ``values`` at ``places`` (-1: nowhere), ``missing`` elsewhere.
+        """Return one number for each parameter: ``values`` at the indices ``places``, ``missing`` elsewhere.
 
-        A number of an earlier step would make a layer look alive that gets no gradient any more.
+        A value with the index -1 is dropped. A parameter without a value does not keep an earlier step's number, which
+        would make a layer without gradients look alive.
         """
         if places == self._everywhere:
             return [*_numbers(values)]
@@ -305,13 +306,13 @@ class ParameterTable:
         return found
 
     def names_of(self, optimizer: int | None) -> list[str]:
-        """Return the names of the parameters of an optimizer (None: the only one)."""
+        """Return the names of an optimizer's parameters; None means the only optimizer."""
         return [self.names[place] for place in self._of.get(optimizer or 0, ())]
 
     def absent(self, optimizer: int | None, places: Sequence[int]) -> list[int]:
-        """Return the parameters of an optimizer (None: the only one) that are not among ``places``."""
+        """Return the indices of an optimizer's parameters missing in ``places``; None means the only optimizer."""
         own = self._of.get(optimizer or 0, ())
-        if len(places) == len(own) and -1 not in places:  # as on nearly every step
+        if len(places) == len(own) and -1 not in places:  # the usual case
             return []
         measured = set(places)
         return [place for place in own if place not in measured]
@@ -321,17 +322,18 @@ Entry = StepMeasurement | Event
 
 
 THINNED_FROM = 50_000
-"""The number of a step from which on norms of each parameter are written half as often; from its double a quarter."""
+"""The step from which the norms of each parameter are written half as often; a quarter as often from its double."""
 
 
 def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[Line]:
-    """Yield the ``step`` line, a ``tensors`` line every so many steps, and an ``event`` where one is due.
+    """Yield the ``step`` line, and the ``tensors`` and ``event`` lines that are due.
 
     Args:
-        step: The step or the event, its numbers on the host.
+        step: The step or the event, with its numbers on the host.
         table: The parameters, in the order of ``meta``.
-        every: A ``tensors`` line every so many steps of each optimizer; None for about 200 bytes a step, and from
-            `THINNED_FROM` on fewer: a million steps of a small model have 156,250 of these lines.
+        every: The interval of ``tensors`` lines, in steps of the optimizer. None chooses an interval of about 200
+            bytes a step, and a longer one from `THINNED_FROM` on: a million steps of a small model have 156,250 of
+            these lines.
     """
     lines = step.lines(table, step.numbers) if isinstance(step, Event) else _lines_of_step(step, table, every)
     yield from map(known_fields, lines)
@@ -344,22 +346,22 @@ def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int | No
     yield line
     every = every or max(1, len(table.names) // 20) << (step.turn // THINNED_FROM).bit_length()
     due = step.turn % every == 0 or step.diagnostics is not None
-    if due and max(places, default=-1) >= 0:  # else it is not known whose norms they are
-        # on the others the step line has what moved all together
+    if due and max(places, default=-1) >= 0:  # without places, the norms belong to no named parameter
+        # every second line is enough: each step line has the relative update of all parameters
         moves = step.diagnostics is not None or step.turn % (2 * every) == 0
         yield _tensors_line(step, norms, table, step.moved if moves else None)
     finite = (step.gradients.total is None and math.isfinite(line["norm"])) or all(map(math.isfinite, norms))
-    if not finite and not _flag(step.skip.by_scaler):  # a scaler's search for its scale is an amp_skip
+    if not finite and not _flag(step.skip.by_scaler):  # a step that the scaler skips is an amp_skip event instead
         yield _nonfinite_line(step, norms, table.names)
 
 
 def _with_user_clip(step: StepMeasurement) -> tuple[StepMeasurement, Any]:
     """Return the step with the clip that the user logged, and the threshold of the script's last clip.
 
-    Where the user logged the norm before their own clip, what was measured at the step is the norm after it.
+    If the user logged the norm before their own clip, the norm measured at the step is the norm after that clip.
     """
     clips, norm, max_norm = step.clips, step.logged.get("norm"), step.logged.get("max_norm")
-    if clips.script or clips.guard is not None:  # which tell more
+    if clips.script or clips.guard is not None:  # an observed clip has more facts than a logged one
         return step, clips.script[-1].threshold if clips.script and not clips.act_apart else None
     if norm is None:
         return step, max_norm
@@ -367,7 +369,7 @@ def _with_user_clip(step: StepMeasurement) -> tuple[StepMeasurement, Any]:
     gradients = step.gradients._replace(total=before)
     if math.isfinite(before) and math.isfinite(after):
         gradients = gradients._replace(post=after)
-        if after > 0:  # a norm clip multiplied all gradients by one number
+        if after > 0:  # a norm clip multiplies all gradients by the same number
             gradients = gradients._replace(norms=[norm * (before / after) for norm in _numbers(gradients.norms)])
     clips = clips._replace(script=[ScriptClip("norm", max_norm, before)])
     return step._replace(gradients=gradients, clips=clips), max_norm
@@ -391,14 +393,14 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
 def _root_mean_squares(
     norms: Norms, counts: Sequence[int], places: Sequence[int], table: ParameterTable
 ) -> list[float | None]:
-    """Return the root mean square for each parameter, from norms of so many elements; None where it is not known."""
+    """Return each parameter's root mean square, from the norm and count of its elements; None if it is unknown."""
     known = zip(_numbers(norms), counts, strict=True)
     means = [norm / math.sqrt(count) if count else math.nan for norm, count in known]
     return [None if math.isnan(mean) else mean for mean in table.array(places, means, math.nan)]
 
 
 def _update_of(moved: Moved | None) -> float | None:
-    """Return the norm of what a step changed over that of the weights, each parameter's sample standing for all."""
+    """Return the norm of the step's change over the norm of the weights, both estimated from the samples."""
     if moved is None:
         return None
     update, weight = (
@@ -448,13 +450,13 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
 
 
 def _clips_of(step: StepMeasurement, total: float) -> tuple[list[ScriptClip], float | None, float]:
-    """Tell what clipped, and how much.
+    """Return the clips of a step and their coefficients.
 
     Returns:
-        The clips that acted: the script's own, the one that the watcher applies, the guard's; what gradients were
-        multiplied by in all, if that is known; and by those of them that acted within the step.
+        The clips that acted: the script's own, the observer's, the guard's; their total coefficient, None if it is
+        unknown; and the coefficient of the observer's and the guard's clip, which act on the measured gradients.
     """
-    if not any(step.clips):  # as on most steps
+    if not any(step.clips):  # the usual case
         return [], None, 1.0
     of_script, apart, post = step.clips.script, step.clips.act_apart, step.gradients.post
     clips = [
@@ -466,14 +468,14 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[ScriptClip], fl
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
     coefficient = None
     if clips and not unknown and (known >= 1 or (post is None and not apart)):
-        coefficient = known  # two measured norms would differ by their rounding
+        coefficient = known  # exact; the ratio of two measured norms has rounding errors
     elif clips and post is not None:
         coefficient = min(1.0, float(post) / total) if total > 0 else 1.0
     if coefficient is not None and len(unknown) == 1 and known > 0 and not apart:
         own = min(1.0, coefficient / known)
         if len(clips) > 1 and own > 1 - ROUNDING:
             own, coefficient = 1.0, known
-        if not (step.clips.reach and inner):  # else a row of the record has a factor of its own gradients, not of all
+        if not (step.clips.reach and inner):  # a clip of a part of the gradients has no factor of all gradients
             clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own)
     within = 1.0
     for clip in inner:
@@ -487,8 +489,8 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[ScriptClip], fl
 
 
 def _are_disjoint(clips: Clips) -> bool:
-    """Tell whether several clips acted, each on parameters of its own."""
-    if not clips.act_apart or clips.applied is not None or clips.guard is not None:  # those two act on all of them
+    """Return whether several clips acted on disjoint sets of parameters."""
+    if not clips.act_apart or clips.applied is not None or clips.guard is not None:  # these two act on all gradients
         return False
     return len(set().union(*clips.reach)) == sum(len(set(places)) for places in clips.reach)
 
@@ -499,7 +501,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _of_clip(clip: ScriptClip, total: float, alone: bool) -> float | None:
-    """Return the factor of a clip of the script, if the clip reported it or its norm, or is ``alone``."""
+    """Return the coefficient of a script's clip, if it reported the coefficient or its norm, or is ``alone``."""
     coefficient, norm, threshold = _number(clip.coefficient), _number(clip.norm), _number(clip.threshold)
     if coefficient is not None:
         return coefficient
@@ -514,7 +516,7 @@ def _dominant(places: Sequence[int], norms: Sequence[float], total: float) -> li
     if not norms or not 0 < total < math.inf:
         return None
     norm = max(norms)
-    place = places[len(norms) - 1 - norms[::-1].index(norm)]  # of several, the last
+    place = places[len(norms) - 1 - norms[::-1].index(norm)]  # the last of several equal norms
     return [place, (norm / total) ** 2] if place >= 0 else None
 
 

@@ -1,6 +1,7 @@
-"""Rules of `torch.optim`: the step over the learning rate, of some elements, from a state and a gradient.
+"""Recompute the steps of `torch.optim`'s rules, divided by the learning rate, for a sample of the elements.
 
-A rule is called after the step, with the state that this has left, so that only what became of it is computed again.
+A rule is called after the step with the optimizer's new state: it computes the step from that state without updating
+the state again.
 """
 
 import math
@@ -13,14 +14,14 @@ from torch.optim import SGD, Adam, Muon, Optimizer
 
 
 class Taken(NamedTuple):
-    """A step of one parameter, in the elements that are looked at.
+    """The sampled elements of one parameter at a step.
 
     Attributes:
-        group: The settings.
-        state: The state after the step.
+        group: The settings of the parameter group.
+        state: The optimizer's state after the step.
         gradient: The gradient.
         weight: The weight before the step.
-        shape: The parameter's shape.
+        shape: The shape of the whole parameter.
     """
 
     group: Mapping[str, Any]
@@ -31,12 +32,12 @@ class Taken(NamedTuple):
 
     @property
     def decay(self) -> Tensor:
-        """The weight decay that is added, to the gradient or, decoupled, to the step."""
+        """The weight decay, which is added to the gradient, or to the step if it is decoupled."""
         return self.group["weight_decay"] * self.weight
 
     @property
     def decayed(self) -> Tensor:
-        """The gradient that is descended, with weight decay."""
+        """The gradient of the minimised loss, plus weight decay."""
         return (-self.gradient if self.group["maximize"] else self.gradient) + self.decay
 
 
@@ -44,7 +45,7 @@ Rule = Callable[[Taken], Tensor | None]
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
-    """Return the rule of an optimizer of these classes, or of a subclass, which may do something else."""
+    """Return the rule of an optimizer of a known class or its subclass; a subclass may use another rule."""
     return next((rule for kind, rule in _RULES.items() if isinstance(optimizer, kind)), None)
 
 

@@ -1,4 +1,4 @@
-"""Signals sent to a watched program: the record gets its last rows and its end, and the signal is passed on."""
+"""Handle signals to a recorded program: complete the record, then pass the signal on."""
 
 import atexit
 import os
@@ -13,14 +13,14 @@ from typing import Any, Self
 from gradguard.monitoring.record.record_lines import without_none
 
 HANGUP: int | None = getattr(signal, "SIGHUP", None)
-"""The signal of a terminal that closes; it often comes twice, from the shell and from the system."""
+"""The signal of a closing terminal; the shell and the system often send one each."""
 
 ENDING: list[int] = without_none((signal.SIGTERM, HANGUP))
-"""The signals that end a process without a word to Python; Ctrl-C raises `KeyboardInterrupt`."""
+"""The signals that end a process without raising an exception in Python; Ctrl-C raises `KeyboardInterrupt`."""
 
 
 class BySignal(int):
-    """The exit code of a program that a signal ended: 128 plus the number of the signal, as shells count.
+    """The exit code of a program that a signal ended: 128 plus the number of the signal, the shells' convention.
 
     Example:
         >>> BySignal.of(signal.SIGTERM), BySignal.of(signal.SIGTERM).number
@@ -29,7 +29,7 @@ class BySignal(int):
 
     @classmethod
     def of(cls, number: int) -> Self:
-        """Return the exit code for a signal."""
+        """Return the exit code of a program that the signal ``number`` ended."""
         return cls(128 + number)
 
     @property
@@ -39,26 +39,26 @@ class BySignal(int):
 
 
 class SignalHandlers:
-    """Context manager for signals while a program runs and while its record is finished.
+    """Handle signals while a program runs and while its record is completed; a context manager.
 
     =======================  ===========================================================================================
     while                    a signal
     =======================  ===========================================================================================
-    the program runs         Ctrl-C raises `KeyboardInterrupt`, as ever; SIGTERM and SIGHUP raise `SystemExit` with a
-                             `BySignal`. A second SIGTERM ends the process at once; a second SIGHUP is passed over,
-                             because terminals send two
-    the record is finished   is noted; from `hold` on
-    the page is drawn        raises `KeyboardInterrupt`; within `raised`
+    the program runs         Ctrl-C raises `KeyboardInterrupt` as usual; SIGTERM and SIGHUP raise `SystemExit` with a
+                             `BySignal`. A second SIGTERM ends the process at once. A second SIGHUP is ignored, because
+                             terminals send two
+    the record is completed  (after `hold`) is stored in `second`
+    the page is drawn        (within `raised`) raises `KeyboardInterrupt`
     =======================  ===========================================================================================
 
-    While the program runs, a handler of its own wins, whether it is there already or comes later. A signal that is
-    ignored stays so. A forked child ends by a signal as it would without us.
+    While the program runs, its own handler has priority, whether it was installed before or later. An ignored signal
+    stays ignored. A signal ends a forked child as usual.
 
     Args:
-        acting: Whether it does anything; it does nothing in a thread that is not the main one either.
+        acting: Whether to install handlers; outside the main thread, none are installed.
 
     Attributes:
-        second: The signal that came while the record was finished.
+        second: The signal that arrived while the record was being completed; None without one.
     """
 
     def __init__(self, acting: bool = True) -> None:
@@ -69,20 +69,20 @@ class SignalHandlers:
         self.second: int | None = None
 
     def hold(self, number: int | None = None) -> None:
-        """From now on note the signals that come.
+        """Store signals from now on instead of ending the program.
 
         Args:
-            number: The signal that has ended the program, if one has.
+            number: The signal that has ended the program, if any.
         """
         self._first, self._held = self._first or number, True
         for one in (signal.SIGINT, *ENDING):
             before = signal.getsignal(one)
-            if callable(before) or before == signal.SIG_DFL:  # the program is over, and so are its own handlers
+            if callable(before) or before == signal.SIG_DFL:  # the program's own handlers are obsolete after its end
                 self._take(one)
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Let signals raise `KeyboardInterrupt` inside the block: at its start, if one has been noted."""
+        """Let signals raise `KeyboardInterrupt` inside the block, at once if a signal has been stored before."""
         self._raises = True
         try:
             if self.second is not None:
@@ -98,7 +98,7 @@ class SignalHandlers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with suppress(ValueError):  # not in the main thread any more
+        with suppress(ValueError):  # outside the main thread, `signal.signal` raises
             for number, before in self._before.items():
                 if os.getpid() == self.process and signal.getsignal(number) == self._came:
                     signal.signal(number, before)
@@ -127,7 +127,7 @@ class SignalHandlers:
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal, with what the system does at it.
+    """End this process with the default action of a signal.
 
     Args:
         number: The signal.
@@ -137,25 +137,24 @@ def end_by(number: int) -> None:
 
 
 class LastWord:
-    """Lets Python end this process as it always does, and by a signal in place of an exit code.
+    """Let this process end by a signal, instead of an exit code, after Python's normal shutdown.
 
-    Threads are waited for first, and what is registered with `atexit` runs, if it was registered later than this was
-    made.
+    Python first waits for its threads and runs the `atexit` handlers that were registered after this object was made.
     """
 
     def __init__(self) -> None:
         self._number: int | None = None
-        if os.name != "nt":  # where no process ends by a signal
+        if os.name != "nt":  # no process ends by a signal on Windows
             atexit.register(self._end)
 
     def of(self, code: int) -> int:
-        """Let the process that exits with ``code`` end by its signal, where it is a `BySignal`.
+        """Let the process end by the signal of ``code`` if that is a `BySignal`.
 
         Args:
             code: The exit code.
 
         Returns:
-            ``code``.
+            The same ``code``.
         """
         self._number = code.number if isinstance(code, BySignal) else None
         return code
@@ -163,25 +162,23 @@ class LastWord:
     def _end(self) -> None:
         if self._number is not None:
             for stream in (sys.stdout, sys.stderr):
-                with suppress(Exception):  # its terminal may be gone
+                with suppress(Exception):  # the terminal may be closed
                     stream.flush()
             end_by(self._number)
 
 
 def before_signals(close: Callable[[int], object], flush: Callable[[], object]) -> Callable[[], None]:
-    """Let SIGTERM and SIGHUP write a record first, and then do what they would have done: end the process, or call its
-    handler.
+    """Let SIGTERM and SIGHUP write a record before they end the process or call the program's own handler.
 
-    For somebody's process in which we are a guest: it ends as it would without us. A forked child writes nothing of its
-    parent's.
+    A forked child does not write its parent's record.
 
     Args:
-        close: Writes the end, where a signal ends the process; gets the exit code.
-        flush: Writes what is left, where the program has a handler, after which it may go on.
+        close: A function that writes the end of the record, called with the exit code if the signal ends the process.
+        flush: A function that writes the remaining lines, called if the program has a handler and may continue.
 
     Returns:
-        A function that forgets both, and gives the signals back with the last of them; harmless where the program has
-        taken one.
+        A function that removes both, and restores the signals' handlers after the last record. It leaves a handler
+        that the program has installed since.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -198,11 +195,11 @@ def before_signals(close: Callable[[int], object], flush: Callable[[], object]) 
 
 
 class _Guests:
-    """All records of a process that a signal is to complete.
+    """The handler of one signal, which completes all records of this process.
 
     Args:
         number: The signal.
-        before: Its handler before.
+        before: The signal's earlier handler.
     """
 
     def __init__(self, number: int, before: Any) -> None:
@@ -214,7 +211,7 @@ class _Guests:
     def _end(self, number: int, frame: FrameType | None) -> None:
         mine = list(self.known.values()) if os.getpid() == self.process else []
         for close, flush in mine:
-            with suppress(Exception):  # the process must end, whatever becomes of its records
+            with suppress(Exception):  # the process must end even if its records cannot be completed
                 flush() if callable(self._before) else close(BySignal.of(number))
         if callable(self._before):
             self._before(number, frame)
@@ -222,10 +219,10 @@ class _Guests:
             end_by(number)
 
     def leave(self, key: object) -> None:
-        """Forget a record; with the last one, give the signal back."""
+        """Remove a record; after the last one, restore the signal's earlier handler."""
         self.known.pop(key, None)
         if not self.known and os.getpid() == self.process:
-            with suppress(ValueError):  # not in the main thread any more
+            with suppress(ValueError):  # outside the main thread, `signal.signal` raises
                 if signal.getsignal(self._number) == self._end:
                     signal.signal(self._number, self._before)
 
@@ -234,12 +231,12 @@ _guests = dict[int, _Guests]()
 
 
 def _guests_of(number: int) -> _Guests | None:
-    """Those that a signal is to complete in this process; None where it is ignored, or handled by no Python."""
+    """Return the handler of a signal in this process; None if the signal is ignored or has a handler outside Python."""
     guests = _guests.get(number)
     if guests is None or guests.process != os.getpid() or not guests.known:
         before = signal.getsignal(number)
         owner = getattr(before, "__self__", None)
-        if isinstance(owner, SignalHandlers | _Guests) and owner.process != os.getpid():  # our parent's
+        if isinstance(owner, SignalHandlers | _Guests) and owner.process != os.getpid():  # inherited from the parent
             before = signal.SIG_DFL
         if before in (signal.SIG_IGN, None):
             return None

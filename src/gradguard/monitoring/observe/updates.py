@@ -1,6 +1,7 @@
-"""By how much a step moves each tensor of the weights, from some of their elements.
+"""Measure how far a step moves each weight tensor, from a sample of its elements.
 
-A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and a sharded one by this process's part.
+A tensor of more than `ELEMENTS` elements is represented by about that many, evenly spread. A sharded tensor is
+represented by this process's shard.
 """
 
 import math
@@ -24,30 +25,30 @@ SHARE = 0.01
 """The largest share of the run's time that these measurements may take."""
 
 FREE = 0.1
-"""Seconds of them that no share limits."""
+"""The seconds of these measurements that are always allowed."""
 
 RULE_EVERY, OF_RULE, ROUNDING = 8, 3, 0.01
-"""How often a step is compared with the optimizer's rule, the most tensors that are, and the share of a step, or of
-what the rule makes, by which rounding may change it."""
+"""The interval of comparisons with the optimizer's rule, the largest number of compared tensors, and the largest
+relative rounding of the step, and of the rule's step, at which they are compared."""
 
 _ORDINARY = (Tensor, Parameter)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Moved(NamedTuple):
-    """The change that a step made to the weights, in the elements that are looked at.
+    """The change of the sampled elements of each parameter by a step.
 
     Attributes:
-        update: 2-norm of what it changed, for each parameter.
-        weight: 2-norm of these elements before the step.
-        counts: How many elements are looked at; 0 where none can be.
-        sizes: How many elements there are.
-        roots: The root of ``sizes`` over ``counts``: by so much a norm of these elements is less than that of all.
-        rates: The learning rate of each group of the optimizer.
-        added: 2-norm of what it added to the momentum of each parameter of at most `ELEMENTS` elements, 0 for others;
-            empty where the optimizer has a rule here, or no momentum.
-        over_rule: The step over what the rule of the optimizer makes of its state and gradients, where these
-            are one factor times each other; else NaN, or None where that is not looked at.
+        update: The 2-norm of the change of each parameter's sample.
+        weight: The 2-norm of each parameter's sample before the step.
+        counts: The number of sampled elements of each parameter; 0 if it cannot be sampled.
+        sizes: The number of elements of each parameter.
+        roots: The square root of ``sizes / counts``, the factor from a sample's norm to the norm of all elements.
+        rates: The learning rate of each parameter group.
+        added: The 2-norm of the step's addition to the momentum, for each parameter of at most `ELEMENTS` elements;
+            0 for other parameters. Empty if `step_rules` has the optimizer's rule, or the optimizer has no momentum.
+        over_rule: The step divided by the step that the optimizer's rule computes, if their ratio is one number; NaN if
+            it is not, None if the step was not compared.
     """
 
     update: Norms
@@ -61,16 +62,16 @@ class Moved(NamedTuple):
 
 
 class Samples:
-    """Some elements of the weights of an optimizer.
+    """A sample of the elements of an optimizer's weights.
 
     Args:
-        parameters: The weights, at least one; of those on several devices, those on the first are looked at.
+        parameters: The weights, at least one. Only weights on the first weight's device are sampled.
 
     Attributes:
-        views: The elements of each weight, as one dimension that shares its memory; none where that is not possible.
-        before: All of them as they were at the last look.
-        changes: Room for what a step does to all of them.
-        parts: The part of each weight in ``changes``, then in ``before``.
+        views: A 1-D view of each weight's sampled elements; empty if no view is possible.
+        before: The sampled elements of all weights, copied before the step.
+        changes: A buffer for the step's change of all sampled elements.
+        parts: Each weight's slice of ``changes``, then each weight's slice of ``before``.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -78,20 +79,20 @@ class Samples:
         self.counts, self.sizes = [view.numel() for view in self.views], [p.numel() for p in parameters]
         pairs = zip(self.sizes, self.counts, strict=True)
         self.roots = [math.sqrt(size / count) if count else 0.0 for size, count in pairs]
-        self.before = torch.cat(self.views)  # in the widest of their dtypes
+        self.before = torch.cat(self.views)  # in the promoted dtype of all weights
         self.changes = torch.empty_like(self.before)
         self.parts = [*self.changes.split(self.counts), *self.before.split(self.counts)]
         self._blocks = SampledBlocks.of(self.views, self.before, self.changes)
 
     def take(self) -> None:
-        """Keep what they are now."""
+        """Copy the current elements to `before`."""
         if self._blocks is None:
             torch.cat(self.views, out=self.before)
         else:
             self._blocks.take()
 
     def moved(self) -> Norms:
-        """Return the 2-norm of what a step has done to each since, then of each before it."""
+        """Return the 2-norm of each weight's change since `take`, then the 2-norm of each weight before it."""
         if self._blocks is not None:
             return self._blocks.moved()
         torch.cat(self.views, out=self.changes).sub_(self.before)
@@ -99,9 +100,9 @@ class Samples:
 
 
 class Sampled:
-    """The `Samples` of an optimizer, made anew where one of its weights has other memory.
+    """Cache the `Samples` of an optimizer until one of its weights moves to other memory.
 
-    They keep that memory alive, so that no other weight gets its address before the next look.
+    The samples keep that memory alive: no other weight can get its address in the meantime.
     """
 
     def __init__(self) -> None:
@@ -109,25 +110,25 @@ class Sampled:
         self._samples: Samples | None = None
 
     def of(self, parameters: Sequence[Tensor]) -> Samples:
-        """Return the samples of ``parameters``, those of a step of the optimizer, as they are now."""
+        """Return the samples of a step's ``parameters``, with their current elements."""
         memory, samples, self._samples = memory_of(parameters), self._samples, None
         if samples is None or memory is None or memory != self._memory:
             samples = Samples(parameters)
         else:
             samples.take()
-        if memory is not None:  # else nobody could tell whether they still are the weights
+        if memory is not None:  # without addresses, the cache could not notice that a weight has moved
             self._memory, self._samples = memory, samples
         return samples
 
 
 class Moving:
-    """A sample of the weights that a step is about to change.
+    """Measure the change of the sampled weights by one step; created before the step.
 
     Args:
-        optimizer: Whose step it is.
-        parameters: Those that have a gradient, at least one.
-        samples: Their samples.
-        step: How many steps of this optimizer came before.
+        optimizer: The optimizer that makes the step.
+        parameters: The parameters that have a gradient, at least one.
+        samples: The samples of these parameters.
+        step: The number of earlier steps of this optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], samples: Samples, step: int = 0) -> None:
@@ -135,7 +136,7 @@ class Moving:
         self._optimizer, self._parameters, self._samples = optimizer, parameters, samples
         self._rule, self._momenta = None if step % RULE_EVERY else rule, list[tuple[Tensor, Tensor]]()
         if rule is None:
-            with suppress(Exception):  # it may have no momentum, or a state of its own kind
+            with suppress(Exception):  # an optimizer may have no momentum, or another layout of its state
                 first, momenta = optimizer.param_groups[0], [_momentum(optimizer, p, device) for p in parameters]
                 factor = first.get("momentum") or first["betas"][0]
                 self._momenta = [(kept, factor * kept.float()) for kept in momenta]
@@ -143,19 +144,19 @@ class Moving:
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def moved(self) -> Moved:
-        """Return what the step has done."""
+        """Return the change by the step."""
         samples = self._samples
         norms, n, over_rule = samples.moved(), len(samples.counts), None
         added = [kept.float() - left for kept, left in self._momenta]
         if self._rule is not None:
-            with suppress(Exception):  # a subclass may keep another state, or other settings
+            with suppress(Exception):  # a subclass may have another state, or other settings
                 over_rule = self._over_rule(self._rule, samples.parts[:n], samples.parts[n:])
         facts = samples.counts, samples.sizes, samples.roots, self._rates
         return Moved(norms[:n], norms[n:], *facts, gradient_norms(added) if added else [], over_rule)
 
     @torch.no_grad()
     def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
-        """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
+        """Return the ratio of the step to the rule's step, from tensors of the first group; NaN if it is no number."""
         group, rate = self._optimizer.param_groups[0], self._rates[0]
         own = set(map(id, group["params"]))
         rows = []
@@ -182,14 +183,14 @@ class Moving:
 
 
 def _momentum(optimizer: Optimizer, parameter: Tensor, device: torch.device) -> Tensor:
-    """Return the running mean or sum that an optimizer keeps; empty where it is unknown or longer than `ELEMENTS`."""
+    """Return an optimizer's momentum of a parameter; empty if there is none, or if it exceeds `ELEMENTS` elements."""
     state = optimizer.state.get(parameter, {})
     kept = _sample(state.get("exp_avg", state.get("momentum_buffer", parameter.new_empty(0))), device)
     return kept if kept.numel() == parameter.numel() else kept[:0]
 
 
 def _sample(parameter: Tensor, device: torch.device) -> Tensor:
-    """Return some elements of a parameter as one dimension that shares its memory; none where that is not possible."""
+    """Return a 1-D view of at most about `ELEMENTS` elements of a parameter; empty if no view is possible."""
     values = parameter if type(parameter) in _ORDINARY else local_part(parameter)
     if values.dtype.is_complex and not values.is_conj():
         values = torch.view_as_real(values)

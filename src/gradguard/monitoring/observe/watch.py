@@ -1,4 +1,4 @@
-"""Watching from inside: a notebook, a script's own call, and `GRADGUARD=run.jsonl python train.py`."""
+"""Record a process from inside: in a notebook, by a script's own call, or by `GRADGUARD=run.jsonl python train.py`."""
 
 import atexit
 import functools
@@ -22,21 +22,21 @@ from gradguard.monitoring.record.record_lines import known_fields
 from gradguard.script_events import listening
 
 VARIABLE = "GRADGUARD"
-"""The environment variable that holds the path of the record, as `start_up` has it, which is installed beside us."""
+"""The environment variable with the path of the record; `start_up`, installed outside the package, has a copy."""
 
 REPLACED = "GRADGUARD_REPLACED"
-"""The environment variable that says which file `gradguard run --force` was asked to replace."""
+"""The environment variable with the identity of the file that `gradguard run --force` may replace."""
 
 
 class Watch:
-    """A watch that is on; from `watch`.
+    """A running watch, as returned by `watch`.
 
-    **Guarantees**: what it sees it does not change; its failures become an event in the record; closing it twice is
-    harmless, and so is a kernel that ends without a call of `close`.
+    **Guarantees**: the watch does not change the training. An exception in it becomes an event in the record. A second
+    `close` does nothing. A notebook kernel that ends without `close` still completes the record.
 
     Args:
-        observer: The observer that watches.
-        whole_process: Whether it was on from the start, so that how Python ends is how the training ended.
+        observer: The observer that records the steps.
+        whole_process: Whether the watch covers the whole process; the ``end`` line then has Python's exit code.
     """
 
     def __init__(self, observer: Observer, whole_process: bool = False) -> None:
@@ -49,12 +49,12 @@ class Watch:
 
     @property
     def path(self) -> Path | None:
-        """The record; None where another process writes it, and as long as it is not known which one does."""
+        """The path of the record; None if another process writes it, or before the file is opened."""
         return self._observer.path
 
     @property
     def steps(self) -> int:
-        """Optimizer steps seen so far."""
+        """The number of optimizer steps recorded so far."""
         return self._observer.steps
 
     def close(self) -> None:
@@ -68,26 +68,26 @@ class Watch:
         self._observer.close(*(_how_it_ends() if self._whole_process else (None, False)))
 
     def end_by_signals(self) -> None:
-        """Let SIGTERM and SIGHUP write the end of the record, before they do what they would have done."""
+        """Let SIGTERM and SIGHUP write the end of the record before their usual effect."""
         self._give_back = before_signals(self._terminated, self._observer.flush)
 
     def _terminated(self, code: int) -> None:
         self._observer.close(code, interrupted=True)
 
     def report(self, path: str | Path | None = None) -> Path:
-        """Draw the record as it is now, whether or not the watch is still on.
+        """Draw the current record as an HTML page, during the watch or after it.
 
         Args:
-            path: The page; by default beside the record, with its name: ``run.html``.
+            path: The path of the page; by default beside the record and with its name: ``run.html``.
 
         Returns:
-            The page.
+            The path of the page.
 
         Raises:
-            RecordError: There is no record: nothing has been trained yet, or this process writes none.
+            RecordError: If this process has no record: it has made no step yet, or another process writes the record.
         """
         if self.path is None:
-            raise RecordError("this process writes no record: ask for the report on the process of rank 0.")
+            raise RecordError("this process writes no record: call report() in the process of rank 0.")
         self._observer.flush()
         return page_of(self.path, path)
 
@@ -99,7 +99,7 @@ class Watch:
 
 
 def page_of(record: Path, path: str | os.PathLike | None) -> Path:
-    """Draw a record as one HTML page at ``path``, by default beside it, and return where that is."""
+    """Draw a record as one HTML page at ``path``, by default beside the record, and return the page's path."""
     from gradguard.monitoring.show.report import page_beside, write_report
 
     return write_report([read_record(record)], page_beside(record) if path is None else Path(path))
@@ -112,39 +112,39 @@ def watch(
     on_finding: Callable[[Finding], object] | None = None,
     argv: bool = False,
 ) -> Watch:
-    """Watch every optimizer step of this process from now on, until ``close()``: for notebooks.
+    """Record every optimizer step of this process until ``close()``; meant for notebooks.
 
-    **Guarantees**: the training's numbers stay bit-identical; only one watch is on at a time.
+    **Guarantees**: the training's numbers stay bit-identical; only one watch runs at a time.
 
     **Edge cases**:
 
     =====================================  ====================================================================
     situation                              what happens
     =====================================  ====================================================================
-    called again, as when a cell is rerun  the watch before is closed, then the new one begins
-    the record exists                      a number is added to its name; a record is never replaced
-    several processes                      only that of rank 0 writes
-    the folder cannot be written to        one warning, and no record; the training goes on
-    SIGTERM, SIGHUP                        last rows and end are written, then the signal acts as without
+    called again, as when a cell is rerun  the earlier watch is closed, then the new one begins
+    the record exists                      a number is added to the name; a record is never replaced
+    several processes                      only rank 0 writes
+    the folder cannot be written to        one warning and no record; the training continues
+    SIGTERM, SIGHUP                        the last rows and the end are written, then the signal acts as usual
     a forked child                         writes nothing
     =====================================  ====================================================================
 
     Args:
-        path: The record, or a folder for it; by default a new folder ``runs/watch-<time>``.
-        every: Write the norm of each parameter every so many steps; by default so that a step takes
-            some 200 bytes, and half as often from step 50,000 on, a quarter as often from 100,000, and so on.
-        on_finding: Called with each health finding as it is made: an object with ``kind``, ``severity``, ``message``,
-            ``advice``, ``first_step``, ``last_step``, ``params``, ``optimizer`` and ``value``. It runs in a thread of
-            its own, on the process of rank 0, at the latest 50 steps or 2 s after the step; what it raises is an event
-            in the record. `close` waits up to 10 s for it.
-        argv: Write the command line as it is; by default secrets in it are hidden.
+        path: The path of the record, or a folder for it; by default a new folder ``runs/watch-<time>``.
+        every: The number of steps between two writes of each parameter's norm. By default the interval is chosen so
+            that a step takes some 200 bytes; it doubles at step 50,000, again at 100,000, and so on.
+        on_finding: A function called with each health finding: an object with ``kind``, ``severity``, ``message``,
+            ``advice``, ``first_step``, ``last_step``, ``params``, ``optimizer`` and ``value``. It runs in its own
+            thread, on rank 0, at the latest 50 steps or 2 s after the step. If it raises, the record gets an event.
+            `close` waits for it for up to 10 s.
+        argv: Whether to write the command line unredacted; by default secrets in it are hidden.
 
     Returns:
-        The watch: ``close()``, ``report()``, and a context manager that closes it.
+        The watch, with ``close()`` and ``report()``; it is also a context manager that closes itself.
 
     Raises:
         InvalidValueError: If ``every`` is below 1.
-        InvalidTypeError: If ``path`` is not a path, or ``on_finding`` no function.
+        InvalidTypeError: If ``path`` is not a path, or ``on_finding`` is not callable.
 
     Example:
         >>> import gradguard as gg, tempfile, torch
@@ -168,10 +168,10 @@ def watch(
 
 
 def watch_process() -> None:
-    """Begin to watch this process as the environment variable asks; what `start_up` calls when torch is there.
+    """Start the watch that the environment variable requests; `start_up` calls this after torch's import.
 
-    The record is opened at the first step, by which time it is known which process this is: a launcher takes none,
-    a process of rank 0 the path itself, and a child of a watched process a name with its own number.
+    The record is opened at the first step, when the role of this process is known. A launcher, which makes no step,
+    writes none. A process of rank 0 uses the path itself. A child of a watched process adds its PID to the name.
     """
     if _active is None:
         path = Path(os.environ[VARIABLE]).absolute()
@@ -181,13 +181,13 @@ def watch_process() -> None:
 
 @contextmanager
 def children_watched(path: Path | None, replaced: str = "") -> Iterator[None]:
-    """Let Python processes that begin inside the block watch themselves, as with the environment variable.
+    """Let Python processes started inside the block record themselves, by setting the environment variables.
 
-    One that makes no optimizer step, such as a worker of a data loader, writes nothing.
+    A process without an optimizer step, such as a DataLoader worker, writes nothing.
 
     Args:
-        path: The record of this process, beside which theirs go; None to leave them alone.
-        replaced: From `identity`: which file may be replaced, by whichever process writes the record.
+        path: The record of this process; the children's records go beside it. None disables them.
+        replaced: The `identity` of the file that the process that writes the record may replace.
     """
     if path is None:
         yield
@@ -203,29 +203,29 @@ def children_watched(path: Path | None, replaced: str = "") -> Iterator[None]:
 
 
 def record_of_fork(path: Path, observer: Observer) -> Path | None:
-    """Return the record of a forked child, and let it have an end.
+    """Return the path of a forked child's record, and register the calls that complete it.
 
     Args:
         path: The record of the parent.
-        observer: The one of the child.
+        observer: The observer of the child.
 
     Returns:
-        The record; None where another process writes.
+        The path of the child's record; None if another process writes.
     """
-    # The children of multiprocessing end without a word to atexit; one that calls os._exit() leaves what was flushed.
+    # multiprocessing's children do not run atexit handlers; after os._exit() only the flushed lines remain.
     multiprocessing.util.Finalize(None, functools.partial(observer.close, None, False), exitpriority=0)
     before_signals(lambda code: observer.close(code, interrupted=True), observer.flush)
     return _own_path(path)
 
 
 def identity(path: Path | None) -> str:
-    """Return what tells this file, as it is now, from another one, and from itself once somebody writes to it.
+    """Return a text that identifies a file and its current content: it changes when the file is written or replaced.
 
     Args:
         path: A file.
 
     Returns:
-        The words; empty where there is no file.
+        Device, inode, modification time and size; empty without a file.
     """
     with suppress(OSError):
         if path is not None:
@@ -235,33 +235,33 @@ def identity(path: Path | None) -> str:
 
 
 def remove_replaced(path: Path, replaced: str) -> None:
-    """Delete the record that is to be replaced; not one that another run, or a child of this one, writes by now.
+    """Delete the record that may be replaced, unless another run or a child has written to it in the meantime.
 
     Args:
-        path: Where the record is.
-        replaced: Its `identity` when it was asked to be replaced.
+        path: The path of the record.
+        replaced: The `identity` of the record when its replacement was requested.
     """
     if replaced and identity(path) == replaced:
         path.unlink(missing_ok=True)
 
 
 def records_beside(path: Path | None) -> list[Path]:
-    """Return the record at ``path`` and those of the processes that a program started, as far as they are there."""
+    """Return the existing records of a program: the one at ``path``, and those of the processes that it started."""
     return [] if path is None else sorted(path.parent.glob(f"{glob.escape(path.stem)}*{path.suffix}"))
 
 
 def process_of(path: Path) -> tuple[int | None, int | None]:
-    """Return the number of the process that writes a record, and of the first watched one of those it comes from.
+    """Return the PIDs of the process that writes a record and of the watched process that it descends from.
 
     Args:
-        path: A record; None stands for what it does not say, or not yet.
+        path: The path of a record. A PID is None if the first line lacks it or is not written yet.
     """
     meta = first_line(path)
     return meta.get("pid"), meta.get("root")
 
 
 def stop_watching() -> None:
-    """End the watch that is on, if one is: another one takes over."""
+    """Close the running watch, if any."""
     if _active is not None:
         _active.close()
 
@@ -283,7 +283,7 @@ def _record_path(path: str | Path | None) -> Path:
 
 
 def _opened(path: Path) -> Path | None:
-    """The record of this process, which from now on ends in order."""
+    """Return the path of this process's record, and let signals complete that record."""
     own = _own_path(path)
     if own is not None and _active is not None:
         _active.end_by_signals()
@@ -298,12 +298,12 @@ def _own_path(path: Path) -> Path | None:
 
 
 def _path_of_process(path: Path) -> Path | None:
-    """The record of this process: None where another one writes, never a file that another process writes."""
+    """Return the path of this process's record, never one that another process writes; None above rank 0."""
     rank, world = rank_and_world()
     if rank:
         return None
     owner, _, started = os.environ.get(OWNER, "").partition(" ")
-    with suppress(OSError, ValueError):  # another process of this run wrote it: a child, or one that was restarted
+    with suppress(OSError, ValueError):  # a child or a restarted process of this run has written the file
         if path.stat().st_mtime >= float(started):
             owner, world = "", 1
     if world > 1 or owner == str(os.getpid()):
@@ -312,7 +312,7 @@ def _path_of_process(path: Path) -> Path | None:
 
 
 def _how_it_ends() -> tuple[int | None, bool]:
-    """The exit code as far as it is known, and whether Ctrl-C ended the program."""
+    """Return the exit code, None if it is unknown, and whether Ctrl-C ended the program."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return None, False

@@ -1,1 +1,1 @@
-"""Records: the format of the file, its writer, its readers, and what one step says. Plain numbers, without torch."""
+"""Store records: the file format, its writer and its readers, on plain numbers and without torch."""

@@ -1,8 +1,8 @@
-"""The record of a run: JSON Lines, one object per line, append-only, readable by eye and by any language.
+"""Write and read the record of a run: append-only JSON Lines that people and any language can read.
 
-The first line is ``meta``; ``step``, ``tensors`` and ``event`` lines follow, ``end`` closes a run that reached
-its end. JSON has no NaN: a value that was measured and was not finite is ``null``, a quantity that was not
-measured has no key, so that "not measured", "not finite" and 0 stay three different things.
+The first line is ``meta``; ``step``, ``tensors`` and ``event`` lines follow; ``end`` closes a run that reached its end.
+JSON has no NaN: a measured value that is not finite is ``null``, and a quantity that was not measured has no key. "Not
+measured", "not finite" and 0 therefore remain three different things.
 """
 
 import errno
@@ -31,34 +31,34 @@ from gradguard.monitoring.record.text import printable
 FILE_NAME = "run.jsonl"
 
 Line = dict[str, Any]
-"""One line: its kind under ``"t"``; before it is written, floats may be NaN or infinite."""
+"""One line, with its kind under ``"t"``; before it is written, floats may be NaN or infinite."""
 
 ARRAY, SCALAR = "%.4g", "%.7g"
-"""How many digits of a number are written: in an array of one for each parameter, and elsewhere."""
+"""The formats of a float in an array with one number per parameter, and of any other float."""
 
 SCHEMA = 1
-"""The version of the lines' meaning; a reader of another version takes what it knows and says so."""
+"""The version of the lines' meaning; a reader of another version reads the fields that it knows and warns."""
 
 MOST_BUFFERED = 1 << 18
-"""Characters after which lines are written without waiting for `RecordWriter.flush`."""
+"""The number of buffered characters from which lines are written without a call of `RecordWriter.flush`."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """Everything that one run wrote down, as plain Python values.
+    """The whole record of one run, as plain Python values.
 
     Attributes:
         path: The file that was read.
-        meta: Versions, device, arguments and the parameters, whose order every ``tensors`` line follows.
-        steps: One line per optimizer step, each read as a dictionary; lists of dictionaries become `Lines` too.
-        tensors: Pre-clip norms per parameter, every few steps, in the same form.
-        events: Messages of the watcher for a person, with advice.
-        end: The closing line, or None if the run was killed before it could write one.
+        meta: The first line: versions, device, arguments and parameters; every ``tensors`` line has their order.
+        steps: One line per optimizer step; a list of dictionaries is converted to `Lines`.
+        tensors: The norms per parameter before clipping, every few steps; converted in the same way.
+        events: The messages of the run for a person, with advice.
+        end: The ``end`` line; None if the run was killed before it wrote one.
         torn: Whether the last line was incomplete and was left out.
-        unreadable: How many lines were left out because they are damaged or out of order.
-        dropped: How many fields were left out because they held something else than they must.
-        first_fault: The fault of the first of these lines; empty without one.
-        earlier_runs: How many runs the file holds before this one.
+        unreadable: The number of lines left out because they are damaged or out of order.
+        dropped: The number of fields left out because their values have another type or range.
+        first_fault: The fault of the first line that was left out; empty without one.
+        earlier_runs: The number of earlier runs in the file.
     """
 
     path: Path
@@ -80,17 +80,17 @@ class Record:
 
     @property
     def is_newer(self) -> bool:
-        """Whether it was written by a later version, whose lines may mean more than is read here."""
+        """Whether a later version of gradguard wrote the record, which may have unknown fields."""
         return self.meta.get("schema", SCHEMA) > SCHEMA
 
     @property
     def script(self) -> str:
-        """The script and its arguments, as a shell takes them; ``train.py`` where it is not known."""
+        """The script and its arguments, quoted for a shell; ``train.py`` if they are unknown."""
         return shlex.join(map(str, self.meta.get("argv") or ["train.py"]))
 
     @property
     def closing(self) -> dict[str, Any]:
-        """The fields of the closing line; none of a run that was killed."""
+        """The fields of the ``end`` line; empty for a killed run."""
         return self.end or {}
 
     @functools.cached_property
@@ -103,15 +103,15 @@ Answer = TypeVar("Answer")
 
 
 def once(function: Callable[[Record], Answer]) -> Callable[[Record], Answer]:
-    """Let a function of a record work once for each record: a report asks for its verdict in many places.
+    """Cache a function's result for each record: a report needs the verdict in many places.
 
-    Nobody may change the answer, nor the record after the first one.
+    Callers must not change the result, nor the record after the first call.
 
     Args:
         function: A function of a whole record.
 
     Returns:
-        The function with a memory.
+        The cached function.
     """
 
     @functools.wraps(function)
@@ -124,19 +124,19 @@ def once(function: Callable[[Record], Answer]) -> Callable[[Record], Answer]:
 
 
 class RecordWriter:
-    """Append lines to a new record. A file that exists is never replaced: the new one gets a number in its name.
+    """Append lines to a new record; an existing file is never replaced, but gets a numbered sibling.
 
-    **Guarantees**: every line is strict JSON; parent folders are made; closing twice is harmless; of several processes
-    that begin at once each has a file of its own.
+    **Guarantees**: Every line is strict JSON. The writer creates parent folders. A second `close` does nothing. Several
+    processes that start at the same time get separate files.
 
     Args:
-        path: Where the record goes, if nothing is there.
+        path: The path of the record; if it exists, a number is added to the name.
 
     Attributes:
-        path: Where it is.
+        path: The path of the file that was opened.
 
     Raises:
-        RecordError: The file cannot be opened for writing.
+        RecordError: If the file cannot be opened for writing.
 
     Example:
         >>> import tempfile
@@ -150,7 +150,7 @@ class RecordWriter:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._lines: list[str] = []  # in no buffer of the file's, which a forked child would write once more
+        self._lines: list[str] = []  # the file itself is unbuffered: a forked child would write its buffer again
         self._size = 0
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ class RecordWriter:
             ) from error
 
     def write(self, kind: str, /, **fields: Any) -> None:
-        """Write one line; a field that is None is left out, a float that is not finite becomes ``null``.
+        """Write one line; leave out fields that are None, and write ``null`` for floats that are not finite.
 
         Args:
             kind: ``"meta"``, ``"step"``, ``"tensors"``, ``"event"`` or ``"end"``.
@@ -171,13 +171,13 @@ class RecordWriter:
         self.write_line(known_fields({"t": kind, **fields}))
 
     def write_line(self, line: Line) -> None:
-        """Write one line, as `write` does.
+        """Write one line, given as a dictionary.
 
         Args:
-            line: Its kind under ``"t"``, and its fields, none of them None.
+            line: The kind under ``"t"``, and the fields, none of them None.
 
         Raises:
-            RecordError: The writer is closed.
+            RecordError: If the writer is closed.
         """
         if self._file.closed:
             raise RecordError(f"the record {self.path} is closed; write before close(), or open a new one")
@@ -188,10 +188,10 @@ class RecordWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hand what was written to the operating system, so that a reader and a crash both find it.
+        """Pass the buffered lines to the operating system, where readers find them and a crash does not lose them.
 
         Raises:
-            OSError: The disk is full, the file has been deleted, or the like; the record may then end in a torn line.
+            OSError: If writing fails, for example on a full disk or a deleted file; the record may end in a torn line.
         """
         if self._file.closed or not self._lines:
             return
@@ -206,7 +206,7 @@ class RecordWriter:
         """Flush and close the file; a second call does nothing.
 
         Raises:
-            OSError: As for `flush`; the file is closed nevertheless.
+            OSError: If `flush` fails; the file is closed nevertheless.
         """
         try:
             self.flush()
@@ -223,29 +223,30 @@ class RecordWriter:
 def read_record(path: str | Path) -> Record:
     """Read the record of one run; a folder stands for the ``run.jsonl`` in it.
 
-    **Guarantees**: every field of the record is what its table says (`gradguard.monitoring.record.record_fields`),
-    text is printable, and steps ascend; what is read of a damaged file is what was written, and how much of it was
-    left out is counted. A file that is no record is refused by its first bytes or its first line, however long it is.
+    **Guarantees**: Every known field has the type and range of its table (`gradguard.monitoring.record.record_fields`),
+    text is printable, and step numbers ascend. From a damaged file, the function reads only what was written, and
+    counts what it left out. A file that is no record is refused after its first bytes or its first line, at any length.
 
     **Edge cases**:
 
     ============================================  =====================================================================
-    a torn last line, as a killed run leaves it   left out; ``torn``
-    a line that cannot be read, a step number     left out and counted in ``unreadable``
-    that is not above the one before
+    a torn last line, left by a killed run        left out; ``torn`` is set
+    an unreadable line                            left out and counted in ``unreadable``
+    a step number not above the one before        left out and counted in ``unreadable``
     a field of another type or range              left out and counted in ``dropped``
-    kinds of line and fields that are not known   passed over
-    a second ``meta`` line                        another run begins: the last one is read, the others are counted
+    an unknown kind of line                       ignored
+    an unknown field                              kept unchanged
+    a second ``meta`` line                        starts another run: the last one is read, the others are counted
     ============================================  =====================================================================
 
     Args:
-        path: A record, or a folder that holds ``run.jsonl``.
+        path: The path of a record, or a folder that holds ``run.jsonl``.
 
     Returns:
-        The record; every number in it is finite.
+        The record; every number in a known field is finite.
 
     Raises:
-        RecordError: The file is missing, empty, cannot be read, or is no record.
+        RecordError: If the file is missing, empty or unreadable, or is no record.
 
     Example:
         >>> read_record("no/such/run.jsonl")
@@ -264,10 +265,10 @@ _ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
 def first_line(path: Path) -> Line:
-    """Return the first line of a record; an empty dictionary where none can be read.
+    """Return the first line of a record; an empty dictionary if it cannot be read.
 
     Args:
-        path: The record.
+        path: The path of the record.
     """
     try:
         with open_regular(path) as file:
@@ -277,14 +278,14 @@ def first_line(path: Path) -> Line:
 
 
 def is_of_command(path: Path, argv: list[str]) -> bool:
-    """Tell whether a record is of the same command, but for numbers; only its first line is read.
+    """Return whether a record has the same command, ignoring numbers; read only its first line.
 
     Args:
-        path: The record.
-        argv: The script with its arguments, as records have them.
+        path: The path of the record.
+        argv: The script with its arguments, redacted as in a record.
 
     Returns:
-        Whether each argument is that of the record, numbers apart.
+        Whether each argument equals the record's argument, after numbers are blanked out.
     """
     blank = functools.partial(_NUMBER.sub, "#")
     return bool(argv) and list(map(blank, map(str, first_line(path).get("argv", [])))) == list(map(blank, argv))
@@ -294,26 +295,27 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(?![\w.])"
 
 
 def _created(path: Path) -> tuple[Path, FileIO]:
-    """Open a new file at ``path``, or with a number in its name where that is taken."""
-    if path.exists() and not path.is_file():  # a pipe, or a folder, which is an error
+    """Open a new file at ``path``, with a number added to the name if the path exists."""
+    if path.exists() and not path.is_file():  # a pipe is opened; a folder raises
         return path, path.open("wb", buffering=0)
     for number in itertools.count(1):
         free = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
         with suppress(FileExistsError):
             return free, free.open("xb", buffering=0)
-    raise AssertionError  # numbers do not end
+    raise AssertionError  # unreachable: `itertools.count` does not end
 
 
 def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
     """Return ``value`` as JSON, with its floats rounded.
 
-    Rounding and writing in one takes 15 µs for both lines of a step with 18 tensors; rounding, then the standard
-    library's encoder, took 29 (benchmarks/LOG.md).
+    Rounding and writing in one pass takes 15 µs for both lines of a step with 18 tensors. Rounding first and then
+    calling the standard library's encoder took 29 µs (benchmarks/LOG.md).
 
     Args:
         value: A value of a line.
-        form: How a float is written.
-        in_list: How a float in a list is; one in a list of lists is no number of a parameter, and keeps its digits.
+        form: The format of a float.
+        in_list: The format of a float in a list; in a list of lists, a float belongs to no parameter and has the
+            format `SCALAR`.
     """
     if isinstance(value, float):
         text = form % value
@@ -323,7 +325,7 @@ def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
     if isinstance(value, list | tuple):
         if set(map(type, value)) == {float}:
             text = (f"{in_list}, " * len(value) % tuple(value))[:-2]
-            if text.count(".") < len(value):  # one that is whole, not finite, or a power of ten
+            if text.count(".") < len(value):  # an integral or non-finite float, or a power of ten, has no point
                 text = ", ".join([one if "." in one or "e" in one else _whole(one) for one in text.split(", ")])
             return f"[{text}]"
         return f"[{', '.join([_json(one, in_list, SCALAR) for one in value])}]"
@@ -334,22 +336,22 @@ def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _form(keys: tuple[str, ...]) -> str:
-    """Return the JSON of an object with these keys, a gap for each value: the lines of a record share few of them."""
+    """Return the JSON template of an object with these keys; cached, because lines have few distinct sets of keys."""
     return f"{{{', '.join([_string(key).replace('%', '%%') + ': %s' for key in keys])}}}"
 
 
 @functools.lru_cache(maxsize=256)
 def _string(text: str) -> str:
-    """Write a string: an argument that is not UTF-8 arrives with surrogates, which no file can hold."""
+    """Return a string as JSON; escape surrogates, which come from arguments that are not UTF-8."""
     return encode_basestring(text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 _PLAIN: dict[type, Callable[[Any], str]] = {int: str, str: _string}
-"""Values of a line that need no look at what they are."""
+"""The types of values that need no further checks, with their writers."""
 
 
 def _whole(text: str) -> str:
-    """Return the JSON of a float that a format with ``g`` has written without a point: null if it is not finite."""
+    """Return the JSON of a float that the format ``g`` wrote without a point: null if it is not finite."""
     return _WITHOUT_POINT.get(text, f"{text}.0")
 
 
@@ -364,10 +366,10 @@ def _refuse(value: object) -> Any:
 
 
 def file_of(path: Path) -> Path:
-    """Return the file of a record: of a folder the one in it.
+    """Return the file of a record; for a folder, the ``run.jsonl`` in it.
 
     Args:
-        path: The record, or the folder that it is or will be in.
+        path: The path of the record, or of the folder that holds or will hold it.
     """
     return path / FILE_NAME if path.is_dir() else path
 
@@ -382,7 +384,7 @@ def _locate(path: Path) -> Path:
 
 
 class _Run:
-    """One run of a file, while its lines are read."""
+    """Collect the lines of one run in a file."""
 
     def __init__(self, meta: Line, earlier: int) -> None:
         self.meta, self.earlier, self.end = meta, earlier, None
@@ -428,7 +430,7 @@ def _read(path: Path, file: BufferedReader) -> Record:
             run, last_fault, fault = _Run(line, 0 if run is None else run.earlier + 1), "", ""
         if run is None:
             raise RecordError(f'{path} is not a gradguard record: line {number} is not {{"t": "meta", ...}}. {_ADVICE}')
-        if last_fault:  # another line has come, so that it is not torn
+        if last_fault:  # only the last line can be torn
             run.fault(1, last_fault)
         last_fault = fault and f"line {number}: {printable(fault)}"
         if line is not None:
@@ -439,14 +441,14 @@ def _read(path: Path, file: BufferedReader) -> Record:
 
 
 def refuse_at_once(path: Path, head: bytes) -> None:
-    """Refuse what cannot be a record by its first bytes, however long it is.
+    """Refuse a file that is no record by its first bytes, without reading the rest.
 
     Args:
-        path: The file.
-        head: Its first bytes, some dozens.
+        path: The path of the file.
+        head: The first bytes of the file, some dozens.
 
     Raises:
-        RecordError: It is something else.
+        RecordError: If the bytes cannot begin a record.
     """
     if head.startswith(_GZIP):
         raise RecordError(f"{path} is compressed: gunzip it first.")
@@ -459,7 +461,7 @@ _GZIP, _BOM = b"\x1f\x8b", b"\xef\xbb\xbf"
 
 
 def _lines_of(file: BufferedReader) -> Iterator[bytes]:
-    """Yield each line; a zero byte in place of one that is longer than any line may be."""
+    """Yield each line; yield a zero byte instead of a line that is longer than `LONGEST_LINE`."""
     raw = file.readline(LONGEST_LINE).removeprefix(_BOM)
     while raw:
         if len(raw) < LONGEST_LINE or raw.endswith(b"\n"):
@@ -472,11 +474,11 @@ def _lines_of(file: BufferedReader) -> Iterator[bytes]:
 
 
 def _ascending(lines: Lines) -> Lines:
-    """As many of the lines as have ascending numbers: all of them, unless somebody has joined or edited records."""
+    """Return the longest subsequence with ascending step numbers: all lines, unless records were joined or edited."""
     numbers = lines.column("i")
     if all(map(operator.lt, numbers, itertools.islice(numbers, 1, None))):
         return lines
-    # Of each length, the chain with the smallest last number; where two are as long, the later lines are taken.
+    # For each length, keep the chain with the smallest last number; of two equally long chains, take the later lines.
     ends: list[int] = []
     places: list[int] = []
     before: list[int] = []

@@ -1,7 +1,7 @@
-"""Which values of options may stand in a record: those that look like settings, and none that could be a secret.
+"""Decide which option values a record may show: values that look like settings, and none that could be a secret.
 
-A list of the names of secrets is never complete: `--pat`, `--mysql-pass`, `--login`. So it is told the other way round:
-a value is shown if all of it is numbers, words of the trade, or a file that is there.
+A list of the names of secret options is never complete: `--pat`, `--mysql-pass`, `--login`. The module therefore lists
+what is harmless: a value is shown if it consists of numbers and known words, or names an existing file.
 """
 
 import math
@@ -81,17 +81,17 @@ wine with without wmt wnli word words work worker workers workspace world worst 
 xpu xs xxl y year yes yolo yolov yolox z zclip smoothed clean proj preds photo zero zeros zh
 """.split()
 )
-"""Names of optimizers, data sets, models, devices and kinds of files: settings, and no secrets."""
+"""Names of optimizers, data sets, models, devices and file types: settings, not secrets."""
 
 
 def is_harmless(value: str) -> bool:
-    """Tell whether a value of an option can be no secret.
+    """Return whether an option's value cannot be a secret.
 
     Args:
-        value: As it was typed.
+        value: The value as it was typed.
 
     Returns:
-        Whether all of it is numbers and words that are known, or a file that is there.
+        Whether the value consists of numbers and known words, or names an existing file.
 
     Example:
         >>> [is_harmless(one) for one in ("0.1", "adamw", "[64,128]", "bert-base-uncased", "hunter2", "Xk29_qq")]
@@ -105,13 +105,13 @@ def is_harmless(value: str) -> bool:
 
 
 def has_entropy(text: str) -> bool:
-    """Tell whether a text has a part that a random generator may have made: long, of letters and digits mixed.
+    """Return whether a text contains a part that looks random: long, of mixed letters and digits.
 
     Args:
-        text: Anything.
+        text: Any text.
 
     Returns:
-        Whether a part of it is such a one.
+        Whether the text contains such a part.
 
     Example:
         >>> [*map(has_entropy, ("runs/2024-05-01_bert-large", "x=9f8a7c6b5d4e3f2a1b0c", "dGhpcyBpc0Eg1cmV0S2V5"))]
@@ -131,7 +131,7 @@ def _is_known(piece: str) -> bool:
 
 
 def _is_there(value: str) -> bool:
-    """Whether it is a file or a folder that is there, with a name that nobody would draw."""
+    """Return whether ``value`` names an existing file or folder, and does not look random."""
     try:
         return os.path.lexists(Path(value).expanduser()) and not has_entropy(value)
     except (OSError, ValueError, RuntimeError):
@@ -147,5 +147,5 @@ def _is_random(run: str) -> bool:
 
 
 def _bits(run: str) -> float:
-    """Bits a character, by how often each occurs."""
+    """Return the entropy in bits per character, from the frequencies of the characters."""
     return -sum(n / len(run) * math.log2(n / len(run)) for n in Counter(run).values())

@@ -1,4 +1,4 @@
-"""Reading a record while it is being written: only what is new, however often one looks."""
+"""Read a record while it is being written, each line once."""
 
 import os
 import stat
@@ -12,31 +12,31 @@ from gradguard.monitoring.record.record_fields import LONGEST_LINE, read_line
 from gradguard.monitoring.record.record_lines import without_none
 
 READ_AT_ONCE = 16 * 2**20
-"""A longer record is not read whole when it is met: its first line and as much of its end as this are."""
+"""The number of bytes read from the end of a long record at the first poll, in addition to its first line."""
 
 _ANCHOR = 256
 
 
 class JsonlReader:
-    r"""Read the lines that a record gained since the last look.
+    r"""Read the lines that were added to a record since the last poll.
 
-    **Guarantees**: what was read is not read again; a line without its end is kept until the rest comes; memory is
-    bounded by `READ_AT_ONCE` and the longest line; the file is open only while it is read, so that its writer may
-    rename or delete it on every system.
+    **Guarantees**: No line is read twice. An incomplete line is kept until its rest is written. Memory is bounded by
+    `READ_AT_ONCE` and the longest line. The file is open only during a poll: its writer may rename or delete it on
+    every system.
 
-    **Edge cases**: no file yet gives no lines; a line that cannot be read is counted in ``unreadable``; a file that
-    was truncated or replaced is read from its start, and ``restarts`` grows, even if it has become longer than before.
+    **Edge cases**: A missing file gives no lines. An unreadable line is counted in ``unreadable``. A truncated or
+    replaced file is read from its start and counted in ``restarts``, even if it is longer than before.
 
     Args:
-        path: The record, or the folder that it is or will be in.
+        path: The path of the record, or of the folder that holds or will hold it.
 
     Attributes:
-        restarts: How often another run took the place of the one before.
-        unreadable: Lines of the present file that could not be read.
-        dropped: Fields of it that were left out because they held something else than they must.
-        changed: When the file was last written, in seconds since the epoch; None before there was one.
-        missing: Whether there was no file at the last look.
-        skipped: Bytes of the present run that were passed over because the record was long when it was met.
+        restarts: The number of times that the file was truncated or replaced.
+        unreadable: The number of unreadable lines in the present file.
+        dropped: The number of fields left out because their values have another type or range.
+        changed: The time of the file's last write, in seconds since the epoch; None before the file exists.
+        missing: Whether the file was missing at the last poll.
+        skipped: The number of bytes not read because the record was already long at the first poll.
 
     Example:
         >>> import tempfile
@@ -61,18 +61,18 @@ class JsonlReader:
         self._forget()
 
     def poll(self) -> list[dict[str, Any]]:
-        """Return the lines that are new since the last call.
+        """Return the lines that were added since the last call.
 
         Returns:
             The lines, in order, as dictionaries with a string ``t``; empty if there is nothing new.
 
         Raises:
-            RecordError: The file cannot be read, or it is no record.
+            RecordError: If the file cannot be read, or is no record.
         """
         path = file_of(self.path)
         try:
             self.missing = True
-            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
                 raise RecordError(f"{path} is no file: expected a record, as in gradguard tail run.jsonl")
             with open_regular(path) as file:
                 new = self._read(file)
@@ -88,8 +88,8 @@ class JsonlReader:
     def _forget(self) -> None:
         self.unreadable = self.dropped = self.skipped = 0
         self._offset = 0
-        self._anchor = b""  # the last bytes before the offset: a rewritten file has others there
-        self._torn = b""  # a line whose end has not come
+        self._anchor = b""  # the last bytes before the offset; a rewritten file has different ones
+        self._torn = b""  # the beginning of an incomplete line
         self._identity: tuple[int, int] | None = None
         self._begun = False
 
@@ -116,19 +116,19 @@ class JsonlReader:
         return head + whole
 
     def _anchored(self, file: Any) -> bool:
-        """Whether what was read last still stands where it stood."""
+        """Return whether the bytes before the offset are unchanged."""
         file.seek(self._offset - len(self._anchor))
         return file.read(len(self._anchor)) == self._anchor
 
     def _skip(self, file: Any, size: int) -> list[bytes]:
-        """Return the first line of a long record, and go to where the last `READ_AT_ONCE` bytes begin."""
+        """Return the first line of a long record, and move the offset to its last `READ_AT_ONCE` bytes."""
         if size <= 2 * READ_AT_ONCE:
             return []
         head = file.readline(LONGEST_LINE)
         if not head.endswith(b"\n") or size - len(head) <= READ_AT_ONCE:
             return []
         file.seek(size - READ_AT_ONCE - 1)
-        file.readline()  # the rest of a line that began earlier
+        file.readline()  # discard the rest of a line that began earlier
         self._offset = file.tell()
         self.skipped = self._offset - len(head)
         return [head]

@@ -1,7 +1,7 @@
-"""The fields of a record: one table of their types, and the one place where lines are read.
+"""Parse and check the lines of a record against one table of field types.
 
-A record may have been cut, edited, joined from two, or damaged, and it may come from somebody else. The reader of a
-line that `parse_line` returned need not look at types again.
+A record may be truncated, edited, joined from two or damaged, and it may come from an untrusted source. The fields of a
+line that `parse_line` returned need no further type checks.
 """
 
 import json
@@ -17,7 +17,7 @@ from gradguard.files.json_text import is_deep, refuse_many_values
 from gradguard.monitoring.record.text import printable
 
 LONGEST_LINE = 64 * 2**20
-"""No line of a record is as long; what is, is no line."""
+"""The largest number of bytes in a line; a longer one is refused."""
 
 _FLOATS = {float}
 
@@ -25,18 +25,18 @@ _FLOATS = {float}
 def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
     """Read one line of a record.
 
-    A field that the table does not know is kept as it is, since a later version may have written it.
+    An unknown field is kept unchanged, because a later version may have written it.
 
     Args:
-        raw: The line, with or without its end.
+        raw: The line, with or without its newline.
 
     Returns:
-        The line, its kind under ``"t"``, and how many of its fields were left out because they held something else
-        than they must. Text is printable; numbers are finite, or None for what was not finite.
+        The line, with its kind under ``"t"``, and the number of fields left out because their values have another type
+        or range. In known fields, text is printable, and numbers are finite or None.
 
     Raises:
-        ValueError: It is no JSON object with a kind, or lacks a field without which it says nothing.
-        RecursionError: It is nested too deeply.
+        ValueError: If the line is no JSON object with a kind, or lacks a required field.
+        RecursionError: If the line is nested too deeply.
 
     Example:
         >>> parse_line(b'{"t": "step", "i": 7, "norm": null, "loss": "low"}')
@@ -44,7 +44,7 @@ def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
     """
     refuse_many_values(raw)
     text = raw.decode("utf-8").strip(" \t\r\n")
-    line, end = _DECODER.raw_decode(text)  # in three quarters of the time of `decode`
+    line, end = _DECODER.raw_decode(text)  # takes three quarters of the time of `decode`
     if end < len(text):
         raise ValueError(f"Extra data: line 1 column {end + 1} (char {end})")
     if type(line) is not dict or type(kind := line.get("t")) is not str:
@@ -53,7 +53,7 @@ def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
     for key in _REQUIRED.get(kind, ()):
         if key not in line:
             raise ValueError(f'a "{kind}" line needs {_MEANT[key]} under "{key}"')
-    if kind == "meta" and "params" in line:  # each keeps its place, because later arrays count on it
+    if kind == "meta" and "params" in line:  # a faulty entry stays as {}, because later arrays rely on the order
         found = [_checked(one, _PARAMETER) if type(one) is dict else ({}, 1) for one in line["params"]]
         line["params"] = [one for one, _ in found]
         dropped += sum(lost for _, lost in found)
@@ -61,7 +61,7 @@ def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _checked(fields: dict[str, Any], table: Mapping[str, Rule]) -> tuple[dict[str, Any], int]:
-    """Return what is kept of ``fields``, and how many were left out."""
+    """Return the valid fields, and the number of fields left out."""
     kept, dropped = {}, 0
     for key, value in fields.items():
         try:
@@ -74,15 +74,15 @@ def _checked(fields: dict[str, Any], table: Mapping[str, Rule]) -> tuple[dict[st
 def read_line(raw: bytes) -> tuple[dict[str, Any] | None, int, str]:
     """Read one line of a file that may be damaged.
 
-    In a line that cannot be read another run may begin: the line before it had no end, because its run was killed; or
-    it is damaged itself, and then all that is known is that another run begins.
+    A new run may begin inside an unreadable line: its first line follows the torn last line of a killed run, without a
+    newline between them. If that first line is damaged too, the function returns a ``meta`` line without fields.
 
     Args:
-        raw: The line, with or without its end.
+        raw: The line, with or without its newline.
 
     Returns:
-        The line, as `parse_line` returns it, or that with which another run begins in it, or None; how many fields were
-        left out; and why it cannot be read, empty if it can.
+        The line from `parse_line`, or the first line of a run that begins inside it, or None; the number of fields left
+        out; and the reason why the line is unreadable, empty for a readable line.
     """
     try:
         return *parse_line(raw), ""
@@ -97,14 +97,14 @@ def read_line(raw: bytes) -> tuple[dict[str, Any] | None, int, str]:
 
 
 _BEGINNING = re.compile(rb'\{\s*"t"\s*:\s*"meta"')
-_DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN is no JSON, and says what null does
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN is not JSON; it means the same as null here
 
 
-# --- what a field may be ----------------------------------------------------------------------------------------------
+# --- types of fields --------------------------------------------------------------------------------------------------
 
 
 def _not_deep(value: Any) -> Any:
-    """Refuse the line of a value that no rule checks if it is nested too deeply to be walked through."""
+    """Return an unknown field's value; raise if it is nested too deeply for a recursive walk."""
     if type(value) in (list, dict) and is_deep(value):
         raise RecursionError("nested too deeply")
     return value
@@ -115,7 +115,7 @@ def _text(value: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    """A text that many lines have: it is kept once."""
+    """Return a text that many lines share, as one interned object."""
     return _kept(text(value))
 
 
@@ -125,16 +125,16 @@ def _kept(word: str) -> str:
 
 
 def _amounts(value: Any) -> list[float | None]:
-    """A list of numbers of at least 0, with None for those that were not finite.
+    """Return a list of numbers of at least 0, with None for numbers that were not finite.
 
-    Records have numbers of four digits there, so that a million lines have some ten thousand different ones: equal
-    numbers become one object, which halves the memory of a line (benchmarks/LOG.md).
+    Records round these numbers to four digits: a million lines have some ten thousand distinct ones. Equal numbers
+    share one object, which halves the memory of a line (benchmarks/LOG.md).
 
     Returns:
         The list.
 
     Raises:
-        ValueError: It is none.
+        ValueError: If ``value`` is no such list.
     """
     if type(value) is list and set(map(type, value)) == _FLOATS and isfinite(sum(value)) and min(value) > 0:
         if len(_KNOWN) > _MOST_KNOWN:

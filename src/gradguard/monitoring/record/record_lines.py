@@ -1,4 +1,4 @@
-"""Lines of one kind: a sequence of dictionaries that keeps the keys of lines that have the same ones once."""
+"""Store many lines of a record compactly: lines with the same keys share one table of keys."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -7,21 +7,21 @@ from operator import is_not, itemgetter
 from typing import Any, TypeVar, overload
 
 Numbers = Sequence[float | None]
-"""Such as a column: None for what was not measured, or was not finite."""
+"""Numbers such as a column; None for a number that was not measured, or was not finite."""
 
 _T = TypeVar("_T")
 _Row = tuple[Any, ...]
-"""The places of the line's keys in it, then the value of each."""
+"""The index of each of the line's keys in this tuple, then the values."""
 
 
 class Lines(Sequence[dict[str, Any]]):
-    """Lines of a record, such as all its steps.
+    """Lines of a record, such as all its steps, as a sequence of dictionaries.
 
-    A line is kept as a tuple of its values, which takes less than half of the memory of a dictionary
+    Each line is stored as a tuple of its values, which takes less than half of a dictionary's memory
     (benchmarks/LOG.md).
 
-    **Guarantees**: each line is read as it was added: the same keys in the same order, and the same values. A
-    dictionary is made anew for each look, so that changing it changes nothing here.
+    **Guarantees**: A line is returned as it was added, with the same keys in the same order and the same values. Each
+    access returns a new dictionary: changing that dictionary does not change the stored line.
 
     Args:
         lines: The first lines.
@@ -40,7 +40,7 @@ class Lines(Sequence[dict[str, Any]]):
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]]) -> "Lines":
-        """Return ``lines`` as `Lines`; the object itself where it is one."""
+        """Return ``lines`` as `Lines`; the same object if it already is one."""
         return lines if isinstance(lines, Lines) else cls(lines)
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Lines(Sequence[dict[str, Any]]):
             self.append(line)
 
     def column(self, key: str) -> list[Any]:
-        """Return ``line.get(key)`` of every line; the list is kept for the next call, and must not be changed.
+        """Return ``line.get(key)`` of every line; the list is cached and must not be changed.
 
         Args:
             key: The name of a field.
@@ -75,7 +75,7 @@ class Lines(Sequence[dict[str, Any]]):
             places = {of.get(key) for of in self._places.values()} or {None}
             if places == {None}:
                 self._columns[key] = [None] * len(self)
-            elif len(places) == 1:  # one place in every line, as nearly always
+            elif len(places) == 1:  # the usual case: one index in all lines
                 self._columns[key] = list(map(itemgetter(*places), self._rows))
             else:
                 self._columns[key] = [None if (place := row[0].get(key)) is None else row[place] for row in self._rows]
@@ -99,7 +99,7 @@ class Lines(Sequence[dict[str, Any]]):
         return any(self.has(key))
 
     def where(self, chosen: Sequence[Any]) -> "Lines":
-        """Return the lines that are chosen; the object itself where all are.
+        """Return the chosen lines; the same object if all lines are chosen.
 
         Args:
             chosen: A truth value for each line.
@@ -138,16 +138,16 @@ class Lines(Sequence[dict[str, Any]]):
 
 
 def without_none(values: Iterable[_T | None]) -> list[_T]:
-    """Return the values that are there: a number that was not measured, or was not finite, is None.
+    """Return the values that are not None.
 
     Args:
-        values: Such as a column.
+        values: Values such as a column, where None stands for a number that was not measured or was not finite.
     """
     return list(filter(partial(is_not, None), values))  # type: ignore[arg-type]
 
 
 def names_of(params: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of parameters, ``"?"`` for one without a name.
+    """Return the names of parameters, ``"?"`` for a parameter without a name.
 
     Args:
         params: The ``params`` of a record's first line.
@@ -156,10 +156,10 @@ def names_of(params: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def known_fields(line: Mapping[str, _T | None]) -> dict[str, _T]:
-    """Return the fields that are there.
+    """Return the fields that are not None.
 
     Args:
-        line: By name; None stands for a field that is not there.
+        line: The fields by name; None stands for a missing field.
     """
     return dict(compress(line.items(), map(is_not, line.values(), repeat(None))))  # type: ignore[arg-type]
 

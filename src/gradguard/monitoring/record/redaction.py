@@ -1,4 +1,4 @@
-"""Redaction of a command line for a record: no secrets, and no path from outside the working folder or the home."""
+"""Redact a command line for a record: hide secrets, and shorten paths in the working folder and the home."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from gradguard.monitoring.record.harmless import has_entropy, is_harmless
 
 HIDDEN = "***"
 
-# What may stand before a match keeps the search linear: an argument may have 100,000 characters.
+# The lookbehinds keep the search linear: an argument may have 100,000 characters.
 _NAME = r"(?:api[-_]?key|access[-_]?key|private[-_]?key|key|token|pass(?:word|wd|phrase)|pwd|secret|credentials?|auth)"
 _FIELD = rf"(?:[\w.+-]*[-_.])?{_NAME}"
 _INSIDE = re.compile(rf"""(?<![\w.+-])({_FIELD}["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s"',;&}}]+)""", re.IGNORECASE)
@@ -40,19 +40,19 @@ _NAMING = re.compile(
     r"-{0,2}[+~]{0,2}(?:[\w.+-]*[-_./])?(?:dir|path|file|folder|root|dataset|datasets|data|model|arch|project|name|names|"
     r"experiment|exp|task|tasks|tags?|config|cfg|split|module|output|out|input|train|val|test|ckpt|checkpoint|resume)"
 )
-"""Options whose value names something: shown unless it looks drawn at random."""
+"""Options whose value is a name; the value is shown unless it looks random."""
 
 
 def redacted_arguments(arguments: Sequence[object]) -> list[str]:
-    """Return a command line without what should not stand in a report that is shown to others.
+    """Return a command line without secrets, for a report that others may read.
 
-    The value of an option or an assignment is shown if it looks like a setting: numbers, words of the trade, files that
-    are there, and for options that name something (``--output-dir``, ``--model``) what was not drawn at random. All
-    others are hidden, and so are the values of options whose name says that they are secret, passwords in URLs, tokens
-    of known services wherever they stand, and arguments that look drawn at random. Paths are shown as by `redacted`.
+    The value of an option or an assignment is shown if it looks like a setting: numbers, known words, and existing
+    files. The value of an option for a name (``--output-dir``, ``--model``) is shown unless it looks random. All other
+    values are hidden. Also hidden are the values of options with a secret's name, passwords in URLs, tokens of known
+    services anywhere, and arguments that look random. `redacted` shortens the paths.
 
     Args:
-        arguments: The command line, the script or the module first.
+        arguments: The command line, with the script or the module first.
 
     Example:
         >>> redacted_arguments(["train.py", "--api-key", "ab", "--lr=0.1", "db=postgres://me:pw@host/x", "--id", "xG7"])
@@ -84,7 +84,7 @@ def redacted_arguments(arguments: Sequence[object]) -> list[str]:
 
 
 def _of_option(name: str, value: str, *, is_inner: bool = False) -> str:
-    """The value of an option as it may be shown; an assignment in it counts as one, as in ``-o key=value``."""
+    """Return an option's value, redacted; an assignment inside it, as in ``-o key=value``, counts as an option."""
     if _SECRET.fullmatch(name):
         return HIDDEN
     text = redacted(value)
@@ -98,7 +98,7 @@ def _of_option(name: str, value: str, *, is_inner: bool = False) -> str:
 
 
 def _option(argument: str) -> str:
-    """An option as it may be shown: one letter may have its value behind it, and a name is not drawn at random."""
+    """Return an option, redacted: a one-letter option may have its value attached, and a random text is no option."""
     if has_entropy(argument):
         return HIDDEN
     glued = not argument.startswith("--") and len(argument) > 2 and "-" not in argument[1:]
@@ -110,10 +110,10 @@ def _is_random(argument: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Return a text without secrets, its absolute paths as they are seen from the working folder or the home.
+    """Return a text without secrets, with absolute paths made relative to the working folder or the home.
 
     Args:
-        text: An argument, or a message.
+        text: An argument or a message.
 
     Example:
         >>> redacted(f"{Path.cwd()}/data with token=1234 and sk-0123456789abcdef0123")
@@ -129,21 +129,19 @@ def redacted(text: str) -> str:
 
 
 def _shorter_paths(text: str) -> str:
-    """Write the working folder as nothing and the home as ``~``: neither says anything to others."""
+    """Remove the working folder from paths, and write the home as ``~``: other readers need neither."""
     for folder, below, alone in ((_folder(Path.cwd), "", "."), (_folder(Path.home), f"~{os.sep}", "~")):
         if folder is not None:
-            start = (
-                rf"(?<![\w.~-])(?<![^/\\][/\\]){re.escape(folder)}"  # and not within another path; after // it begins
-            )
+            start = rf"(?<![\w.~-])(?<![^/\\][/\\]){re.escape(folder)}"  # not inside another path, but allowed after //
             text = re.sub(rf"{start}{re.escape(os.sep)}(?=[^\s{re.escape(os.sep)}])", lambda _, new=below: new, text)
             text = re.sub(rf"{start}{re.escape(os.sep)}?(?![\w.-])", lambda _, new=alone: new, text)
     return text
 
 
 def _folder(find) -> str | None:
-    """A folder that is long enough to say something; None for the root, or where there is none."""
+    """Return the folder that ``find`` returns; None for the root, or if there is no such folder."""
     try:
         folder = str(find())
-    except (OSError, RuntimeError):  # it was deleted, or there is no home
+    except (OSError, RuntimeError):  # the working folder was deleted, or there is no home
         return None
     return folder if len(Path(folder).parts) > 1 else None

@@ -1,4 +1,4 @@
-"""Reading the steps of a record: whether clipping bound, which steps count, and whose optimizer they are."""
+"""Read the steps of a record: whether clipping bound, which steps count, and which optimizer made them."""
 
 import heapq
 import math
@@ -16,32 +16,32 @@ _GUARD_BELOW, _NORMALISING_ABOVE = 0.05, 0.5
 
 
 def binds(step: dict[str, Any]) -> bool:
-    """Whether clipping changed the gradients of this step.
+    """Return whether clipping changed the gradients of a step.
 
     Args:
         step: A step of a record.
 
     Returns:
-        True where the coefficient is below 1.
+        Whether the coefficient is below 1.
     """
     coefficient = step.get("coefficient")
     return coefficient is not None and coefficient < BINDS_BELOW
 
 
 def is_nonfinite(step: dict[str, Any]) -> bool:
-    """Whether the gradients of this step held NaN or infinity.
+    """Return whether the gradients of a step contained NaN or infinity.
 
     Args:
         step: A step of a record.
 
     Returns:
-        True where elements were counted as non-finite, or the norm was measured and was not finite.
+        Whether the step has a count of non-finite gradients, or a measured norm that is not finite.
     """
     return bool(step.get("nonfinite")) or ("norm" in step and not is_finite(step["norm"]))
 
 
 def is_finite(number: float | None) -> bool:
-    """Tell whether a number is finite: a record has None, a line that was not written yet NaN or infinity."""
+    """Return whether a number is finite; a record has None for NaN and infinity, an unwritten line has the floats."""
     return number is not None and math.isfinite(number)
 
 
@@ -65,7 +65,7 @@ def nonfinite_on(steps: Lines) -> list[bool]:
 
 
 def skipped_on(steps: Lines) -> list[bool]:
-    """Return for each step whether the optimizer left it out.
+    """Return for each step whether it was skipped.
 
     Args:
         steps: Steps of a record.
@@ -74,16 +74,16 @@ def skipped_on(steps: Lines) -> list[bool]:
 
 
 def in_order(record: Record) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a record as they were written: each step, then what belongs to it.
+    """Yield the lines of a record in written order: each step, then its ``tensors`` line and its events.
 
-    Lines of per-tensor numbers and events without a step come last, such as skips before a step that never came.
+    ``tensors`` lines and events without a step come last, such as skips before the first step.
 
     Args:
-        record: The record of a run, whose steps and lines of per-tensor numbers ascend.
+        record: The record of a run, whose ``step`` and ``tensors`` lines ascend.
     """
     numbers, late = set(record.steps.column("i")), []
     events = sorted(record.events, key=itemgetter("i"))
-    # one dictionary at a time: a long record has more lines of per-tensor numbers than memory for dictionaries
+    # make one dictionary at a time: all dictionaries of a long record would not fit into memory
     for line in heapq.merge(record.steps, record.tensors, events, key=itemgetter("i")):
         if line["i"] in numbers:
             yield line
@@ -94,7 +94,7 @@ def in_order(record: Record) -> Iterator[dict[str, Any]]:
 
 @once
 def taken_steps(record: Record) -> Lines:
-    """Steps with finite gradients that the optimizer took: what a clip share is a share of.
+    """Return the steps with finite gradients that the optimizer took, the denominator of every clip share.
 
     Args:
         record: The record of a run.
@@ -108,10 +108,10 @@ def taken_steps(record: Record) -> Lines:
 
 @once
 def usable_steps(record: Record) -> Lines:
-    """Steps whose pre-clip norm says something about ordinary training.
+    """Return the steps whose norm before clipping represents ordinary training.
 
-    Left out: the warm-up (the first 10 % of a run below 1,000 steps, else the larger of 2 % and 100 steps),
-    skipped steps, norms that are not finite, and zeros, which have no logarithm.
+    The function leaves out the warm-up (the first 10 % of a run below 1,000 steps, else the larger of 2 % and 100
+    steps), skipped steps, norms that are not finite, and zero norms, which have no logarithm.
 
     Args:
         record: The record of a run.
@@ -128,7 +128,7 @@ def usable_steps(record: Record) -> Lines:
 
 @once
 def usable_norms(record: Record) -> Sequence[float]:
-    """Pre-clip norms of the `usable_steps`.
+    """Return the norms of the `usable_steps` before clipping.
 
     Args:
         record: The record of a run.
@@ -140,7 +140,7 @@ def usable_norms(record: Record) -> Sequence[float]:
 
 
 def regime_of(clip_share: float) -> str:
-    """The word for a share of steps on which clipping binds.
+    """Return the name of the regime for a share of steps on which clipping binds.
 
     Args:
         clip_share: A share in [0, 1].
@@ -160,7 +160,7 @@ def regime_of(clip_share: float) -> str:
 
 
 OTHER_LOSSES = "other_losses"
-"""In the meta of a part: whether backward was called anew before the steps of the other optimizers."""
+"""The key in a part's ``meta`` that tells whether this optimizer's and the other steps each have their own losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +168,9 @@ class OptimizerSteps:
     """The steps of one optimizer in a run.
 
     Attributes:
-        index: Its place in ``meta.optimizers``; None where the record has one optimizer, or does not say which it was.
-        label: Its name: ``"optimizer 1 (Adam)"``, or an empty text where there is only one.
-        record: The record without the steps of the others.
+        index: The optimizer's index in ``meta.optimizers``; None if only one optimizer stepped.
+        label: The optimizer's name, such as ``"optimizer 1 (Adam)"``; empty if only one optimizer stepped.
+        record: The record without the steps of the other optimizers.
     """
 
     index: int | None
@@ -180,12 +180,12 @@ class OptimizerSteps:
 
 @once
 def by_optimizer(record: Record) -> list[OptimizerSteps]:
-    """Return one part for each optimizer that stepped, in their order; the record itself where it was one.
+    """Return one part of the record for each optimizer that stepped, in their order.
 
-    **Edge cases**: a record without steps is one part, and so is one with several optimizers of which one stepped;
-    steps that do not say which optimizer they are of are those of the first one, from before another came; an event
-    belongs to the optimizer whose step has its number; an optimizer whose steps tell no loss has that of the last step
-    of another one since its own, as of one backward for Muon and AdamW.
+    **Edge cases**: A record without steps is one part, and so is a record in which only one optimizer stepped. Steps
+    without an optimizer index belong to the first optimizer, before a second one was created. An event belongs to the
+    optimizer whose step has the event's number. A step of an optimizer without losses gets the last loss of the other
+    optimizers since its own last step: one backward serves both Muon and AdamW, for example.
 
     Args:
         record: The record of a run.
@@ -211,7 +211,7 @@ def by_optimizer(record: Record) -> list[OptimizerSteps]:
 
 
 def label_of(record: Record, index: int | None) -> str:
-    """Return what to call an optimizer: its place, its class, and the module or the parameter that it trains.
+    """Return the label of an optimizer: its index, its class, and the module or the parameter that it trains.
 
     Args:
         record: The record of a run.
@@ -224,7 +224,7 @@ def label_of(record: Record, index: int | None) -> str:
         >>> label_of(Record(Path("run.jsonl"), meta, [], [], [], None, False), 1)
         'optimizer 1 (Adam, actor)'
     """
-    index = index or 0  # the first one has no number as long as it is alone
+    index = index or 0  # the first optimizer has no index while it is the only one
     if index >= len(record.meta.get("optimizers") or [0]):
         return f"optimizer {index} (that came later)"
     said = ", ".join(filter(None, [_name_of(record, index), _trains(record, index)]))
@@ -232,7 +232,7 @@ def label_of(record: Record, index: int | None) -> str:
 
 
 def _trains(record: Record, index: int) -> str:
-    """The deepest module that holds all parameters of an optimizer; the first parameter, where there is none."""
+    """Return the deepest module that holds all parameters of an optimizer, else the name of its first parameter."""
     own = (parameter.get("optimizer") == index for parameter in record.meta.get("params", []))
     names = list(compress(record.names, own))
     modules = zip(*(name.split(".")[:-1] for name in names), strict=False)
@@ -246,7 +246,7 @@ def _name_of(record: Record, index: int | None) -> str | None:
 
 
 def _meta_of(record: Record, index: int | None) -> dict[str, Any]:
-    """The first line, as if this were the only optimizer."""
+    """Return the first line with only this optimizer."""
     own = {}
     for key in ("optimizers", "eps"):
         of_each: list[Any] = record.meta.get(key, [])
@@ -271,7 +271,7 @@ def _only(record: Record, index: int) -> Record:
 
 
 def _with_shared_losses(steps: Lines, mine: Sequence[bool]) -> Iterator[dict[str, Any]]:
-    """The steps of one optimizer with the losses of others since its last step: one backward was for all of them."""
+    """Yield the steps of one optimizer, each with the last loss of the others since its own last step."""
     loss = None
     for step, is_mine in zip(steps, mine, strict=True):
         if is_mine:

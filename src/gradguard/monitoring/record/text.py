@@ -1,4 +1,4 @@
-"""Text from a record, a path or an exception as a terminal may show it: the one place where it is cleaned."""
+"""Clean text from records, paths and exceptions for a terminal; only this module does so."""
 
 import os
 import sys
@@ -9,10 +9,9 @@ from typing import IO
 
 
 def printable(value: object) -> str:
-    r"""Return ``value`` as text that cannot move the cursor, colour a terminal or turn the direction of a line.
+    r"""Return ``value`` as text that cannot move the cursor, colour a terminal or change the direction of a line.
 
-    What is not printable (control characters, those for bidirectional text, lone surrogates) is written as Python
-    writes it.
+    Unprintable characters (control characters, bidirectional marks, lone surrogates) become Python's escapes.
 
     Example:
         >>> print(printable("layer\x1b[2J\n0"), printable("größe 模型"))
@@ -25,14 +24,14 @@ def printable(value: object) -> str:
 
 
 def on_stderr(message: object) -> None:
-    """Print one line on stderr, whatever became of stderr."""
+    """Print one line on stderr; ignore errors, for example of a closed stderr."""
     with suppress(Exception):
         print(f"gradguard: {printable(message)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def encodable(file: IO[str]) -> Iterator[None]:
-    """Let a question mark stand for a character that the output has not, rather than an exception."""
+    """Replace characters that the output cannot encode by question marks inside the block, instead of raising."""
     if not isinstance(file, TextIOWrapper):
         yield
         return
@@ -41,12 +40,12 @@ def encodable(file: IO[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(BrokenPipeError):  # it flushes, and we are on the way out
+        with suppress(BrokenPipeError):  # `reconfigure` flushes, and the program is about to exit
             file.reconfigure(errors=before)
 
 
 def drop_output() -> None:
-    """Send what is still buffered nowhere, or Python would complain about it when it ends."""
+    """Redirect stdout to the null device: Python would report an error if it could not flush the buffer at exit."""
     try:
         number = sys.stdout.fileno()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Findings on their way to a function of the user's while the run goes on."""
+"""Pass findings to a user's function during the run."""
 
 import queue
 import threading
@@ -10,20 +10,20 @@ from gradguard.monitoring.judge.health import KINDS, Finding
 from gradguard.monitoring.record.file import Line
 
 CLOSE_SECONDS = 10.0
-"""Seconds for which the end of a run waits for findings that the function has not taken yet."""
+"""The longest time in seconds that the end of a run waits for calls of the function."""
 
 
 class Alerts:
-    """Calls a function with each finding, one after the other, in a thread of its own.
+    """Call a function with each finding, one after the other, in a separate thread.
 
-    **Guarantees**: the reporter of a finding never waits for the function; what it raises ends nothing, and is told
-    once; the process ends whether or not the function returns.
+    **Guarantees**: `tell` never waits for the function. An exception of the function stops nothing and is reported
+    once. The process can end even if the function does not return.
 
-    **Edge cases**: where no thread can begin any more, because Python is ending, the function is called at once.
+    **Edge cases**: If no thread can start because Python is shutting down, the function is called at once.
 
     Args:
-        function: Called with a `Finding`.
-        failed: Called with an event line that says what went wrong, the first time.
+        function: A function called with each `Finding`.
+        failed: A function called with an event line about the first failure.
 
     Example:
         >>> told = []
@@ -41,10 +41,10 @@ class Alerts:
         self._has_failed, self._last = False, 0
 
     def tell(self, line: Line) -> None:
-        """Let the function know of a line of the record, if it is a finding; does not wait for it.
+        """Queue a line of the record for the function if the line is a finding.
 
         Args:
-            line: Any line, its kind under ``"t"``.
+            line: Any line, with its kind under ``"t"``.
         """
         if line["t"] != "event" or line.get("kind") not in KINDS:
             return
@@ -71,7 +71,7 @@ class Alerts:
         self._queue.put(found)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait until everything is told, but not for longer than ``seconds``."""
+        """Wait until the function was called with all findings, for at most ``seconds``."""
         if self._thread is None or self._thread is threading.current_thread():
             return
         self._queue.put(None)
@@ -86,14 +86,14 @@ class Alerts:
     def _call(self, found: Finding) -> None:
         try:
             self._function(found)
-        except BaseException as error:  # a SystemExit would end the thread, and with it all later calls
+        except BaseException as error:  # a SystemExit would end the thread, and with it the later calls
             self._fail(found.last_step, f"on_finding raised {type(error).__name__}: {error}")
 
     def _fail(self, i: int, message: str) -> None:
         if self._has_failed:
             return
         self._has_failed = True
-        advice = "training goes on untouched, and so do the calls for later findings"
+        advice = "training continues unchanged, and later findings still call the function"
         with suppress(Exception):  # the function may have closed the record
             self._failed({"t": "event", "i": i, "kind": "on_finding_failed", "severity": "warning"}
                      | {"message": message, "advice": advice})  # fmt: skip

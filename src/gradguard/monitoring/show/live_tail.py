@@ -1,4 +1,4 @@
-"""Following a run in progress in the terminal."""
+"""Follow a run in progress in the terminal."""
 
 import time
 from contextlib import suppress
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells count."""
+"""The exit code after Ctrl-C, by the shells' convention."""
 
 BROKEN_PIPE = 141
-"""The exit code when what reads the output is gone, as for ``tail -f``."""
+"""The exit code after the reader of the output has closed it, the same as of ``tail -f``."""
 
 POLL_SECONDS = 0.5
 JUDGED_SECONDS, JUDGED_SHARE = 10.0, 0.02
-"""Seconds between two judgements of a run in progress, and the largest share of the time that they may take."""
+"""The seconds between two judgements of a run in progress, and the largest share of the time that they may take."""
 
 LONGEST_JUDGED = 16 * 2**20
-"""Bytes of a record that is judged while it is followed: `gradguard report` judges all of a longer one."""
+"""The largest record in bytes that is judged while it is followed; `gradguard report` judges a longer one."""
 
 LINE_SECONDS = 2.0
 QUIET_SECONDS = 30.0
@@ -41,32 +41,33 @@ def tail(
     events: int = 5,
     console: "Console | None" = None,
 ) -> int:
-    """Show a run in progress until it ends: the numbers of its last step, its norms, its largest layers, its events.
+    """Show a run in progress until it ends: its last step, its norms, its largest layers and its events.
 
-    In a terminal it is one view that is redrawn; anywhere else it is a line of text every few seconds, and one for each
-    event.
+    In a terminal, the function redraws one view. With any other output, it prints a line of text every few seconds, and
+    one for each event.
 
-    It opens with what is the matter with the run, and what to do: looked at again every 10 s, or more seldom where a
-    look takes long, while the record is below 16 MiB.
+    The view begins with the diagnosis of the run and its advice. The function diagnoses again every 10 s, less often if
+    a diagnosis takes long, and only while the record is below 16 MiB.
 
-    **Guarantees**: the record is only read; beside that look each byte of it once, and memory does not grow with the
-    run; the terminal is as it was before, however this ends.
+    **Guarantees**: The record is only read. Apart from the diagnoses, each byte is read once, and memory does not grow
+    with the run. The terminal is always restored.
 
-    **Edge cases**: a record that is not there yet is waited for; one that another run replaces is followed from its
-    new start; a run that writes nothing for long is said to, with since when, and is still followed.
+    **Edge cases**: The function waits for a record that does not exist yet. If another run replaces the record, the
+    function follows the new one from its start. If the run writes nothing for a long time, the view says since when,
+    and the function continues to follow the record.
 
     Args:
-        path: The record, or the folder that it is or will be in.
-        once: Show what is there now and return; a record that is not there is an error then.
-        events: How many of the last events to show.
-        console: Where to show it; standard output if None.
+        path: The path of the record, or of the folder that holds or will hold it.
+        once: Whether to show the present state and return; a missing record is then an error.
+        events: The number of last events to show.
+        console: The console to print to; standard output if None.
 
     Returns:
-        The exit code: 0 when the run has ended or with ``once``, 130 after Ctrl-C, 141 when nobody reads the output.
+        The exit code: 0 after the end of the run or with ``once``, 130 after Ctrl-C, 141 after a closed output.
 
     Raises:
-        RecordError: The file cannot be read or is no record, or with ``once`` is not there.
-        InvalidValueError: ``events`` is negative.
+        RecordError: If the file cannot be read or is no record, or if ``once`` is set and the file is missing.
+        InvalidValueError: If ``events`` is negative.
 
     Example:
         >>> import tempfile
@@ -105,10 +106,10 @@ def tail(
 
 
 class Watched:
-    """A record and the run that it holds so far.
+    """A record and the state of its run so far.
 
     Args:
-        path: The record, or the folder that it is or will be in.
+        path: The path of the record, or of the folder that holds or will hold it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,13 +119,13 @@ class Watched:
         self._judge_at, self._judged_whole = float("-inf"), False
 
     def look(self) -> list[dict[str, Any]]:
-        """Take in what is new; another run begins anew, in another file or after this one.
+        """Read the new lines; the first line of another run, in this or another file, resets the state.
 
         Returns:
             The new lines.
 
         Raises:
-            RecordError: The file cannot be read, or is no record.
+            RecordError: If the file cannot be read, or is no record.
         """
         lines = self._follower.poll()
         for entry in lines:
@@ -134,7 +135,7 @@ class Watched:
         return lines
 
     def judge(self) -> None:
-        """Look at the whole record for what is the matter with the run, if that is due and not too costly."""
+        """Diagnose the whole record if a diagnosis is due and the record is not too long."""
         began = time.monotonic()
         last = self.run.end is not None and not self._judged_whole
         if not self.there or not (last or began >= self._judge_at):
@@ -150,11 +151,11 @@ class Watched:
 
     @property
     def there(self) -> bool:
-        """Whether anything of a run has been read."""
+        """Whether the first line of a run has been read."""
         return bool(self.run.meta)
 
     def title(self) -> str:
-        """Return the title: the script, and its record."""
+        """Return the title: the script and the path of its record."""
         script = " ".join(self.run.meta.get("argv", ())[:3])
         return f"{script} ({self.path})" if script else str(self.path)
 
@@ -164,9 +165,9 @@ class Watched:
         schema, seen = self.run.meta.get("schema", SCHEMA), self._follower
         remarks = [
             (schema > SCHEMA, f"written by a newer gradguard (schema {schema}): parts may be missing here"),
-            (seen.skipped, f"{seen.skipped / 2**20:,.0f} MiB of the start of a long record were passed over"),
+            (seen.skipped, f"{seen.skipped / 2**20:,.0f} MiB of the start of a long record were not read"),
             (seen.unreadable, f"{seen.unreadable} unreadable lines"),
-            (seen.dropped, f"{seen.dropped} fields that cannot be meant"),
+            (seen.dropped, f"{seen.dropped} invalid fields"),
         ]
         return "; ".join([words, *(said for holds, said in remarks if holds)]), style
 
@@ -175,7 +176,7 @@ class Watched:
             return ending(self.run.end)
         if self._follower.missing:
             gone = "the record was deleted: waiting for another run"
-            # The path comes last: in a frame it then has a line to itself, and nothing but a narrower frame breaks it.
+            # The path comes last, where a terminal wraps it as a whole.
             return (gone if self.there else f"no record yet: waiting for {self.path}"), "yellow"
         if not self.there:
             return "waiting for the first step", "yellow"
@@ -190,8 +191,8 @@ def _show_once(watched: Watched, events: int, console: "Console") -> None:
     watched.look()
     if not watched.there:
         raise RecordError(
-            f"no record at {watched.path}, or nothing in it yet. Make one: gradguard run --out DIR train.py; "
-            "or leave out --once, to wait for it"
+            f"no record at {watched.path}, or the record is still empty. Make one: gradguard run --out DIR train.py; "
+            "or leave out --once to wait for the record"
         )
     watched.judge()
     if console.is_terminal:
@@ -208,14 +209,14 @@ def _drawn(watched: Watched, events: int, console: "Console") -> "RenderableType
 
 
 def _show_live(watched: Watched, events: int, console: "Console") -> None:
-    """Redraw the view on the terminal's alternate screen, which a resize leaves clean; print the last one after it."""
+    """Redraw the view on the terminal's alternate screen, which stays clean after a resize; print the last view."""
     from rich.live import Live
 
     watched.look()
     watched.judge()
     live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False)
     try:
-        live.start()  # inside the block: Ctrl-C may come as early as that
+        live.start()  # inside the block, because Ctrl-C may arrive during the start
         live.update(_drawn(watched, events, console), refresh=True)
         while watched.run.end is None:
             time.sleep(POLL_SECONDS)
@@ -229,10 +230,10 @@ def _show_live(watched: Watched, events: int, console: "Console") -> None:
 
 
 def _print_lines(watched: Watched, events: int, console: "Console") -> None:
-    """Print news as lines of text: each event, the numbers every few seconds, and each change of state."""
+    """Print lines of text: each event, the numbers every few seconds, and each change of the status."""
     printed_at, said = float("-inf"), ""
-    has_news = False  # whether there are steps that no line has told yet
-    first = True  # of what was there before, only the last events
+    has_news = False  # whether there are steps that no printed line covers
+    first = True  # of the events before the start, only the last ones are printed
     while True:
         lines = watched.look()
         new = [entry for entry in lines if entry["t"] == "event"]
@@ -260,6 +261,6 @@ def _last(events: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 
 def _write(console: "Console", text: str) -> None:
-    """A whole line at once, unwrapped, and out of the buffer; nothing where there is no text."""
+    """Write and flush one unwrapped line; write nothing for an empty text."""
     console.file.write(f"{text}\n" if text else "")
     console.file.flush()

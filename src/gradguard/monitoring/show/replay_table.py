@@ -1,4 +1,4 @@
-"""The effect of other rules on recorded norms, as a table in a terminal."""
+"""Print the effect of other rules on recorded norms as a table in a terminal."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,12 +16,12 @@ _HEADINGS = ("rule", "binds on", "coefficient", "spikes cut", "largest", "locked
 
 
 def print_replay(record: Record, rows: Sequence[WhatIf], console: "Console | None" = None) -> None:
-    """Print rows of `what_if` as a table, one for each optimizer, with the words that they are counterfactual.
+    """Print rows of `what_if`, with one table per optimizer, and a note that they are counterfactual.
 
     Args:
-        record: The record that they are of.
+        record: The record that the rows were computed from.
         rows: The rows that `what_if` returned.
-        console: Where to print; standard output if None.
+        console: The console to print to; standard output if None.
     """
     from rich.console import Console
 

@@ -1,6 +1,6 @@
-"""The state of a run in progress, in memory that does not grow with the run.
+"""Hold the state of a run in progress, in memory that does not grow with the run.
 
-Lines come from `parse_line`, so that their fields are of the types that it promises, and their texts are printable.
+The lines come from `parse_line`: their known fields have checked types, and their texts are printable.
 """
 
 import math
@@ -19,7 +19,7 @@ MOST_EVENTS = 50
 
 
 class History:
-    """The largest norms of a whole run in at most `MOST_BUCKETS` buckets: when they are full, each two become one.
+    """The largest norms of a whole run in at most `MOST_BUCKETS` buckets; when all are full, pairs of them are merged.
 
     Example:
         >>> history = History()
@@ -31,10 +31,10 @@ class History:
 
     def __init__(self) -> None:
         self._buckets: list[float] = []
-        self._width, self._filled = 1, 0  # steps in a bucket, and in the last one
+        self._width, self._filled = 1, 0  # the steps per full bucket, and the steps in the last bucket
 
     def add(self, norm: float) -> None:
-        """Add the norm of one step: infinity if its gradients were not finite, 0 if it was not measured."""
+        """Add the norm of one step: infinity for non-finite gradients, 0 for a norm that was not measured."""
         if self._buckets and self._filled < self._width:
             self._buckets[-1] = max(self._buckets[-1], norm)
             self._filled += 1
@@ -46,20 +46,20 @@ class History:
         self._filled = 1
 
     def columns(self, count: int) -> list[float]:
-        """Return the run in ``count`` buckets, or in fewer if it has fewer steps."""
+        """Return the largest norms in ``count`` buckets, or in fewer buckets for a shorter run."""
         return [max(self._buckets[part.start : part.stop]) for part in buckets(len(self._buckets), count)]
 
 
 @dataclass
 class OptimizerProgress:
-    """The steps of one optimizer so far: the norms of two optimizers are not one series.
+    """The steps of one optimizer so far, kept separate because the norms of two optimizers are not one series.
 
     Attributes:
-        label: Its name in words; empty where the record has one optimizer.
-        last: Its last step; empty before there is one.
-        recent: Its last `WINDOW` steps.
-        history: The norms of all its steps that were read.
-        first_step: The number of the first of them.
+        label: The optimizer's name; empty if the record has one optimizer.
+        last: The optimizer's last step; empty before the first.
+        recent: The optimizer's last `WINDOW` steps.
+        history: The norms of all steps that were read.
+        first_step: The number of the first step that was read.
     """
 
     label: str = ""
@@ -69,7 +69,7 @@ class OptimizerProgress:
     first_step: int | None = None
 
     def add(self, step: dict[str, Any]) -> None:
-        """Take in one step."""
+        """Add one step."""
         self.last = step
         self.recent.append(step)
         self.first_step = step["i"] if self.first_step is None else self.first_step
@@ -77,10 +77,7 @@ class OptimizerProgress:
 
     @property
     def clip_share(self) -> float | None:
-        """The share of the last steps, those with finite gradients that were taken, on which a clip bound.
-
-        None where nothing clipped or could have, and where no step counts.
-        """
+        """The share of the recent taken steps on which a clip bound; None without a clip or without such steps."""
         if not any("coefficient" in step or "threshold" in step for step in self.recent):
             return None
         taken = self.recent_taken
@@ -88,23 +85,23 @@ class OptimizerProgress:
 
     @property
     def recent_taken(self) -> list[dict[str, Any]]:
-        """The last steps, without those that were skipped or not finite."""
+        """The recent steps without the skipped and non-finite ones."""
         return [step for step in self.recent if not is_nonfinite(step) and not step.get("skipped")]
 
 
 @dataclass
 class RunState:
-    """A run as far as its record has been read. Nothing in it grows with the number of steps.
+    """The state of a run as far as its record has been read; its size does not depend on the number of steps.
 
     Attributes:
         meta: The first line.
-        last: The last step; empty before there is one.
-        states: The progress of each optimizer, by its place in ``meta.optimizers``, None where there is one.
-        layers: The last norms per parameter; those of another optimizer are 0.
+        last: The last step; empty before the first.
+        states: The progress of each optimizer, by its index in ``meta.optimizers``; by None for a single optimizer.
+        layers: The last norms per parameter; 0 for the parameters of another optimizer.
         events: The last events.
-        severities: How many events of each severity there were.
-        end: The closing line, once it is there.
-        diagnosis: The diagnosis and its advice, as of the last look; empty where nobody has looked.
+        severities: The number of events of each severity.
+        end: The ``end`` line; None before it is read.
+        diagnosis: The last diagnosis and its advice; empty before the first diagnosis.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +115,7 @@ class RunState:
     _walls: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in one line of the record; kinds that are not known are passed over."""
+        """Add one line of the record; ignore unknown kinds of lines."""
         kind = line["t"]
         if kind == "meta":
             self.meta = line
@@ -136,33 +133,37 @@ class RunState:
 
     def _state_of(self, step: dict[str, Any]) -> OptimizerProgress:
         place, names = step.get("optimizer"), self.meta.get("optimizers", ())
-        named = place is not None and place < len(names)
-        label = f"optimizer {place} ({names[place]})" if named else "" if place is None else f"optimizer {place}"
+        if place is None:
+            label = ""
+        elif place < len(names):
+            label = f"optimizer {place} ({names[place]})"
+        else:
+            label = f"optimizer {place}"
         return self.states.setdefault(place, OptimizerProgress(label))
 
     @property
     def state(self) -> OptimizerProgress:
-        """Return the state of the optimizer of the last step."""
+        """Return the state of the optimizer that made the last step."""
         return self._state_of(self.last) if self.last else OptimizerProgress()
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Wall-clock seconds per step over the last steps; None before there are two."""
+        """The wall-clock seconds per step over the last steps; None before the second step."""
         walls = self._walls
         return (walls[-1] - walls[0]) / (len(walls) - 1) if len(walls) > 1 and walls[-1] > walls[0] else None
 
     def largest_layers(self, count: int) -> list[tuple[str, float]]:
-        """Return the parameters with the largest shares of the squared norm, as last measured.
+        """Return the parameters with the largest shares of the squared norm in the last measurement.
 
         Args:
-            count: At most how many.
+            count: The largest number of parameters.
 
         Returns:
-            Name and share, largest first.
+            The names and shares, largest first.
         """
         norms = [norm or 0.0 for norm in self.layers]
         total = sum(norm * norm for norm in norms)
-        if not 0 < total < math.inf:  # or too large to be squared
+        if not 0 < total < math.inf:  # no norms, or a sum of squares that overflows
             known = [self.last["top"]] if "top" in self.last else []
             return [(self._name(place), share) for place, share in known[:count]]
         order = sorted(range(len(norms)), key=lambda place: -norms[place])[:count]

@@ -1,4 +1,4 @@
-"""A run in progress as a person sees it in a terminal, and as one line of text."""
+"""Draw a run in progress in a terminal, and as one line of text."""
 
 import math
 import time
@@ -22,7 +22,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as a person would write it.
+    """Return a duration in at most two units.
 
     Example:
         >>> [duration(seconds) for seconds in (0, 59, 61, 3700, 90000)]
@@ -36,13 +36,13 @@ def duration(seconds: float) -> str:
 
 
 def clock(moment: float, now: float) -> str:
-    """Return the local time of ``moment``, with its date if that is not today's."""
+    """Return the local time of ``moment``, with the date if it differs from the date of ``now``."""
     then, today = time.localtime(moment), time.localtime(now)
     return time.strftime("%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M:%S", then)
 
 
 def ending(end: dict[str, Any]) -> tuple[str, str]:
-    """Return how a run ended in words, and their style."""
+    """Return a text about how a run ended, and its style."""
     code, steps, wall = end.get("exit"), end.get("steps"), end.get("wall")
     after = f" after {counted(steps, 'step')}" if steps is not None else ""
     within = f" in {duration(wall)}" if wall is not None else ""
@@ -54,14 +54,14 @@ def ending(end: dict[str, Any]) -> tuple[str, str]:
 
 
 Fact = tuple[str, str, str]
-"""Label, value and style of a number."""
+"""The label, value and style of a number."""
 
 
 def facts(run: RunState) -> list[Fact]:
-    """Return what is known now of the run as a whole."""
+    """Return the current numbers of the whole run."""
     step, seconds = run.last, run.seconds_per_step
     found = [("step", f"{step['i']:,}", "bold")] if step else []
-    if seconds:  # or walls that differ by less than can be divided
+    if seconds:  # 0 is possible: a tiny difference divided by the number of steps may underflow
         rate = f"{number(1 / seconds)} steps/s" if seconds < 1 else f"{number(seconds)} s/step"
         found.append(("rate", rate, ""))
     if "wall" in step:
@@ -70,7 +70,7 @@ def facts(run: RunState) -> list[Fact]:
 
 
 def optimizer_facts(state: OptimizerProgress) -> list[Fact]:
-    """Return what is known now of one optimizer."""
+    """Return the current numbers of one optimizer."""
     step, share = state.last, state.clip_share
     found = _measured(step, "norm")
     if step.get("threshold") is not None:
@@ -86,7 +86,7 @@ def optimizer_facts(state: OptimizerProgress) -> list[Fact]:
 
 
 def _measured(step: dict[str, Any], *keys: str) -> list[Fact]:
-    """Return the numbers of a step that it has; None is one that was not finite."""
+    """Return those of the named numbers that a step has; None stands for a number that is not finite."""
     found = []
     for key in filter(step.__contains__, keys):
         form = plain_threshold if key in ("lr", "amp_scale") else number
@@ -99,7 +99,7 @@ _STYLES = {"loss": "bold", "norm": "bold"}
 
 
 def line(run: RunState) -> str:
-    """Return the present state in one line of plain text; of several optimizers that of the last step."""
+    """Return the present state in one line of plain text; with several optimizers, show the one of the last step."""
     state = run.state
     named = [f"{label} {value}" for label, value, _ in facts(run)]
     named += [state.label] if state.label else []
@@ -115,17 +115,19 @@ def event_line(event: dict[str, Any]) -> str:
 
 
 def view(run: RunState, status: tuple[str, str], title: str, events: int, console: "Console") -> "RenderableType":
-    """Return the view: what it is and how it goes, the numbers, the norms, and at its end what may be cut off.
+    """Return the view of a run: title, status, diagnosis, numbers and norms, then layers and events.
+
+    The layers and events come last, because a small terminal cuts off the end of the view.
 
     Args:
         run: The run.
-        status: The state of the run in words, and their style.
+        status: The status text and its style.
         title: The script and its record.
-        events: At most how many events to show.
-        console: Where it will be shown.
+        events: The largest number of events to show.
+        console: The console that will show the view.
 
     Returns:
-        Something that rich prints.
+        A renderable for rich.
     """
     from rich.console import Group
     from rich.text import Text
@@ -155,14 +157,14 @@ def _in_columns(known: list[Fact]) -> "RenderableType":
 
 
 def chart(state: OptimizerProgress, width: int) -> "Text":
-    """Return the norms of ``state`` as one row on a log scale: the largest norm of the steps of each character.
+    """Return the norms of ``state`` as one row on a log scale; each character is the largest norm of its steps.
 
     Args:
-        state: An optimizer.
-        width: Characters of the row.
+        state: The progress of an optimizer.
+        width: The number of characters in the row.
 
     Returns:
-        The steps and norms between which it goes, and the row.
+        A line with the range of steps and norms, and the row.
     """
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""A table in a terminal, wide or narrow: no heading and no number in it is cut off."""
+"""Print tables in a terminal of any width without cutting off headings or numbers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,15 +15,15 @@ _LEAST_TEXT = 8
 def print_table(
     console: "Console", headings: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1, title: str = ""
 ) -> None:
-    """Print a table without a frame, its headings a word a line.
+    """Print a table without a frame, with one word per line in its headings.
 
     Args:
-        console: Where to print.
-        headings: One for each column.
+        console: The console to print to.
+        headings: The heading of each column.
         rows: The cells of each row.
-        texts: How many columns, from the first one, hold text, which goes on in the next line where there is no room.
-            The others hold numbers, and stay whole.
-        title: A line above it.
+        texts: The number of columns, from the first one, that hold text; their cells are wrapped in a narrow terminal.
+            The other columns hold numbers, which are never wrapped.
+        title: A line above the table.
     """
     from rich import box
     from rich.cells import cell_len

@@ -1,6 +1,6 @@
-"""Figures: the drawing, its caption, its numbers as a table, and their style.
+"""Define the parts of a figure: the drawing, the caption, the table of numbers, and their style.
 
-A drawing is what plotly.js takes, in plain dictionaries: plotly's Python package is 65 MB and slow to import.
+A drawing is the input of plotly.js as plain dictionaries; plotly's Python package is 65 MB and slow to import.
 """
 
 import html
@@ -13,17 +13,17 @@ from typing import Any
 from gradguard.monitoring.record.record_lines import known_fields
 
 Keys = dict[str, Any]
-"""A trace, an axis or a layout by the names of plotly.js' reference."""
+"""A trace, an axis or a layout, with the names of plotly.js's reference."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The numbers behind a drawing, for who cannot or does not want to see it.
+    """The numbers of a drawing, for readers who cannot see it or prefer numbers.
 
     Attributes:
-        head: Column names; the first column names the row.
-        rows: Text, as long as the head.
-        note: A remark on the rows that are left out.
+        head: The column names; the first column names the row.
+        rows: The texts of each row, as many as column names.
+        note: A remark on rows that are left out.
     """
 
     head: Sequence[str]
@@ -36,12 +36,12 @@ class Chart:
     """One figure of the page.
 
     Attributes:
-        name: Its name in links and downloads, such as ``"norms"``.
-        title: Its heading.
-        caption: How to read it; a screen reader says it in place of the drawing.
+        name: The name in links and downloads, such as ``"norms"``.
+        title: The heading.
+        caption: A text on how to read the figure; a screen reader reads it instead of the drawing.
         figure: ``data`` and ``layout`` of plotly.js; ``heat`` for the heat map, which the page draws itself.
-        table: Its numbers.
-        over_steps: Whether its horizontal axis is the optimizer step; the page zooms all these together.
+        table: The numbers of the figure.
+        over_steps: Whether the horizontal axis is the optimizer step; the page zooms all such figures together.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Chart:
 
 @dataclass(frozen=True)
 class Subplot:
-    """One of several plots that stand above each other and share their horizontal axis.
+    """One of several plots above each other that share their horizontal axis.
 
     Attributes:
-        traces: Its lines, bars and marks.
-        yaxis: Keys of its vertical axis.
-        share: Its height, as a share of that of all rows or in any other unit.
+        traces: The lines, bars and marks of the plot.
+        yaxis: The keys of the vertical axis.
+        share: The height of the plot relative to the other rows.
     """
 
     traces: Sequence[Keys]
@@ -68,7 +68,7 @@ class Subplot:
 
 
 def steps_between(first: int, last: int) -> str:
-    """Return the name of a range of steps.
+    """Return the text for a range of steps.
 
     Example:
         >>> steps_between(0, 2499), steps_between(7, 7)
@@ -78,12 +78,12 @@ def steps_between(first: int, last: int) -> str:
 
 
 def drawing(rows: Sequence[Subplot], height: int, xaxis: Keys, **layout: Any) -> Keys:
-    """Return the figure of some rows of plots, top first.
+    """Return a figure with several rows of plots, the top row first.
 
     Args:
-        rows: At least one.
-        height: Pixels of the whole figure.
-        xaxis: Keys of the horizontal axis.
+        rows: The rows, at least one.
+        height: The height of the whole figure in pixels.
+        xaxis: The keys of the horizontal axis.
         **layout: Further keys of the layout.
 
     Example:
@@ -97,7 +97,7 @@ def drawing(rows: Sequence[Subplot], height: int, xaxis: Keys, **layout: Any) ->
     free = (1 - gap * (len(rows) - 1)) / math.fsum(row.share for row in rows)
     for number, row in enumerate(rows, start=1):
         mark = "" if number == 1 else str(number)
-        bottom = abs(round(top - free * row.share, 6))  # abs: the last one may come out as -0.0
+        bottom = abs(round(top - free * row.share, 6))  # abs, because the last result may be -0.0
         axes[f"yaxis{mark}"] = _AXIS | {"domain": [bottom, round(top, 6)], "ticklabelstandoff": 4} | row.yaxis
         data += [trace | {"yaxis": f"y{mark}"} for trace in row.traces]
         top = bottom - gap
@@ -109,7 +109,7 @@ def line(
     x: Sequence[Any], y: Sequence[Any], name: str, colour: str, hover: str,
     *, width: float = 1.3, dash: str = "solid", shape: str | None = None, **trace: Any,
 ) -> Keys:  # fmt: skip
-    """Return a line through points, or a point where there is one position; ``hover`` is what a point says."""
+    """Return a line through points, or a marker for a single point; ``hover`` is the text of a point's tooltip."""
     look = known_fields({"color": colour, "width": width, "dash": dash, "shape": shape})
     mode, marker = "lines" if len(x) > 1 else "markers", {"color": colour, "size": 7}
     words = {"name": name, "hovertemplate": f"{hover}<extra></extra>"}
@@ -117,7 +117,7 @@ def line(
 
 
 def area(x: Sequence[Any], y: Sequence[Any], colour: str, group: str) -> Keys:
-    """Return a filled outline, the band of the line with this ``legendgroup``."""
+    """Return a filled outline: the band around the line with the same ``legendgroup``."""
     shade = see_through(colour)
     return {
         "type": "scatter", "x": x, "y": y, "mode": "lines", "line": {"width": 0.5, "color": shade}, "fill": "toself",
@@ -133,21 +133,25 @@ def titled(title: str, **keys: Any) -> Keys:
 def log_axis(title: str, values: Sequence[float]) -> Keys:
     """Return a logarithmic axis with ticks for ``values``, all above 0."""
     decades = math.log10(max(values)) - math.log10(min(values)) if values else 0
-    # Plotly's own choice crowds the ticks: whole decades where there are many, else 1, 2 and 5 of each.
-    step = max(1, round(decades / 6)) if decades >= 2 else "D2" if decades >= 0.4 else None
+    # Plotly's default crowds the ticks: use whole decades for a wide range, else 1, 2 and 5 of each decade.
+    step: int | str | None = None
+    if decades >= 2:
+        step = max(1, round(decades / 6))
+    elif decades >= 0.4:
+        step = "D2"
     return titled(title, type="log", tickformat="~g", dtick=step)
 
 
 def names_of_bars(names: Sequence[str]) -> tuple[Keys, Keys]:
-    """Return axis and ``meta`` for bars at 0, 1, 2 ...: their names, shorter where the page is narrow."""
+    """Return the axis of bars at 0, 1, 2 ... with their names, and ``meta`` with shorter names for a narrow page."""
     places = {"tickvals": list(range(len(names))), "ticktext": [short(name) for name in names]}
     return places | {"showgrid": False, "ticks": ""}, {"narrow": [short(name, NARROW_LABEL) for name in names]}
 
 
 NARROW_LABEL = 16
-"""Characters of a label that a telephone has room for."""
+"""The number of characters of a label that fit on a telephone."""
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; orange and green are darker, to be seen on white.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; orange and green are darkened for contrast.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, BLACK = (
     "#0072B2",
     "#A87400",
@@ -163,7 +167,7 @@ REGIMES = {"never": GREY, "guard": GREEN, "shaping": ORANGE, "normalising": VERM
 DEVIATION_SCALE = ("#2166AC", "#92C5DE", FAINT, "#F4A582", "#B2182B")
 _RUN_COLOURS = (VERMILION, BLUE, GREEN, PURPLE, BLACK)
 RUN_LINES = tuple((colour, dash) for dash in ("solid", "dash", "dot") for colour in _RUN_COLOURS)
-"""Colour and dash of each of several runs."""
+"""The colour and dash of each of several runs."""
 
 DARK = {
     BLUE: "#5AB4E8",
@@ -182,7 +186,7 @@ DARK = {
     "#F4A582": "#A34A2C",
     "#B2182B": "#FF9E80",
 }
-"""The replacement of each colour on a dark page. Colours that are no key here look right on both."""
+"""The replacement of each colour on a dark page; other colours are suitable for both themes."""
 
 _AXIS = {"gridcolor": GRID, "zeroline": False, "ticks": "outside", "tickcolor": GRID, "automargin": True}
 _LAYOUT = {
@@ -194,14 +198,14 @@ _LAYOUT = {
 
 
 def short(name: str, width: int = 38) -> str:
-    """Leave out the middle of a long name, but no number, and not the layer, which tell rows apart.
+    """Shorten the middle of a long name, but keep its numbers and its last parts, which distinguish rows.
 
     Args:
         name: A parameter name.
-        width: Characters to keep.
+        width: The largest number of characters.
 
     Returns:
-        Text for a tick label, escaped: plotly draws some HTML tags in labels.
+        The text for a tick label, escaped because plotly renders some HTML tags in labels.
 
     Example:
         >>> short("transformer.encoder.layers.8.self_attention.in_proj.weight")
@@ -213,7 +217,7 @@ def short(name: str, width: int = 38) -> str:
     """
     parts = name.split(".")
     words = [place for place, part in enumerate(parts[:-2]) if not part.isdigit()]
-    for place in (*words[1:], *words[:1]):  # the first word goes last
+    for place in (*words[1:], *words[:1]):  # the first word is removed last
         if len(name) <= width:
             break
         parts[place] = "…"
@@ -225,7 +229,7 @@ def short(name: str, width: int = 38) -> str:
 
 
 def see_through(colour: str) -> str:
-    """Return ``#RRGGBB`` with most of it taken away: the colour of the band round a line.
+    """Return ``#RRGGBB`` as a transparent colour, for the band around a line.
 
     Example:
         >>> see_through("#0072B2")
@@ -236,5 +240,5 @@ def see_through(colour: str) -> str:
 
 
 def palette() -> dict[str, str]:
-    """Return the colours that the page exchanges when it turns dark, as fills and as bands; the light ones are keys."""
+    """Return the dark theme's replacement of each light colour, for lines and for transparent bands."""
     return DARK | {see_through(light): see_through(dark) for light, dark in DARK.items()}

@@ -1,4 +1,4 @@
-"""The figures of the page over time and along depth, of one run and of several."""
+"""Draw the page's figures over time and along depth, for one run or several."""
 
 import html
 import itertools
@@ -40,12 +40,12 @@ from gradguard.monitoring.show.report.figure import (
 _MOST_MARKERS = 200
 _TABLE_ROWS = 12
 _MOST_WEIGHTS = 400  # in a table
-_WHOLE = 3  # so many steps for each point are still drawn one by one: a lone spike is easier to see in a line
+_WHOLE = 3  # up to this many steps per point, each step is drawn: a single spike is easier to see in a line
 
 
 class _Series(NamedTuple):
     key: str
-    """The field of a step."""
+    """The name of a step's field."""
     label: str
     colour: str
     width: float = 1.3
@@ -62,7 +62,7 @@ _SHARES = (0.6, 0.4)
 _NORM = _Plot("gradient norm", True, (_Series("norm", "gradient norm", BLUE),))
 _CLIPPED_NORM = _Plot(
     "gradient norm", True,
-    # The norm after clipping is drawn first and wider: the lines coincide wherever clipping does not bind.
+    # The norm after clipping is drawn first and wider, because the lines coincide if clipping does not bind.
     (_Series("post_norm", "norm after clipping", ORANGE, 2.8), _Series("norm", "norm before clipping", BLUE)),
 )  # fmt: skip
 _LOSS = _Plot("loss", False, (_Series("loss", "loss", PURPLE),))
@@ -70,25 +70,25 @@ _UPDATES = (
     _Plot("update / weight", True, (_Series("update", "update / weight", BLUE),)),
     _Plot("largest attention logit", False, (_Series("logit", "largest attention logit", PURPLE),)),
 )
-_NORMS_CAPTION = "A spike is a norm far above its neighbours. The loss shares the time axis: does it jump after one?"
+_NORMS_CAPTION = "A spike is a norm far above its neighbours. The loss has the same time axis: does it jump after one?"
 _UPDATES_CAPTION = (
-    "Of an optimizer that divides by the size of gradients, steps at one learning rate have one length: where they "
-    "become longer, the loss often follows."
+    "An optimizer that divides by the size of the gradients makes steps of one length at one learning rate. If the "
+    "steps become longer, the loss often rises soon after."
 )
 _OVERLAY_CAPTION = "All runs on one time axis; norms are before any clip."
 
 
 def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, most: int) -> Chart | None:
-    """Draw the norms before and after clipping on a log axis with thresholds and events, and the loss beneath.
+    """Draw the norms before and after clipping on a log axis with thresholds and events, and the loss below.
 
     Args:
         record: The record of a run.
-        verdict: Its verdict.
-        advice: Its recommended threshold.
-        most: How many points a line may have.
+        verdict: The verdict on the run.
+        advice: The recommendation, which may have a threshold.
+        most: The largest number of points in a line.
 
     Returns:
-        The chart, or None where neither a finite norm nor a loss was recorded.
+        The chart; None if neither a finite norm nor a loss was recorded.
     """
     plots = (_CLIPPED_NORM if verdict.clipping else _NORM, _LOSS)
     marks = [*_thresholds(record, advice, most), *_marks(record, 1.7 * (verdict.max_norm or 1.0))]
@@ -96,14 +96,14 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
 
 
 def updates_over_time(record: Record, most: int) -> Chart | None:
-    """Draw the change by each step over the norm of the weights, with the largest attention logit beneath.
+    """Draw the change by each step relative to the norm of the weights, and the largest attention logit below.
 
     Args:
         record: The record of a run.
-        most: How many points a line may have.
+        most: The largest number of points in a line.
 
     Returns:
-        The chart, or None where neither was measured.
+        The chart; None if neither was measured.
     """
     return _over_steps("updates", "What steps do to the weights", _UPDATES_CAPTION, _UPDATES, [record], [""], most)
 
@@ -113,11 +113,11 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
 
     Args:
         records: The records.
-        labels: Their names, each unlike the others.
-        most: How many points a line may have.
+        labels: The distinct names of the runs.
+        most: The largest number of points in a line.
 
     Returns:
-        The chart, or None where no run has a norm or a loss.
+        The chart; None if no run has a norm or a loss.
     """
     return _over_steps("overlay", "Norms and losses", _OVERLAY_CAPTION, (_NORM, _LOSS), records, labels, most)
 
@@ -126,7 +126,7 @@ def _over_steps(
     name: str, title: str, caption: str, plots: Sequence[_Plot], records: Sequence[Record], labels: Sequence[str],
     most: int, marks: Sequence[Keys] = (),
 ) -> Chart | None:  # fmt: skip
-    """Draw a row for each plot that some record has numbers for; ``marks`` stand among the norms."""
+    """Draw a row for each plot that any record has numbers for; add ``marks`` to the row of norms."""
     rows, drawn = [], []
     for plot in plots:
         traces = [trace for one in plot.series for trace in _lines(one, records, labels, most, is_first=not rows)]
@@ -143,7 +143,7 @@ def _over_steps(
 def _lines(
     one: _Series, records: Sequence[Record], labels: Sequence[str], most: int, *, is_first: bool
 ) -> Iterator[Keys]:
-    """Yield the lines and bands of each record; those of several have their labels, in the legend of the first row."""
+    """Yield the lines and bands of each record; several records are labelled in the legend of the first row."""
     for record, label, (colour, dash) in zip(records, labels, itertools.cycle(RUN_LINES)):
         if label:
             look: Keys = {"dash": dash, "legendgroup": label, "showlegend": is_first}
@@ -162,7 +162,7 @@ def _axis(plot: _Plot, records: Sequence[Record]) -> Keys:
 
 
 def steps_axis(records: Sequence[Record]) -> Keys:
-    """Return the horizontal axis for every optimizer step of ``records``, with a margin."""
+    """Return a horizontal axis that covers every optimizer step of ``records``, with a margin."""
     ends = [record.steps[place]["i"] for record in records if record.steps for place in (0, -1)]
     low, high = min(ends, default=0), max(ends, default=0)
     margin = 0.01 * (high - low) + 0.5
@@ -170,7 +170,7 @@ def steps_axis(records: Sequence[Record]) -> Keys:
 
 
 def _banded(record: Record, key: str, label: str, colour: str, most: int, look: Keys) -> list[Keys]:
-    """The median of each bucket as a line, and from the smallest to the largest as a band where it was thinned."""
+    """Return the medians of the buckets as a line, and their extremes as a band if the steps were thinned."""
     count = sum(record.steps.has(key))
     band = series.band(record, key, count if count <= _WHOLE * most else most, positive=key != "loss")
     if not any(value is not None for value in band.middle):
@@ -190,7 +190,7 @@ def _thresholds(record: Record, advice: Recommendation, most: int) -> list[Keys]
     found = []
     known = [threshold is not None for threshold in record.steps.column("threshold")]
     rules = set(compress(record.steps.column("rule"), known))
-    if rules and rules <= {"norm", None}:  # a step that names no rule was clipped by the norm
+    if rules and rules <= {"norm", None}:  # a step without a rule was clipped by the norm
         look: Keys = {"dash": "dash", "shape": "hv", "legendgroup": "threshold"}
         found += _banded(record, "threshold", "threshold in use", BLACK, most, look)
     if advice.threshold:
@@ -213,7 +213,7 @@ def _marks(record: Record, height: float) -> list[Keys]:
     marks: dict[str, list[tuple[int, str]]] = {name: [] for name in _MARKS}
     marks["non-finite step"] = [(i, "non-finite gradients") for i in lost]
     for event in record.events:
-        if event.get("kind") != "nonfinite":  # marked already
+        if event.get("kind") != "nonfinite":  # already among the marks of non-finite steps
             text = str(event.get("message") or event.get("kind") or "event")
             text = html.escape(text if len(text) <= 120 else f"{text[:120]}…")
             marks[event.get("severity", "info")].append((event["i"], text))
@@ -231,7 +231,7 @@ def _marks(record: Record, height: float) -> list[Keys]:
 
 
 def _numbers(records: Sequence[Record], labels: Sequence[str], drawn: Sequence[_Series]) -> Table:
-    """The median and the largest of each series in a dozen stretches of each run."""
+    """Return a table of each series' median and largest value in twelve ranges of each run's steps."""
     head = ["steps", *(f"{one.label}: {what}" for one in drawn for what in ("median", "largest"))]
     rows = []
     for record, label in zip(records, labels, strict=True):
@@ -245,19 +245,19 @@ def _numbers(records: Sequence[Record], labels: Sequence[str], drawn: Sequence[_
 
 
 _BINDS = (
-    "Each bar is a window of steps. At 0 the clip never acts; below 5 % it is a guard, up to 50 % it shapes training, "
-    "above that it normalises most steps."
+    "Each bar is a window of steps. At 0 the clip never acts. Below 5 % it is a guard, up to 50 % it shapes training, "
+    "and above 50 % it normalises most steps."
 )
 
 
 def clip_share(record: Record) -> Chart | None:
-    """Draw how often clipping bound, window by window, in the colours of the regimes.
+    """Draw how often clipping bound in each window, in the colours of the regimes.
 
     Args:
         record: The record of a run that clipped.
 
     Returns:
-        The chart, or None where the optimizer took no step.
+        The chart; None if the optimizer took no step.
     """
     windows = series.clip_windows(record)
     if not windows:
@@ -266,7 +266,7 @@ def clip_share(record: Record) -> Chart | None:
     bars = []
     for regime, colour in REGIMES.items():
         own = [window for window in windows if regime_of(window.share) == regime]
-        # A window without a single clip is a line on the axis: it was measured, and is not a gap.
+        # A window in which no clip bound gets a thin bar, because it was measured and is not a gap.
         bars.append({
             "type": "bar", "name": regime, "offset": 0, "marker": {"color": colour, "line": {"width": 0}},
             "x": [window.first for window in own],
@@ -285,25 +285,25 @@ def clip_share(record: Record) -> Chart | None:
 
 _FEWEST_LAYERS = 3
 _NEAR_EPS = 1e3
-"""The line of the optimizer's ``eps`` is drawn where gradients come so near."""
+"""The line of the optimizer's ``eps`` is drawn if a gradient is below ``eps`` times this factor."""
 _DEPTH = (
-    "The root mean square of an element of each weight's gradient, in the order in which the forward uses them. A line "
-    "that falls steeply towards the input is a gradient that vanishes on its way down; one that rises towards it "
-    "explodes."
+    "The root mean square of the elements of each weight's gradient. The weights are in the order in which the forward "
+    "uses them. If the line falls steeply towards the input, the gradient vanishes on its way there. If it rises "
+    "towards the input, the gradient explodes."
 )
 
 
 def along_depth(record: Record) -> Chart | None:
-    """Draw the usual gradient of an element of each weight, from the input to the output.
+    """Draw the usual root mean square of each weight's gradient, from the input to the output.
 
-    Two lines: the first tenth of the run and the last. An element is compared, and not the norm of the tensor, so that
-    large weights and small ones are seen alike.
+    The chart has one line for the first tenth of the run and one for the last. It shows the root mean square of the
+    elements, and not the norm of the tensor: the values of large and small weights are then comparable.
 
     Args:
         record: The record of one optimizer's steps.
 
     Returns:
-        The chart, or None where fewer than three weights were recorded.
+        The chart; None if fewer than three weights were recorded.
     """
     signals = signals_of(record)
     layers, eps = signals.layers, signals.eps
@@ -338,5 +338,5 @@ def along_depth(record: Record) -> Chart | None:
 
 
 def _level(gradients: Sequence[float]) -> float | None:
-    """The median gradient of an element; None where it is 0."""
+    """Return the median of some gradients, rounded; None if it is 0."""
     return series.rounded(median(gradients)) or None

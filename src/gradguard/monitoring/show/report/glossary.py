@@ -1,4 +1,4 @@
-"""The words of the page that a newcomer may not know: explained where they stand, and in a list at its end."""
+"""Explain the page's technical terms to newcomers: in tooltips, and in a list at the end of the page."""
 
 import html
 import re
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Term:
-    """A word of the page.
+    """A technical term of the page.
 
     Attributes:
-        name: As the list has it.
-        forms: The words that stand for it in texts, as a regular expression.
+        name: The term in the list.
+        forms: A regular expression for the forms of the term in texts.
         meaning: One or two plain sentences.
     """
 
@@ -25,110 +25,113 @@ class Term:
 
     @property
     def id(self) -> str:
-        """Return the anchor of a link to it."""
+        """Return the anchor of the term in the list."""
         return f"term-{self.name.replace(' ', '-')}"
 
 
 TERMS = (
-    Term("clip", r"clip(?:s|ped|ping)?", "To scale gradients down on steps where they are larger than a threshold."),
-    Term("binds", r"binds?|bound", "A clip binds on a step when it changes the gradients there."),
+    Term("clip", r"clip(?:s|ped|ping)?", "To scale gradients down on steps on which they exceed a threshold."),
+    Term("binds", r"binds?|bound", "A clip binds on a step if it changes the gradients of that step."),
     Term(
         "coefficient",
         r"coefficients?",
-        "What the gradients of a step were multiplied by: 1 leaves them as they are, 0.1 makes them ten times smaller.",
+        "The factor that a step's gradients were multiplied by: 1 leaves them unchanged, 0.1 makes them ten times "
+        "smaller.",
     ),
     Term(
         "drift",
         r"drifts?|drifted",
-        "The usual norm itself changes in the course of the run, so that no one threshold fits all of it.",
+        "The usual norm changes during the run. No single threshold then fits the whole run.",
     ),
     Term(
         "heavy-tailed",
         r"heavy[- ]tail(?:s|ed)",
-        "Norms several times the usual one are common, so that single large ones mean little.",
+        "Norms of several times the usual norm are common. A single large norm then means little.",
     ),
     Term("batch", r"batch(?:es)?", "The samples that one step learns from."),
     Term(
         "eps",
         r"eps",
-        "A small number that Adam and its like add where they divide by the size of the gradients; gradients below it "
-        "move hardly anything.",
+        "A small number that Adam and similar optimizers add to the divisor of their step. Gradients below it hardly "
+        "move the weights.",
     ),
     Term(
         "gradient",
         r"gradients?",
-        "How the loss changes with each weight: the optimizer moves the weights against it.",
+        "The change of the loss per change of each weight. The optimizer moves the weights in the opposite direction.",
     ),
-    Term("learning rate", r"learning rates?", "What the optimizer multiplies its steps by: how far each one goes."),
+    Term("learning rate", r"learning rates?", "The factor that the optimizer multiplies its steps by."),
     Term(
         "recurrent weight",
         r"recurrent weights?",
-        "The weight that a sequence runs through again at each of its steps.",
+        "A weight that is applied again at each position of a sequence.",
     ),
     Term("locked in", r"locked in", "A clip that binds on more than half of the last 100 steps at one threshold."),
     Term(
         "loss scale",
         r"loss scales?",
-        "What a GradScaler multiplies the loss by, so that small gradients survive in float16; it takes it out again.",
+        "The factor that a GradScaler multiplies the loss by: small gradients then survive in float16. The GradScaler "
+        "divides the gradients by it again before the step.",
     ),
     Term(
         "median",
         r"medians?",
-        "The middle one of all values in order: half are smaller. A few extreme values do not move it.",
+        "The middle of all values in order: half of them are smaller. A few extreme values do not change it.",
     ),
     Term(
         "moments",
         r"moments",
-        "The running means of gradients and of their squares by which Adam and its like scale each step.",
+        "The running means of the gradients and of their squares. Adam and similar optimizers scale each step by them.",
     ),
     Term("non-finite", r"non-finite|not finite", "NaN or infinity: the computation overflowed or divided by zero."),
     Term(
         "norm",
         r"norms?",
-        "The length of all gradients of a step as one vector: the square root of the sum of their squares. One number "
-        "for how large they are.",
+        "The length of all gradients of a step as one vector: the square root of the sum of their squares.",
     ),
     Term(
         "normalising",
         r"normalis(?:es|ing)",
-        "A clip that binds on more than half of the steps: it sets the size of nearly every step, as a learning rate "
-        "does.",
+        "A clip that binds on more than half of the steps. It then determines the size of nearly every step, like a "
+        "learning rate.",
     ),
-    Term("guard", r"guards?", "A clip that binds on less than 5 % of the steps: it only stops rare large gradients."),
+    Term("guard", r"guards?", "A clip that binds on less than 5 % of the steps: it stops only rare large gradients."),
     Term("shaping", r"shap(?:es|ing)", "A clip that binds on 5 to 50 % of the steps."),
     Term("regime", r"regimes?", "How often a clip binds: never, as a guard, shaping, or normalising."),
-    Term("outlier", r"outliers?", "A norm far above those around it."),
-    Term("parameter", r"parameters?", "One tensor of weights that is trained, such as the weight or bias of a layer."),
+    Term("outlier", r"outliers?", "A norm far above the norms around it."),
+    Term("parameter", r"parameters?", "One trained tensor of weights, such as the weight or bias of a layer."),
     Term(
         "robust spread",
         r"robust (?:spread|deviations?)",
-        "How far values usually lie from their median, measured so that a few extreme ones do not count.",
+        "The usual distance of values from their median, computed in a way that ignores a few extreme values.",
     ),
     Term(
         "spike",
         r"spikes?",
-        "A norm that stands out from the 50 before and the 50 after it, by six of their robust deviations.",
+        "A norm that exceeds the median of the 50 norms before it and the 50 after it by six of their robust "
+        "deviations.",
     ),
     Term(
         "squared norm",
         r"squared norm",
-        "The sum of the squares of all gradients. Squares add up, so each parameter has a share of it.",
+        "The sum of the squares of all gradients. Squares add up, so each parameter has a share of the sum.",
     ),
     Term("optimizer step", r"optimizer steps?", "One update of the weights by the optimizer."),
     Term("threshold", r"thresholds?", "The norm above which a clip scales gradients down."),
     Term(
         "usable steps",
         r"usable steps?",
-        "Steps whose norm says something about ordinary training: taken, finite, and after the warm-up.",
+        "Steps whose norm represents ordinary training: the optimizer took them, their gradients were finite, and the "
+        "warm-up was over.",
     ),
-    Term("warm-up", r"warm-up", "The first steps, which are unlike the others: a tenth of a short run."),
+    Term("warm-up", r"warm-up", "The first steps, which differ from the others: a tenth of a short run."),
     Term(
         "without feedback",
         r"without feedback",
-        "Computed from the recorded norms alone: a run that had been clipped would have gone differently afterwards.",
+        "Computed from the recorded norms alone. With the clip, the run would have had other norms afterwards.",
     ),
 )
-# Not within a name such as encoder.norm.weight, nor an option such as --clip or norm=1.
+# Match neither inside a name such as encoder.norm.weight, nor in an option such as --clip or norm=1.
 _ANY = re.compile(
     r"(?<![\w.=/-])(?:"
     + "|".join(
@@ -140,13 +143,13 @@ _ANY = re.compile(
 
 
 def explained(text: str) -> "Markup":
-    """Link each word of the list, where it first comes in a text, to what it means.
+    """Link the first occurrence of each term in a text to its meaning.
 
     Args:
         text: Plain text.
 
     Returns:
-        HTML in which everything else is escaped.
+        HTML with these links; everything else is escaped.
 
     Example:
         >>> print(explained("2 < 3 drifts of <encoder.norm>"))

@@ -1,6 +1,7 @@
-"""The summary of a run for machines: one JSON object, or the same in lines; its keys mean the same in every release.
+"""Summarise a run for programs: as one JSON object, or as lines of text, with keys that are stable across releases.
 
-``docs/report.md`` has the table of its keys. One may be added; `SCHEMA` grows where one goes or changes its meaning.
+``docs/report.md`` has the table of the keys. A release may add keys. `SCHEMA` grows if a key is removed or changes its
+meaning.
 """
 
 import json
@@ -19,7 +20,7 @@ from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.report.summary import counts_of, fields_of, notes, numbers_of
 
 SCHEMA = 1
-"""The version of what the keys mean."""
+"""The version of the keys' meaning."""
 
 _DECISION = ("kind", "threshold", "rule", "rate_factor", "experiment", "headline", "reason")
 _FINDING = (
@@ -28,16 +29,16 @@ _FINDING = (
 
 
 def json_summary(records: Sequence[Record]) -> str:
-    """The summary as JSON: an object, or a list of them for several records.
+    """Return the summary as JSON: an object, or a list of objects for several records.
 
-    **Guarantees**: strict JSON in ASCII; every key is there, null for what was not measured or was not finite; numbers
-    are those of the text, not rounded.
+    **Guarantees**: The result is strict JSON in ASCII. Every key is present, with null for a quantity that was not
+    measured or was not finite. Numbers equal those of `text_summary`, without rounding.
 
     Args:
         records: At least one record.
 
     Returns:
-        The text, indented, without a newline at its end.
+        The indented text, without a newline at its end.
 
     Example:
         >>> from pathlib import Path
@@ -51,16 +52,16 @@ def json_summary(records: Sequence[Record]) -> str:
 
 
 def text_summary(record: Record) -> str:
-    """Return the summary as ``key: value`` lines, one fact a line, for logs and for scripts that read no JSON.
+    """Return the summary as ``key: value`` lines, one fact per line, for logs and for scripts without a JSON parser.
 
-    A key within another is joined to it, as in ``decision_kind``; what comes in lists is counted from 1, as in
-    ``findings_1_message``. What was not measured has no line.
+    A nested key is joined to its parent, as in ``decision_kind``. Entries of lists are counted from 1, as in
+    ``findings_1_message``. A quantity that was not measured has no line.
 
     Args:
         record: The record of a run.
 
     Returns:
-        The lines, ending in a newline.
+        The lines, each with a newline.
 
     Example:
         >>> from pathlib import Path
@@ -73,7 +74,7 @@ def text_summary(record: Record) -> str:
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Return every plain value below a key, each with its whole name."""
+    """Yield every plain value below a key, with its full joined key."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         parts = value.items()

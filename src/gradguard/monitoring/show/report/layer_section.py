@@ -1,4 +1,4 @@
-"""Single parameters: the map of their norms over time, and who makes the norm."""
+"""Draw single parameters: a heat map of their norms over time, and their shares of the norm."""
 
 import base64
 import html
@@ -34,26 +34,28 @@ MOST_COLUMNS = 600
 MOST_ROWS = 1500
 MOST_CELLS = 90_000
 NONFINITE, ZERO, GAP = -32768, -32767, -32766
-"""Codes of a packed matrix for cells without a logarithm; a gap was not measured."""
+"""The codes in a packed matrix of cells without a logarithm; a gap is a cell that was not measured."""
 _MOST_LINES = 1000
 _MOST_TABLE_ROWS = 40
 _LABEL_PIXELS = 12
 _LAYERS = (
     "Each row is one parameter, in the order of the model. Against its own median: red is larger than usual for that "
-    "parameter, blue smaller. Cells show the largest value in their range of steps."
+    "parameter, blue is smaller. Each cell shows the largest value in its range of steps."
 )
-_DOMINANCE = "Which parameters make the global norm. A parameter that leads only at spikes is where they start."
+_DOMINANCE = (
+    "The parameters with the largest shares of the global norm. Spikes start at a parameter that leads only at spikes."
+)
 
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """One number for each parameter over time, thinned; rows are parameters, columns are ranges of steps.
+    """The norms of parameters over time: each row is a parameter, each column a range of steps.
 
     Attributes:
-        names: The row names.
+        names: The names of the rows.
         steps: The first step of each column.
-        cells: Rows of the largest value in each cell: None where one was not finite, NaN where none was measured.
-        left_out: How many rows there were too many; those whose norm moved least.
+        cells: The largest value of each cell: None if a value was not finite, NaN if none was measured.
+        left_out: The number of rows left out, whose norms moved least.
     """
 
     names: list[str]
@@ -62,11 +64,11 @@ class LayerMatrix:
     left_out: int = 0
 
     def medians(self) -> list[Number]:
-        """The median of the positive cells of each row, None for a row without one."""
+        """Return the median of the positive cells of each row; None for a row without positive cells."""
         return [median(_above(0.0, row)) for row in self.cells]
 
     def packed(self) -> str:
-        """All cells as hundredths of log10 in 16 bits, in base64: two digits in a third of the text."""
+        """Return all cells as base64 of 16-bit hundredths of log10: two digits in a third of the text's length."""
         numbers = array("h", (_hundredths(cell) for row in self.cells for cell in row))
         if sys.byteorder == "big":
             numbers.byteswap()
@@ -74,17 +76,17 @@ class LayerMatrix:
 
 
 def heat_map(record: Record, optimizer: int | None, most_cells: int = MOST_CELLS) -> Chart | None:
-    """Draw every parameter's norm over time: against its own median, or as it is.
+    """Draw every parameter's norm over time, relative to its own median or in absolute numbers.
 
-    The page draws the cells itself, because a packed matrix is a third of what plotly would store.
+    The page draws the cells itself from a packed matrix, which is a third of the size of plotly's own format.
 
     Args:
-        record: The record of a run, or of one optimizer of it.
-        optimizer: Its place among the optimizers; None for all parameters.
-        most_cells: How many cells the page can carry.
+        record: The record of a run, or of one optimizer in it.
+        optimizer: The optimizer's index; None for all parameters.
+        most_cells: The largest number of cells that the page can hold.
 
     Returns:
-        The chart, or None where nothing was recorded per parameter.
+        The chart; None if no norms per parameter were recorded.
     """
     matrix = layer_norms(record, rows_of(record, optimizer), most_cells)
     if matrix is None:
@@ -95,7 +97,7 @@ def heat_map(record: Record, optimizer: int | None, most_cells: int = MOST_CELLS
     yaxis = {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""}
     figure = drawing([Subplot([], yaxis)], round(120 + pixels * len(names)), steps_axis([record]))
     heat = {
-        # rows of one name would be drawn on top of each other
+        # plotly would draw rows with equal names on top of each other
         "rows": [
             html.escape(name if names.index(name) == row else f"{name} ({row})") for row, name in enumerate(names)
         ],
@@ -114,15 +116,15 @@ def heat_map(record: Record, optimizer: int | None, most_cells: int = MOST_CELLS
 
 
 def dominance(record: Record, optimizer: int | None, spikes: Collection[int]) -> Chart | None:
-    """Draw the ten parameters that make the norm, at ordinary and at spike steps.
+    """Draw the ten parameters with the largest shares of the squared norm, at ordinary steps and at spikes.
 
     Args:
-        record: The record of a run, or of one optimizer of it.
-        optimizer: Its place among the optimizers; None for all parameters.
-        spikes: The steps that are spikes.
+        record: The record of a run, or of one optimizer in it.
+        optimizer: The optimizer's index; None for all parameters.
+        spikes: The numbers of the steps that are spikes.
 
     Returns:
-        The chart, or None where nothing was recorded per parameter.
+        The chart; None if no norms per parameter were recorded.
     """
     found = shares(record, spikes, rows_of(record, optimizer))
     if found is None:
@@ -153,12 +155,12 @@ def layer_norms(record: Record, rows: Sequence[int], most_cells: int = MOST_CELL
 
     Args:
         record: The record of a run.
-        rows: The parameters to show.
-        most_cells: How many cells a page can carry; the columns are as wide as they must be, and fewer rows are shown
-            where there are few.
+        rows: The indices of the parameters to show.
+        most_cells: The largest number of cells that the page can hold. Columns become wider to fit, and with a smaller
+            limit fewer rows are shown.
 
     Returns:
-        The matrix, or None where nothing was recorded per parameter.
+        The matrix; None if no norms per parameter were recorded.
     """
     lines = record.tensors
     values = list(map(_norms, lines.column("norm"), lines.column("absent")))
@@ -184,11 +186,11 @@ def layer_norms(record: Record, rows: Sequence[int], most_cells: int = MOST_CELL
 
 
 def rows_of(record: Record, optimizer: int | None) -> list[int]:
-    """Return the places of the parameters that one optimizer steps; of all where None or the record does not say.
+    """Return the indices of one optimizer's parameters; parameters without an optimizer in the record are included.
 
     Args:
-        record: The record of a run, or of one optimizer of it.
-        optimizer: Its place among the optimizers.
+        record: The record of a run, or of one optimizer in it.
+        optimizer: The optimizer's index; None for all parameters.
     """
     params = record.meta.get("params", ())
     return [row for row, one in enumerate(params) if optimizer is None or one.get("optimizer", optimizer) == optimizer]
@@ -197,25 +199,25 @@ def rows_of(record: Record, optimizer: int | None) -> list[int]:
 def shares(
     record: Record, spikes: Collection[int], rows: Sequence[int]
 ) -> tuple[list[tuple[str, float, float]], str] | None:
-    """Return who makes the norm: the mean share of the squared norm of each parameter.
+    """Return the mean share of the squared norm of each parameter.
 
-    Ordinary steps are the middle half by norm. Where no spike was recorded per parameter, the largest 5 % stand for
-    them.
+    Ordinary steps are the middle half by norm. If no spike has norms per parameter, the 5 % of steps with the largest
+    norms replace the spikes.
 
     Args:
         record: The record of a run.
-        spikes: The steps that are spikes.
-        rows: The parameters that can be named.
+        spikes: The numbers of the steps that are spikes.
+        rows: The indices of the parameters to include.
 
     Returns:
-        Names with their shares at ordinary and at spike steps, the largest of the latter last, ten at most; what to
-        call the spike steps. None where nothing was recorded per parameter.
+        At most ten names with their shares at ordinary steps and at spikes, in ascending order of the latter; and the
+        label of the latter. None if no norms per parameter were recorded.
     """
     lines = record.tensors.where(
         [len(row) == len(record.names) and None not in row for row in record.tensors.column("norm")]
     )
     norms = lines.column("norm")
-    totals = [sum([norm * norm for norm in row]) for row in norms]  # a product overflows where a power would raise
+    totals = [sum([norm * norm for norm in row]) for row in norms]  # `norm**2` would raise OverflowError, not be inf
     order = sorted((place for place, total in enumerate(totals) if 0 < total < math.inf), key=totals.__getitem__)
     if not order or not rows:
         return None
@@ -230,11 +232,11 @@ def shares(
 
 
 def _largest(cells: Sequence[Number]) -> Number:
-    """The largest of a parameter's values in one column; None if one was not finite, NaN if none was measured."""
+    """Return the largest of some values; None if one was not finite, NaN if none was measured."""
     return None if None in cells else max(_above(_LEAST, cells), default=math.nan)
 
 
-_LEAST = -1.0  # below every norm; NaN is not above it
+_LEAST = -1.0  # below every norm; comparisons with NaN are false
 
 
 def _above(low: float, cells: Sequence[Number]) -> list[float]:
@@ -242,7 +244,7 @@ def _above(low: float, cells: Sequence[Number]) -> list[float]:
 
 
 def _movement(cells: Sequence[Number]) -> float:
-    """Return the ratio of the largest to the smallest cell of a row, infinity where one is not above 0."""
+    """Return the ratio of the largest to the smallest cell of a row; infinity if a cell is not above 0."""
     known = _above(0.0, cells)
     return max(known) / min(known) if len(known) == len(cells) else math.inf
 
@@ -250,7 +252,7 @@ def _movement(cells: Sequence[Number]) -> float:
 def _norms(norms: list[Number], absent: Sequence[int] | None) -> list[Number]:
     if not absent:
         return norms
-    return [math.nan if place in absent else norm for place, norm in enumerate(norms)]  # no gradient is not one of 0
+    return [math.nan if place in absent else norm for place, norm in enumerate(norms)]  # a missing gradient is not 0
 
 
 def _hundredths(cell: Number) -> int:
@@ -262,7 +264,7 @@ def _hundredths(cell: Number) -> int:
 
 
 def _mean_shares(norms: Sequence[list[Any]], places: Sequence[int]) -> list[float]:
-    # An even selection of many rows has the same mean to the digits that are shown.
+    # With many rows, an evenly spaced selection has the same mean to the shown digits.
     rows = [[norm * norm for norm in norms[place]] for place in places[:: -(-len(places) // _MOST_LINES)]]
     totals = [sum(row) for row in rows]
     return [

@@ -1,4 +1,4 @@
-"""One HTML page that needs no network: charts, styles and plotly.js are inside it."""
+"""Write one HTML page that needs no network: it contains its charts, its styles and plotly.js."""
 
 import functools
 import json
@@ -38,8 +38,8 @@ from gradguard.words import listed
 
 _FOLDER = Path(__file__).parent
 _PLOTLY_JS = "plotly-cartesian.min.js"
-"""The npm package plotly.js-cartesian-dist-min 4.1.1 as it is, under its own licence in the file beside it. It draws
-scatters, bars and heat maps at a third of the size of the whole plotly.js."""
+"""The unmodified npm package plotly.js-cartesian-dist-min 4.1.1, whose licence is in the file beside it. It draws
+scatter plots, bars and heat maps at a third of the size of the whole plotly.js."""
 _ALL_POINTS = 2 * series.MOST_POINTS
 _FEWEST_POINTS = 60
 _MOST_SCRIPTS = 3
@@ -50,27 +50,27 @@ _COLUMNS = (
     ("clip", False), ("final loss", True), ("best loss", True), ("median norm", True), ("largest norm", True),
     ("clipping bound", True), ("regime", False), ("spikes", True), ("non-finite steps", True),
 )  # fmt: skip
-"""Columns of the table that compares runs: the heading, and whether the cells are numbers."""
+"""The columns of the table that compares runs: the heading, and whether the cells are numbers."""
 
 
 def write_report(records: list[Record], path: str | Path) -> Path:
     """Write one self-contained HTML report about one run, or about several side by side.
 
-    **Guarantees**: the page loads nothing from the network; every name that comes from user code is escaped; a
-    record without steps, losses or per-parameter norms gives a page without those charts; the page of a million steps
-    or of thousands of parameters is below 2.6 MB, and that of eight such runs below 3.6 MB; the page is written whole
-    or not at all.
+    **Guarantees**: The page loads nothing from the network. Every name from user code is escaped. A record without
+    steps, losses or per-parameter norms gives a page without those charts. The page of a million steps or of thousands
+    of parameters is below 2.6 MB, and the page of eight such runs is below 3.6 MB. The page is written completely or
+    not at all.
 
     Args:
-        records: One record, or several to compare; the first is the baseline.
-        path: Where the page goes; parent folders are made.
+        records: One record, or several to compare.
+        path: The path of the page; parent folders are created.
 
     Returns:
         The path of the page.
 
     Raises:
-        InvalidValueError: There is no record, or the page would replace one.
-        RecordError: The page cannot be written.
+        InvalidValueError: If there is no record, or the page would replace one.
+        RecordError: If the page cannot be written.
     """
     if not records:
         raise InvalidValueError("write_report needs at least one record, got none; read_record(path) gives one")
@@ -80,7 +80,7 @@ def write_report(records: list[Record], path: str | Path) -> Path:
     page = render(records).encode("utf-8", "replace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_fifo() or path.is_char_device():  # also through a link, as /dev/stdout is one
+        if path.is_fifo() or path.is_char_device():  # also through a link such as /dev/stdout
             path.write_bytes(page)
         else:
             write_whole(path, page)
@@ -91,10 +91,10 @@ def write_report(records: list[Record], path: str | Path) -> Path:
 
 
 def page_beside(record: Path) -> Path:
-    """Return where the page of a record goes: beside it, with its name.
+    """Return the default path of a record's page: beside the record and with its name.
 
     Args:
-        record: The file of the record.
+        record: The path of the record.
 
     Example:
         >>> page_beside(Path("runs/run-2.jsonl")).name
@@ -104,13 +104,13 @@ def page_beside(record: Path) -> Path:
 
 
 def render(records: Sequence[Record]) -> str:
-    """Render the page: a part for each run, and for each optimizer of a run that has several.
+    """Render the page, with one part for each run, and for each optimizer of a run with several optimizers.
 
     Args:
         records: At least one record.
 
     Returns:
-        HTML.
+        The HTML text.
     """
     named = labelled(records)
     parts = [
@@ -148,7 +148,7 @@ def render(records: Sequence[Record]) -> str:
 
 @functools.cache
 def _template() -> Any:
-    """Compile the page's template, which takes longer than to fill it."""
+    """Return the compiled template; it is cached, because compiling takes longer than rendering."""
     import jinja2
 
     made = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -195,7 +195,7 @@ def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, amo
 
 
 def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, Any]]:
-    # What belongs to no step of any optimizer is told with the first of them, rather than nowhere.
+    # Events that belong to no step are shown with the first optimizer.
     if record is whole:
         return whole.events
     known = set(whole.steps.column("i"))
@@ -204,7 +204,7 @@ def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, 
 
 
 def _points(among: int) -> int:
-    # The page has room for so many points; they are shared among the runs that it compares.
+    # The runs on one page share the points that the page can hold.
     return max(_FEWEST_POINTS, min(series.MOST_POINTS, _ALL_POINTS // among))
 
 
@@ -221,7 +221,7 @@ def _drawn(chart: Chart, prefix: str, steps: str) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    # Inside <script>, only "<" could end it; in JSON it can be written without being there.
+    # A "<" could end the <script> element; JSON can express it as an escape.
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

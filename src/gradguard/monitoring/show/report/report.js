@@ -1,10 +1,10 @@
-// Draws the charts of the report from the JSON beside them, in the theme of the page.
+// Draw the charts of the report from the JSON beside them, in the theme of the page.
 (() => {
   "use strict";
   const root = document.documentElement;
   const darkOf = JSON.parse(document.getElementById("palette").textContent);
   const config = { responsive: true, displayModeBar: false, doubleClick: "reset" };
-  const NONFINITE = -32768, ZERO = -32767, GAP = -32766; // as in layers.py
+  const NONFINITE = -32768, ZERO = -32767, GAP = -32766; // as in layer_section.py
   const LIMIT = 1; // decades from the median at which a cell of the heat map has its full colour
   const DEVIATIONS = { tickvals: [-1, -0.5, 0, 0.5, 1], ticktext: ["÷10", "÷3", "median", "×3", "×10"] };
   const NARROW = 620; // pixels
@@ -22,7 +22,7 @@
   }
 
   function remember(theme) {
-    try { localStorage.setItem("gradguard-theme", theme); } catch { /* a page from a file may not */ }
+    try { localStorage.setItem("gradguard-theme", theme); } catch { /* a page opened from a file may have no storage */ }
   }
 
   function show(theme) {
@@ -79,7 +79,7 @@
     return [{ ...flat, meta: label, hovertemplate: `%{y}<br>step %{x:,.0f}: ${label}<extra></extra>` }, { ...key, showlegend: true }];
   }
 
-  function barBelow(bar, layout) { // beside a narrow heat map it would take the place of the cells
+  function barBelow(bar, layout) { // beside a narrow heat map, the colour bar would leave too little width for the cells
     const few = bar.tickvals.map((_, index) => index).filter((index) => !/^[×÷]3$/.test(bar.ticktext[index]));
     Object.assign(bar, {
       orientation: "h", len: 0.8, lenmode: "fraction", x: 0.5, xanchor: "center", y: 0, yref: "container", yanchor: "bottom",
@@ -116,12 +116,12 @@
     const spec = JSON.parse(inTheme(document.getElementById(`${plot.id}-data`).textContent));
     if (plot.clientWidth < NARROW) {
       const named = spec.data.filter((trace) => trace.name && trace.showlegend !== false).length;
-      if (spec.layout.showlegend !== false) spec.layout.height += 18 * Math.max(0, named - 2); // the legend takes rows
+      if (spec.layout.showlegend !== false) spec.layout.height += 18 * Math.max(0, named - 2); // the legend is wrapped to several rows
       if (spec.layout.meta?.narrow) spec.layout.yaxis.ticktext = spec.layout.meta.narrow;
     }
     if (spec.heat) spec.data = heatMap(plot, spec);
     plot.style.height = `${spec.layout.height}px`;
-    // What was zoomed stays zoomed when the theme or the mode changes.
+    // Keep the zoom when the theme or the mode changes.
     const home = spec.layout.xaxis.range, now = plot.layout?.xaxis.range;
     const zoomed = plot.dataset.steps && plot.home && now && now.some((end, index) => end !== plot.home[index]);
     if (zoomed) spec.layout.xaxis.range = [...now];
@@ -134,7 +134,7 @@
     }
   }
 
-  let following = false; // a zoom that follows another must not be followed in turn
+  let following = false; // a zoom that copies another plot's zoom must not be copied again
   function follow(plot) {
     if (following) return;
     following = true;

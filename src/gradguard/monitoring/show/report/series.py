@@ -1,4 +1,4 @@
-"""Series of a record that figures draw: bands and windows, as plain lists."""
+"""Compute the series that figures draw from a record: bands and windows, as plain lists."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ Number = float | None
 
 @dataclass(frozen=True)
 class Band:
-    """One quantity over the steps, a bucket of neighbouring steps at a time; no bucket is empty.
+    """One quantity in buckets of neighbouring steps; each bucket has at least one step.
 
     Attributes:
         steps: The middle step of each bucket.
-        low: The smallest finite value of each bucket, None where there is none.
-        middle: The median.
-        high: The largest.
-        thinned: Whether some bucket holds more than one step.
+        low: The smallest finite value of each bucket; None for a bucket without one.
+        middle: The median of the finite values of each bucket.
+        high: The largest finite value of each bucket.
+        thinned: Whether some bucket has more than one step.
     """
 
     steps: list[int]
@@ -36,15 +36,15 @@ class Band:
 
 
 def band(record: Record, key: str, most: int = MOST_POINTS, *, positive: bool = False) -> Band:
-    """The smallest, the median and the largest value of a quantity in each of at most ``most`` buckets of steps.
+    """Return the smallest, median and largest value of a quantity in each of at most ``most`` buckets of steps.
 
-    Nothing is lost at a million steps: a spike of one step is the top of its bucket.
+    Extremes survive even at a million steps: a spike of one step is the largest value of its bucket.
 
     Args:
         record: The record of a run.
-        key: A field of a step, such as ``"norm"``; steps without it are left out.
-        most: How many buckets at most.
-        positive: Leave out what has no place on a logarithmic axis.
+        key: A field of a step, such as ``"norm"``; steps without this field are left out.
+        most: The largest number of buckets.
+        positive: Whether to leave out values that are not above 0, which a logarithmic axis cannot show.
 
     Returns:
         The band.
@@ -67,13 +67,13 @@ def band(record: Record, key: str, most: int = MOST_POINTS, *, positive: bool = 
 
 
 def outline(drawn: Band) -> tuple[list[Number], list[Number]]:
-    """The polygons between the lows and the highs of a band, one for each stretch without a gap.
+    """Return the outlines of a band between its lows and highs: one polygon for each stretch without a gap.
 
     Args:
         drawn: A band.
 
     Returns:
-        Positions and values, with None between the polygons.
+        The positions and values, with None after each polygon.
 
     Example:
         >>> outline(Band([0, 1, 2], [1.0, 2.0, None], [1.5, 2.5, None], [2.0, 3.0, None], True))
@@ -91,14 +91,14 @@ def outline(drawn: Band) -> tuple[list[Number], list[Number]]:
 
 
 def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
-    """Return the ends of an axis of losses that a few explosions would otherwise flatten.
+    """Return the range of a loss axis that cuts off a few explosions, which would otherwise flatten the curve.
 
     Args:
-        records: The records drawn on that axis.
+        records: The records drawn on this axis.
 
     Returns:
-        The ends of the axis, or None where all losses fit: the largest is no more than three times as far above
-        the smallest as 98 % of them are.
+        The range of the axis; None if all losses fit. They fit if the largest loss is at most three times as far above
+        the smallest as the 98th percentile.
     """
     losses = sorted(loss for record in records for loss in without_none(record.steps.column("loss")))
     if not losses:
@@ -111,13 +111,13 @@ def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class BindingWindow:
-    """The share of steps on which clipping bound in a stretch of steps.
+    """The share of steps on which clipping bound, in a range of steps.
 
     Attributes:
         first: The first step.
         last: The last step.
-        count: Steps with finite gradients that the optimizer took.
-        share: The share of these on which clipping bound.
+        count: The number of steps with finite gradients that the optimizer took.
+        share: The share of these steps on which clipping bound.
     """
 
     first: int
@@ -133,7 +133,7 @@ def clip_windows(record: Record) -> list[BindingWindow]:
         record: The record of a run.
 
     Returns:
-        At most 60 windows, none of them empty; each has ten steps at least, where there are as many.
+        At most 60 windows, none of them empty; each has at least ten steps if the run has that many.
     """
     steps = taken_steps(record)
     acted, numbers = bound_on(steps), steps.column("i")
@@ -147,5 +147,5 @@ def clip_windows(record: Record) -> list[BindingWindow]:
 
 
 def rounded(value: Number) -> Number:
-    """Keep four digits, which draw the same picture as sixteen in a third of the page."""
+    """Return ``value`` rounded to four digits, which draw the same picture as sixteen in a third of the page size."""
     return None if value is None else float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""The summary in a terminal, and the same as ``key: value`` lines for logs and scripts."""
+"""Print the summary of a run in a terminal, and provide the texts that all forms of the report share."""
 
 import re
 from collections import Counter
@@ -29,11 +29,11 @@ _COMPARED = ("run", "clip", "final loss", "best loss", "largest norm", "steps cl
 
 
 def print_summary(record: Record, console: "Console | None" = None) -> None:
-    """Print the diagnosis, what to do, the decision on clipping with its command, findings, and what observing cost.
+    """Print the diagnosis with its advice, the decision on clipping with its command, the findings and the overhead.
 
     Args:
         record: The record of a run.
-        console: Where to print; standard output if None.
+        console: The console to print to; standard output if None.
     """
     from rich.console import Console
     from rich.panel import Panel
@@ -43,7 +43,7 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     style, found = {"guard": "green", "shaping": "yellow", "bad": "red"}[tone_of(diagnosis)], weighed_findings(record)
     body = Text(diagnosis.sentence, style="bold")
     body.append("" if diagnosis.is_well else f"\n{diagnosis.cause.advice}", style="not bold")
-    if recommendation.kind != "fix" and recommendation.headline != diagnosis.sentence:  # an unknown cause has said it
+    if recommendation.kind != "fix" and recommendation.headline != diagnosis.sentence:  # do not print a sentence twice
         body.append("\n\n").append(recommendation.headline, style="bold")
         body.append(f" {recommendation.reason}" if recommendation.reason else "", style="not bold")
     body.append(f"\n\n{judged.sentence}", style="not bold")
@@ -58,7 +58,7 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     panel = Panel(body, title="gradguard", title_align="left", border_style=style, padding=(0, 1))
     console = console or Console()
     console.print(panel)
-    if recommendation.rule is not None:  # outside the frame, in one piece, so that it can be copied
+    if recommendation.rule is not None:  # outside the frame and unwrapped, for copying
         if recommendation.rate_factor is not None:
             console.print(f"with the learning rate multiplied by {recommendation.rate_factor:g} in the script:")
         console.print(Text(command(record, recommendation.rule), style="bold"), soft_wrap=True)
@@ -68,23 +68,25 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
 
 
 def tone_of(diagnosis: Diagnosis) -> str:
-    """Return the tone of what is said: ``"guard"`` (all is well), ``"shaping"`` (nobody knows) or ``"bad"``."""
-    return "guard" if diagnosis.is_well else "shaping" if diagnosis.cause.key == "unknown" else "bad"
+    """Return the tone of a diagnosis: ``"guard"`` (the run is well), ``"shaping"`` (unknown) or ``"bad"``."""
+    if diagnosis.is_well:
+        return "guard"
+    return "shaping" if diagnosis.cause.key == "unknown" else "bad"
 
 
 def sentence(text: str) -> str:
-    """Return a text as a sentence of its own, with a capital letter and an end.
+    """Return a text as a sentence, with a capital letter and a full stop.
 
     Example:
         >>> sentence("it stood out (2 times)"), sentence("clip by gg.ClipByMedian()"), sentence("it ended!")
         ('It stood out (2 times).', 'Clip by gg.ClipByMedian()', 'It ended!')
     """
-    is_whole = not text or text[-1] in ".!?" or text.endswith("()")  # a point is no part of a call
+    is_whole = not text or text[-1] in ".!?" or text.endswith("()")  # a full stop after a call could be copied with it
     return capital(text) if is_whole else f"{capital(text)}."
 
 
 def said_of(finding: Finding) -> str:
-    """Return the message of a finding as a sentence; the name of a parameter in front keeps its case.
+    """Return the message of a finding as a sentence; a parameter name at its beginning keeps its case.
 
     Example:
         >>> said_of(Finding("detached_layer", "warning", "head.bias has no gradient", "", 0, 9, ("head.bias",)))
@@ -95,24 +97,24 @@ def said_of(finding: Finding) -> str:
 
 
 def severities(found: Iterable[Finding]) -> str:
-    """Say how many findings there are, such as ``"1 error, 2 warnings"``."""
+    """Return the numbers of findings by severity, such as ``"1 error, 2 warnings"``."""
     counts = Counter(one.severity for one in found)
     words = {"error": "error", "warning": "warning", "info": "remark"}
     return ", ".join(counted(counts[severity], word) for severity, word in words.items() if counts[severity])
 
 
 def untold(events: Sequence[dict[str, Any]], found: Iterable[Finding]) -> list[dict[str, Any]]:
-    """Return the events that no finding tells already: what is found in a whole record, the watcher told as it came."""
+    """Return the events whose kind no finding has: the recorder writes most findings as events too."""
     kinds = {one.kind for one in found}
     return [event for event in events if event.get("kind") not in kinds]
 
 
 def print_comparison(records: Sequence[Record], console: "Console | None" = None) -> None:
-    """Print several runs side by side: what was clipped, and what came of it.
+    """Print a table that compares the clips, losses and norms of several runs.
 
     Args:
         records: The records of the runs.
-        console: Where to print; standard output if None.
+        console: The console to print to; standard output if None.
     """
     from rich.console import Console
 
@@ -126,7 +128,7 @@ def print_comparison(records: Sequence[Record], console: "Console | None" = None
 
 
 def clip_of(record: Record) -> str:
-    """Return what clipped in this run: gradguard, the script itself, both, or nothing."""
+    """Return the names of the clips in a run: gradguard's, the script's own, both, or ``"none"``."""
     if record.meta.get("clip"):
         others = [clip.name for clip in acting_clips(record) if clip.name.startswith("the script's own")]
         return " and ".join([str(record.meta["clip"]), *others])
@@ -139,7 +141,7 @@ def clip_of(record: Record) -> str:
 
 
 def script_of(record: Record) -> str:
-    """Return the name of the script or module that ran, empty where the record does not say.
+    """Return the name of the script or module that ran; empty if the record does not have it.
 
     Args:
         record: The record of a run.
@@ -157,13 +159,13 @@ def script_of(record: Record) -> str:
 
 
 def compared(runs: Sequence[tuple[str, Verdict]]) -> str:
-    """Say which of several runs ended with the lowest loss.
+    """Return a text that says which of several runs ended with the lowest loss.
 
     Args:
-        runs: The name of each run, and its verdict.
+        runs: The name and the verdict of each run.
 
     Returns:
-        One or two sentences, empty where fewer than two runs have a loss.
+        One to three sentences; empty if fewer than two runs have a loss or diverged.
     """
     known = sorted((judged.final_loss, label) for label, judged in runs if judged.final_loss is not None)
     if len(known) + sum(judged.diverged for _, judged in runs) < 2:
@@ -180,7 +182,7 @@ def compared(runs: Sequence[tuple[str, Verdict]]) -> str:
 
 
 def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
-    """Return each record with what to call it: its file, or its folder, or its path, whichever tells all apart."""
+    """Return each record with a label: its file or folder name, or its path if these names are not distinct."""
     paths = [record.path for record in records]
     short = [path.parent.name if path.name == FILE_NAME else path.stem for path in paths]
     if not all(short) or len(set(short)) < len(short):
@@ -189,15 +191,15 @@ def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
 
 
 def command(record: Record, rule: str, optimizer: str = "") -> str:
-    """The command that runs the same script with a rule.
+    """Return the command that runs the same script with a rule.
 
     Args:
         record: The record of a run.
         rule: The value of ``--clip``, such as ``"norm=1.3"`` or ``"median"``.
-        optimizer: The name of the optimizer that it is for, where the script has several.
+        optimizer: The label of the optimizer that the rule is for, if the script has several.
 
     Returns:
-        A line to paste into a shell; what to change in a script that clips itself or has several optimizers.
+        A shell command; for a script that clips itself or has several optimizers, the change to make in the script.
 
     Example:
         >>> from pathlib import Path
@@ -211,7 +213,7 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
     named = clipping_rule(rule)
     threshold = "" if named.name != "norm" or named.number is None else plain_threshold(named.number)
     by_norm = f"max_norm={threshold}" if threshold else ""
-    if optimizer:  # --clip would use it for all of them
+    if optimizer:  # --clip would apply the rule to all optimizers
         where = f"in {script}, before the step of {optimizer}: " if by_norm else f"in {script}, for {optimizer}: "
         return where + (by_norm or f"gg.Guard(optimizer, {named.call})")
     if not record.meta.get("clip") and (record.steps.has_any("user_max_norm") or any(record.steps.column("rule"))):
@@ -225,7 +227,7 @@ def numbers_of(record: Record, judged: Verdict) -> dict[str, float | None]:
 
     Args:
         record: The record of a run.
-        judged: Its verdict.
+        judged: The verdict on the run.
     """
     return {
         **fields_of(judged, "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm", "spike_share"),
@@ -241,7 +243,7 @@ def fields_of(value: object, *names: str) -> dict[str, Any]:
 
 
 def counts_of(judged: Verdict) -> dict[str, int]:
-    """Return the numbers of steps of a run under the names that ``--text``, ``--json`` and ``--fail-on`` share.
+    """Return the counts of a run's steps under the names that ``--text``, ``--json`` and ``--fail-on`` share.
 
     Args:
         judged: The verdict on the run.
@@ -252,43 +254,40 @@ def counts_of(judged: Verdict) -> dict[str, int]:
 
 
 def notes(record: Record) -> list[str]:
-    """Return the caveats of the numbers.
+    """Return remarks about an incomplete, damaged or newer record.
 
     Args:
         record: The record of a run.
 
     Returns:
-        Sentences, mostly none.
+        The sentences; usually none.
     """
     first = f" (the first: {record.first_fault})" if record.first_fault else ""
-    damage = [
-        counted(count, what)
-        for count, what in ((record.unreadable, "damaged line"), (record.dropped, "field"))
-        if count
-    ]
+    counts = (record.unreadable, "damaged line"), (record.dropped, "field")
+    damage = [counted(count, what) for count, what in counts if count]
     runs, schema = record.earlier_runs + 1, record.meta.get("schema")
     remarks = [
         (record.torn, "The last line of the record is incomplete and was left out: the run was probably killed."),
-        (damage, f"Left out of the record because they cannot be meant: {' and '.join(damage)}{first}."),
-        (runs > 1, f"The file holds {runs} runs one after the other: this is the last, and nothing of the others."),
+        (damage, f"Invalid parts of the record were left out: {' and '.join(damage)}{first}."),
+        (runs > 1, f"The file contains {runs} runs, one after the other: only the last is shown."),
         (
             record.is_newer,
-            f"The record was written by a newer gradguard (schema {schema}, this one knows {SCHEMA}): fields that are "
-            "new in it are not shown. Upgrade gradguard to see them.",
+            f"The record was written by a newer gradguard (schema {schema}; this version reads schema {SCHEMA}): its "
+            "new fields are not shown. Upgrade gradguard to see them.",
         ),
     ]
     return [words for holds, words in remarks if holds]
 
 
 def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
-    """Return the run's hardware and the cost of observing it, as labels and values.
+    """Return facts about the run's script, hardware, versions and overhead, as labels and values.
 
     Args:
         record: The record of a run.
-        judged: Its verdict.
+        judged: The verdict on the run.
 
     Returns:
-        The rows that the record knows.
+        The rows that have a value.
     """
     meta, end = record.meta, record.closing
     parameters = meta.get("params", ())
@@ -303,7 +302,7 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
         ("Device", ", ".join(filter(None, (meta.get("device"), processes, shape)))),
         ("Versions", ", ".join(name + meta[key] for key, name in names.items() if meta.get(key))),
         ("Observing cost", _cost(judged, end)),
-        ("Ended", ending(end)[0] if end else "the record has no end: the run was killed, or is still going"),
+        ("Ended", ending(end)[0] if end else "the record has no end: the run was killed, or is still running"),
         ("Record", redacted(str(record.path))),
     ]
     return [(label, value) for label, value in rows if value]

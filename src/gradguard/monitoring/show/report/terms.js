@@ -1,4 +1,4 @@
-// Shows what a word means beside it, on hover and on focus; the list at the end of the page holds the meanings.
+// Show the meaning of a term beside it, on hover and on focus; the meanings are in the list at the end of the page.
 (() => {
   "use strict";
   const tip = document.getElementById("tip");

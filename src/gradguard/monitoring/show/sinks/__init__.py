@@ -1,4 +1,4 @@
-"""The destinations of a `gradguard.Monitor`'s lines: a file, a function, dashboards; one module for each kind."""
+"""Write a `gradguard.Monitor`'s lines to a file, a function or dashboards, with one module for each kind."""
 
 import importlib
 import os
@@ -24,17 +24,17 @@ def _warn(message: str) -> None:
 
 
 class Sinks:
-    """Several sinks as one: what one of them cannot take, the others still get.
+    """Combine several sinks; a failure of one does not affect the others.
 
-    **Guarantees**: after construction nothing raises. A sink that fails is dropped with one warning.
+    **Guarantees**: After construction, nothing raises. A sink that fails is dropped with one warning.
 
     Args:
-        sink: A path, a function, a name, an object of a dashboard's package, or a list of them.
-        warn: Called with what the user should know.
+        sink: A path, a function, a dashboard's name, an object of a dashboard's package, or a list of them.
+        warn: A function called with each message to the user.
 
     Raises:
         InvalidTypeError: If an entry is none of these.
-        InvalidValueError: If a text is neither a name nor a path with an ending.
+        InvalidValueError: If a text is neither a dashboard's name nor a path with a suffix.
         RecordError: If the file cannot be written.
         MissingPackageError: If the package of a dashboard is not installed.
 
@@ -61,7 +61,7 @@ class Sinks:
 
     @property
     def empty(self) -> bool:
-        """Whether no sink is open, or none is left."""
+        """Whether no sink is open."""
         return not self._open
 
     @property
@@ -70,7 +70,7 @@ class Sinks:
         return self._were_any and not self._open
 
     def push(self, lines: Sequence[Line]) -> None:
-        """Give ``lines`` to every sink."""
+        """Pass ``lines`` to every sink."""
         for one in tuple(self._open):
             self._try(one, lambda one=one: one.push(lines))
 
@@ -85,24 +85,24 @@ class Sinks:
             act()
         except Exception as error:
             self._open.remove(one)
-            with suppress(Exception):  # it has failed already; a file is closed all the same
+            with suppress(Exception):  # the sink has failed already; closing may fail too
                 one.close()
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            self._warn(f"writing to {one.name} ended: {reason}. Training goes on without it.")
+            self._warn(f"writing to {one.name} ended: {reason}. Training continues without this sink.")
 
 
 def open_sink(sink: Any) -> Sink:
     """Return the sink for one entry of ``sink=``.
 
     Args:
-        sink: A path, a function, a name, or an object of a dashboard's package.
+        sink: A path, a function, a dashboard's name, or an object of a dashboard's package.
 
     Returns:
-        The sink, open.
+        The open sink.
 
     Raises:
-        InvalidTypeError: If it is none of these.
-        InvalidValueError: If a text is neither a name nor a path with an ending.
+        InvalidTypeError: If ``sink`` is none of these.
+        InvalidValueError: If a text is neither a dashboard's name nor a path with a suffix.
     """
     if isinstance(sink, str) and sink in _DASHBOARDS:
         return _dashboard(sink, None)
@@ -115,7 +115,7 @@ def open_sink(sink: Any) -> Sink:
             f"For a folder write sink={str(path / 'run.jsonl')!r}."
         )
     kind = type(sink)
-    for package, name in _KINDS:  # their own object; looked up by name, so that nothing is imported for it
+    for package, name in _KINDS:  # compare class names, because importing the packages is slow
         if any(one.__name__ == name and one.__module__.split(".")[0] in package for one in kind.__mro__):
             return _dashboard(_KINDS[package, name], sink)
     if isinstance(sink, type) or not callable(sink):
@@ -125,7 +125,7 @@ def open_sink(sink: Any) -> Sink:
 
 
 def _dashboard(name: str, run: Any) -> Sink:
-    """Return the sink for a dashboard, in a file of its own, which imports its package."""
+    """Import the module of a dashboard, which imports the dashboard's package, and return its sink."""
     module = importlib.import_module(f"gradguard.monitoring.show.sinks.{name}")
     return getattr(module, _DASHBOARDS[name])(run)
 

@@ -1,4 +1,4 @@
-"""The base of every sink, and the dozen numbers that a dashboard gets instead of every step."""
+"""Define sinks, and summarise steps in about ten numbers for dashboards."""
 
 import importlib
 import math
@@ -12,15 +12,15 @@ from gradguard.monitoring.record.file import Line
 
 
 class Sink(Protocol):
-    """Something that takes the lines of a record, some dozens at a time."""
+    """A destination of a record's lines, which come some dozens at a time."""
 
     name: str
 
     def push(self, lines: Sequence[Line]) -> None:
-        """Take ``lines``; whatever it raises drops the sink, and nothing else."""
+        """Write ``lines``; an exception drops this sink and has no other effect."""
 
     def close(self) -> None:
-        """Finish what gradguard has begun, and leave open what the user has opened."""
+        """Close objects that gradguard opened; leave the user's objects open."""
 
 
 def required(module: str, extra: str) -> ModuleType:
@@ -34,7 +34,7 @@ def required(module: str, extra: str) -> ModuleType:
         The module.
 
     Raises:
-        MissingPackageError: If it, or something that it needs, is not installed.
+        MissingPackageError: If the package or one of its dependencies is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -45,10 +45,10 @@ def required(module: str, extra: str) -> ModuleType:
 
 
 class DashboardWindow:
-    r"""Sums up several steps for a dashboard: about ten numbers, however many parameters there are.
+    r"""Summarise several steps for a dashboard in about ten numbers, independent of the number of parameters.
 
-    The norm gives its smallest, mean and largest value, so that a spike between two flushes is seen; NaN and infinity
-    are counted and never averaged. A quantity that no step had is left out.
+    The norm has its smallest, mean and largest value: a spike between two flushes shows in the largest. NaN and
+    infinity are counted and never averaged. A quantity that no step has is left out.
 
     Example:
         >>> window = DashboardWindow()
@@ -64,7 +64,7 @@ class DashboardWindow:
         self._counts: Counter[str] = Counter()
 
     def add(self, line: Line) -> None:
-        """Take one line; of what is no step only roll-backs are counted."""
+        """Add one line; of the lines other than steps, only roll-backs are counted."""
         if line.get("t") != "step":
             self._counts["roll_backs"] += line.get("kind") == "rolled_back"
             return
@@ -80,7 +80,7 @@ class DashboardWindow:
                 self._values.setdefault(key, _Summary()).add(float(value))
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers by name, without the prefix ``gradguard/``; empty if no step came."""
+        """Return the numbers by name, without the prefix ``gradguard/``; empty without a step."""
         counts = self._counts
         if not counts["steps"]:
             return {}
@@ -102,7 +102,7 @@ _AS_LAST = {"lr", "threshold", "amp_scale"}
 
 
 class _Summary:
-    """Mean, extremes and last of a few numbers."""
+    """The mean, extremes and last value of some numbers."""
 
     def __init__(self) -> None:
         self._count, self._sum, self._min, self._max = 0, 0.0, math.inf, -math.inf
@@ -125,33 +125,33 @@ PREFIX = "gradguard/"
 
 
 def named(scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return ``scalars`` with names that stand together in a dashboard."""
+    """Return ``scalars`` with prefixed names, which a dashboard groups together."""
     return {PREFIX + key: value for key, value in scalars.items()}
 
 
 def run_of(given: Any, find: Callable[[], Any], make: Callable[[], Any]) -> tuple[Any, bool]:
-    """Return the run to write to, and whether it was made here: the user's, else the active one, else a new one.
+    """Return the run to write to, and whether it is new: the user's run, else the active run, else a new run.
 
     Args:
-        given: The user's; None if there is none.
-        find: Returns the active one, None without one.
-        make: Makes one.
+        given: The user's run, or None.
+        find: A function that returns the active run, or None.
+        make: A function that starts a run.
     """
     run = find() if given is None else given
     return (make(), True) if run is None else (run, False)
 
 
 class Dashboard:
-    """A sink that shows about ten numbers of each flush.
+    """A sink that shows about ten numbers for each flush.
 
     Attributes:
-        owned: Whether what it writes to was made here, and is closed here.
+        owned: Whether the sink opened its run or writer, and closes it.
     """
 
     owned: bool
 
     def push(self, lines: Sequence[Line]) -> None:
-        """Show ``lines`` in about ten numbers; nothing where there is no step among them."""
+        """Show ``lines`` in about ten numbers; show nothing if they contain no step."""
         window = DashboardWindow()
         for line in lines:
             window.add(line)

@@ -1,4 +1,4 @@
-"""TensorBoard: ``sink="tensorboard"``, or a ``SummaryWriter`` of the user's."""
+"""Write to TensorBoard: ``sink="tensorboard"``, or the user's own ``SummaryWriter``."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from gradguard.monitoring.show.sinks.sink import Dashboard, required, run_of
 
 
 class TensorBoardSink(Dashboard):
-    """Scalars in an event file; the writer's own thread writes them.
+    """Add scalars to an event file; the writer's own thread writes them.
 
     Args:
-        writer: A ``SummaryWriter``, which stays open; None makes one in the folder that TensorBoard itself would
-            choose, ``runs/<time>_<host>``.
+        writer: A ``SummaryWriter``, which stays open; None makes one in TensorBoard's default folder,
+            ``runs/<time>_<host>``.
     """
 
     name = "TensorBoard"
@@ -26,5 +26,5 @@ class TensorBoardSink(Dashboard):
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Close the writer that was made here; hand what another holds to its file."""
+        """Close the sink's own writer; flush the user's writer."""
         (self._writer.close if self.owned else self._writer.flush)()

@@ -1,4 +1,4 @@
-"""The two sinks that get every line: a JSON Lines file and a function."""
+"""Write every line to a JSON Lines file or to a function."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +10,10 @@ from gradguard.monitoring.record.text import on_stderr
 
 
 class JsonLinesSink:
-    """A record as ``gradguard run`` writes it.
+    """Write a record in the same format as ``gradguard run``.
 
     Args:
-        path: Where it goes; where a file exists, a number is added to the name.
+        path: The path of the record; if the file exists, a number is added to the name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +24,7 @@ class JsonLinesSink:
             on_stderr(f"{path} exists and is kept: this run is recorded in {self.path.name}")
 
     def push(self, lines: Sequence[Line]) -> None:
-        """Write ``lines`` and hand them to the operating system."""
+        """Write ``lines`` and flush them to the operating system."""
         for line in lines:
             self._writer.write_line(line)
         self._writer.flush()
@@ -35,10 +35,10 @@ class JsonLinesSink:
 
 
 class CallableSink:
-    """A function that is called with each line, as a dictionary of its own.
+    """Call a function with each line, as a new dictionary.
 
     Args:
-        function: Takes one dictionary; what it returns is not looked at.
+        function: A function of one dictionary; its result is ignored.
     """
 
     def __init__(self, function: Callable[[dict[str, Any]], object]) -> None:
@@ -51,4 +51,4 @@ class CallableSink:
             self._function(jsonable(line))
 
     def close(self) -> None:
-        """Do nothing: the function is the user's."""
+        """Do nothing, because the function belongs to the user."""

@@ -1,4 +1,4 @@
-"""Trackio: ``sink="trackio"``, or a ``Run`` of the user's."""
+"""Write to Trackio: ``sink="trackio"``, or the user's own ``Run``."""
 
 import os
 from typing import Any
@@ -7,13 +7,13 @@ from gradguard.monitoring.show.sinks.sink import Dashboard, required, run_of
 
 
 class TrackioSink(Dashboard):
-    """Scalars in a run; trackio's own thread writes them.
+    """Log scalars to a run; trackio's own thread writes them.
 
-    They carry the number of the optimizer step. In a run of the user's, their own ``run.log`` should pass ``step=``
-    too: trackio otherwise counts on from the largest step that it has seen.
+    The scalars have the number of the optimizer step. In the user's own run, the user's ``run.log`` calls should also
+    pass ``step=``: otherwise trackio continues counting from the largest step logged so far.
 
     Args:
-        run: A trackio ``Run``, which stays open; None takes the run that is active, or makes one, in the project
+        run: A trackio ``Run``, which stays open; None uses the active run, or starts one in the project
             ``TRACKIO_PROJECT`` or ``gradguard``.
     """
 
@@ -30,10 +30,10 @@ class TrackioSink(Dashboard):
         self._run.log(scalars, step=step)
 
     def close(self) -> None:
-        """Finish the run that was made here."""
+        """Finish the run if the sink started it."""
         if not self.owned:
             return
         if self._package.context_vars.current_run.get() is self._run:
-            self._package.finish()  # which also makes it no longer the active one
+            self._package.finish()  # also deactivates the run
         else:
             self._run.finish()

@@ -1,4 +1,4 @@
-"""Weights & Biases: ``sink="wandb"``, or a ``Run`` of the user's."""
+"""Write to Weights & Biases: ``sink="wandb"``, or the user's own ``Run``."""
 
 import os
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from gradguard.monitoring.show.sinks.sink import PREFIX, DashboardWindow, named,
 
 
 class WandbSink:
-    """Scalars in a run; wandb's own process sends them.
+    """Log scalars to a run; wandb's own process sends them.
 
-    In a run of the user's nothing may move the step that their own ``run.log`` counts: wandb drops rows that come for
-    a step which is over. So the scalars are added to the row that the user's next ``run.log`` ends, and they cover
-    all steps since the row before. A script that logs nothing itself lets gradguard open the run.
+    In the user's own run, the sink must not advance wandb's step: wandb drops rows for a completed step. The sink
+    therefore adds the scalars to the row that the user's next ``run.log`` completes, and they summarise all steps since
+    the row before. A script that logs nothing itself should let gradguard start the run.
 
     Args:
-        run: A ``wandb.Run``, which stays open; None takes the run that is active, or makes one, in the project
+        run: A ``wandb.Run``, which stays open; None uses the active run, or starts one in the project
             ``WANDB_PROJECT`` or ``gradguard``.
     """
 
@@ -31,7 +31,7 @@ class WandbSink:
 
     def push(self, lines: Sequence[Line]) -> None:
         """Log about ten numbers."""
-        if self.owned or self._run.step != self._row:  # the row before is complete
+        if self.owned or self._run.step != self._row:  # the user has completed the row before
             self._window, self._row = DashboardWindow(), self._run.step
         for line in lines:
             self._window.add(line)
@@ -40,6 +40,6 @@ class WandbSink:
             self._run.log(scalars, commit=self.owned)
 
     def close(self) -> None:
-        """Finish the run that was made here."""
+        """Finish the run if the sink started it."""
         if self.owned:
             self._run.finish()
