@@ -248,7 +248,7 @@ def test_a_name_that_means_two_layers_is_refused():
 
 @pytest.mark.parametrize("kind", ["norm", "value"])
 def test_only_adaptive_clipping_takes_an_exclusion(kind):
-    model, words = model_with_head(), "exclude= goes with clipping_type='adaptive', and this is"
+    model, words = model_with_head(), "exclude= requires clipping_type='adaptive', but this is"
     with pytest.raises(InvalidValueError, match=words):
         gg.apply_gradient_clipping(model, kind, 1.0, exclude="fc")
     with pytest.raises(InvalidValueError, match=words):

@@ -263,7 +263,7 @@ def test_steps_that_were_not_counted_are_refused(tmp_path):
     plain, model = make_trainer([], max_epochs=1), Classifier()
     plain.fit(model, loader(6))
     plain.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(InvalidValueError, match="resumes after 4 steps, and the checkpoint has no state"):
+    with pytest.raises(InvalidValueError, match="resumes after 4 steps, but the checkpoint has no state"):
         fit(private(), ckpt_path=tmp_path / "plain.ckpt")
 
 
