@@ -129,7 +129,7 @@ def test_replays_decide_as_the_plain_run(make):
     [
         (
             "outside",
-            r"the step is recorded .* and the loss is not: .*as a tensor on the device, inside torch.cuda.graph",
+            r"the step is recorded .* but the loss is not: .*as a tensor on the device, inside torch.cuda.graph",
         ),
         ("as a number", r"the step is recorded in a CUDA graph but the loss is not"),
     ],

@@ -394,7 +394,7 @@ class Penalized(GPT2LMHeadModel):
 
 REFUSED = {
     "max_grad_norm": ({"max_grad_norm": 0.5}, InvalidValueError, "max_grad_norm=0.5.*Pass max_grad_norm=0"),
-    "compute_loss": ({"kind": OwnLoss}, UnsupportedGradientError, "OwnLoss has a compute_loss of its own"),
+    "compute_loss": ({"kind": OwnLoss}, UnsupportedGradientError, "OwnLoss has its own compute_loss"),
     "training_step": ({"kind": OwnStep}, UnsupportedGradientError, "OwnStep has a training_step of its own"),
     "smoothing": ({"label_smoothing_factor": 0.1}, UnsupportedGradientError, "label_smoothing_factor is set"),
     "compiled": ({"torch_compile": True}, UnsupportedGradientError, "torch_compile is on"),

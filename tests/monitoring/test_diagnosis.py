@@ -523,7 +523,7 @@ CASES = {
     "no warm-up: weights that grow fourfold under a loss that stands still half-way": (
         run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
             tensors=lines(TENTH, 0.01, grow=4.2)),
-        "rate_too_high", "Weights grew to 4.* times their size, but the loss has hardly fallen"),
+        "rate_too_high", "Weights grew to 4.* times their initial size, but the loss has hardly fallen"),
     "a linear probe, which grows while the loss falls on": (
         run(noisy([1.6 - 0.7 * (1 - math.exp(-i / 130)) for i in range(COUNT)]), optimizer="AdamW", eps=1e-8,
             meta={"params": params(NAMES[:1])}, tensors=moving(lambda i: 4.0 + i / 8, 0.01, names=1)),

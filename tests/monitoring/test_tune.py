@@ -78,7 +78,7 @@ RANKINGS = {
     "one seed": (
         {"none": [0.6], "median": [0.4]},
         [("median", False), ("none", False)],
-        "One seed shows no difference: median has the lowest loss, 0.400.",
+        "One seed cannot show a difference: median has the lowest loss, 0.400.",
     ),
     "a low loss does not make up for a run that diverged": (
         {"none": [0.1, None, 0.1], "median": [0.4, 0.5, 0.6]},
@@ -401,7 +401,7 @@ def test_a_script_without_losses_may_print_a_metric(tune):
     code, out, _ = tune(
         "--force", "--steps", "9", "--seeds", "1", "--rule", "median", "--metric", r"score (\d+)", "no_loss.py"
     )
-    assert (code, out.splitlines()[0]) == (0, "One seed shows no difference: no clip has the lowest loss, 3.00.")
+    assert (code, out.splitlines()[0]) == (0, "One seed cannot show a difference: no clip has the lowest loss, 3.00.")
 
 
 def test_records_are_not_replaced_unasked(tune):

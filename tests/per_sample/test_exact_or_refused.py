@@ -467,7 +467,7 @@ def test_a_loss_that_the_model_returns(reduce, labels, reduction):
     ("reduce", "labels", "factor"),
     [
         pytest.param(lambda t, m: t.sum() / m.sum(), UNEQUAL, r"is not the mean", id="token mean, unequal counts"),
-        pytest.param(lambda t, m: t.sum(), LABELS, r"\(2 times that\)", id="a sum for a mean"),
+        pytest.param(lambda t, m: t.sum(), LABELS, r"\(2 times the expected value\)", id="a sum for a mean"),
         pytest.param(lambda t, m: t.sum() / 12, LABELS, r"is not the mean", id="a number of tokens that was given"),
         pytest.param(lambda t, m: t.mean() + t.mean().square(), LABELS, r"is not the mean", id="a term of the batch"),
     ],

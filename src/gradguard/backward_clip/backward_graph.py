@@ -96,7 +96,10 @@ class Graph:
 
 
 def walk(roots: Iterable[tuple[Node, int]], stop: Callable[[Node], bool] | None = None) -> Graph:
-    """Return the graph behind ``roots``; the walk does not pass nodes for which ``stop`` is true."""
+    """Return the graph behind ``roots``.
+
+    It lacks nodes for which ``stop`` is true, except roots, and everything behind them.
+    """
     index: dict[Node, int] = {}
     slots = tuple((index.setdefault(node, len(index)), number) for node, number in roots)
     nodes = [*index]

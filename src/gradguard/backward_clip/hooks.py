@@ -64,7 +64,7 @@ class Clipping:
         Args:
             roots: The values behind which the graph is clipped.
             roots_too: Whether roots with dimensions are clipped too.
-            stop: A predicate for nodes that the walk does not pass.
+            stop: A predicate for nodes that the graph leaves out, with everything behind them.
             exclude: A function that returns the slots that other scopes clip.
             claimed: A function that is called with each hooked node and its claim.
 

@@ -41,7 +41,7 @@ active: dict[int, "Scope"] = {}
 
 
 class Scope:
-    """The set of values that a block clips: installs hooks when the block begins, removes them at its end."""
+    """The values that a block clips: the scope installs hooks when the block begins and removes them at its end."""
 
     marks_nodes = False
     """Whether this scope records the slots that it owns on their nodes."""
@@ -98,7 +98,7 @@ class Scope:
 
 
 def claim_slots(scope: "Scope", node: Node, claim: Claim) -> None:
-    """Record in the metadata of ``node`` that ``scope`` owns these slots.
+    """Record in the metadata of ``node`` that ``scope`` owns these slots; the record lives as long as the node.
 
     A running scope that owned one of the slots does not clip it until ``scope`` ends.
     """

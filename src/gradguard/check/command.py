@@ -46,7 +46,8 @@ def check_command(
         The report.
 
     Raises:
-        CommandError: If the target cannot be imported, a specification is malformed, or the function itself raises.
+        CommandError: If the target cannot be imported, a specification is malformed, the names do not fit the
+            function's arguments, or the function itself raises.
         GradguardError: If `gradguard.gradcheck` cannot check the function.
     """
     with torch.random.fork_rng(devices=[]):

@@ -205,14 +205,13 @@ def _chosen_sizes(differences: Differences, here: float, sizes: Sequence[float])
     wanted |= {step * size for size in sizes for step in LOW_STEPS} if differences.is_low else set()
     chosen: list[float] = []
     for h in sorted((h for h in wanted if h > 4 * differences.input_eps * here), reverse=True):
-        chosen += (
-            [h] if not chosen or h < _APART * chosen[-1] else []
-        )  # nearly equal steps would agree whatever their error
+        # Nearly equal steps would agree whatever their error.
+        chosen += [h] if not chosen or h < _APART * chosen[-1] else []
     return chosen[:: max(1, math.ceil(len(chosen) / _MOST_STEPS))]
 
 
 class _Quantum:
-    """The quantum of each output that is rounded to multiples of a quantum, so that small steps leave it unchanged."""
+    """The quantum of each output that is rounded to multiples of one, and that small steps leave unchanged."""
 
     def __init__(self, base: Tensor) -> None:
         self.least, self.most = torch.full_like(base, torch.inf), torch.zeros_like(base)

@@ -61,7 +61,7 @@ def check_forward_mode(
     _, change = differences.central(step * direction[None])
     numerical = change[0] / (2 * step) * function.with_graph()
     position = int((moves * function.with_graph() - numerical).abs().nan_to_num(torch.inf).argmax())
-    message = "the jvp (forward mode) along a random direction differs from the numerical derivative"
+    message = "the jvp along a random direction differs from the numerical derivative"
     place = element_of(function.outputs, position)
     return "wrong", [
         GradientFinding("forward mode", message, *place, float(moves[position]), float(numerical[position]))

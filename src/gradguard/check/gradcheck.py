@@ -62,7 +62,8 @@ def gradcheck(
 
     **Guarantees.**
 
-    - ``"FAIL"``: the gradient is wrong, or the backward breaks its contract. ``report.findings`` says where.
+    - ``"FAIL"``: a gradient or the ``jvp`` is wrong, or forward or backward breaks the contract. ``report.findings``
+      says where.
     - ``"PASS"``: no direction disagreed. A wrong element of typical size would have shown from a relative error of
       ``report.power`` on, and in a lower dtype of the inputs from ``report.low_power`` on.
     - ``"INCONCLUSIVE"``: noise hides the answer, or the check has nothing to compare with.
@@ -119,7 +120,8 @@ def gradcheck(
 
     Raises:
         InvalidTypeError: If ``fn`` is not callable or returns no floating tensor, or there is nothing to check.
-        InvalidValueError: If the outputs have no graph or contain NaN, or a name is not among the inputs.
+        InvalidValueError: If the outputs have no graph, an input or output contains NaN, or a name is not among the
+            inputs.
 
     Example:
         >>> import gradguard as gg, torch
@@ -270,7 +272,7 @@ class _Check:
         return function
 
     def _exact(self, low: Function) -> Function | None:
-        """Return the function in float64 if there is one, else ``low``; None if ``low`` has half-precision inputs."""
+        """Return the float64 function if there is one; else ``low``, or None if ``low`` has half-precision inputs."""
         is_low = any(one.value.dtype is not WIDE[one.value.dtype] for one in low.inputs)
         if self.reference is None and not is_low:
             self._learn(low)

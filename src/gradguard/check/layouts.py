@@ -72,8 +72,8 @@ def _cut_out(dim: int, least: int) -> Callable[[Tensor], Tensor]:
 def _flagged(tensor: Tensor) -> Tensor:
     """Return a copy that stores the conjugate or the negative, with the tensor's conjugate or negative bit set.
 
-    Half-precision tensors, and tensors of one element, are returned unchanged:
-    ``contiguous()`` would not clear the bit of one element, whatever the stride.
+    Half-precision tensors and tensors of one element are returned unchanged; for the latter, ``contiguous()`` would not
+    clear the bit, whatever the stride.
     """
     if tensor.numel() < 2 or not (tensor.is_complex() or tensor.dtype in (torch.float32, torch.float64)):
         return tensor
@@ -95,7 +95,7 @@ def _ordered(counts: range, order: Callable[[list[int]], list[int]]) -> Callable
 
 
 _MOST = 64
-"""More dimensions than a tensor can have."""
+"""The exclusive upper bound of the number of dimensions that are reordered."""
 
 STRIDED = InputLayout("{} at every second element of a larger buffer", _strided)
 FLAGGED = InputLayout("{} with the negative or the conjugate bit", _flagged)

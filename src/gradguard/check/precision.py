@@ -134,7 +134,7 @@ class Conditioning:
     def remarks(self, name: str) -> list[GradientFinding]:
         """Return a note if the values were coarser than their dtype and the bars were widened; empty otherwise."""
         who = f"{name}: " if name else ""
-        message = f"{who}values in {self.dtype} are coarser than {self.dtype}: gradients were allowed the same error"
+        message = f"{who}values in {self.dtype} are coarser than {self.dtype}: gradients were compared under wider bars"
         return [GradientFinding("precision", message)] if self.is_coarse else []
 
     def _spread_of_inputs(self, generator: torch.Generator) -> Tensor:

@@ -61,8 +61,8 @@ def compare(reference: Run, new: Run) -> ParityReport:
       the others: parameters that are zero in both runs, that have no gradient in either run, or whose bar is a sixth of
       the gradient or more.
     * FAIL: the findings come from the first stage that differs. A note counts the differences of later stages.
-    * Runs with different weights never pass: INCONCLUSIVE if gradients alone were saved and no gradient is missing,
-      else FAIL.
+    * Runs with different weights never pass: INCONCLUSIVE if gradients alone were saved and no gradient is missing
+      or of another shape, else FAIL.
     * Runs whose optimizer settings differ, or in which a clip changed some of the gradients, never pass.
     * A difference is INCONCLUSIVE if a run drew random numbers and other dropout masks could cause the difference.
 
@@ -165,7 +165,9 @@ def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage],
     """Return notes on optimizer settings that differ, on differences after a fault, and on the whole step."""
     notes = [] if len(stages) == 1 else _other_settings(a, b)
     if left_out := [*dict.fromkeys((*a.left_out, *b.left_out))]:
-        notes.append(f"not compared: {names(left_out)}; only weights, buffers and optimizer states are saved")
+        notes.append(
+            f"not compared: {names(left_out)}; further state outside of the model and the optimizers may be missed"
+        )
     if faults and (apart := [stage for stage in stages if any(o.is_wrong for o in stage.outcomes)][1:]):
         counts = [
             f"{sum(o.is_wrong for o in s.outcomes):,} of {len(s.outcomes):,} in {s.name or 'the gradients'}"
@@ -296,7 +298,7 @@ def _told_together(outcomes: Outcomes) -> list[list[Outcome]]:
 
 
 def _is_alike(one: Outcome, other: Outcome) -> bool:
-    """Return whether two outcomes make one finding: factors that agree, mixtures with weights equal to a hundredth."""
+    """Return whether two outcomes make one finding: factors that agree, mixtures with weights equal to two decimals."""
     if one.kind != other.kind or one.kind == "rows":
         return False
     if one.kind == "factor":

@@ -68,7 +68,7 @@ class ForkedRuns:
         kind = torch.accelerator.current_accelerator()  # does not initialize the driver
         has_accelerator = kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)
         self.fork_late = sys.platform == "linux" and not has_accelerator
-        torch.set_num_threads(1)  # a fork would wait for OpenMP's threads, which a fork does not copy
+        torch.set_num_threads(1)  # a fork does not copy OpenMP's threads, and would wait for them
         for module, name in _NO_FORK_AFTER:
             self._stack.callback(Replacement(module, name, self._before, everywhere=name.islower()).use())
         self._stack.callback(Replacement("torch.utils.data.dataloader", "DataLoader.__iter__", self._loading).use())

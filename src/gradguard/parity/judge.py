@@ -315,7 +315,7 @@ class _Pair:
         return named if width <= _WIDEST_ALONE * abs(factor) else replace(named, factor_name="")
 
     def plain_factor(self) -> Outcome | None:
-        """Find a factor too large for rounding: off by half or more, in 16 numbers or more, with a small remainder."""
+        """Find a factor too large for rounding: off by half or more, in 16 or more numbers, a tenth left at most."""
         few = math.prod(self.reference.shape) < _MANY
         if few or not any(self.reference.gradient) or not any(self.new.gradient):
             return None

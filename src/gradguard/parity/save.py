@@ -57,9 +57,9 @@ def save_gradients(
     :math:`\lVert g \rVert^2 \approx \sum_j s_j^2 / 32`.
 
     Further runs measure the effect of rounding on :math:`g`. One run is a repetition. ``perturbed`` runs change the
-    weights by some :math:`\epsilon` of themselves, the machine epsilon of the coarsest dtype of the layers' outputs. In
-    these runs the gradient at the loss is also multiplied by a number between 1 and 2, and the result is divided by it:
-    each sum then rounds differently.
+    weights by some :math:`\epsilon` of themselves, the machine epsilon of the coarsest dtype of weights, gradients and
+    layers' outputs, or of TF32 if it is on and coarser. In these runs the gradient at the loss is also multiplied by a
+    number between 1 and 2, and the result is divided by it: each sum then rounds differently.
 
     With ``optimizer=``, `save_gradients` saves ``steps`` whole steps, each tensor with its own bar. It saves the
     optimizer's state and the buffers before the first step. For each step it saves the gradients that the optimizer
@@ -98,6 +98,7 @@ def save_gradients(
         facts: Positive numbers that may explain a factor, such as ``{"tokens": 4096, "micro-batches": 8}``. The world
             size and the sizes of device meshes are added.
         dtype: The coarsest dtype of computation and communication; by default the coarsest dtype of a layer's output.
+            Coarser weights, gradients or TF32 count in any case.
         shard_of: A function of a name in this process's model. It returns the name and the shape of the whole parameter
             and the index where this shard begins; None for a parameter that is whole.
         optimizer: The optimizer or optimizers whose updates are saved; none for gradients alone.

@@ -191,7 +191,8 @@ def agree_on(local: LocalParameters) -> dict[str, Whole]:
     """Return every parameter of the whole model, by name, equal on all ranks.
 
     Raises:
-        UnsupportedGradientError: If the shards of a parameter do not add up to the whole, or differ in the whole shape.
+        UnsupportedGradientError: If the shards of a parameter do not add up to the whole or differ in the whole shape,
+            or a rank holds two of one name.
     """
     wholes: dict[str, Whole] = {}
     own = [(p.name, shard.shape, shard.key) for p in local for shard, _ in [p.weights()]]

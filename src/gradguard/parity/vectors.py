@@ -7,7 +7,7 @@ Vector = Sequence[float]
 
 
 def norm(sketch: Vector) -> float:
-    """Estimate the norm of the sketched tensor: exact for a single element, else within 13 % for 32 sums."""
+    """Estimate the norm of a sketched tensor: exact for one element, else with a standard error of 13 % for 32 sums."""
     return math.hypot(*sketch) / math.sqrt(len(sketch)) if sketch else 0.0
 
 

@@ -353,22 +353,22 @@ class CallTracker:
                 self._trace.resume()
 
     def _look_at_what_is_kept(self, module: nn.Module) -> None:
-        """An outermost call ends: refuse what it has kept where no rerun finds the state before it."""
+        """Refuse an outermost call that stored values which cannot be restored before a sample runs again."""
         if (name := self._held_tensors.written()) is not None:
             self.planner.changes_buffers = True
             raise UnsupportedGradientError(
-                f"forward wrote into {name}, which it had not done when the model was tried out, so that no sample can "
-                "be run again from the state before. Repeat this step, which is looked at from its beginning. Nothing "
+                f"forward wrote into {name}, which it did not do when the clipper examined the model, so no sample can "
+                "run again from the state before. Repeat this step, which is then recorded from its beginning. Nothing "
                 "of this step was taken."
             )
         if any(self.last_calls[module] is call for call in self._unverified):
             self._state.note_rebound()
 
     def look_at_carried_state(self) -> None:
-        """A mini-batch has been clipped: see whether its calls have changed what a sample gives.
+        """Check, before a mini-batch is clipped, that its calls did not change what the module returns for a sample.
 
         Raises:
-            UnsupportedGradientError: If one has.
+            UnsupportedGradientError: If a call did.
         """
         while self._carried:
             self._carried.pop().check()
@@ -377,7 +377,8 @@ class CallTracker:
         """Verify an outermost call that just ended, if it did operations that no verified call has done.
 
         Returns:
-            Whether too few samples are finite to verify that samples are separate. The operations are then not learned.
+            Whether the samples of this call run one by one, because too few of them are finite to verify that samples
+            are separate. The operations are then not learned.
 
         Raises:
             UnsupportedGradientError: If the call mixes samples, or cannot be verified.
@@ -395,9 +396,10 @@ class CallTracker:
         if call.pattern.operations.is_new(trace, call.batch_size):
             if all(call is not other for other in self._unverified) and self._state.rebound_first():
                 raise UnsupportedGradientError(
-                    f"{type(module).__name__} did something that it had not done before, and keeps another value from "
-                    "it, so that no sample can be run again from the state before. Repeat this step, which is looked "
-                    "at from its beginning. Nothing of this step was taken."
+                    f"{type(module).__name__} did operations that it had not done before, and stored a value in an "
+                    "attribute, item or buffer that no call had changed before, so no sample can run again from the "
+                    "state before. Repeat this step, which is then recorded from its beginning. Nothing of this step "
+                    "was taken."
                 )
             number = min(2, call.batch_size)
             few = len(call.batch.finite_samples(number)) < number

@@ -66,14 +66,15 @@ def as_called(
 class CarriedState:
     """Runs one sample of a call alone, before the call; `check` runs it once more, after the backward.
 
-    Not sooner: hooks of the user's may keep what the last run made, for the loss.
+    The second run comes after the backward, because the user's hooks may store values of the latest run for the loss.
 
     Args:
         module: The outermost module.
         batch: Its arguments.
         autocast: Device type and dtype of the autocast that it runs under, or None.
         quietly: A block in which the clipper's own hooks do nothing.
-        is_trial: Take the sample with the smallest values, which raises no maximum; any one otherwise.
+        is_trial: Whether to run the sample whose largest value is the smallest, because it raises no running maximum;
+            otherwise a random sample runs.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class CarriedState:
                     returned = self._module(*args, **kwargs)
             except (torch.OutOfMemoryError, UntoldDrawsError):
                 raise
-            except Exception:  # that it cannot run alone is said where it is tried
+            except Exception:  # the rehearsal reports that a sample cannot run alone
                 return None
             return [tensor.detach() for tensor in Skeleton(returned).tensors]
 

@@ -134,8 +134,8 @@ class Plans:
             return plans[0]
         if call >= len(plans):
             raise UnsupportedGradientError(
-                f"{type(module).__name__} is called a varying number of times, with different plans for its calls. Use "
-                "a separate module for each kind of call."
+                f"{type(module).__name__} is called a varying number of times, and its calls differ in their samples "
+                "or parameters. Use a separate module for each kind of call."
             )
         return plans[call]
 

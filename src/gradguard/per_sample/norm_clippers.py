@@ -188,7 +188,9 @@ class PerParameterNormClipper(_PartNormClipper):
 
 
 class AutoNormClipper(NormClipper):
-    r"""Normalise each sample's gradient to a norm just below C (AUTO-S): :math:`c_i = C / (n_i + \gamma)`.
+    r"""Normalise each sample's gradient to a norm below C, near C unless the gradient is small (AUTO-S).
+
+    .. math:: c_i = C / (n_i + \gamma)
 
     No threshold needs tuning: C only scales the learning rate. A clipped norm is :math:`C n_i / (n_i + \gamma) < C`.
     **Factors exceed 1** where :math:`n_i < C - \gamma`: small gradients grow, by :math:`C / \gamma` at most.

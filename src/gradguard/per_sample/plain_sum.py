@@ -13,7 +13,8 @@ Some kernels sum the plain gradient of a bias one number after the other. Over a
 one per cent, which could hide a small value that bypasses the outputs. The bound therefore does not grow with the
 number of positions. If the sums differ, the layer runs again alone, in its original dtype and in float64. The
 difference of the two is the kernel's own rounding, and is subtracted from the plain gradient before a second
-comparison. This correction may be no larger than that many roundings explain, and at most a hundredth of the gradients;
+comparison. This correction may be no larger than the rounding of so many summands explains, and at most a hundredth of
+the gradients;
 a layer that computes something else in another dtype is refused.
 """
 

@@ -372,7 +372,7 @@ class _RehearsedPair:
             self.precision = loop.precision = max(self.precision, loop.draws.precision)
             self._outputs, self._count, loop.outputs = outputs, len(order), [(output, -1) for output, _ in loop.outputs]
             factor = 2.0 ** (_LITTLE if self.precision > 1e-4 else _MUCH) if scaled else 1.0
-            # Neighbouring places have different scales, which distinguishes two copies of one sample.
+            # The first three places have different scales, which distinguishes the two copies of the first sample.
             scales = [factor] * len(order)
             if not number:
                 scales = [(factor, 1 / factor, 1.0)[place % 3] for place in range(len(order))]

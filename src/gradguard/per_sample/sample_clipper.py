@@ -97,7 +97,7 @@ class PerSampleGradientClipper:
 
     Args:
         module: The model, also in DistributedDataParallel or sharded by ``fully_shard`` (HSDP too). Its layers have
-            the clipper's hooks until `detach`. No attribute is set on its parameters.
+            the clipper's hooks until `detach`, and so have its trained parameters. No attribute is set on these.
         norm_clipper: The rule: `FlatNormClipper`, `PerLayerNormClipper`, `PerParameterNormClipper`, `AutoNormClipper`,
             `QuantileNormClipper`, or a `NormClipper` of your own.
         batch_first: Whether the batch dimension of the arguments of ``module`` is the first; otherwise it is the
@@ -262,9 +262,9 @@ class PerSampleGradientClipper:
 
         Without this method, the clipper reads the loss from its graph, which does not show everything: targets that
         were transposed, a mask made of another sample's numbers, columns chosen by a list. Here the function gets one
-        sample's rows only, and the clipper does not read its code or graph. It may be compiled, fused or your own,
-        normalise, mask, average over tokens, or have class weights: its result for a batch of one is the sample's loss.
-
+        sample's rows only, and the clipper does not judge the loss from the function's graph. It may be compiled, fused
+        or your own, normalise, mask, average over tokens, or have class weights: its result for a batch of one is the
+        sample's loss.
 
         **Values that the function takes from elsewhere** are only partly compared from batch to batch. The clipper
         compares tensors and numbers of `functools.partial` and of modules, and numbers that the code closes over, has
@@ -277,11 +277,11 @@ class PerSampleGradientClipper:
         It cannot detect values that were computed from several samples before the call.
 
         **Guarantees.** The function is called once for each sample, with a copy of the sample's row of each tensor.
-        On each step, one sample's call is checked: it must not use a tensor that was neither given nor bound to the
-        function, and must not change a bound tensor, such as a running mean. No loss may depend on another sample's
-        outputs. Derivatives verify this for all samples on the first step of each kind and batch size. They verify it
-        for one sample where the operations differ from earlier ones, and on mini-batches 2, 4, 8, ..., then one in a
-        thousand.
+        On each step, one sample's call must use no tensor, other than parameters, that was neither given nor bound to
+        the function; and no sample's call may change a bound tensor, such as a running mean. No loss may depend on
+        another sample's outputs. Derivatives verify this for all samples on the first step of each kind and batch size.
+        They verify it for one sample where the operations differ from earlier ones, and on mini-batches 2, 4, 8, ...,
+        then one in a thousand.
 
         ============================  ===========================================================================
         Edge case                     What happens
@@ -293,7 +293,7 @@ class PerSampleGradientClipper:
                                       refused: make it a tensor
         no samples (B = 0)            the result is a tensor without entries
         a function that draws         draws for one sample after the other
-        under ``torch.no_grad()``     B is the number of samples in the first tensor; nothing is checked
+        under ``torch.no_grad()``     B is the number of samples in the first tensor; the losses are not verified
         ============================  ===========================================================================
 
         Args:
@@ -538,8 +538,8 @@ class PerSampleGradientClipper:
             threshold. The gradient of a sample that is not finite is zero.
 
         Raises:
-            InvalidValueError: If the mode is not ``"exact"``, or `per_sample_gradients` was called for a later backward
-                that was not clipped yet.
+            InvalidValueError: If the mode is not ``"exact"``, if nothing was clipped yet, or if `per_sample_gradients`
+                was called for a later backward that was not clipped yet.
         """
         self._refuse_fast_mode()
         if self._gradients is None or self._clipped_by is None:

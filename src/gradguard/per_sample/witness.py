@@ -107,7 +107,7 @@ class Witness:
     def watch(self, collector: GradientCollector) -> None:
         """Detect, until `forget`, a backward that enters the module other than through its outputs.
 
-        The value that a forward hook stored is an example of such an entry.
+        An example is a backward from a value that a forward hook stored.
         """
         if self._unsubscribe is not None:
             return

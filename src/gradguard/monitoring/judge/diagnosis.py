@@ -158,7 +158,9 @@ def _without_cause(signals: RunSignals, others: Sequence[Cause]) -> Cause:
         sentence = f"Something is wrong, but the record does not show why: {error.message}."
         return Cause("unknown", "likely", sentence, f"{capital(error.advice)}.", (Evidence.of(error),))
     if not any(norm is not None for norm in signals.norms):
-        return Cause("unknown", "certain", "The record has no norms to judge.", _no_norms(signals.record))
+        return Cause(
+            "unknown", "certain", "The record has no norms by which to judge the run.", _no_norms(signals.record)
+        )
     if signals.count < FEWEST_STEPS:
         sentence = f"The record has {counted(signals.count, 'step')}, too few to say whether the run is well."
         return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, or better 200.")

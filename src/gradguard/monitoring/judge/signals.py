@@ -532,7 +532,7 @@ class RunSignals:
         """Return the growth of each measured weight's norm, in forward order, without weights that begin at 0.
 
         Args:
-            end: The number of the step that ends the measurement.
+            end: Only measurements before the step of this number count.
         """
         count = max(1, sum(line["i"] < end for line in self.measured))
         layers = [layer for layer in self.layers if len(layer.weights) > 1 and not layer.begins_at_zero]
@@ -661,7 +661,7 @@ def _outbursts(values: Numbers) -> list[int]:
 
 
 def _of_turns(losses: list[float | None]) -> tuple[list[float | None], int]:
-    """Return the losses and 1; or, if losses of different sizes take turns, their means over a turn and its length."""
+    """Return the losses and 1; or, if different sizes take turns, geometric means over a turn and its length."""
     logs = [math.log(loss) if loss is not None and loss > 0 else None for loss in losses]
     known, one = without_none(logs), usual_step(logs, 1)
     if len(known) < max(20, len(without_none(losses)) // 2) or one < _TURNS:

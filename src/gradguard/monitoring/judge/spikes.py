@@ -88,9 +88,9 @@ def find_spikes(norms: Sequence[float]) -> list[int]:
     Median and MAD are taken of the logarithms of the 101 norms around position i; at both ends, of the first and the
     last 101 norms.
 
-    **Guarantees**: O(n log w). A drift makes no spikes, and hides no spike that stands out from its 101 neighbours. A
-    lasting change of level is no spike, except among the last 50 norms, where it could be a burst. Bursts of up to
-    about 25 steps are found completely, and recurring spikes of up to one step in eight.
+    **Guarantees**: O(n log w). A drift makes no spikes, and hides no spike that stands out from the norms within 101
+    steps. A lasting change of level is no spike, except among the last 50 norms, where it could be a burst. Bursts of
+    up to about 25 steps are found completely, and recurring spikes of up to one step in eight.
 
     **Edge cases**: two or more high norms at the very start are the level where the run began, not spikes. Norms that
     are zero, negative or not finite are neither spikes nor neighbours. Fewer than 21 norms have no spikes.

@@ -31,7 +31,7 @@ def _are_same(living: Sequence[Any], gradients: Sequence[Any]) -> bool:
 
 @dataclass(slots=True)
 class PendingClips:
-    """The clips since the last step: a table with one row for each clipped gradient.
+    """The clips that no step has used yet: a table with one row for each clipped gradient.
 
     Attributes:
         gradients: Weak references to the gradients.

@@ -53,7 +53,7 @@ class KeptGradients:
     def before_step(self, optimizer: Optimizer) -> Any:
         """Return whether the step's gradients contain those of the step before: a bool or a 0-dim tensor.
 
-        None if no gradient was followed.
+        None if no followed gradient was both compared and added to.
         """
         followed = self._followed.pop(id(optimizer), ())
         kept = [one.kept for one in followed if one.was_added_to and one.kept is not None]

@@ -93,8 +93,9 @@ class _Candidate:
 class Unowned:
     """Find parameters that receive gradients at every step but are in no optimizer.
 
-    **Guarantees**: A parameter that is written to, in any way, is not reported. Nothing is reported if an optimizer
-    holds at least as many elements that belong to no module: they are master copies of these parameters.
+    **Guarantees**: A parameter that is written to, in any way, is not reported. Nothing is reported if the optimizers
+    hold parameters outside all modules with at least as many elements as the candidates: they are master copies of
+    these parameters.
 
     Args:
         modules: All root modules.
@@ -216,7 +217,7 @@ class IdleOptimizers:
             index: The number of the last step.
 
         Yields:
-            The event of an optimizer without gradients, if no optimizer has any.
+            The event of an optimizer without gradients, if no optimizer has had a gradient so far.
         """
         if has_gradients:
             self.alive.add(id(optimizer))

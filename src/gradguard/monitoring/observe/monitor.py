@@ -82,7 +82,7 @@ class Monitor(Observer):
     ``log`` after ``step()``                         applies to the step before the call; the first call decides whether
                                                      ``log`` comes before or after its step
     ``log`` twice before a step                      the mean of the losses, the last of everything else
-    a second loss logged after ``step()``            belongs to an iteration without a step (skipped by a GradScaler,
+    a second loss logged after ``step()``            belongs to an iteration without a step (left out by your own check,
                                                      for example) and is left out
     a step that a guard skipped                      a line with ``skipped``
     GradScaler                                       its scale is recorded; a step that it skips is an event
@@ -90,7 +90,8 @@ class Monitor(Observer):
     several processes                                only rank 0 writes
     a forked child (DataLoader)                      writes nothing
     sharded gradients (DTensor, FSDP1)               all processes measure together at each step, so create the monitor
-                                                     on every process; weights and updates are not measured
+                                                     on every process; weights are only sampled, from this process's
+                                                     shard, for the size of their updates
     the program ends without ``close()``             the monitor writes the rest at exit and on SIGTERM and SIGHUP, and
                                                      the signal then has its usual effect. A killed program keeps the
                                                      lines flushed before. The monitor also writes the rest if the

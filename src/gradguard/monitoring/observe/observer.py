@@ -595,7 +595,7 @@ class Observer(Listener):
             self._buffer.flush(wait=True)
 
     def close(self, exit_code: int | None, interrupted: bool) -> None:
-        """Write the remaining lines and the ``end`` line; a second call, or one in a forked child, does nothing."""
+        """Write the remaining lines and the ``end`` line; nothing on a second call, or in a child without a record."""
         if self._buffer is not None and not self._buffer.has_begun and os.getpid() == self._process:
             with suppress(Exception):
                 self._begin([], [], self._graph)

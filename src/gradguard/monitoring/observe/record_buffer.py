@@ -21,7 +21,7 @@ FLUSH_SECONDS = 2.0
 KEPT_ROWS = 1000
 
 MOST_BEHIND = 2
-"""The number of parts waiting for the background thread from which the training thread writes them itself.
+"""From this number of waiting parts on, the training thread writes them itself instead of the background thread.
 
 Memory then stays bounded, and a killed program has lost only its last steps.
 """

@@ -1,7 +1,4 @@
-"""Turn the measurements of one optimizer step into lines of the record.
-
-Only this module converts tensors to numbers.
-"""
+"""Turn the measurements of one optimizer step into lines of the record."""
 
 import math
 import operator
@@ -27,7 +24,7 @@ EPSILON = 1e-6
 """The epsilon that PyTorch's norm clip adds to the norm."""
 
 ROUNDING = 1e-4
-"""The largest relative rounding difference between two measurements of a norm; each is accurate to 2e-5."""
+"""The largest relative rounding difference of two measurements of a norm, with a margin; each is accurate to 2e-5."""
 
 FIXED = frozenset(["norm", "value", "adaptive"])
 """The rules whose threshold does not change during a run."""
@@ -51,8 +48,8 @@ class ScriptClip(NamedTuple):
     Attributes:
         rule: ``"norm"``, ``"value"``, ``"adaptive"``, or the class name of any other clipper.
         threshold: A copy of the clip's threshold.
-        norm: A copy of the norm that a norm clip compares with its threshold. None if that norm is the 2-norm of the
-            clipped gradients, which the observer measures itself.
+        norm: A copy of the norm that a norm clip compares with its threshold: the norm that it returned or was given,
+            or, if only the observer has it, the 2-norm of the sharded gradients. None if the clip has no such norm.
         coefficient: A copy of the ratio of the norms after and before the clip; None if the clip does not report it.
     """
 

@@ -28,8 +28,8 @@ FREE = 0.1
 """The seconds of these measurements that are always allowed."""
 
 RULE_EVERY, OF_RULE, ROUNDING = 8, 3, 0.01
-"""The interval of comparisons with the optimizer's rule, the largest number of compared tensors, and the largest
-relative rounding of the step, and of the rule's step, at which they are compared."""
+"""The interval of comparisons with the optimizer's rule; the largest number of compared tensors; the largest share of
+the step, and of the rule's step, that rounding may be for a comparison to count."""
 
 _ORDINARY = (Tensor, Parameter)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -36,7 +36,8 @@ class Watch:
 
     Args:
         observer: The observer that records the steps.
-        whole_process: Whether the watch covers the whole process; the ``end`` line then has Python's exit code.
+        whole_process: Whether the watch covers the whole process; the ``end`` line then has the exit code if an
+            uncaught exception (1) or Ctrl-C (130) ended it.
     """
 
     def __init__(self, observer: Observer, whole_process: bool = False) -> None:
@@ -186,8 +187,9 @@ def children_watched(path: Path | None, replaced: str = "") -> Iterator[None]:
     A process without an optimizer step, such as a DataLoader worker, writes nothing.
 
     Args:
-        path: The record of this process; the children's records go beside it. None disables them.
-        replaced: The `identity` of the file that the process that writes the record may replace.
+        path: The record of this process; the children's records go beside it. None leaves the
+            environment unchanged.
+        replaced: The `identity` of a file that may be replaced by the process that writes the record.
     """
     if path is None:
         yield

@@ -40,7 +40,7 @@ SCHEMA = 1
 """The version of the lines' meaning; a reader of another version reads the fields that it knows and warns."""
 
 MOST_BUFFERED = 1 << 18
-"""The number of buffered characters from which lines are written without a call of `RecordWriter.flush`."""
+"""Once this many characters are buffered, lines are written without a call of `RecordWriter.flush`."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def skipped_on(steps: Lines) -> list[bool]:
 def in_order(record: Record) -> Iterator[dict[str, Any]]:
     """Yield the lines of a record in written order: each step, then its ``tensors`` line and its events.
 
-    ``tensors`` lines and events without a step come last, such as skips before the first step.
+    ``tensors`` lines and events without a step come last, such as skips before a step that was never made.
 
     Args:
         record: The record of a run, whose ``step`` and ``tensors`` lines ascend.
@@ -160,7 +160,7 @@ def regime_of(clip_share: float) -> str:
 
 
 OTHER_LOSSES = "other_losses"
-"""The key in a part's ``meta`` that tells whether this optimizer's and the other steps each have their own losses."""
+"""The key in a part's ``meta``: whether both this optimizer's steps and the steps of the others have own losses."""
 
 
 @dataclass(frozen=True, slots=True)

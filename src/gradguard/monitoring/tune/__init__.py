@@ -5,6 +5,7 @@
 that the script prints, over seeds. `show` reports the result in one sentence, a table and a command.
 
 **Guarantees.** All rules use the same seeds, and all rules run with one seed before the next seed begins. A rule is
-called better only if the 95 % interval of the difference over seeds excludes 0, or if the other rule lost more runs.
+called better only if the 95 % interval of the difference over seeds excludes 0, or if the other rule lost a larger
+share of its runs.
 The script's own clip stays in place, and each rule acts after it.
 """

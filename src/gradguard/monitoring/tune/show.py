@@ -93,7 +93,9 @@ def sentence(ranked: Sequence[Score]) -> str:
         return f"Only {_called(best.rule)} was tried: {_with_margin(best.loss)}."
     equal, worse = [s for s in others if not s.worse], [s for s in others if s.worse]
     if best.loss.count < 2 and not worse:
-        return f"One seed shows no difference: {_called(best.rule)} has the lowest loss, {_with_margin(best.loss)}."
+        return (
+            f"One seed cannot show a difference: {_called(best.rule)} has the lowest loss, {_with_margin(best.loss)}."
+        )
     if not worse:
         tried = _listed([_called(score.rule) for score in ranked])
         return f"The experiment does not separate {tried}: {_called(best.rule)} has {_with_margin(best.loss)}."

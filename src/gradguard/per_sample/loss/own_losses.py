@@ -1,9 +1,9 @@
 """Compute each sample's loss from the sample's own rows alone, with a function that the user passes.
 
 The function gets no other sample's rows. So mistakes that the graph of a loss does not show (transposed targets, a mask
-made of another sample's numbers) cannot happen. Everything else that the function takes is checked. Each loss must
-depend on its own sample's outputs only. A tensor that was neither passed nor bound to the function may be made of the
-batch, and is refused.
+made of another sample's numbers) cannot happen. Each loss must depend on its own sample's outputs only. In the call of
+one watched sample, a tensor that was neither passed nor bound to the function, and is no parameter, is refused: it may
+be made of the batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence

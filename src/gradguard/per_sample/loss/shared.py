@@ -957,7 +957,7 @@ def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:
 
 
 def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:
-    """Tell whether operations act on different samples each."""
+    """Tell whether the operations do not all act on the same sample."""
     return len({outputs.only_sample(Value(node)) for node in nodes}) > 1
 
 

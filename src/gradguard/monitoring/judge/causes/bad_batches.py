@@ -101,11 +101,11 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     numbers = [signals.named(place) for place in places]
     times = statistics.median(signals.times(place) for place in places)
     steps = "steps " + ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
-    which, those = f"{len(numbers)} batches are", f"those of {steps}"
+    which, those, there = f"{len(numbers)} batches are", f"those of {steps}", f"batches of {steps}"
     where = "wrong labels, inputs that are not normalised, or samples that are far too long"
     if len(numbers) == 1:
-        steps = f"step {numbers[0]}"
-        which, those = "One batch is", f"that of {steps}"
+        step = f"step {numbers[0]}"
+        which, those, there = "One batch is", f"that of {step}", f"batch of {step}"
     if period:
         which = f"A batch every {period} steps is"
         where = f"something that recurs every {period} steps, such as one bad file or shard of an epoch"
@@ -116,12 +116,13 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     threshold = float(f"{min(calm, signals.low_threshold):.1e}") if calm else None
     clip = f" Until then, clip at {plain_threshold(threshold)}." if threshold else ""
     words = (
-        "On these steps the loss or the gradient norm, the size of all gradients together, leapt to "
+        f"On {'this step' if len(numbers) == 1 else 'these steps'} the loss or the gradient norm, the size of all "
+        "gradients together, leapt to "
         f"{number(times)} times its level just before."
     )
     return Sign(
         (Evidence((numbers[0], numbers[-1]), words),),
-        {"which": which, "those": those, "steps": steps, "where": where, "clip": clip},
+        {"which": which, "those": those, "there": there, "where": where, "clip": clip},
         certainty,
         threshold=threshold,
     )

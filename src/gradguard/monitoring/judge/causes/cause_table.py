@@ -195,8 +195,9 @@ CAUSES = (
     Row(
         "no_gradient", partial(found, "gradient_without_optimizer"), "likely",
         "The parameters {params} get gradients but are in no optimizer, so they never change.",
-        "Give {params} to the optimizer: it may have been constructed before they were, or they may be in a plain "
-        "list, which should be an nn.ModuleList. If they are meant to stay fixed, call requires_grad_(False) on them.",
+        "Give {params} to the optimizer: the optimizer may have been constructed before these parameters, or these may "
+        "be in a plain list, which should be an nn.ModuleList. If they are meant to stay fixed, call "
+        "requires_grad_(False) on them.",
         may_be_meant=True,
     ),
     Row(
@@ -230,7 +231,7 @@ CAUSES = (
     *(
         Row(
             "raw_data", look, "likely",
-            "The {which} are not normalised: their size is about {size}, and layers expect numbers near 1.",
+            "The {which} are not normalised: their size is about {size}, and layers expect a size of about 1.",
             "Normalise the {which} to a mean of 0 and a standard deviation of 1 with the statistics of the training "
             "set, as in (x - mean) / std{pixels}. Choose the learning rate after that.",
             "The learning rate and the weights need not be the cause: none fits numbers of such a size.",
@@ -247,7 +248,7 @@ CAUSES = (
     Row(
         "bad_batches", bad_batches.bad_batches, "likely",
         "{which} very different from the others: {those}.",
-        "Check the batches of {steps} for {where}.{clip}",
+        "Check the {there} for {where}.{clip}",
         "The learning rate is not the cause: the steps before each of these batches were calm.",
     ),
     Row(
@@ -278,7 +279,7 @@ CAUSES = (
     Row("nonfinite_growth", partial(lost, "leap"), "likely", _GREW, "{advice}"),
     Row(
         "update_rule", partial(found, "update_rule"), "likely",
-        "The optimizer's steps do not follow its update rule: {message}.",
+        "The optimizer's steps are not what they should be: {message}.",
         "{advice}.",
         "The learning rate and the data need not be the cause: the steps are wrong whatever these are.",
     ),
@@ -314,7 +315,7 @@ CAUSES = (
         "rate_too_high", rate.too_long, "likely",
         "The learning rate{rate} is too high: {end}.",
         "{advice}",
-        "No bad batch is the cause: the loss does not return to its level by itself.",
+        "No bad batch is the cause: the loss does not return to its earlier level by itself.",
     ),
     Row(
         "not_started", loop.doubled, "certain",

@@ -163,7 +163,9 @@ def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
     stuck = curve.fallen < HARDLY and signals.is_stuck and not curve.is_falling and _times_thrown(signals, -1) > 0
     if grown < GROWN or (curve.fallen > 0.1 and not stuck):
         return None
-    return signals.seen(f"Weights grew to {number(grown)} times their size, but the loss has hardly fallen for it.")
+    return signals.seen(
+        f"Weights grew to {number(grown)} times their initial size, but the loss has hardly fallen for it."
+    )
 
 
 def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:

@@ -61,7 +61,7 @@ class NormLevel:
     """Detects norms that stay far above or far below the usual norm, or are not finite.
 
     The usual norm is the median of the medians of each 20 finite norms, without the first 20. Neither spikes nor the
-    start of the run change it, and a lasting change does so only after half of the run.
+    start of the run change it, and a lasting change does so only once it has lasted for half of the run.
 
     Args:
         log: The log that receives the faults.

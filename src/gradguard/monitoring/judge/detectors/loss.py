@@ -22,7 +22,7 @@ STILL_HIGH = 0.9
 """Last over first of these medians: below it, the loss comes down again, so the run is learning."""
 
 NOTHING_LEFT = 0.8
-"""Share of the progress whose loss makes the finding an error: the run is damaged."""
+"""Share of the progress: if more than this is lost, the run is damaged, and the finding is an error."""
 
 BLOCK = 20
 _BEST_OF = 5  # blocks whose median is a candidate for the best: the best single block would be noise
@@ -109,7 +109,10 @@ def _diverging(found: Episode) -> Words:
         message = f"{rose} at step {found.first}, and came back by the end"
         return "info", message, "do nothing if the data or a target changed there; otherwise lower the learning rate"
     message = f"{rose} from step {found.first} on, and has not come back; it began at {number(start)}"
-    advice = "resume from a checkpoint before the rise, with a lower learning rate; harder data there are no fault"
+    advice = (
+        "resume from a checkpoint before the rise, with a lower learning rate; it is no fault if the data became "
+        "harder there"
+    )
     return ("error" if largest - best > NOTHING_LEFT * (start - best) else "warning"), message, advice
 
 

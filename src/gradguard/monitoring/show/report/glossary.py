@@ -108,8 +108,8 @@ TERMS = (
     Term(
         "spike",
         r"spikes?",
-        "A norm that exceeds the median of the 50 norms before it and the 50 after it by six of their robust "
-        "deviations.",
+        "A norm whose logarithm exceeds the median logarithm of the norms around it, 50 before and 50 after, by six "
+        "robust deviations.",
     ),
     Term(
         "squared norm",
