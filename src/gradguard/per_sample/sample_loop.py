@@ -389,8 +389,8 @@ def not_the_reduction(found: float, expected: float, reduction: str) -> str:
         f"the loss that the model returns is not the {reduction} of the losses of the samples alone: expected "
         f"{expected:.6g}, got {found:.6g} ({found / (expected or math.nan):.3g} times the expected value). Is it "
         "another reduction (loss_reduction=), a mean over tokens where samples have different numbers of tokens, or "
-        "divided by a number that was passed in, such as num_items_in_batch? Average within each sample first, then over "
-        "samples; or let clipper.per_sample_losses compute the loss from the other outputs of the model."
+        "divided by a number that was passed in, such as num_items_in_batch? Average within each sample first, then "
+        "over samples; or let clipper.per_sample_losses compute the loss from the other outputs of the model."
     )
 
 
