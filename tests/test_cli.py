@@ -435,14 +435,14 @@ def test_how_a_script_ends_is_passed_on_and_what_was_seen_is_kept(run, capfd, en
 
 
 NO_STEP = {
-    "no torch": ("print('hello')", 0, "no optimizer step was made, so there is no record"),
-    "help": ("import argparse; argparse.ArgumentParser().parse_args(['-h'])", 0, "no optimizer step was made"),
+    "no torch": ("print('hello')", 0, "no optimizer step was observed, so there is no record"),
+    "help": ("import argparse; argparse.ArgumentParser().parse_args(['-h'])", 0, "no optimizer step was observed"),
     "a missing import": ("import torch, no_such_package", 1, "the script ended before its first optimizer step"),
     "only clips": (
         "import torch; p = torch.ones(1, requires_grad=True); p.sum().backward(); "
         "torch.nn.utils.clip_grad_norm_([p], 1.0)",
         0,
-        "1 clip calls were made, but no optimizer step, so there is no record",
+        "1 clip calls were observed, but no optimizer step, so there is no record",
     ),
 }
 

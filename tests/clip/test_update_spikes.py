@@ -269,11 +269,11 @@ def test_an_optimizer_whose_first_steps_move_nothing_is_measured_later_and_stays
 
 def test_an_optimizer_that_moves_nothing_is_not_said_to_cancel_the_size_of_gradients():
     optimizer = Waiting([torch.nn.Parameter(torch.ones(2))], every=100)
-    with pytest.raises(InvalidTypeError, match="or move nothing: float division by zero"):
+    with pytest.raises(InvalidTypeError, match="or moves nothing: float division by zero"):
         gg.scale_sensitive_groups(optimizer)
 
 
 def test_an_optimizer_that_cannot_be_stepped_on_a_tensor_is_refused():
     optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(InvalidTypeError, match="steps of this LBFGS on one tensor of ones are not possible"):
+    with pytest.raises(InvalidTypeError, match="a trial step of this LBFGS on one tensor of ones is not possible"):
         gg.scale_sensitive_groups(optimizer)

@@ -217,7 +217,7 @@ def test_what_would_not_be_private_is_refused(tmp_path, case):
 
 def test_steps_that_were_not_counted_are_refused(tmp_path):
     train(tmp_path, PerSampleCallback(gg.FlatNormClipper(1.0)), save_strategy="steps", save_steps=3)
-    with pytest.raises(InvalidValueError, match="resumes after 3 steps, and the checkpoint has no state"):
+    with pytest.raises(InvalidValueError, match="resumes after 3 steps, but the checkpoint has no state"):
         train(tmp_path, private(), resume=str(tmp_path / "checkpoint-3"))
 
 

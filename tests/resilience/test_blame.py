@@ -167,5 +167,5 @@ def test_a_snapshot_tells_its_weights(tmp_path):
             one.add_(1)
     torch.testing.assert_close(snapshot.weights(), then, rtol=0, atol=0)
     model[0].weight = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(gg.errors.InvalidValueError, match=r"0\.weight is not that of the snapshot"):
+    with pytest.raises(gg.errors.InvalidValueError, match=r"0\.weight is no longer that of the snapshot"):
         snapshot.weights()

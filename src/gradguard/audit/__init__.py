@@ -5,7 +5,8 @@ The true norm is measured from the gradients that the processes hold.
 **Guarantees.**
 
 - PASS requires that each class of tensors counts once and that all classes together do. With ``max_norm``, each
-  gradient must also be multiplied by min(1, max / norm). A class with too few of the squares to judge is in the notes.
+  gradient must also be multiplied by min(1, max / norm). A class whose squares are too small a part of
+  the norm to judge is in the notes.
 - Copies and parts are recognised by their values. An engine's attributes never make a PASS where values contradict
   them: the verdict is INCONCLUSIVE, and the finding says which ``groups`` to pass.
 - If a norm was only reported, a mistake is named only if no other known mistake explains the number.

@@ -31,7 +31,7 @@ def epsilon_finding(what: str, came: float, true: float, tolerance: float) -> No
     if not came > true or not is_one_of(came, made, tolerance):
         return None
     said = (
-        f"{what} {came:.6g}, the true norm is {true:.6g}: an epsilon added to the norm, in its root or below it makes "
-        "this difference, and so may a mistake: pass the norm function as norm=, or gradients times a loss scale"
+        f"{what} {came:.6g}, the true norm is {true:.6g}: an epsilon added to the norm, in its root or below it could "
+        "make this difference, and so could a mistake: pass the norm function as norm=, or gradients times a loss scale"
     )
     return NormFinding("epsilon", said)

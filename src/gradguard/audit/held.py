@@ -315,7 +315,7 @@ def relation(one: HeldPiece, other: HeldPiece, said: Claim | None = None) -> Rel
     Args:
         one: A piece.
         other: Another one.
-        said: The user's claim, which overrides the values.
+        said: The user's claim, which overrides the values, but not unequal sizes.
 
     Returns:
         ``"same"`` for copies that are equal, ``"differ"`` for copies that are not, ``"distinct"`` for two parts, else

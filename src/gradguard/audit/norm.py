@@ -297,7 +297,7 @@ class _Audit:
             )
             self._find("drift", what, [t.name for t in apart])
         if dead := [t.name for t in unknown if not t.square]:
-            what = "no gradient, so copies cannot be recognised; not probed: "
+            what = "gradients are all zero, so copies cannot be recognised; not probed: "
             self._notes.append(what + ", ".join(dead))
         if asked:
             what = f"values do not show whether processes hold copies or parts: pass groups={groups}, or 'replicated'"

@@ -171,7 +171,10 @@ def _check(grad: Tensor, name: str) -> None:
             "Embedding(sparse=False) while the norm is audited."
         )
     if local.dtype not in _KINDS:
-        raise UnsupportedGradientError(f"the gradient of {name} is {local.dtype}: expected a float of 16 to 64 bits.")
+        raise UnsupportedGradientError(
+            f"the gradient of {name} is {local.dtype}: expected float16, bfloat16, float32, float64, complex64 or "
+            "complex128."
+        )
     if local.numel() and 0 in [s for s, n in zip(local.stride(), local.shape, strict=True) if n > 1]:
         raise UnsupportedGradientError(
             f"elements of the gradient of {name} share memory, so a probe cannot write it: copy it to its own memory "

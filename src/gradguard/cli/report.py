@@ -77,7 +77,7 @@ COMMAND = Command(
         option(
             "--fail-on",
             'exit code 1 if one of these holds, as in "exploding,faulty_steps>0,clip_share>0.5"; 2 if one is not '
-            "measured. A name of a finding holds if the report has it. Numbers to compare, named as in --json: "
+            "measured. A finding holds if the report has it. Numbers to compare, named as in --json: "
             "faulty_steps, nonfinite_steps, skipped_steps, clip_share, max_norm, median_norm, spike_share, drift, "
             "lock_in_share, final_loss, overhead_share, errors, warnings, or findings of a kind",
             metavar="CONDITIONS",

@@ -247,7 +247,9 @@ def _no_step(code: int, clip_calls: int, elsewhere: list[str]) -> str:
         return f"this process made no optimizer step, others did; draw one: gradguard report {elsewhere[0]}"
     if code:
         return "the script ended before its first optimizer step, so there is no record."
-    seen = f"{clip_calls:,} clip calls were made, but no optimizer step" if clip_calls else "no optimizer step was made"
+    seen = "no optimizer step was observed"
+    if clip_calls:
+        seen = f"{clip_calls:,} clip calls were observed, but no optimizer step"
     return (
         f"{seen}, so there is no record. gradguard observes step() of every torch.optim optimizer, but not weights "
         "that a script or an engine changes by itself."

@@ -134,7 +134,7 @@ def resilience(
         model: The prepared model.
         optimizer: The optimizer as ``accelerator.prepare`` returned it.
         clipper: The rule for the gradients; None for ``gg.ClipByMedian()``.
-        extra_state: Further objects that a roll-back restores, such as schedulers, prepared or not.
+        extra_state: Schedulers, prepared or not, which continue at a roll-back, and further objects that it restores.
         options: Arguments of `gradguard.SpikeRecovery` by name.
 
     Returns:
@@ -347,7 +347,7 @@ def make_private(
     ==============================================  ============================================================
     Edge case                                       What happens
     ==============================================  ============================================================
-    a batch that draws no sample                    one sample stands in that does not count; noise is added
+    a batch that draws no sample                    one stand-in sample, which does not count; noise is added
     several processes (DistributedDataParallel)     one Poisson sample, in equal parts; one process adds noise
     a loop over another loader                      an error at the first ``accelerator.backward``
     ``optimizer.step`` within an accumulation       no step, as in Accelerate

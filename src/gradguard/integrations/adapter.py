@@ -23,7 +23,8 @@ class Run:
         model: The user's model; None if it is not known.
         wrapped: The trainer's wrapper around the model, or the model itself; it names the parameters.
         optimizers: The innermost optimizers, whose hooks run once for each real step.
-        schedulers: Learning-rate schedules and other objects that a roll-back restores; None entries are ignored.
+        schedulers: Learning-rate schedules, which continue at a roll-back, and other objects that it restores; None
+            entries are ignored.
         scaler: The GradScaler, None if there is none.
         steps: Number of steps that the trainer will take in all; infinite if it does not know.
         done: Number of steps taken before, in a run that is resumed.

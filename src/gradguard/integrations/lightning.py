@@ -364,7 +364,7 @@ class PerSampleCallback(PerSampleJob, LightningClip):
     def _take_in(self, trainer: Trainer, module: LightningModule) -> nn.Module:
         """Return the module for the clipper: under DDP the wrapped module, through which it finds the other processes.
 
-        Lightning passes ``training_step`` through DDP's forward, which would run instead of the module's layers.
+        Under DDP, Lightning makes ``training_step`` the forward of the wrapped module, in place of its layers.
         DistributedDataParallel has nothing to reduce, because only clipped sums are sent. So ``training_step`` is
         called directly, as on one device.
         """
@@ -444,7 +444,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     ===================================================  ==========================================================
     Edge case                                            What happens
     ===================================================  ==========================================================
-    a batch that draws no sample                         one sample stands in that does not count; noise is added
+    a batch that draws no sample                         one stand-in sample, which does not count; noise is added
     a sample whose gradient is not finite                adds zero
     validation within an epoch                           the same steps
     DDP                                                  one Poisson sample, in equal parts; one process adds noise

@@ -376,7 +376,7 @@ class GradGuardCallback(GuardJob, TransformersClip):
     def _get_grad_norm(
         self, own: Own, trainer: Trainer, model: nn.Module, grad_norm: object = None, **kwargs: Any
     ) -> object:
-        """Return that tensor, or a norm computed by a subclass of the Trainer: then the next event refuses."""
+        """Return the tensor of `_clip_grad_norm`, or a subclass's own norm, which the next event refuses."""
         if grad_norm is None or grad_norm is self._norm:
             return self._clip_grad_norm(own, trainer)
         self._norm = None
@@ -766,7 +766,7 @@ class PrivateCallback(PrivateJob, PerSampleCallback):
     ==================================================  ==========================================================
     Edge case                                           What happens
     ==================================================  ==========================================================
-    a batch that draws no sample                        one sample stands in that does not count; noise is added
+    a batch that draws no sample                        one stand-in sample, which does not count; noise is added
     a sample whose gradient is not finite               adds zero
     evaluation within an epoch                          the same steps
     resuming from a checkpoint without this callback    an error: the cost of its steps is not known

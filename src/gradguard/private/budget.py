@@ -16,7 +16,7 @@ class PrivacyBudget:
     Attributes:
         epsilon: Upper bound of the epsilon of all ``epochs`` or ``steps`` together, above 0.
         delta: Probability with which the guarantee may fail, well below 1 over the number of samples.
-        epochs: Number of epochs, each of N divided by the batch size steps. Give either ``epochs`` or ``steps``.
+        epochs: Number of epochs; each has N / batch size steps for N samples. Give either ``epochs`` or ``steps``.
         steps: Number of steps. Trainers that plan their own steps need neither.
         accountant: ``"pld"`` or ``"rdp"``, see `epsilon`.
 

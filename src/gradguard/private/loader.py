@@ -92,7 +92,8 @@ def check_loader(loader: DataLoader, poisson_sampling: bool, world_size: int) ->
 
     Raises:
         InvalidTypeError: If ``loader`` is no DataLoader.
-        InvalidValueError: If ``loader`` has no ``batch_size``, or a sampler whose order would be lost silently.
+        InvalidValueError: If ``loader`` has no ``batch_size`` or a batch sampler of its own, or draws samples in a way
+            that would be lost silently.
         UnsupportedGradientError: If its data set is iterable, where samples cannot be drawn by index, or if it keeps
             its own batches in several processes.
     """

@@ -24,7 +24,7 @@ from gradguard.tensors.kernels import Blocks
 _BLOCK = 1 << 16  # elements of secure noise drawn at a time; a block's temporaries then fit the cache
 _MERSENNE_WORDS = 624
 _FIRST_WORD = 3  # index of the first word of the state in a generator's state viewed as int64, after seed and counters
-_LEAST, _MOST = 2.0**-100, 2.0**100  # range of deviations and factors that float32 represents without underflow
+_LEAST, _MOST = 2.0**-100, 2.0**100  # deviations and factors well within the range of float32
 
 
 class GaussianNoise:

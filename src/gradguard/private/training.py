@@ -187,7 +187,7 @@ class PrivateTraining:
         self._buffers.check()
         self._refuse_other_gradients()
         # If a later part fails, the earlier parts are lost too, because the remaining parts are no Poisson sample.
-        with self._on_error_call(self._abandon if batch.taken else self.clipper.discard):
+        with self._call_on_error(self._abandon if batch.taken else self.clipper.discard):
             drawn, before = batch.open[0].size, self.clipper.statistics
             if drawn:
                 self.clipper.clip_and_accumulate()
@@ -212,7 +212,7 @@ class PrivateTraining:
                 "yields must be used before the step, and none twice. Let the trainer accumulate as many batches for "
                 "a step as the loader cuts a logical batch into."
             )
-        with self._on_error_call(self._abandon):
+        with self._call_on_error(self._abandon):
             self._release()
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -370,7 +370,7 @@ class PrivateTraining:
         self._pass = _Pass()
 
     @contextmanager
-    def _on_error_call(self, lost: Callable[[], None]) -> Iterator[None]:
+    def _call_on_error(self, lost: Callable[[], None]) -> Iterator[None]:
         """Call ``lost`` if the block raises."""
         try:
             yield
@@ -382,7 +382,7 @@ class PrivateTraining:
 
     def _finish(self) -> None:
         self.pre_step()
-        with self._on_error_call(self._abandon):
+        with self._call_on_error(self._abandon):
             try:
                 self.optimizer.step()
             finally:

@@ -61,6 +61,8 @@ class Batches:
     **Guarantees.** A loss or ids that are later changed in place are stored unchanged. A step that has left the ring
     is forgotten. With ``keep=True`` the batch itself is stored, not copied; if it was changed in place, `content`
     raises an error.
+
+    | case | result |
     |---|---|
     | a step without micro-batches | ``()`` |
     | a loss before any ids | a micro-batch without ids |

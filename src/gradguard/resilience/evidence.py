@@ -66,7 +66,7 @@ class StepEvidence:
         states: Weights and buffers, by the number of the step that they precede.
         training: Whether the model was in training mode.
         eval_modules: The modules in evaluation mode, if the model was in training mode.
-        versions: The versions of packages, by name.
+        versions: The version of torch, under the key ``"torch"``.
     """
 
     step: int
@@ -113,7 +113,8 @@ def write_evidence(
         culprit: The result of `find_culprit`.
         model: The model, with its present weights.
         older: Weights of another time, by the number of the step that they precede, such as those of a snapshot from
-            before the spike. Without them bad data look like data that only these weights cannot fit.
+            before the spike. Without them nothing separates bad data from data that only these
+            weights cannot fit.
         before: Number of the step that the weights of ``model`` precede; by default the current step. If only skipped
             steps followed the spike, pass ``culprit.step``.
         others: Number of batches of other steps to write, to compare with.
@@ -253,8 +254,8 @@ def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -
     """
     if any(map(is_fsdp1, model.modules())):
         raise UnsupportedGradientError(
-            "FSDP1 holds flat parts of several weights: get whole weights from FSDP.state_dict_type(model, "
-            "StateDictType.FULL_STATE_DICT): model.state_dict(), or use fully_shard."
+            "FSDP1 holds flat parts of several weights: get whole weights by 'with FSDP.state_dict_type(model, "
+            "StateDictType.FULL_STATE_DICT): weights = model.state_dict()', or use fully_shard."
         )
     state = model.state_dict() if state is None else state
     tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}

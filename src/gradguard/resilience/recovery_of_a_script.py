@@ -46,7 +46,7 @@ class GuardEachOptimizer(Listener):
 
     def __init__(self, applied: Callable[..., ClipEvent] | None = None) -> None:
         self._applied = applied
-        # The value returns the guard, which holds its optimizer, or None if the optimizer cannot be guarded.
+        # Each value is a function that returns the guard, or None if the optimizer cannot be guarded.
         self._guards: WeakKeyDictionary[Optimizer, Callable[[], Guard | None]] = WeakKeyDictionary()
         self._spikes: list[_ScriptSpikes] = []
         self._losses, self._scales = Losses(), False

@@ -127,8 +127,8 @@ class SpikeRecovery:
         clipper: The clipper; None for ``ClipByMedian()``.
         detector: The spike detector; None for ``SpikeDetector(cap=5)``. If its verdicts have no ``adopted``, spikes are
             only skipped.
-        extra_state: Further objects that a roll-back restores, as for `Snapshot`: schedulers, a GradScaler, an
-            averaged model.
+        extra_state: Further objects, as for `Snapshot`: a GradScaler or an averaged model, which a roll-back restores,
+            and schedulers, which continue.
         bad_samples: The list to which the samples of bursts and spikes are added; None for no list.
         snapshot_every: Number of steps between two snapshots.
         detection_delay: Number of steps from a measurement to the action on it; None for 2 on an accelerator, so that
@@ -444,7 +444,7 @@ class SpikeRecovery:
         if self._evidence is not None and what == "spike" and culprits:
             base, culprit = self._shelf.before(step), culprits[0]
             older = {} if base is None else {base.step + 1: base.snapshot}
-            before = None if self.detection_delay else culprit.step  # with a delay later steps have changed the weights
+            before = None if self.detection_delay else culprit.step  # with a delay later steps may have changed them
             self._evidence.write(self.batches, culprit, self._model, older, before)
         ranks, of_steps = {one.rank for one in blamed}, {one.step for one in unclear}
         ids = _ids([*blamed, *(one for one in own if one.step in of_steps)])

@@ -63,10 +63,11 @@ class SpikeDetector(Detector):
     where n of the N earlier steps stood out. Two in a row are a spike after 89 ordinary ones, three after 19, three of
     five after 60. ``alone=1`` treats each step that stands out as a spike.
 
-    **A rejected value never enters the history.** It is stored in a second buffer, so an outlier never hides the next
-    one. After ``cap`` consecutive spikes the rejected values are taken as the new level and replace the history of the
-    signals that were too high (**adoption**): without a cap, every step after a lasting rise would be skipped. So a
-    lasting rise costs at most ``cap`` steps, but a burst of more than ``cap`` bad batches is accepted after them.
+    **A rejected value enters the history only by adoption.** It is stored in a second buffer, so an outlier never hides
+    the next one. After ``cap`` consecutive spikes the rejected values are taken as the new level and replace the
+    history of the signals that were too high (**adoption**): without a cap, every step after a lasting rise would be
+    skipped. So a lasting rise costs at most ``cap`` steps, but a burst of more than ``cap`` bad batches is accepted
+    after them.
 
     **Losses of 0 and below**, as in reinforcement learning or of a density, have no logarithm. While the history of a
     signal contains such a value, the values themselves are judged by the same rule, with ``floor`` times :math:`|m|` in
@@ -77,8 +78,8 @@ class SpikeDetector(Detector):
     =======================================  ===================================================================
     case                                     what happens
     =======================================  ===================================================================
-    NaN or infinite value                    that signal is not judged and its history is unchanged; if all are
-                                             not finite, the row of consecutive spikes neither grows nor ends
+    NaN or infinite value                    that signal is not judged and its history is unchanged; if none is
+                                             finite, the step leaves no trace: a row of spikes neither grows nor ends
     the first ``warmup`` values of a signal  are accepted; from 8 on, those that stand out are counted
     all values equal                         the floor applies: k·floor = 0.3 is a rise by 35 %
     value <= 0 after positive ones           accepted: it is below the median

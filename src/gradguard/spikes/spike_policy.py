@@ -25,8 +25,8 @@ class SpikeVerdict:
         in_a_row: Number of consecutive spikes, this one included; 0-dim int64.
         adopted: Whether this spike is the last to be rejected: the rejected values are the usual ones from now on;
             0-dim bool.
-        stands_out: Whether a signal is far above the usual level. A single such step need not be a spike. None for a
-            rule that treats every such step as a spike.
+        stands_out: Whether a signal is far above the usual level; 0-dim bool. A single such step need not be a spike.
+            None for a rule that treats every such step as a spike.
     """
 
     spike: Tensor

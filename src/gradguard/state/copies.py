@@ -119,8 +119,8 @@ class UndoCopier(Copier):
     """Makes copies for undoing one step: tensors stay on their devices, and immutable objects are not copied.
 
     Args:
-        lists: Whether tensors in lists are copied; if not, such lists are kept by reference, for lists whose tensors
-            are replaced and never written.
+        lists: Whether tensors in lists are copied; if not, such lists are kept by reference: their tensors must only
+            be replaced, never written.
     """
 
     def __init__(self, lists: bool = True) -> None:

@@ -35,7 +35,8 @@ class Frozen:
     include layers, which a model may replace in its first forward.
 
     Containers are read and written by the methods of their base class, and only those whose content has changed are
-    written. So a subclass that forbids `update` is bypassed only if its content has changed.
+    written. A subclass that forbids `update` is therefore written against its will only if its
+    content has changed.
 
     Args:
         modules: The modules, with all their submodules.

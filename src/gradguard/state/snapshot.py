@@ -45,7 +45,7 @@ class Snapshot:
     ==========================================  ======================================================================
     case                                        what happens
     ==========================================  ======================================================================
-    taken before the first step                 there is no optimizer state yet, and `restore` removes it
+    taken before the first step                 no optimizer state is kept, and `restore` removes the newer state
     the same, ``capturable=True``               refused at `restore` on an accelerator: a CUDA graph may use that state
     tied weights                                kept once
     frozen weights                              kept too: other code may write them (a teacher, a projection)

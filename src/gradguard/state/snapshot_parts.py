@@ -30,7 +30,7 @@ class SnapshotPart:
     _kept: Any = None
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the tensors whose devices determine the order of copies."""
+        """Return the tensors on whose devices the copies are ordered, see `StreamOrder`."""
         return ()
 
     def prepare(self) -> None:
@@ -206,7 +206,7 @@ class OptimizerPart(SnapshotPart):
         known, saved = attributes_of(self.optimizer), packed["attributes"]
         for name in saved.keys() - known.keys():  # a file may set plain attributes, but no method or hook table
             if name in NOT_ATTRIBUTES or hasattr(self.optimizer, name) or not name.isidentifier():
-                raise PlainError(f"{type(self.optimizer).__name__}.{name!a:.40} is no attribute of an optimizer")
+                raise PlainError(f"{type(self.optimizer).__name__}.{name!a:.40} is no plain attribute of an optimizer")
         content = {
             "parameters": packed["parameters"],
             "groups": packed["groups"],
