@@ -804,7 +804,8 @@ class FlatPart(NamedTuple):
     """The shards that one FSDP1 wrapper holds on this rank.
 
     Attributes:
-        process_group: The ranks that hold the shards; for an unsharded wrapper, the ranks that hold replicas.
+        process_group: The ranks that hold the shards; for an unsharded wrapper, the ranks that should hold equal
+            replicas.
         is_sharded: Whether each rank holds only a shard.
         parameters: The flat parameter, and the original parameters.
         shards: The position of each original parameter.

@@ -344,9 +344,9 @@ def test_the_state_of_another_detector_is_refused(change):
     saved = usual(SpikeDetector(**SMALL), 3, 1.0).state_dict()
     with pytest.raises(InvalidValueError, match=r"does not fit this SpikeDetector\(.*expected tensors of shapes"):
         SpikeDetector(**(SMALL | change)).load_state_dict(saved)
-    with pytest.raises(InvalidValueError, match="not of this SpikeDetector"):
+    with pytest.raises(InvalidValueError, match="does not fit this SpikeDetector"):
         SpikeDetector(**SMALL).load_state_dict({"history": saved["history"]})
-    with pytest.raises(InvalidValueError, match="not of this SpikeDetector"):
+    with pytest.raises(InvalidValueError, match="does not fit this SpikeDetector"):
         usual(SpikeDetector(**SMALL), 3, 1.0, 1.0).load_state_dict(saved)
 
 

@@ -445,7 +445,7 @@ def decide_units(
 def _clipped_at_once(
     grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float
 ) -> Units | None:
-    """Clip in one pass over memory, and return the units; None if this is impossible and nothing was changed."""
+    """Clip in one pass over memory, and return the units; None if no kernel can, with nothing clipped."""
     if isinstance(threshold, Tensor):
         return None
     rows = {i: g for i in layouts if (g := grads.gradients[i]).numel()}

@@ -100,8 +100,8 @@ def gradients_of(
         call: As for `NormPlan.hold`.
 
     Raises:
-        UnsupportedGradientError: If a gradient cannot be clipped. If norms are reduced over ranks, all ranks raise when
-            they are.
+        UnsupportedGradientError: If a gradient cannot be clipped. If norms are reduced over ranks, the reduction raises
+            it instead, and all ranks raise.
     """
     planned = plan_for(tensors, names, stages, module)
     if planned is not None:

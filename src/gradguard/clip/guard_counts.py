@@ -84,7 +84,7 @@ class Counts:
         raise NonFiniteGradientError(
             f"{in_a_row} optimizer steps in a row were skipped, because gradients were not finite; "
             f"max_consecutive_skips is {self.limit}. The last of them:\n  {lines}\n"
-            "Training does not recover by itself: find the operation that makes them, "
+            "Training does not recover by itself: find the operation that makes NaN or infinity, "
             "go back to a checkpoint, or lower the learning rate. max_consecutive_skips=None never raises."
         )
 

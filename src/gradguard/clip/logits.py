@@ -349,13 +349,6 @@ class LogitWatch:
             queries and keys; otherwise the numbers are the upper bound
             :math:`\max_b |s| \max_i \lVert q_{bhi} \rVert \max_j \lVert k_{bhj} \rVert`, of masked positions too.
 
-    Args:
-        model: The model, before or after it is wrapped. Attach it before `torch.compile`, which breaks its graph at
-            each module that is watched.
-        exact: Whether logits are computed, a block of queries after the other, which costs about one more product of
-            queries and keys; otherwise the numbers are the upper bound
-            :math:`\max_b |s| \max_i \lVert q_{bhi} \rVert \max_j \lVert k_{bhj} \rVert`, of masked positions too.
-
     Example:
         >>> import gradguard as gg, torch
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -73,9 +73,6 @@ class ClipUpdate(OfOneOptimizer):
 
     Args:
         optimizer: Any `torch.optim.Optimizer`. For a wrapper, pass the optimizer inside, ``wrapper.optimizer``.
-
-    Args:
-        optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
         clipper: The rule; None for ``ClipByRMS(1.0)``.
         model: Names the parameters, as for `Guard`.
         process_group: As for `Guard`.

@@ -348,9 +348,9 @@ def plan_for(
         UnsupportedGradientError: If FSDP1 or DistributedDataParallel keeps the gradients in a form whose norm is
             unknown.
         DistributedError: If another rank is missing, or comes with another list.
-        InvalidValueError: If no process group holds all tensors, or one is destroyed. Also if ``stages`` shares a
-            weight that is not listed or contradicts the tensors' placements, or is missing although their mesh shows
-            stages.
+        InvalidValueError: If no process group holds all tensors, or one is destroyed; if ``stages`` shares a weight
+            that is not listed; if ``stages`` contradicts the tensors' placements; or if it is missing although their
+            mesh shows stages.
     """
     flat: Mapping[int, Placement] = {}
     if several_processes():

@@ -207,8 +207,8 @@ def _wait_for_all(group: Any) -> None:
     if store.add(key, -1) < wanted - 1:
         raise DistributedError(
             f"only {came + world - wanted} of {world} processes came within {store.timeout.total_seconds():.0f} s to "
-            "compare their gradients. DistributedDataParallel did not average those of the last backward, as happens "
-            f"inside no_sync(), so one process alone cannot compute their norm. {_ON_EVERY_RANK}. Nothing was "
+            "compare their gradients. DistributedDataParallel was not seen to average those of the last backward, as "
+            f"happens inside no_sync(), so one process alone cannot compute their norm. {_ON_EVERY_RANK}. Nothing was "
             "changed."
         )
     store.add(key, 1)  # the last rank joined while this one gave up

@@ -83,7 +83,7 @@ def refuse_unnamed_megatron_stages(tensors: Sequence[Tensor], stages: Any) -> No
     """Raise if Megatron has pipeline stages, or weights on two of them, that the call does not name.
 
     Raises:
-        InvalidValueError: If it has.
+        InvalidValueError: If there are such stages or weights.
     """
     state = megatron_state()
     if state is None or state.get_pipeline_model_parallel_world_size() == 1:
