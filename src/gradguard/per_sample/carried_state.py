@@ -90,8 +90,8 @@ class CarriedState:
         self._attributes, self._buffers = frozen(module, buffers=False), copied_buffers(module)
         self._later = batch.samples([self._sample])  # the call may write into its arguments
         self._parameters = versions_of(module.parameters())
-        self._draws = Draws()  # of a generator of the model's own, which cannot be put back
-        self._outputs = self._run(batch.samples([self._sample]), self._draws)
+        self._draws: Draws | None = None  # of a generator of the model's own, which cannot be put back
+        self._outputs = self._run(batch.samples([self._sample]))
 
     def check(self) -> None:
         """Compare what the sample returns after the call with what it returned before.
@@ -102,7 +102,7 @@ class CarriedState:
         if self._outputs is None or written(self._parameters):
             return
         try:
-            again = self._run(self._later, self._draws.of_samples([0], 1))
+            again = self._run(self._later)
         except UntoldDrawsError:
             return
         if again is None or len(again) != len(self._outputs) or not all(map(_alike, self._outputs, again)):
@@ -110,11 +110,11 @@ class CarriedState:
                 f"{type(self._module).__name__} returns something else for sample {self._sample} after it was called "
                 "with the batch than before: the forward keeps a number from call to call where it cannot be put back "
                 "(a global variable, a closure, an object, an array), so what a sample gives depends on the samples "
-                "that came before it or with it. Keep that number in a buffer (register_buffer), or let forward not "
-                "use it. Nothing was clipped."
+                "that came before it or with it. Let the forward use a fixed number instead, or only note what it saw. "
+                "Nothing was clipped."
             )
 
-    def _run(self, arguments: Arguments, draws: AbstractContextManager[object]) -> list[Tensor] | None:
+    def _run(self, arguments: Arguments) -> list[Tensor] | None:
         """Return the tensors that the sample alone gives from the state before the call; None where it fails.
 
         Raises:
@@ -132,6 +132,11 @@ class CarriedState:
         ):
             self._attributes.restore()
             seed_generators(_SEED)
+            draws: AbstractContextManager[object]
+            if self._draws is None:
+                draws = self._draws = Draws()
+            else:
+                draws = self._draws.of_samples([0], 1)
             try:
                 with substituted(fresh), draws:
                     returned = self._module(*args, **kwargs)

@@ -78,7 +78,7 @@ def tail(
         ...     writer.write("step", i=0, loss=4.1, norm=2.5, coefficient=0.4, threshold=1.0, rule="norm")
         ...     writer.write("end", steps=1, wall=0.5, exit=0)
         >>> tail(path, once=True)
-        The record has 1 step, too few to say whether the run is well. Record at least 60 steps, better 200.
+        The record has 1 step, too few to say whether the run is well. Record at least 60 steps, or better 200.
         step 0  loss 4.10  norm 2.50  threshold 1.0  coefficient 0.400  clipped 100 % of 1 (normalising)
         finished after 1 step in 0 s
         0
