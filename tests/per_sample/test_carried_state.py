@@ -1,8 +1,10 @@
 """State that a forward carries from call to call: a running maximum agrees with its batch when a sample runs again."""
 
+import random
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -258,3 +260,137 @@ def test_a_generator_of_the_models_own_is_no_carried_state():
         clipper.clip_and_accumulate()
         clipper.pre_step()
     assert all(bool(p.grad.any()) for p in model.parameters())
+
+
+def steps_of(model, forward=None, steps=12, sizes=(8, 8, 5, 8, 1, 8)):
+    """Train for some steps; an error is the test's failure."""
+    torch.manual_seed(0)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(sizes[step % len(sizes)], WIDTH)
+        outputs = model(inputs) if forward is None else forward(model, inputs, step)
+        outputs.square().sum(1).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        optimizer.step()
+    return clipper
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_layers_may_be_left_out_by_chance(draw):
+    class LayerDrop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(WIDTH, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            hidden = torch.relu(self.first(x))
+            if draw() < 0.5:
+                hidden = hidden + self.second(hidden)
+            return self.last(hidden)
+
+    random.seed(0)
+    np.random.seed(0)
+    steps_of(LayerDrop(), sizes=(8,))
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(WIDTH, 6), nn.Linear(6, 3)
+        self.encoder.requires_grad_(False).register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+def test_the_buffer_of_a_frozen_part_that_is_called_by_itself_may_change():
+    def forward(model, x, step):
+        model.encoder.mean.lerp_(torch.full((6,), float(step)), 0.1)
+        return model.head(model.encoder(x))
+
+    steps_of(Parts(), forward)
+
+
+def test_a_forward_that_is_never_clipped_says_nothing_of_the_next_step():
+    scale = [1.0]
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 3)
+
+        def forward(self, x):
+            return self.layer(x) * scale[0]
+
+    def forward(model, x, step):
+        model(x)
+        scale[0] = 1.0 + step
+        return model(x)
+
+    steps_of(Scaled(), forward)
+
+
+def test_a_mask_that_grows_is_no_reason_to_refuse_a_step():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.mask = nn.Linear(1, 3), torch.ones(WIDTH)
+
+        def forward(self, x):
+            if len(self.mask) < x.shape[1]:
+                self.mask = torch.ones(x.shape[1])
+            return (self.layer(x[..., None]) * self.mask[: x.shape[1], None]).sum(1)
+
+    def forward(model, x, step):
+        return model(x.repeat(1, 2) if step >= 5 else x)
+
+    steps_of(Masked(), forward)
+
+
+def test_each_part_of_a_script_is_looked_at():
+    class Part(nn.Module):
+        def __init__(self, keeps):
+            super().__init__()
+            self.layer, largest = nn.Linear(WIDTH, WIDTH), [1e-3]
+
+            def size(x):
+                if keeps:
+                    largest[0] = max(largest[0], float(x.detach().abs().max()))
+                return largest[0]
+
+            self.size = size
+
+        def forward(self, x):
+            return self.layer(x) / self.size(x)
+
+    def forward(model, x, step):
+        for part in model:
+            x = part(x)
+        return x
+
+    parts = nn.ModuleList([Part(keeps=i == 5) for i in range(6)])
+    with pytest.raises(UnsupportedGradientError, match="returns something else for sample"):
+        steps_of(parts, forward, steps=1)
+
+
+def test_samples_that_run_one_by_one_run_once_each_at_last():
+    runs = []
+
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, WIDTH))
+
+        def forward(self, x):
+            runs.append(len(x))
+            return F.dropout(x, 0.1) @ self.weight.T
+
+    def forward(model, x, step):
+        runs.clear()
+        return model(x)
+
+    steps_of(Bare(), forward, steps=12, sizes=(8,))
+    assert len(runs) == 1 + 8

@@ -69,9 +69,6 @@ from gradguard.torch_private import (
 )
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
-_MOST_CARRIED = 4
-"""Calls of one mini-batch of which a sample runs alone before and after."""
-
 _UNREAD = LossCheck("share", True, lambda: 1.0, reads=False)
 """The loss check that stands in once the clipper is freed."""
 
@@ -121,8 +118,8 @@ class CallTracker:
         self._unverified: list[OuterCall] = []
         self._given: Versions = []
         self._held_tensors = HeldTensors(())
-        self._carried: list[CarriedState] = []
-        self._nested: Sequence[Tensor] = ()
+        self._carried: dict[nn.Module, CarriedState] = {}
+        self._nested: list[weakref.ref[Tensor]] = []
         self._without_gradient: Collection[str] = ()
         self._seen: Mapping[str, nn.Parameter] = {}
         self._held: Sequence[nn.Parameter | None] = ()
@@ -371,7 +368,7 @@ class CallTracker:
             UnsupportedGradientError: If a call did.
         """
         while self._carried:
-            self._carried.pop().check()
+            self._carried.popitem()[1].check()
 
     def _look_at_operations(self, module: nn.Module, output: Any) -> bool:
         """Verify an outermost call that just ended, if it did operations that no verified call has done.
@@ -405,7 +402,8 @@ class CallTracker:
             few = len(call.batch.finite_samples(number)) < number
             # If all samples of a small batch run alone, a rehearsal would verify nothing more.
             all_alone = call.batch_size <= MANY and call.pattern.operations.knows(trace)
-            self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
+            with self._state.as_before():
+                self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
             if few:
                 return True
         elif trace.by_value and self._witnessed is not None:
@@ -454,6 +452,8 @@ class CallTracker:
         state = self._look_at_state()
         self._look_at_trained()
         self.planner.restart()
+        if self._rehearsed is None:
+            self._held_tensors = HeldTensors(())
         if current_graph_task() != -1:  # a checkpoint runs a part of the forward again
             return
         size = self._capture.batch_size = count_samples(arguments, self.batch_first, type(module).__name__)
@@ -468,12 +468,12 @@ class CallTracker:
         fresh = pattern is None
         follows = not rehearsal and rehearse is not None
         if follows:
-            tried = pattern is None or size not in pattern.sizes or self.witness.is_due
-            batch = Batch(arguments, self.batch_first, size)
-            if tried and size > 1 and len(self._carried) < _MOST_CARRIED:
-                self._carried.append(CarriedState(module, batch, autocast, self.quietly, is_trial=pattern is None))
+            self._carried.pop(module, None)
+            if size > 1 and (pattern is None or size not in pattern.sizes or self._is_due(pattern)):
+                batch = Batch(arguments, self.batch_first, size)
+                self._carried[module] = CarriedState(module, batch, autocast, self.quietly, is_trial=pattern is None)
             if pattern is None:
-                self._nested = frozen(module, buffers=False).tensors
+                self._nested = [weakref.ref(tensor) for tensor in frozen(module, buffers=False).tensors]
         if pattern is None:
             pattern = self.planner.plan(module, Batch(arguments, self.batch_first, size), (kind, state))
         call = OuterCall(pattern, Batch(arguments, self.batch_first, size, pattern.whole), autocast)
@@ -492,7 +492,8 @@ class CallTracker:
             self._loss_check.look_between(module, call.batch, verifying)
             self._loss_check.start(size, pattern.output_axes, verifying, pulls)
         if follows:
-            self._held_tensors = HeldTensors(self._state.tensors(buffers=not pattern.changes_buffers), self._nested)
+            nested = [tensor for one in self._nested if (tensor := one()) is not None]
+            self._held_tensors = HeldTensors(self._state.tensors(buffers=not pattern.changes_buffers), nested)
         self.planner.resume(pattern)
         self.collector.shared = self.planner.shared
         self.last_calls[module] = call
@@ -509,6 +510,11 @@ class CallTracker:
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
         states = generator_states if pattern.draws else states_of_torch
         self._state_before = None if self._witnessed is not None else states(accelerators_of(self._seen.values()))
+
+    def _is_due(self, pattern: CallPattern) -> bool:
+        """Tell whether a sample of this mini-batch runs alone before it, and again after it."""
+        number = self.witness.mini_batch
+        return number & (number - 1) == 0 if pattern.looped else self.witness.is_due
 
     def _look_at_state(self) -> int:
         """Check whether the model's state changed since the last call; return the number of its state."""

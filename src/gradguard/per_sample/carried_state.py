@@ -6,7 +6,6 @@ samples, and the sample alone returns what the batch returned, though the other 
 alone before the batch and once more after it, and must return the same both times.
 """
 
-import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -73,8 +72,8 @@ class CarriedState:
         batch: Its arguments.
         autocast: Device type and dtype of the autocast that it runs under, or None.
         quietly: A block in which the clipper's own hooks do nothing.
-        is_trial: Whether to run the sample whose largest value is the smallest, because it raises no running maximum;
-            otherwise a random sample runs.
+        is_trial: Whether to run a sample that is far from the largest and the smallest of its batch, because it changes
+            no running extreme; otherwise a random sample runs.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class CarriedState:
         is_trial: bool,
     ) -> None:
         self._module, self._batch, self._autocast, self._quietly = module, batch, autocast, quietly
-        self._sample = _smallest(batch) if is_trial else random.Random().randrange(batch.size)
+        self._sample = _central(batch) if is_trial else random.Random().randrange(batch.size)
         self._attributes, self._buffers = frozen(module, buffers=False), copied_buffers(module)
         self._later = batch.samples([self._sample])  # the call may write into its arguments
         self._parameters = versions_of(module.parameters())
@@ -131,7 +130,6 @@ class CarriedState:
             full_float32(),
         ):
             self._attributes.restore()
-            seed_generators(_SEED)
             draws: AbstractContextManager[object]
             if self._draws is None:
                 draws = self._draws = Draws()
@@ -139,6 +137,7 @@ class CarriedState:
                 draws = self._draws.of_samples([0], 1)
             try:
                 with substituted(fresh), draws:
+                    seed_generators(_SEED)
                     returned = self._module(*args, **kwargs)
             except (torch.OutOfMemoryError, UntoldDrawsError):
                 raise
@@ -147,14 +146,16 @@ class CarriedState:
             return [tensor.detach() for tensor in Skeleton(returned).tensors]
 
 
-def _smallest(batch: Batch) -> int:
-    """Return the sample of which the largest value is the smallest."""
-    largest = [
-        tensor.detach().abs().movedim(dim, 0).reshape(batch.size, -1).amax(1).cpu().float()
-        for tensor, dim in batch.dims
-        if dim is not None and tensor.is_floating_point() and tensor.numel()
-    ]
-    return int(torch.stack(largest).amax(0).nan_to_num(math.inf).argmin()) if largest else 0
+def _central(batch: Batch) -> int:
+    """Return the sample whose largest values and sums have the most central ranks, counted over all tensors."""
+    columns = []
+    for tensor, dim in batch.dims:
+        if dim is not None and tensor.numel() and not tensor.is_complex():
+            rows = tensor.detach().movedim(dim, 0).reshape(batch.size, -1).cpu().double()
+            columns += [rows.abs().amax(1), rows.sum(1)]
+    ranks = [values.argsort().argsort() for values in columns if bool((values != values[0]).any())]
+    distances = [torch.zeros(batch.size), *[(2.0 * rank - (batch.size - 1)).abs() for rank in ranks]]
+    return int(torch.stack(distances).amax(0).argmin())
 
 
 def _alike(before: Tensor, after: Tensor) -> bool:

@@ -27,6 +27,7 @@ import hashlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -66,11 +67,13 @@ class _Container(NamedTuple):
         name: The name of the container.
         values: Live view of its values.
         items: Returns the names and values.
+        holder: The dictionary that holds the values by their names; None if values cannot be put back one by one.
     """
 
     name: str
     values: Iterable[Any]
     items: Callable[[], Iterable[tuple[Hashable, Any]]]
+    holder: dict[Any, Any] | None = None
 
 
 class StateReader:
@@ -133,8 +136,34 @@ class StateReader:
         self._ever_rebound.update(self._rebound_since())
 
     def rebound_first(self) -> bool:
-        """Tell whether the call that ends now rebound an attribute, item or buffer that no call had rebound before."""
-        return not self._ever_rebound.issuperset(self._rebound_since())
+        """Return whether the call that ends now changed what no call had changed and `as_before` cannot put back.
+
+        `as_before` cannot put back items of lists and dicts, and attributes of settings and classes.
+
+        Returns:
+            Whether there is such a change.
+        """
+        fixed = {one.name for one in self._containers if one.holder is None}
+        return any(place[0] in fixed and place not in self._ever_rebound for place in self._rebound_since())
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Put back, in a block, the attributes and buffers that the call that ends now has rebound."""
+        after: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        for one in self._containers:
+            if (holder := one.holder) is None:
+                continue
+            before = {name: value for (of, name), value in self._held.items() if of == one.name}
+            if len(before) != len(holder) or not all(map(is_, before.values(), holder.values())):
+                after.append((holder, dict(holder)))
+                holder.clear()
+                holder.update(before)
+        try:
+            yield
+        finally:
+            for holder, values in after:
+                holder.clear()
+                holder.update(values)
 
     def _rebound_since(self) -> set[Place]:
         """Return the places that hold another value than at the last `look`: another tensor, or another form."""
@@ -232,7 +261,7 @@ def _containers(module: nn.Module, loose: Container[Place]) -> Iterator[_Contain
 
 
 def _of_dict(name: str, held: Mapping[Any, Any]) -> _Container:
-    return _Container(name, held.values(), held.items)
+    return _Container(name, held.values(), held.items, held if isinstance(held, dict) else None)
 
 
 def _of_hooks(name: str, table: Mapping[int, Any]) -> _Container:
@@ -256,7 +285,7 @@ def _of_value(name: str, value: Any) -> _Container:
         return _Container(name, value, lambda: [("", _Items(value))])
     if isinstance(value, dict):
         return _Container(name, value.values(), lambda: [("", _Items(value.items()))])
-    return _of_dict(name, vars(value))
+    return _of_dict(name, vars(value))._replace(holder=None)  # nothing puts it back between two reruns
 
 
 class _Items(tuple[Any, ...]):
