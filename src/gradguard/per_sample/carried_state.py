@@ -154,7 +154,7 @@ def _central(batch: Batch) -> int:
             rows = tensor.detach().movedim(dim, 0).reshape(batch.size, -1).cpu().double()
             columns += [rows.abs().amax(1), rows.sum(1)]
     ranks = [values.argsort().argsort() for values in columns if bool((values != values[0]).any())]
-    distances = [torch.zeros(batch.size), *[(2.0 * rank - (batch.size - 1)).abs() for rank in ranks]]
+    distances = [torch.zeros(batch.size, device="cpu"), *[(2.0 * rank - (batch.size - 1)).abs() for rank in ranks]]
     return int(torch.stack(distances).amax(0).argmin())
 
 
