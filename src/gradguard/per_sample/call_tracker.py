@@ -323,6 +323,8 @@ class CallTracker:
             if output is None:  # the forward raised an error
                 self._loop = self._witnessed = None
                 return None
+            if is_outermost and self._rehearsed is None and module in self.last_calls:
+                self._look_at_what_is_kept(module)
             if self._loop is not None:
                 loop, self._loop = self._loop, None
                 changed = self._capture.tap_loop(loop, output)
@@ -336,8 +338,6 @@ class CallTracker:
                     follows = not one_by_one and not self.last_calls[module].pattern.looped
                     tapped = self._capture.tap_loop(witnessed, returned, witnessed=follows)
                     changed = changed if tapped is None else tapped
-            if is_outermost and self._rehearsed is None and module in self.last_calls:
-                self._look_at_what_is_kept(module)
             return self._refuse_unowned(module, changed, output)
         except UnsupportedGradientError:
             self.planner.forget()  # the next step examines the model again
