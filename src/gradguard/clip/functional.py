@@ -323,7 +323,7 @@ def apply_gradient_clipping(
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type != "adaptive" and selector_of(exclude) is not None:
         raise InvalidValueError(
-            f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: use gradguard.Groups to "
+            f"exclude= requires clipping_type='adaptive', but this is {clipping_type!r}: use gradguard.Groups to "
             "exempt parameters from another rule."
         )
     if clipping_type == "adaptive":

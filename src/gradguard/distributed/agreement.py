@@ -50,7 +50,11 @@ _last_numbers = [0]
 
 
 def device_of(group: Any, wanted: torch.device) -> torch.device:
-    """Return a device on which ``group`` can all-reduce: ``wanted`` if possible, else its accelerator or CPU."""
+    """Return a device on which ``group`` can all-reduce.
+
+    It is ``wanted`` if the group supports that type, else the CPU if it supports that, else the accelerator's current
+    device.
+    """
     kinds = device_types_of(group)
     if wanted.type in kinds:
         return wanted

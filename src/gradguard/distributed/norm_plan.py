@@ -174,8 +174,9 @@ class NormPlan:
         Args:
             tensors: The parameters.
             names: Their present names.
-            call: The number of a call that has a collective only if gradients must be redistributed; 0 for a call whose
-                norms are reduced.
+            call: 0 if the norms will be all-reduced, which checks and reports everything. Otherwise a number of the
+                call that is equal on all ranks: if gradients must be redistributed, ranks compare it, and a refusal is
+                raised at once.
         """
         present, gradients = present_gradients(tensors, grads_of(tensors))
         if len(present) < len(tensors):
@@ -237,7 +238,8 @@ class NormPlan:
                 gradients, or makes another call.
         """
         most, least = torch.full((2, len(self.weights)), -torch.inf, dtype=torch.float64, device="cpu")
-        lacks, needs = torch.zeros_like(most), torch.zeros_like(most)  # needs: 2 on all ranks, 1 equally in replicas
+        lacks, needs = torch.zeros_like(most), torch.zeros_like(most)
+        # Who must have a gradient: 2 every rank; 1 a rank may lack it if its peers in other replicas do; 0 any may.
         for i, (place, gradient) in enumerate(zip(self.places, gradients, strict=True)):
             if gradient is None or not self._placements[i].kinds:
                 lacks[place] = 1.0

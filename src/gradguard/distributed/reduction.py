@@ -218,7 +218,8 @@ class NormReduction:
     Attributes:
         reducer: The reducer.
         weights: One over the number of ranks that hold the same part, for each gradient.
-        shares: ``weights`` for each gradient that this rank has, negative unless every rank holds all of it; else 0.
+        shares: 0 for a gradient that this rank lacks. Otherwise its weight: positive if several ranks hold the whole
+            gradient, negative if they hold parts of it or one rank alone holds it.
         balance: A number that sums to 0 over the ranks if replicas have the same gradients: 0-dim.
         settings: The rule and its arguments, which must be equal on all ranks.
         copies: The gradients that must be equal on all ranks that hold them, judged by the first measured norms.

@@ -239,7 +239,7 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _spanned(parts: Sequence[frozenset[int]], meshes: Iterable[Any]) -> frozenset[int]:
-    """Return the smallest set of ranks that contains all ``parts`` and that each of its members computes equally."""
+    """Return a set of ranks that contains all ``parts``, such that each rank in it arrives at the same set."""
     union = frozenset().union(*parts)
     if union in parts:
         return union

@@ -52,8 +52,8 @@ class _KnownWrappers:
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._reducer = wrapper.reducer
-        # DDP's reducer holds the statistics of the last backward that synchronised. A flag of DDP's last forward shows
-        # whether a later backward may not have: it is False after a forward inside no_sync(), or under no_grad().
+        # DDP's reducer holds the statistics of the last backward that synchronised. If DDP's last forward ran inside
+        # no_sync() or under no_grad(), a later backward may not have synchronised, so these statistics count as seen.
         last_synchronises = wrapper.require_forward_param_sync
         self._before = () if last_synchronises else tuple(self._reducer.get_backward_stats())
         """The statistics of DDP's reducer before the last backward, or clip."""

@@ -54,14 +54,15 @@ class SpikeDetector(Detector):
 
     **A single step that stands out is no spike**, unless it is ``alone`` times the median. The last batch of an epoch,
     a task that comes every 40th step, and a new target network look like that, and one bad batch does little harm. The
-    step is a spike if such steps have become more frequent. Let p be the share of accepted steps that stood out before,
-    and q their share of the last L steps (at most 16, of which the first and the last stood out):
+    step is a spike if such steps have become more frequent. Take the last L of at most 16 steps, the present one
+    included, where the oldest and the present one stood out. Let q be the share of these that stood out, skipped ones
+    included, and p an estimate of the same share among the accepted steps before them. Only L with q > p count:
 
     .. math:: G = \max_L\; L \Bigl(q \log\frac{q}{p} + (1 - q) \log\frac{1 - q}{1 - p}\Bigr) \ge 9,
               \qquad p = \frac{n + 1}{N + 2}
 
-    where n of the N earlier steps stood out. Two in a row are a spike after 89 ordinary ones, three after 19, three of
-    five after 60. ``alone=1`` treats each step that stands out as a spike.
+    where n of the N remembered accepted steps before those L stood out. Two in a row are a spike after 89 ordinary
+    ones, three after 19, three of five after 60. ``alone=1`` treats each step that stands out as a spike.
 
     **A rejected value enters the history only by adoption.** It is stored in a second buffer, so an outlier never hides
     the next one. After ``cap`` consecutive spikes the rejected values are taken as the new level and replace the
@@ -83,10 +84,13 @@ class SpikeDetector(Detector):
     the first ``warmup`` values of a signal  are accepted; from 8 on, those that stand out are counted
     all values equal                         the floor applies: k·floor = 0.3 is a rise by 35 %
     value <= 0 after positive ones           accepted: it is below the median
-    more than half of r and x exactly 0      the signal is not judged: no deviation can be measured
+    so many values exactly 0 that the        the signal is not judged: the deviation is 0
+    median of r, its deviation and the
+    median jump are all 0
     after an adoption                        a signal whose history was replaced is judged again from ``warmup``
                                              values on, the ``cap`` adopted ones among them
-    a signal that was not too high in a row  keeps its history
+    at an adoption, a signal that was not    keeps its history
+    above ``k`` in any of the spikes
     weight not given, 0 or not finite        s = 1, and the weight is not stored
     =======================================  ===================================================================
 

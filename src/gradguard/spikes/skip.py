@@ -57,9 +57,9 @@ class SkipSpikes:
 
     **Kinds.** Steps of several tasks or players may have losses of different size. Separate them by
     ``guard.record_loss(loss, kind="rare task")``: each kind is compared with its own past only, after its own warm-up.
-    A step whose micro-batches are of several kinds is a kind of its own. A step has no kind if its processes record
-    different kinds or some record none. A process that does not compute the loss records the kind by
-    ``guard.record_loss(0.0, weight=0, kind=...)``.
+    A step whose micro-batches are of several kinds is a kind of its own. If its processes record different kinds, or
+    only some record one, the step is judged as one of the default kind. A process that does not compute the loss
+    records the kind by ``guard.record_loss(0.0, weight=0, kind=...)``.
 
     **Guarantees.** Those of the detector, and:
 
