@@ -9,6 +9,7 @@ alone before the batch and once more after it, and must return the same both tim
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +39,8 @@ from gradguard.per_sample.rerun import (
 from gradguard.tensors.matmul_precision import full_float32, outside_autocast
 
 _SEED = 0
-_BAR = 1e-3
-"""Share of its largest value by which an output may differ between two runs: atomic additions of a GPU."""
+_ATOMIC = 1e-3
+"""Share of its largest value by which an output of an accelerator may differ between two runs: atomic additions."""
 
 
 @contextmanager
@@ -104,7 +105,8 @@ class CarriedState:
             again = self._run(self._later)
         except UntoldDrawsError:
             return
-        if again is None or len(again) != len(self._outputs) or not all(map(_alike, self._outputs, again)):
+        alike = partial(_alike, precision=1.0 if self._draws is None else self._draws.precision)
+        if again is None or len(again) != len(self._outputs) or not all(map(alike, self._outputs, again)):
             raise UnsupportedGradientError(
                 f"{type(self._module).__name__} returns something else for sample {self._sample} after it was called "
                 "with the batch than before: the forward keeps a number from call to call where it cannot be put back "
@@ -158,14 +160,21 @@ def _central(batch: Batch) -> int:
     return int(torch.stack(distances).amax(0).argmin())
 
 
-def _alike(before: Tensor, after: Tensor) -> bool:
+def _alike(before: Tensor, after: Tensor, precision: float) -> bool:
+    """Return whether two runs gave the same, but for the order in which they add up.
+
+    Args:
+        before: An output of the first run.
+        after: The same output of the second run.
+        precision: Machine epsilon of the coarsest dtype that was computed in.
+    """
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
     if torch.equal(before, after) or not is_inexact(before):
         return True
-    return torch.allclose(
-        after, before, rtol=0.0, atol=_BAR * float(before.abs().nan_to_num(0, 0, 0).amax()), equal_nan=True
-    )
+    bar = max(4 * precision, min(64 * precision, _ATOMIC) if before.is_cpu else _ATOMIC)
+    largest = float(before.abs().nan_to_num(0, 0, 0).amax())
+    return torch.allclose(after, before, rtol=0.0, atol=bar * largest, equal_nan=True)
 
 
 class HeldTensors:

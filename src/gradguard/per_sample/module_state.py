@@ -149,21 +149,16 @@ class StateReader:
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Put back, in a block, the attributes and buffers that the call that ends now has rebound."""
-        after: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        for one in self._containers:
-            if (holder := one.holder) is None:
-                continue
-            before = {name: value for (of, name), value in self._held.items() if of == one.name}
-            if len(before) != len(holder) or not all(map(is_, before.values(), holder.values())):
-                after.append((holder, dict(holder)))
-                holder.clear()
-                holder.update(before)
+        holders = {one.name: one.holder for one in self._containers if one.holder is not None}
+        rebound = _rebound(self._held, self._items()).items()
+        changes = [(holders[of], name, *values) for (of, name), values in rebound if of in holders]
+        for holder, name, before, _ in changes:
+            _put(holder, name, before)
         try:
             yield
         finally:
-            for holder, values in after:
-                holder.clear()
-                holder.update(values)
+            for holder, name, _, after in changes:
+                _put(holder, name, after)
 
     def _rebound_since(self) -> set[Place]:
         """Return the places that hold another value than at the last `look`: another tensor, or another form."""
@@ -174,14 +169,15 @@ class StateReader:
         }
 
     def tensors(self, buffers: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that are attributes, with their names, as of the last look.
+        """Return the tensors that are attributes, with their names, as of the last look.
 
         Args:
-            buffers: Yield the buffers too.
+            buffers: Return the buffers too.
+
+        Returns:
+            Names and tensors.
         """
-        for (holder, name), value in self._tensors.items():
-            if buffers or not holder.endswith(_BUFFERS):
-                yield f"{holder.removesuffix(_BUFFERS)}.{name}", value
+        return chain(self._tensors, self._buffers if buffers else ())
 
     def _values(self) -> Iterator[Any]:
         return chain(chain.from_iterable([c.values for c in self._containers]), (_END,))
@@ -212,7 +208,15 @@ class StateReader:
             names.intersection_update([one.name for one in self._containers])
             rebound = {place: values for place, values in _rebound(held, self._items()).items() if place[0] in names}
         self._known, self._held = list(self._values()), self._items()
-        self._tensors = {place: value for place, value in self._held.items() if isinstance(value, Tensor)}
+        tensors = [place for place, value in self._held.items() if isinstance(value, Tensor)]
+        self._buffers, self._tensors = (
+            [
+                (f"{holder.removesuffix(_BUFFERS)}.{name}", self._held[holder, name])
+                for holder, name in tensors
+                if holder.endswith(_BUFFERS) is are_buffers
+            ]
+            for are_buffers in (True, False)
+        )
         self._ever_rebound.update(rebound)
         for place, values in rebound.items():
             if place in self._loose:
@@ -228,6 +232,14 @@ class StateReader:
         self._changed |= different - self._loose.keys()
         state = tuple(self._types), tuple(self._forms.items())
         return self._numbers.setdefault(state, len(self._numbers))
+
+
+def _put(holder: dict[Any, Any], name: Any, value: Any) -> None:
+    """Let a dictionary hold a value under a name, or nothing."""
+    if value is _END:
+        holder.pop(name, None)
+    else:
+        holder[name] = value
 
 
 def _rebound(before: Mapping[Place, Any], now: Mapping[Place, Any]) -> dict[Place, tuple[Any, Any]]:
