@@ -1278,3 +1278,25 @@ def test_the_weight_of_a_class_cancels_where_only_one_sample_has_a_label(weight,
                 expected = own.get_parameter(name).grad if label >= 0 else torch.zeros_like(gradients[i])
                 torch.testing.assert_close(gradients[i], expected)
         clipper.pre_step()
+
+
+@pytest.mark.parametrize("changes_at", [None, 3])
+def test_weights_of_classes_that_stay_add_up_to_the_number_of_labels_by_chance(changes_at):
+    """Weights that are balanced over each batch always do: they change with it."""
+    constant = torch.tensor([0.5, 1.0, 2.0, 0.25])
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), loss_reduction="token_mean")
+    labels = [[0, 1, 2, 3, 3], [0, 1, 2, 2, 1, 3], [0, 0, 2, 1, 1], [0, 0, 2, 1, 3], [0, 1, 2, 3, 3, 2]]
+    for step, given in enumerate(map(torch.tensor, labels)):
+        balanced = step == changes_at
+        weight = len(given) / (4 * torch.bincount(given, minlength=4).clamp(min=1)) if balanced else constant
+        F.cross_entropy(model(torch.randn(len(given), 4)), given, weight=weight).backward()
+        if balanced:
+            with pytest.raises(UnsupportedGradientError, match="has changed since an earlier batch"):
+                clipper.clip_and_accumulate()
+            return
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        model.zero_grad()
+    assert changes_at is None

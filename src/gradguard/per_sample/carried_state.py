@@ -165,7 +165,7 @@ def _alike(before: Tensor, after: Tensor, precision: float) -> bool:
 
     Args:
         before: An output of the first run.
-        after: The same output of the second run.
+        after: Its counterpart in the second run.
         precision: Machine epsilon of the coarsest dtype that was computed in.
     """
     if before.shape != after.shape or before.dtype != after.dtype:

@@ -598,8 +598,12 @@ class SampleRows:
         weight = saved(self.path.value.node, "weight")
         return weight is not None and not torch.equal(weight, weight[:1].expand_as(weight))
 
-    def term(self, scale: float) -> LossTerm:
-        """Return the term of these rows: each sample's rows and weights, in a loss multiplied by a GradScaler's scale.
+    def term(self, scale: float, seen: bool) -> LossTerm:
+        """Return the term of these rows: each sample's rows and weights.
+
+        Args:
+            scale: The factor by which a GradScaler multiplied the loss.
+            seen: Whether such a loss was accepted, so that class weights are compared with the earlier ones.
 
         Returns:
             The term.
@@ -640,6 +644,7 @@ class SampleRows:
         if (
             share is not None
             and not even
+            and not (seen and self._has_class_weights)
             and any(abs(float(weights.sum() / n) - 1) < 1e-6 for n in (weights.numel(), there.sum()))
             and weights[there].unique().numel() > 2
         ):

@@ -157,8 +157,9 @@ def loss_parts(
         weights = [unrepeated(path.coefficient) for path in found_paths] if ledger.strict else []
         if any(one.numel() and not bool(one.isfinite().any()) for one in weights):
             return LossParts("unknown", _ENDLESS)
-        terms = [end.term(scale) for end in ends]
         rows = [end.weights(scale) for end in ends]
+        seen = not ledger.strict and ledger.knows([each.kind for each in rows])
+        terms = [end.term(scale, seen) for end in ends]
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
