@@ -157,6 +157,21 @@ def stopped_at(kind, start, steps=24):
     return None
 
 
+def steps_of(model, forward=None, steps=12, sizes=(8, 8, 5, 8, 1, 8)):
+    """Train for some steps; an error is the test's failure."""
+    torch.manual_seed(0)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(sizes[step % len(sizes)], WIDTH)
+        outputs = model(inputs) if forward is None else forward(model, inputs, step)
+        outputs.square().sum(1).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kind", KEPT + HIDDEN)
 def test_a_running_maximum_is_refused_on_the_first_step(kind):
     assert stopped_at(kind, start=0, steps=1) == 0
@@ -234,12 +249,7 @@ def test_what_a_forward_keeps_and_does_not_use_is_its_own_business():
             seen.append(float(x.detach().abs().max()))
             return self.last_hidden
 
-    torch.manual_seed(0)
-    model = Notes()
-    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
-    for _ in range(12):
-        F.mse_loss(model(torch.randn(BATCH, WIDTH)), torch.randn(BATCH, 3)).backward()
-        clipper.clip_and_accumulate()
+    steps_of(Notes())
     assert seen
 
 
@@ -252,30 +262,9 @@ def test_a_generator_of_the_models_own_is_no_carried_state():
         def forward(self, x):
             return self.layer(x + torch.randn(x.shape, generator=self.generator))
 
-    torch.manual_seed(0)
     model = Noisy()
-    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
-    for _ in range(5):
-        F.mse_loss(model(torch.randn(BATCH, WIDTH)), torch.randn(BATCH, 3)).backward()
-        clipper.clip_and_accumulate()
-        clipper.pre_step()
+    steps_of(model)
     assert all(bool(p.grad.any()) for p in model.parameters())
-
-
-def steps_of(model, forward=None, steps=12, sizes=(8, 8, 5, 8, 1, 8)):
-    """Train for some steps; an error is the test's failure."""
-    torch.manual_seed(0)
-    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for step in range(steps):
-        optimizer.zero_grad()
-        inputs = torch.randn(sizes[step % len(sizes)], WIDTH)
-        outputs = model(inputs) if forward is None else forward(model, inputs, step)
-        outputs.square().sum(1).mean().backward()
-        clipper.clip_and_accumulate()
-        clipper.pre_step()
-        optimizer.step()
-    return clipper
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
