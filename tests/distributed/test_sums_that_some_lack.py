@@ -1,6 +1,8 @@
 """A gradient that only some processes have, or can take: all refuse, in words, and go on together."""
 
+import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -26,30 +28,55 @@ def is_right(clip):
     return math.isclose(float(clip(gradients)), float(torch.cat([f.flatten() for f in FULL]).norm()), rel_tol=1e-6)
 
 
-def total_without(kind, who, other, order):
+LENGTHS = itertools.count(100)
+"""Lengths of lists, each of which is new to the processes."""
+
+
+def total_without(kind, who, other, order, first, length):
     """A sum that ``who`` lacks, or has laid out as ``other``; then what all have."""
-    gradients = [p.grad for _, p in listed()]
+    gradients = [p.grad for _, p in listed()] + [None] * (length - len(FULL))
+    rows = gradients[0]
+    if first == "known":
+        gg.get_total_norm(gradients, order)
     summed = DTensor.from_local(torch.ones(6, 2), mesh("row"), [Partial(kind)])
-    gradients[0] = {"None": None, "shard": gradients[0]}[other] if dist.get_rank() == who else summed
+    gradients[0] = {"None": None, "shard": rows}[other] if dist.get_rank() == who else summed
     said = [refusal(lambda: gg.get_total_norm(gradients, order)) for _ in range(2)]
     gradients[0] = summed
-    rest = torch.cat(FULL[1:]).norm(p=order)
-    whole = torch.full((12,), 2.0 if kind == "sum" else 1.0).norm(p=order)
-    right = float(torch.stack([rest, whole]).norm(p=order))
-    return said, math.isclose(float(gg.get_total_norm(gradients, order)), right, rel_tol=1e-6)
+    summed, plain = torch.full((12,), 2.0 if kind == "sum" else 1.0), FULL[0].flatten()
+    expected = [float(torch.cat([whole, *FULL[1:]]).norm(p=order)) for whole in (summed, plain)]
+    found = [float(gg.get_total_norm(gradients, order)), float(gg.get_total_norm([rows, *gradients[1:]], order))]
+    return said, all(map(partial(math.isclose, rel_tol=1e-6), found, expected))
 
 
+@pytest.mark.parametrize("first", ["new", "known"])
 @pytest.mark.parametrize("other", ["None", "shard"])
 @pytest.mark.parametrize(("kind", "who", "order"), [("sum", 0, 2.0), ("avg", 1, 1.0), ("max", 1, math.inf)])
-def test_a_total_norm_of_a_sum_that_one_lacks(pool, kind, who, other, order):
-    """One process added it up with the other's norms, and both got a number."""
-    for said, goes_on in pool(2).run(total_without, kind, who, other, order):
+def test_a_total_norm_of_a_sum_that_one_lacks(pool, kind, who, other, order, first):
+    """One process added it up with the other's norms, and both got a number; if it knew the list, they met no more."""
+    for said, goes_on in pool(2).run(total_without, kind, who, other, order, first, next(LENGTHS)):
         for name, words in said:
             assert (name, "tensor 0 is a Partial sum on some of the ranks, and None" in words) == (
                 "DistributedError",
                 True,
             )
         assert goes_on
+
+
+def total_of_integers(order):
+    """Rank 1 has a gradient that cannot be measured."""
+    gradients = [p.grad for _, p in listed()]
+    if dist.get_rank() == 1:
+        gradients[0] = DTensor.from_local(torch.ones(3, 2, dtype=torch.int32), mesh("row"), [Shard(0)])
+    return refusal(lambda: gg.get_total_norm(gradients, order)), is_right(gg.get_total_norm)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_total_norm_that_one_process_refuses_is_refused_by_all(pool, order):
+    """The other waited until the time-out of the process group."""
+    (others, goes_on), (own, also) = pool(2).run(total_of_integers, order)
+    assert (own[0], others[0]) == ("UnsupportedGradientError", "DistributedError"), (own, others)
+    assert others[1] == f"rank 1 refuses, and so do the others: {own[1]}"
+    assert (goes_on, also) == (True, True)
 
 
 def value_then(after):

@@ -187,7 +187,7 @@ def get_total_norm(
     """
     del foreach
     order = check_order(norm_type)
-    grads = gradients_among(tensors)
+    grads = gradients_among(tensors, order)
     with refused_by_name(grads):
         norms = None if grads.reduction is None else norms_in(grads, order)
         norm = total_norm(grads.gradients, order) if norms is None else norm_of_norms(norms, order)

@@ -112,15 +112,23 @@ def gradients_of(
         grads = Gradients(
             held.parameters, held.gradients, range(len(held.gradients)), held.names, reduction=held.reduction
         )
-        try:
+        if call:
             check_admitted(grads.gradients, grads.name, writes=True)
-        except UnsupportedGradientError as error:
-            if call:
-                raise
-            nothing = [torch.empty(0, device="cpu") for _ in grads.gradients]
-            return replace(grads, gradients=nothing, reduction=held.reduction.refusing(error))
-        return grads
+            return grads
+        return _admitted_or_refusing(grads, writes=True)
     return _own_parts(names, tensors, module)
+
+
+def _admitted_or_refusing(grads: Gradients, *, writes: bool) -> Gradients:
+    """Return ``grads``; if this rank must refuse them, nothing, with a reduction that refuses on all ranks."""
+    try:
+        check_admitted(grads.gradients, grads.name, writes=writes)
+    except UnsupportedGradientError as error:
+        if grads.reduction is None:
+            raise
+        nothing = [torch.empty(0, device="cpu") for _ in grads.gradients]
+        return replace(grads, gradients=nothing, reduction=grads.reduction.refusing(error))
+    return grads
 
 
 def _own_parts(
@@ -169,8 +177,12 @@ _local_calls: Counter[tuple[int, int]] = Counter()
 """How often each rank has called `local_gradients`, by the mesh of the first DTensor; the ranks of a mesh agree."""
 
 
-def gradients_among(tensors: Parameters) -> Gradients:
+def gradients_among(tensors: Parameters, order: float) -> Gradients:
     """Return the gradients in a list that the user passed, each once; skip ``None`` entries.
+
+    Args:
+        tensors: The list.
+        order: The order of the norms that the caller then measures.
 
     Raises:
         InvalidTypeError: If a module was passed, which has parameters *and* gradients.
@@ -184,13 +196,12 @@ def gradients_among(tensors: Parameters) -> Gradients:
     if isinstance(given, Iterable) and not isinstance(given, Tensor | str):
         given = list(given)
         entries = [e[-1] if isinstance(e, tuple) and e else e for e in given]
-        spread = plan_for_gradients([e if isinstance(e, Tensor) else None for e in entries])
+        spread = plan_for_gradients([e if isinstance(e, Tensor) else None for e in entries], order)
         if spread is not None:  # other ranks may have a gradient where this rank's entry is None
             named = [str(e[0]) for e in given if isinstance(e, tuple)]
             names = named if len(named) == len(given) else None
             grads = Gradients(spread[0], spread[0], range(len(entries)), names, reduction=spread[1])
-            check_admitted(grads.gradients, grads.name, writes=False)
-            return grads
+            return _admitted_or_refusing(grads, writes=False)
         given = [e for e, entry in zip(given, entries, strict=True) if entry is not None]
     names, values = named_tensors(cast("Parameters", given), "tensors")
     first = first_places(values)

@@ -396,10 +396,14 @@ def _forget(plans: dict[tuple, NormPlan], key: tuple, plan: weakref.ref, _: obje
         del plans[key]
 
 
-def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], NormReduction] | None:
+def plan_for_gradients(gradients: Sequence[Tensor | None], order: float) -> tuple[list[Tensor], NormReduction] | None:
     """Return this rank's parts of ``gradients``, and the reduction of their norms; None if no other rank takes part.
 
     The ``None`` entries may differ between ranks, so the ranks agree only on the number of gradients.
+
+    Args:
+        gradients: The gradients.
+        order: The order of the norms that the caller then reduces, in one all-reduce.
 
     Raises:
         DistributedError: If another rank is missing, comes with another number of gradients, or lacks a gradient that
@@ -430,7 +434,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         copies = Copies(torch.arange(len(gradients), device="cpu"), names)  # no rank knows who holds a missing one
         _keep(_reducers, key, (reducer, copies))
     elif sums and not reducer.moves:
-        reducer.begin_moves()
+        _begin_sums(reducer, copies, min(sums), order)
     if reducer.moves:
         _check_sums(reducer, sums, len(gradients))
     shares = [0.0 if p is None else _share(_holders(p, union), p.is_whole) for p in placements]
@@ -443,6 +447,22 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     ], part
 
 
+def _begin_sums(reducer: Reducer, copies: Copies, first: int, order: float) -> None:
+    """Agree with all ranks that some gradients now are Partial, for the first time in lists of this length.
+
+    A rank without such a gradient does not know of the others': it reduces its norms. This rank joins that all-reduce,
+    and refuses in it unless all ranks do.
+
+    Raises:
+        DistributedError: On all ranks, if one has no Partial gradient. On an accelerator the norm is NaN on that rank.
+    """
+    nothing = torch.zeros(len(copies.names), dtype=torch.float64, device=reducer.device)
+    settings, refusal = ("Partial gradients",), _lacking_sum(first)
+    part = NormReduction(reducer, nothing, nothing, nothing.sum(), settings, copies, refusal, unless_all=True)
+    part.add_up((nothing, order))
+    reducer.moves = True
+
+
 def _check_sums(reducer: Reducer, sums: Mapping[int, Any], count: int) -> None:
     """Raise on all ranks if a gradient that is Partial on one is missing, or has another layout, on another."""
     codes = torch.zeros(count, dtype=torch.float64, device="cpu")
@@ -450,11 +470,15 @@ def _check_sums(reducer: Reducer, sums: Mapping[int, Any], count: int) -> None:
         codes[i] = _code(placements)
     most, least = reducer.agreed_largest(codes, -codes)
     for i in (most != -least).nonzero().flatten().tolist():
-        raise DistributedError(
-            f"tensor {i} is a Partial sum on some of the ranks, and None or laid out differently on others, whose "
-            "part of it is unknown. Fill missing gradients with zeros, or measure the parameters, which show the "
-            'layout: clip_grad_norm_(parameters, float("inf")) writes no gradient except to reduce Partial ones.'
-        )
+        raise _lacking_sum(i)
+
+
+def _lacking_sum(place: int) -> DistributedError:
+    return DistributedError(
+        f"tensor {place} is a Partial sum on some of the ranks, and None or laid out differently on others, whose "
+        "part of it is unknown. Fill missing gradients with zeros, or measure the parameters, which show the "
+        'layout: clip_grad_norm_(parameters, float("inf")) writes no gradient except to reduce Partial ones.'
+    )
 
 
 def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:

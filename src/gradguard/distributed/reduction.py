@@ -173,7 +173,7 @@ class Reducer:
         self, values: Sequence[Tensor], told: Tensor, refusal: Exception | None
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Return the largest of each value, and of each number ``told``, and whether all ranks sent equal ``told``."""
-        vector = torch.cat([_unless(refusal, told), -told, *values])
+        vector = torch.cat([_unless(refusal, told[:1]), told[1:], -told, *values])
         most, least, *found = self.run(vector, dist.ReduceOp.MAX).split([len(told), len(told), *map(len, values)])
         return found, most, (most == told) & (least == -told)
 
@@ -224,6 +224,7 @@ class NormReduction:
         settings: The rule and its arguments, which must be equal on all ranks.
         copies: The gradients that must be equal on all ranks that hold them, judged by the first measured norms.
         refusal: Why this rank refuses its gradients, so that all ranks do once the norms are reduced.
+        unless_all: Whether nothing is refused if all ranks refuse with the same settings. Reading this is a host sync.
     """
 
     reducer: Reducer
@@ -233,6 +234,7 @@ class NormReduction:
     settings: Settings = ()
     copies: Copies = NO_COPIES
     refusal: Exception | None = None
+    unless_all: bool = False
 
     def refusing(self, error: Exception) -> "NormReduction":
         """Return a reduction in which this rank refuses its gradients.
@@ -326,6 +328,8 @@ class NormReduction:
             UnsupportedGradientError: If copies differ, or this rank refuses its gradients.
         """
         same, agreed, balanced = map(torch.all, is_told)
+        if self.unless_all and agreed:
+            return norms
         sound = same & agreed & balanced & ~apart.any()
         if not are_readable(sound):
             if self.refusal is not None:
