@@ -1,5 +1,7 @@
 """`SpikeRecovery` on two processes: all name the one that had the sample, and it alone writes the evidence."""
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -44,3 +46,18 @@ def test_every_process_names_the_one_that_had_it(pool, tmp_path):
         found = read_evidence(file)
         assert (found.rank, [one.ids for one in found.suspects]) == (1, [(2111,)])
         assert [weights["weight"].shape for weights in found.states.values()] == [(2, 2)] * 2
+
+
+def trained_where_one_cannot_write(folder, file):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, rank, _ = trained(file if torch.distributed.get_rank() == 0 else folder, True, 20.0)
+    return rank, ["no evidence of step 21 was written" in str(one.message) for one in said]
+
+
+def test_a_process_that_cannot_make_the_folder_leaves_no_other_waiting(pool, tmp_path):
+    """It left them in the middle of gathering weights."""
+    file = tmp_path / "file"
+    file.write_text("", encoding="utf-8")
+    assert pool(2).run(trained_where_one_cannot_write, str(tmp_path / "new"), str(file)) == [(1, [True]), (1, [])]
+    assert read_evidence(tmp_path / "new" / "spike-21.pt").rank == 1

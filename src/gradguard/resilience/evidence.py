@@ -31,6 +31,9 @@ from gradguard.torch_private import is_fsdp1
 FORMAT = 3
 _KIND = "step"
 
+_OTHERS = 8
+"""How many batches of other steps are written, to compare with."""
+
 
 @dataclass(frozen=True)
 class EvidenceBatch:
@@ -88,7 +91,7 @@ def write_evidence(
     *,
     older: Mapping[int, Mapping[str, Tensor]] | None = None,
     before: int | None = None,
-    others: int = 8,
+    others: int = _OTHERS,
 ) -> Path | None:
     r"""Write the file from which `gradguard replay-step` computes a spike again; all processes call it.
 
@@ -143,6 +146,18 @@ def write_evidence(
         'spike-11.pt'
     """
     weights = {batches.step if before is None else before: gathered_weights(model), **(older or {})}
+    return _write(Path(file), batches, culprit, model, weights, others)
+
+
+def _write(
+    file: Path,
+    batches: Batches,
+    culprit: Culprit,
+    model: nn.Module,
+    weights: Mapping[int, Mapping[str, Tensor]],
+    others: int = _OTHERS,
+) -> Path | None:
+    """Write the file of `write_evidence` with these whole weights; no collective."""
     writer = culprit.blamed[0].rank if culprit.blamed else 0
     if writer != rank_and_size()[0]:
         return None
@@ -161,7 +176,7 @@ def write_evidence(
         "eval_modules": list(plain_names(model, evaluating).values()),
         "versions": {"torch": str(torch.__version__)},
     }
-    return _save(written, Path(file))
+    return _save(written, file)
 
 
 def read_evidence(file: str | os.PathLike[str]) -> StepEvidence:
@@ -232,10 +247,11 @@ class EvidenceFolder:
         if culprit.step - before_it < self._every:  # near the last file, perhaps in the same burst
             return
         try:
-            weights = {number: gathered_weights(model, snapshot.weights()) for number, snapshot in older.items()}
+            # The collectives come first: a process that cannot write must not leave the others waiting.
+            weights = {batches.step if before is None else before: gathered_weights(model)}
+            weights |= {number: gathered_weights(model, snapshot.weights()) for number, snapshot in older.items()}
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = self._folder / f"spike-{culprit.step}.pt"
-            write_evidence(file, batches, culprit, model, older=weights, before=before)
+            _write(self._folder / f"spike-{culprit.step}.pt", batches, culprit, model, weights)
         except (GradguardError, OSError) as error:
             warnings.warn(f"gradguard: no evidence of step {culprit.step} was written: {error}", RuntimeWarning, 2)
 

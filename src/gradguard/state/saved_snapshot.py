@@ -192,7 +192,8 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
             with own.open("xb") as file:
                 packer.writer.write(file, document)
                 sync(file)
-        sizes = numbers_of_all(own.stat().st_size, group, _TASK)
+            size = own.stat().st_size
+        sizes = numbers_of_all(size, group, _TASK)
         with _together(directory, group):
             files = [*zip(map(file_of, range(processes)), sizes, strict=True)]
             wait_for(lambda: first_missing(filled, files), directory)
