@@ -1,5 +1,6 @@
 """Gradients of which each process holds a part: one record with the true norms, and nobody who waits for a watcher."""
 
+import math
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_
 
 import gradguard as gg
@@ -44,7 +47,6 @@ def a_model() -> nn.Sequential:
 def an_optimizer(sharded: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = a_model()
     if sharded:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
@@ -165,6 +167,35 @@ def test_nobody_waits_for_a_process_whose_watching_fails(pair, tmp_path, trouble
     assert [event["kind"] for event in record.events] == ["observer_failed"] * bool(words)
     assert all(words in event["message"] for event in record.events)
     assert record.end is not None
+
+
+def measured_together(first: int) -> tuple[list[Any], bool]:
+    """Measure sums over processes, from step ``first`` on, five times; on process 1 it fails at the third."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)]))
+    watch, found = shared_norms.SharedNorms(), list[Any]()
+    broken = Trouble(shared_norms.tensor_norms, 2 if dist.get_rank() == 1 else 9)
+    with patch.object(shared_norms, "tensor_norms", broken):
+        for step in range(5):
+            p.grad = DTensor.from_local(torch.ones(6, 2), mesh, [Partial()])
+            if step < first:
+                p.grad = p.grad.redistribute(mesh, [Shard(0)])
+            _, shared = watch.join([p], lambda error: found.append(f"{type(error).__name__}: {error}"))
+            found.append(None if shared is None else shared.norms)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return found, float(total) == 2
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_sums_are_added_up_with_a_process_whose_watching_fails(pair, first):
+    """It added up its nothing with what the others asked about their sums: they waited, or one of them died."""
+    (lost, right), (failed, also) = pair(measured_together, first)
+    norm = [pytest.approx(2 * math.sqrt(12))]
+    words = "DistributedError: another process could not measure its part of the gradients; its stderr says why"
+    assert lost == [norm, norm, *[words, None] * 3]
+    assert failed[:4] == [norm, norm, "ValueError: on purpose", None]
+    assert (right, also) == (True, True)
 
 
 def monitored(breaks: bool) -> tuple[list[Any], list[Any]]:

@@ -134,17 +134,15 @@ class SharedNorms:
         self, plan: NormPlan, tensors: Sequence[Tensor]
     ) -> tuple[tuple[NormReduction, Tensor] | None, Exception | None]:
         """Return this process's part of the sum; if it failed, None, and the exception the first time."""
-        if self._failed:
-            return None, None
-        gradients = [tensor.grad for tensor in tensors]
+        gradients, had_failed = [tensor.grad for tensor in tensors], self._failed
         try:
-            held = plan.hold(tensors, None)
-            return (held.reduction, tensor_norms(held.gradients)), None
+            held = plan.hold(tensors, None)  # also after a failure: it communicates if gradients must be redistributed
+            return None if had_failed else (held.reduction, tensor_norms(held.gradients)), None
         except DistributedError:
             raise
         except Exception as error:
             self._failed = True
-            return None, error
+            return None, None if had_failed else error
         finally:  # `hold` may have redistributed gradients; the script must find its own
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 if tensor.grad is not gradient:
