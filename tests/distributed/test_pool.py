@@ -79,3 +79,16 @@ def test_an_error_is_told_although_others_wait_for_ever(pool):
 def test_a_death_is_told(pool):
     with pool.fresh(2) as processes, pytest.raises(RuntimeError, match="rank 1 has died with exit code 7"):
         processes.run(die_on, 1)
+
+
+def say(words):
+    return [("DistributedError", f"rank 1 came with another list. {words}: end the program.")]
+
+
+def test_processes_that_are_out_of_step_are_not_used_again(pool):
+    before = pool(2)
+    before.run(say, "All can go on")
+    assert pool(2) is before
+    before.run(say, "The process group cannot be used any more, because its ranks still wait in different collectives")
+    assert pool(2) is not before
+    assert len(pool(2).run(add_up, 0)) == 2

@@ -9,11 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
 
 import gradguard as gg
 from cases import random
 from gradguard.distributed import reduction
-from sharded import LISTS, Entry, local, parameter
+from gradguard.errors import DistributedError
+from sharded import LISTS, Entry, local, mesh, parameter
 
 WHO = 2
 """The rank that does something else."""
@@ -68,6 +70,27 @@ def test_a_disagreement_is_nan_on_every_rank(pool, way):
     for found, norm in pool(4).run(without_a_look, way):
         assert math.isnan(found)
         assert norm == pytest.approx(after, rel=1e-6)  # they go on to work together
+
+
+def a_sum_on_one():
+    """A list that all have measured, in which ``WHO`` alone then has a sum; then all have it."""
+    gradients = [p.grad for _, p in listed()] + [None] * 90
+    gg.get_total_norm(gradients)
+    summed = DTensor.from_local(torch.ones(7, 5), mesh("row"), [Partial()])
+    with mock.patch.object(reduction, "are_readable", return_value=False):
+        try:
+            found = float(gg.get_total_norm([mine(gradients[0], summed), *gradients[1:]]))
+        except DistributedError as error:
+            found = str(error).partition(" on some")[0]
+    return found, [float(gg.get_total_norm([first, *gradients[1:]])) for first in (gradients[0], summed)]
+
+
+def test_a_total_norm_of_a_sum_that_others_lack_is_nan_on_them(pool):
+    whole = [e.gradient.flatten() for e in LISTS["rows, uneven"]]
+    after = [float(torch.cat([first, *whole[1:]]).norm()) for first in (whole[0], torch.full((35,), 4.0))]
+    for rank, (found, norms) in enumerate(pool(4).run(a_sum_on_one)):
+        assert found == "tensor 0 is a Partial sum" if rank == WHO else math.isnan(found)
+        assert norms == pytest.approx(after, rel=1e-6)
 
 
 def agreeing():
