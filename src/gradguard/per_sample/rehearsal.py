@@ -125,7 +125,6 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
         UnsupportedGradientError: If a sample returns something else in a smaller batch.
     """
     module, size = call.pattern.module, call.batch_size
-    ends = [0], [size - 1]
     first = max(1, size // 2 - (size // 2 + 1) % 2)
     if call.autocast is not None:  # under which an earlier call may have returned 16 bits
         call = call.promoted(torch.float32)
@@ -138,15 +137,16 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
             except Exception:  # the model may need the samples in order, such as by sorted lengths
                 whole, _ = _together(tracker, call, [*range(size)], reset)
         with tracker.quietly(), without_graph(module):
-            for part in ([*range(first)], [*range(first, size)], *ends):
+            for part in ([*range(first)], [*range(first, size)]):
                 whole.alone(part)
+            lone = {whole.order[place]: whole.alone([place]) for place in (0, size - 1)}
             copies, _ = _together(tracker, call, [0] * size, reset)
-            one = copies.alone([0])
-            if copies.draws.drawn:
+            if whole.draws.drawn or copies.draws.drawn:  # each copy has random numbers of its own
+                copies.alone([0])
                 copies.alone([size - 1])
                 return
-            for i in range(1, size):
-                copies.compare(one, [i])
+            for i in range(size):
+                copies.compare(lone[0], [i])
 
 
 def _together(
@@ -467,6 +467,8 @@ def _in_float64(module: nn.Module, opened: bool) -> dict[Slot, Tensor] | None:
 
 def _float64(tensor: Tensor, opens: torch.Generator | None) -> Tensor:
     copied = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
-    if opens is not None and bool((copied == copied.flatten()[:1]).all()):
+    flat = copied.flatten()
+    # The last entry first: few tensors need a pass over all of them.
+    if opens is not None and bool((flat[-1:] == flat[:1]).all()) and bool((flat == flat[:1]).all()):
         copied += 0.25 * torch.rand(copied.shape, generator=opens, dtype=torch.float64, device="cpu").to(copied.device)
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
