@@ -273,8 +273,8 @@ class _RehearsedPair:
         if all(grad is None for grad in loop.grads):
             return None
         again = both_orders and bool(loop.draws.drawn)  # the repeated sample has drawn other random numbers
-        own = [*map(SampleGradient, loop.run(range(alone + again)))]
-        return self._against(loop, found, [*own, own[0]] if both_orders and not again else own)
+        own = map(SampleGradient, loop.run(range(alone + again)))
+        return self._against(loop, found, own, repeated=both_orders and not again)
 
     def unowned(self) -> dict[int, str]:
         """Return the refusals of the gradients of outputs that no sample owns, by position of the output.
@@ -318,7 +318,7 @@ class _RehearsedPair:
         def compared(scaled: bool) -> Comparison:
             loop, found = self._run(one, scaled, number=True)
             alone = map(SampleGradient, loop.run(range(len(self._samples))))
-            return self._against(loop, found, alone, self._reduction == "token_mean")
+            return self._against(loop, found, alone, shared=self._reduction == "token_mean")
 
         try:
             scaled = compared(True)
@@ -406,6 +406,8 @@ class _RehearsedPair:
         loop: LoopedCall,
         found: Mapping[str, Contribution],
         alone: Iterable[SampleGradient],
+        *,
+        repeated: bool = False,
         shared: bool = False,
     ) -> Comparison:
         """Compare the per-sample gradients of the batch with those of single samples.
@@ -413,7 +415,8 @@ class _RehearsedPair:
         Args:
             loop: The call of the samples together.
             found: Their per-sample gradients.
-            alone: The gradients of the first samples alone.
+            alone: The gradients of the first samples alone; each is dropped before the next sample runs.
+            repeated: Whether the last sample of the batch is the first one once more.
             shared: Whether each sample has a share of its own in a returned number; the shares must add up to 1.
 
         Returns:
@@ -422,19 +425,22 @@ class _RehearsedPair:
         Raises:
             UnsupportedGradientError: If the gradient of a sample is not finite.
         """
-        worst, shares = Comparison(0.0, "", 0.0), 0.0
-        for place, own in enumerate(alone):
+        worst, shares, place = Comparison(0.0, "", 0.0), 0.0, 0
+        for own in alone:
             if not math.isfinite(own.whole):
                 raise UnsupportedGradientError(
                     f"the gradient of sample {loop.order[place]} alone is not finite, though its inputs are, so the "
                     f"clipper cannot verify that samples are separate. {_NOT_FINITE}"
                 )
-            expected, scale = own, loop.scales[place]
-            if shared:
-                share = own.share_in(found, place) * scale
-                shares += share
-                expected = SampleGradient({name: gradient * share for name, gradient in own.parts.items()})
-            worst = max(worst, expected.compare(found, place, self.precision, scale), key=lambda c: c.excess)
+            for at in (0, len(loop.order) - 1) if repeated and not place else (place,):
+                expected, scale = own, loop.scales[at]
+                if shared:
+                    share = own.share_in(found, at) * scale
+                    shares += share
+                    expected = SampleGradient({name: gradient * share for name, gradient in own.parts.items()})
+                worst = max(worst, expected.compare(found, at, self.precision, scale), key=lambda c: c.excess)
+            place += 1
+            del own, expected  # as large as the model: the next sample's take their memory
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst
