@@ -57,6 +57,7 @@ _UNSCALED = "Clip after scaler.unscale_(optimizer) with gg.clip_grad_norm_ meanw
 # fmt: off
 NEEDS = {
 
+    "is_alone": Need("torch._C", "_storage_Use_Count", "using the memory of gradients again"),
     "are_operations_watched": Need("torch._C", "_len_torch_dispatch_stack", "noticing who sees each operation"),
     "tree": Need("torch.utils._pytree", _TREE, "looking into nested arguments"),
 
@@ -181,6 +182,19 @@ sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
 """Return the values of a sparse COO tensor, coalesced or not, without a copy."""
 sparse_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
 """Return the indices of a sparse COO tensor, coalesced or not."""
+
+
+_uses_of_storage = _bind("is_alone")
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Tell whether nothing else refers to the memory of a tensor on the CPU: no view, array, storage or process."""
+    lone = torch.empty(1, device="cpu")  # nothing else refers to its memory, however this interpreter counts
+    counts = [
+        (_uses_of_storage(storage._cdata), sys.getrefcount(storage))
+        for storage in (tensor.untyped_storage(), lone.untyped_storage())
+    ]
+    return counts[0] == counts[1] and not tensor.is_shared()
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:

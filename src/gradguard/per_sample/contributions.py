@@ -148,11 +148,13 @@ class Contribution(ABC):
         uncancelled: After `squared_norms`: an upper bound of the squares without cancellation in their sums, ``[B]``;
             None if nothing can cancel. Squares far below this bound are computed again (`sample_norms`,
             `are_certain`).
+        room: Memory that nothing else refers to, in which the next weighted sum may be written; None for new memory.
     """
 
     shape: torch.Size
     batch_size: int
     uncancelled: Tensor | None = None
+    room: Tensor | None = None
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
@@ -183,6 +185,13 @@ class Contribution(ABC):
     def materialize(self) -> "Materialized":
         """Return this contribution as stored per-sample gradients."""
         return Materialized(self.rows(0, self.batch_size))
+
+    def _room_for(self, values: Tensor) -> Tensor | None:
+        """Return `room` if a sum of ``values`` can be written in it, and forget it."""
+        room, self.room = self.room, None
+        if room is None or room.shape != self.shape or room.dtype != values.dtype or room.device != values.device:
+            return None
+        return room
 
     def with_recomputed(self, squares: Tensor) -> Tensor:
         """Return ``squares`` after computing uncertain ones again from the gradients themselves."""
@@ -274,7 +283,8 @@ class TableRows(Contribution):
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
         """Return the table with all scaled vectors added."""
         scaled = scale_rows(self.values, factors, bad).reshape(-1, self.shape[1])
-        return scaled.new_zeros(self.shape).index_add_(0, self.ids.reshape(-1), scaled)
+        table = scaled.new_zeros(self.shape) if (room := self._room_for(scaled)) is None else room.zero_()
+        return table.index_add_(0, self.ids.reshape(-1), scaled)
 
     def _keys(self, ids: Tensor) -> Tensor:
         """Return one index for each pair of a sample and a row of the table, flattened ``[B * T]``."""
@@ -350,7 +360,8 @@ class Outer(Contribution):
             left, right = scale_rows(left, factors, bad), blank_rows(right, bad)
         else:
             left, right = blank_rows(left, bad), scale_rows(right, factors, bad)
-        return left.flatten(0, 1).mT @ right.flatten(0, 1)
+        left, right = left.flatten(0, 1), right.flatten(0, 1)
+        return torch.mm(left.mT, right, out=self._room_for(left))
 
     def _sum_of_pieces(self, factors: Tensor, bad: Tensor | None) -> Tensor:
         """Return the weighted sum, with the smaller side scaled in float32 and split into three bfloat16 pieces."""
@@ -398,6 +409,7 @@ class Tied(Contribution):
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
         """Return the sum of both parts' weighted sums."""
+        self.multiplied.room, self.room = self.room, None
         total = self.multiplied.weighted_sum(factors, bad)
         return total.add_(self.looked_up.weighted_sum(factors, bad))
 

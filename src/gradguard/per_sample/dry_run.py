@@ -75,11 +75,24 @@ class ObservedCall:
 
 
 class CallObserver(TorchFunctionMode):
-    """Record the calls of modules, and the parameters that each call uses, while a module runs without dropout."""
+    """Record the calls of modules, and the parameters that each call uses, while a module runs without dropout.
 
-    def __init__(self, slots: Set[Slot], keep_values: bool = False, without_samples: Set[int] = frozenset()) -> None:
+    Args:
+        slots: The modules and attributes that hold trained parameters.
+        keep_values: Whether to store copies of inputs and outputs.
+        without_samples: Indices of the calls of embeddings whose results belong to no sample; None to guess them.
+
+    Attributes:
+        calls: The calls, in the order in which they began.
+        alike: Indices of the calls that were treated as embeddings whose results belong to no sample.
+    """
+
+    def __init__(
+        self, slots: Set[Slot], keep_values: bool = False, without_samples: Set[int] | None = frozenset()
+    ) -> None:
         super().__init__()
         self._without_samples, self._results = without_samples, list[Tensor]()
+        self.alike: set[int] = set()
         self.calls: list[ObservedCall] = []
         self._trained, self._keep_values = slots, keep_values
         self._slots = {id(parameter_slots(module)[slot]): (module, slot) for module, slot in slots}
@@ -104,7 +117,9 @@ class CallObserver(TorchFunctionMode):
         """Record that ``module`` ends."""
         number = self._running.pop()
         call, tensors = self.calls[number], tensor_leaves(output)
-        if number in self._without_samples:
+        known = self._without_samples
+        if _may_have_no_samples(call) if known is None else number in known:
+            self.alike.add(number)
             self._slots[id(output)] = module, RESULT
             self._results.append(output)  # keeps its id from being reused
         call.outputs = [t.shape for t in tensors]
@@ -189,6 +204,13 @@ def without_dropout(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _may_have_no_samples(call: ObservedCall) -> bool:
+    """Guess whether a call of an embedding looks up ids that belong to no sample, such as positions ``[1, T]``."""
+    ids = call.inputs[0] if call.inputs else torch.Size()
+    is_one_row = ids[0] not in SIZES if len(ids) == 1 else ids[:1] == (1,)
+    return isinstance(call.module, nn.Embedding) and bool(call.uses) and is_one_row
+
+
 def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
     """Yield the leaves of a function's arguments; few of these are nested, so most need no flattening."""
     for value in (*args, *kwargs.values()):
@@ -228,10 +250,13 @@ class DryRun:
         self.untold: dict[int, str] = {}
         self._module, self._batch = module, batch
         self._slots, self._observed_by = slots, observed_by
-        self.runs = [self._run(samples) for samples in SIZES]
+        self._attributes = frozen(module, buffers=False).tensors
+        observers = [self._run(samples, without_samples=None if structure else frozenset()) for samples in SIZES]
+        self.runs = [observer.calls for observer in observers]
         embeddings = [i for i, call in enumerate(self.calls) if isinstance(call.module, nn.Embedding) and call.uses]
-        if structure and (alike := {i for i in embeddings if not self.grows(i)}):
-            self.runs = [self._run(samples, without_samples=alike) for samples in SIZES]
+        alike = {i for i in embeddings if not self.grows(i)} if structure else set[int]()
+        if any(observer.alike != alike for observer in observers):  # a wrong guess
+            self.runs = [self._run(samples, without_samples=alike).calls for samples in SIZES]
         called = [[id(call.module) for call in run] for run in self.runs]
         if structure and called[0] != called[1]:
             raise UnsupportedGradientError(
@@ -287,7 +312,7 @@ class DryRun:
     def _samples_vary_fastest(self, call: int, leaf: int, dim: int) -> bool:
         """Return whether samples vary fastest in ``dim``, by comparing values: both runs begin with the same two."""
         if self._values is None:
-            self._values = [self._run(samples, keep_values=True) for samples in SIZES]
+            self._values = [self._run(samples, keep_values=True).calls for samples in SIZES]
         two, three = (run[call].values[leaf].movedim(dim, 0) for run in self._values)
         stretches = _close(two, three[: len(two)])
         strided = _close(two.unflatten(0, (-1, 2)), three.unflatten(0, (-1, 3))[:, :2])
@@ -301,8 +326,8 @@ class DryRun:
         return strided
 
     def _run(
-        self, samples: int, keep_values: bool = False, without_samples: Set[int] = frozenset()
-    ) -> list[ObservedCall]:
+        self, samples: int, keep_values: bool = False, without_samples: Set[int] | None = frozenset()
+    ) -> CallObserver:
         last = min(1, self._batch.size - 1)
         chosen = [0, last, last][:samples]  # in order, because a module may need sorted lengths
         args, kwargs = self._batch.samples(chosen)
@@ -316,7 +341,7 @@ class DryRun:
             seed_generators(self._seed)
             before = generator_states([])
             buffers, parameters = versions_of(self._module.buffers()), versions_of(self._module.parameters())
-            attributes = versions_of(frozen(self._module, buffers=False).tensors)
+            attributes = versions_of(self._attributes)
             try:
                 self._module(*args, **kwargs)
             except UnsupportedGradientError:
@@ -337,7 +362,7 @@ class DryRun:
                     "before. Hold it in a buffer (register_buffer), which is put back."
                 )
             self.changes_buffers |= bool(written(buffers))
-        return observer.calls
+        return observer
 
     def _failed(self, samples: int, error: Exception) -> str:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._batch.arguments))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.per_sample.call_arguments import Arguments, promoted, promoted_type, tensor_leaves
-from gradguard.per_sample.contributions import Contribution, Outer, TableRows, Tied, real_parts, wide
+from gradguard.per_sample.contributions import Contribution, Outer, TableRows, Tied, real_parts, row_norms, wide
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.rerun import substituted
 from gradguard.tensors.layout import wide_dtype
@@ -184,12 +184,12 @@ def magnitude(contribution: Contribution) -> Tensor:
     """Return the sum of the norms of the summands of the samples' gradients, or of the gradients themselves."""
 
     def lengths(values: Tensor) -> Tensor:  # in float64, because squares of tiny values are zero in float32
-        return torch.linalg.vector_norm(values, dim=-1, dtype=wide_dtype(values.device))
+        return row_norms([values.flatten(0, -2)])[0]
 
     if isinstance(contribution, Outer):
-        return (lengths(contribution.left) * lengths(contribution.right)).double().sum()
+        return (lengths(contribution.left) * lengths(contribution.right)).sum()
     if isinstance(contribution, TableRows):
-        return lengths(contribution.values).double().sum()
+        return lengths(contribution.values).sum()
     if isinstance(contribution, Tied):
         return magnitude(contribution.looked_up) + magnitude(contribution.multiplied)
     return contribution.squared_norms().sqrt().sum()

@@ -125,7 +125,6 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
         UnsupportedGradientError: If a sample returns something else in a smaller batch.
     """
     module, size = call.pattern.module, call.batch_size
-    ends = [0], [size - 1]
     first = max(1, size // 2 - (size // 2 + 1) % 2)
     if call.autocast is not None:  # under which an earlier call may have returned 16 bits
         call = call.promoted(torch.float32)
@@ -138,15 +137,16 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
             except Exception:  # the model may need the samples in order, such as by sorted lengths
                 whole, _ = _together(tracker, call, [*range(size)], reset)
         with tracker.quietly(), without_graph(module):
-            for part in ([*range(first)], [*range(first, size)], *ends):
+            for part in ([*range(first)], [*range(first, size)]):
                 whole.alone(part)
+            lone = {whole.order[place]: whole.alone([place]) for place in (0, size - 1)}
             copies, _ = _together(tracker, call, [0] * size, reset)
-            one = copies.alone([0])
-            if copies.draws.drawn:
+            if whole.draws.drawn or copies.draws.drawn:  # each copy has random numbers of its own
+                copies.alone([0])
                 copies.alone([size - 1])
                 return
-            for i in range(1, size):
-                copies.compare(one, [i])
+            for i in range(size):
+                copies.compare(lone[0], [i])
 
 
 def _together(
@@ -273,8 +273,8 @@ class _RehearsedPair:
         if all(grad is None for grad in loop.grads):
             return None
         again = both_orders and bool(loop.draws.drawn)  # the repeated sample has drawn other random numbers
-        own = [*map(SampleGradient, loop.run(range(alone + again)))]
-        return self._against(loop, found, [*own, own[0]] if both_orders and not again else own)
+        own = map(SampleGradient, loop.run(range(alone + again)))
+        return self._against(loop, found, own, repeated=both_orders and not again)
 
     def unowned(self) -> dict[int, str]:
         """Return the refusals of the gradients of outputs that no sample owns, by position of the output.
@@ -318,7 +318,7 @@ class _RehearsedPair:
         def compared(scaled: bool) -> Comparison:
             loop, found = self._run(one, scaled, number=True)
             alone = map(SampleGradient, loop.run(range(len(self._samples))))
-            return self._against(loop, found, alone, self._reduction == "token_mean")
+            return self._against(loop, found, alone, shared=self._reduction == "token_mean")
 
         try:
             scaled = compared(True)
@@ -406,6 +406,8 @@ class _RehearsedPair:
         loop: LoopedCall,
         found: Mapping[str, Contribution],
         alone: Iterable[SampleGradient],
+        *,
+        repeated: bool = False,
         shared: bool = False,
     ) -> Comparison:
         """Compare the per-sample gradients of the batch with those of single samples.
@@ -413,7 +415,8 @@ class _RehearsedPair:
         Args:
             loop: The call of the samples together.
             found: Their per-sample gradients.
-            alone: The gradients of the first samples alone.
+            alone: The gradients of the first samples alone; each is dropped before the next sample runs.
+            repeated: Whether the last sample of the batch is the first one once more.
             shared: Whether each sample has a share of its own in a returned number; the shares must add up to 1.
 
         Returns:
@@ -422,19 +425,22 @@ class _RehearsedPair:
         Raises:
             UnsupportedGradientError: If the gradient of a sample is not finite.
         """
-        worst, shares = Comparison(0.0, "", 0.0), 0.0
-        for place, own in enumerate(alone):
+        worst, shares, place = Comparison(0.0, "", 0.0), 0.0, 0
+        for own in alone:
             if not math.isfinite(own.whole):
                 raise UnsupportedGradientError(
                     f"the gradient of sample {loop.order[place]} alone is not finite, though its inputs are, so the "
                     f"clipper cannot verify that samples are separate. {_NOT_FINITE}"
                 )
-            expected, scale = own, loop.scales[place]
-            if shared:
-                share = own.share_in(found, place) * scale
-                shares += share
-                expected = SampleGradient({name: gradient * share for name, gradient in own.parts.items()})
-            worst = max(worst, expected.compare(found, place, self.precision, scale), key=lambda c: c.excess)
+            for at in (0, len(loop.order) - 1) if repeated and not place else (place,):
+                expected, scale = own, loop.scales[at]
+                if shared:
+                    share = own.share_in(found, at) * scale
+                    shares += share
+                    expected = SampleGradient({name: gradient * share for name, gradient in own.parts.items()})
+                worst = max(worst, expected.compare(found, at, self.precision, scale), key=lambda c: c.excess)
+            place += 1
+            del own, expected  # as large as the model: the next sample's take their memory
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst
@@ -467,6 +473,8 @@ def _in_float64(module: nn.Module, opened: bool) -> dict[Slot, Tensor] | None:
 
 def _float64(tensor: Tensor, opens: torch.Generator | None) -> Tensor:
     copied = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
-    if opens is not None and bool((copied == copied.flatten()[:1]).all()):
+    flat = copied.flatten()
+    # The last entry first: few tensors need a pass over all of them.
+    if opens is not None and bool((flat[-1:] == flat[:1]).all()) and bool((flat == flat[:1]).all()):
         copied += 0.25 * torch.rand(copied.shape, generator=opens, dtype=torch.float64, device="cpu").to(copied.device)
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied

@@ -203,6 +203,7 @@ class PerSampleGradientClipper:
             if check and not self._tracker.planner.sharded:
                 self._tracker.witness = Witness(weakref.WeakMethod(self._second_opinion))
             attached.callback(watch_steps_and_scalers(self))
+            attached.callback(self._accumulation.free)
             self._prepare()
             self._attached = attached.pop_all()
 
@@ -661,8 +662,12 @@ class PerSampleGradientClipper:
         weight_of = {id(factor): (factor * share).to(self._weights) for factor in factors}
         weights = {name: weight_of[id(own)] for name, own in by_name.items()}
         sum_together(contributions, weights, bad)
+        activations = self._tracker.collector.activations
+        self._accumulation.activations = max(self._accumulation.activations, activations)
         for name, own in weights.items():
-            self._accumulation.add(name, contributions.pop(name).weighted_sum(own, bad))
+            contribution = contributions.pop(name)
+            contribution.room = self._accumulation.room(name)
+            self._accumulation.add(name, contribution.weighted_sum(own, bad))
 
     def _verify(self, mini_batch: MiniBatch) -> None:
         """Compare the gradients with the plain ones of the same backward, and a witnessed sample with itself alone."""
