@@ -18,6 +18,8 @@ from gradguard.distributed.processes import largest_over, rank_and_size
 from gradguard.errors import UnsupportedGradientError
 
 _TASK = "verify the per-sample gradients of a sharded model"
+_LENGTH = 1000
+"""The most bytes of an error that the other ranks repeat."""
 
 
 class Place(IntEnum):
@@ -77,37 +79,44 @@ class Together:
                 yield decide
                 if not met:
                     decide(False)
-            except Exception:
+            except Exception as error:
                 if self.agrees and (decided or not met):
                     met = True
                     whole.close()
-                    self._exchange(place, failed=True)
+                    self._exchange(place, error=error)
                 raise
             if decided and self.agrees:
                 whole.close()
                 self._exchange(place)
 
-    def _exchange(self, place: Place, needed: bool = False, failed: bool = False) -> bool:
+    def _exchange(self, place: Place, needed: bool = False, error: Exception | None = None) -> bool:
         """Tell the other ranks; return whether any of them needs the gathered model.
 
         Raises:
-            UnsupportedGradientError: If this rank has not failed, and another has or is at another place.
+            UnsupportedGradientError: If this rank has no error, and another has one or is at another place.
         """
-        rank = rank_and_size(self._group)[0] + 1
-        mine = [needed, rank if failed else 0, place, -place]
+        rank = rank_and_size(self._group)[0]
+        mine = [needed, 0 if error is None else rank + 1, place, -place]
         told = torch.tensor(mine, dtype=torch.int64, device="cpu")
         anyone, refuses, last, first = largest_over(told, self._group, _TASK).tolist()
-        if failed:
+        words = self._words_of(error if refuses == rank + 1 else None) if refuses else ""
+        if error is not None:
             return bool(anyone)
+        if refuses:
+            raise UnsupportedGradientError(
+                f"process {refuses - 1} of the sharded model refused its part of this mini-batch, so this process did "
+                f"not take its own part either. The reason there: {words}"
+            )
         if last != -first:
             raise UnsupportedGradientError(
                 f"one process is {_NAMES[Place(-first)]} and another {_NAMES[Place(last)]}: expected every process to "
-                "call the sharded module and the clipper equally often, with an empty batch where it has no samples. "
-                "Nothing of this step was taken."
-            )
-        if refuses:
-            raise UnsupportedGradientError(
-                f"process {refuses - 1} refused its mini-batch, so this process did not take its own either: the error "
-                "of that process says why. Nothing of this step was taken."
+                "call the sharded module and the clipper equally often. Nothing of this step was taken."
             )
         return bool(anyone)
+
+    def _words_of(self, error: Exception | None) -> str:
+        """Return the beginning of the words of the one rank that gives its error."""
+        words = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_LENGTH]
+        told = torch.zeros(_LENGTH, dtype=torch.int64, device="cpu")
+        told[: len(words)] = torch.tensor(list(words), dtype=torch.int64, device="cpu")
+        return bytes(largest_over(told, self._group, _TASK).tolist()).rstrip(b"\0").decode(errors="ignore")

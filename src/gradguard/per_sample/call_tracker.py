@@ -139,6 +139,7 @@ class CallTracker:
         self.together = Together(module, group if self.planner.sharded else None, agrees=rehearse is not None)
         self._shards = [*module.parameters()] if self.planner.sharded else []
         self._noted = False
+        self._given_to_hooks: Arguments | None = None
         self._sound: int | None = None
         self._stack: list[RunningCall] = []
         self.trained: frozenset[str] = frozenset()
@@ -157,7 +158,7 @@ class CallTracker:
                 self._hooks[submodule] = after.id, before.id
                 if is_fully_sharded(submodule):  # what its hooks do is no operation of the model
                     enter, leave = ForwardHook(self._before_gathering), ForwardHook(self._after_resharding)
-                    self._handles.append(submodule.register_forward_pre_hook(enter, prepend=True))
+                    self._handles.append(submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                     self._handles.append(submodule.register_forward_hook(leave))
         except BaseException:
             self.remove()
@@ -286,32 +287,34 @@ class CallTracker:
 
     # The hooks
 
-    @property
-    def _ignores(self) -> bool:
-        """Whether the clipper's hooks have nothing to do for a call that starts."""
-        return self._quiet or self._loop is not None or not torch.is_grad_enabled()
-
     @never_compiled
-    def _before_gathering(self, module: nn.Module, args: Any) -> None:
+    def _before_gathering(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Pause the trace before the hooks of ``fully_shard``, which run before `_enter`."""
-        del module, args
-        self._noted = self._trace is not None and not self._ignores and self._trace.pause()
+        del module
+        self._noted = self._trace is not None and self._trace.pause()
+        self._given_to_hooks = (args, kwargs) if self._noted else None
 
     @never_compiled
     def _after_resharding(self, module: nn.Module, args: Any, output: Any) -> None:
         """Continue the caller's trace after the hooks of ``fully_shard``, which run after `_leave`."""
         del module, args
-        if self._noted and self._trace is not None:
+        if self._trace is not None:
             self._trace.made(output)
+        self._resume()
+
+    def _resume(self) -> None:
+        """Continue the trace if it was paused for the hooks of ``fully_shard``."""
+        if self._noted and self._trace is not None:
             self._trace.resume()
-        self._noted = False
+        self._noted, self._given_to_hooks = False, None
 
     @never_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._observer is not None:
             self._observer.enter(module, (args, kwargs))
             return None
-        if self._ignores:
+        if self._quiet or self._loop is not None or not torch.is_grad_enabled():
+            self._resume()
             return None
         if self._stack and self._stack[0].module is module:
             self.recover()
@@ -332,6 +335,9 @@ class CallTracker:
         self._stack.append(running)
         changed = self._capture.start(running)
         if self._trace is not None and notes:
+            if self._given_to_hooks is not None:
+                self._trace.passes(*map(tensor_leaves, (self._given_to_hooks, (args, kwargs))))
+                self._given_to_hooks = None
             self._trace.starts(module, args)
             running.notes = True
             if running.plan.treatment is not Treatment.RULE or running.exposed:
@@ -344,6 +350,8 @@ class CallTracker:
             self._observer.leave(module, output)
             return None
         if not self._stack or self._stack[-1].module is not module:
+            if is_fully_sharded(module):
+                self._noted = self._trace is not None and self._trace.pause()
             return None
         if self._trace is not None:
             self._trace.pause()
@@ -651,9 +659,9 @@ class CallTracker:
                 again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
         if len(again) != len(outputs):
             return None
-        axes = call.pattern.output_axes
+        axes, precision = call.pattern.output_axes, max(loop.precision, loop.draws.precision)
         same = (
-            axis is None or same_rows(recorded, output, axis, range(call.batch_size), call.pattern.precision)
+            axis is None or same_rows(recorded, output, axis, range(call.batch_size), precision)
             for recorded, output, axis in zip(outputs, again, axes, strict=True)
         )
         return loop if all(same) else None
