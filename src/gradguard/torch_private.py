@@ -108,6 +108,8 @@ NEEDS = {
                          "Use fully_shard(model). "),
     "meshes_of_fsdp2": Need("FSDPModule", "_get_fsdp_state()._fsdp_param_group",
                             "per-sample clipping of what fully_shard holds"),
+    "let_fsdp2_only_cast": Need("FSDPModule", "_get_fsdp_state()._training_state _modules_to_run_forward _mp_policy",
+                                "comparing samples of a sharded model with samples alone", "Or pass check=False. "),
 }
 """Rows by the name of the function that reads them; `tree` and `compiled_module` serve several functions."""
 
@@ -865,3 +867,40 @@ def meshes_of_fsdp2(modules: Iterable[Any]) -> dict[int, Any]:
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
     held = [(p.sharded_param, getattr(p, "mesh_info", g.mesh_info)) for g in groups for p in g.fsdp_params]
     return {id(p): None if getattr(info, "is_spmd_mesh", False) else info.mesh for p, info in held}
+
+
+@_needs
+def let_fsdp2_only_cast(modules: Iterable[Any]) -> Callable[[], None]:
+    """Let the hooks of ``fully_shard`` neither gather nor reshard, as while a checkpoint repeats a forward.
+
+    They still cast arguments and outputs as a `MixedPrecisionPolicy` says.
+
+    Args:
+        modules: The modules that ``fully_shard`` was applied to, all gathered.
+
+    Returns:
+        A function that lets the hooks work as before.
+
+    Raises:
+        UnsupportedVersionError: If a policy wants casts, and the hooks of this torch version do not cast then.
+    """
+    states = list({id(state): state for state in (module._get_fsdp_state() for module in modules)}.values())
+    for state in states:
+        policy = state._mp_policy
+        casts = (policy.cast_forward_inputs and policy.param_dtype) or policy.output_dtype
+        if casts and not hasattr(state, "_cast_forward_inputs"):
+            raise UnsupportedVersionError(
+                f"torch {torch.__version__} does not cast the arguments of a module with a MixedPrecisionPolicy when "
+                "the module runs again, so samples cannot run alone. Install torch 2.13, or pass check=False."
+            )
+    before = [(state, state._training_state, set(state._modules_to_run_forward)) for state in states]
+
+    def restore() -> None:
+        for state, phase, waiting in before:
+            state._training_state = phase
+            state._modules_to_run_forward.clear()
+            state._modules_to_run_forward.update(waiting)
+
+    for state in states:
+        state._training_state = type(state._training_state).PRE_BACKWARD
+    return restore

@@ -1,15 +1,20 @@
-"""Two processes, each with a part of the samples, fill `.grad` as one process does."""
+"""Two processes, each with a part of the samples, fill `.grad` as one process does, or refuse together."""
+
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
 from distributed.pool import Pools
+from gradguard.errors import UnsupportedGradientError
 
 
 class Network(nn.Module):
@@ -28,6 +33,10 @@ def samples():
     return torch.randn(8, 6, generator=generator), torch.arange(8) % 3
 
 
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def gradients(model, parts, reduction):
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.7), loss_reduction=reduction)
     x, y = samples()
@@ -35,7 +44,7 @@ def gradients(model, parts, reduction):
         F.cross_entropy(model(x[part]), y[part], reduction=reduction).backward()
         clipper.clip_and_accumulate()
     size = clipper.pre_step().batch_size
-    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    grads = [whole(p.grad) for p in model.parameters()]
     clipper.detach()
     return size, grads
 
@@ -54,8 +63,289 @@ def check(expected):
             torch.testing.assert_close(found, grads, msg=f"{wrap.__name__} {reduction}")
 
 
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    with Pools(tmp_path_factory.mktemp("pool")).fresh(2) as pool:
+        yield pool
+
+
 @pytest.mark.slow
-def test_two_processes_give_what_one_gives(tmp_path):
+def test_two_processes_give_what_one_gives(processes):
     expected = {reduction: gradients(Network(), [slice(0, 8)], reduction) for reduction in ("mean", "sum")}
-    with Pools(tmp_path).fresh(2) as processes:
-        processes.run(check, expected)
+    processes.run(check, expected)
+
+
+# Models sharded by fully_shard: those that mix samples
+
+
+class Normalizing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / g.norm(dim=1, keepdim=True).clamp(min=1e-9) * 0.1
+
+
+MOST = [torch.tensor(1.0)]
+
+
+class Mixing(nn.Module):
+    """Mixes samples in one way, from step ``since`` on, where ``flag`` says so."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.kind, self.flag = kind, True
+        MOST[0] = torch.tensor(1.0)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        if self.flag:
+            h = getattr(self, self.kind)(h, x)
+        return self.second(h)
+
+    def plain(self, h, x):
+        return h
+
+    def mean(self, h, x):
+        return h - h.mean(0)
+
+    def largest(self, h, x):
+        return h / h.abs().max()
+
+    def detached_mean(self, h, x):
+        return h - h.mean(0).detach()
+
+    def capacity(self, h, x):
+        return h * (torch.arange(len(h)) < 4).float()[:, None]
+
+    def running_maximum(self, h, x):
+        MOST[0] = torch.maximum(MOST[0], x.detach().abs().max())
+        return h / MOST[0]
+
+    def backward_of_a_function(self, h, x):
+        return Normalizing.apply(h)
+
+    def previous_sample(self, h, x):
+        return h + 0.1 * h.roll(1, 0)
+
+
+def layers_and_root(model, **arguments):
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **arguments)
+    return fully_shard(model, **arguments)
+
+
+def of_replicas(model):
+    return layers_and_root(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def of_one_replica(model):
+    return layers_and_root(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+
+
+WAYS = {"whole": fully_shard, "layers": layers_and_root, "2 x 1": of_replicas, "1 x 2": of_one_replica}
+KINDS = ["mean", "largest", "detached_mean", "capacity", "running_maximum", "backward_of_a_function", "previous_sample"]
+
+
+def train_mixing(kind, way, since=0, ranks=(0, 1), steps=6):
+    """The step that refused, and its words."""
+    model = Mixing(kind)
+    model = WAYS[way](model) if way else model
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    rank = dist.get_rank() if way else 0
+    generator = torch.Generator().manual_seed(rank)
+    try:
+        for step in range(steps):
+            model.flag = step >= since and rank in ranks
+            x = torch.randn(6, 6, generator=generator) * (1 + step)
+            F.cross_entropy(model(x), torch.randint(0, 3, (6,), generator=generator)).backward()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+    except UnsupportedGradientError as error:
+        return step, str(error)
+    finally:
+        clipper.detach()
+    return steps, ""
+
+
+def train_all_mixing(cases):
+    return [train_mixing(*case) for case in cases]
+
+
+CASES = [
+    *[(kind, way) for kind in KINDS for way in ("layers", "whole")],
+    *[(kind, way) for kind in ("detached_mean", "running_maximum") for way in ("2 x 1", "1 x 2")],
+    *[(kind, "layers", 2) for kind in KINDS],
+    *[(kind, "layers", 3, (1,)) for kind in KINDS],
+]
+
+
+@pytest.mark.slow
+def test_a_sharded_model_that_mixes_samples_is_refused_where_a_whole_one_is(processes):
+    for case, found in zip(CASES, zip(*processes.run(train_all_mixing, CASES), strict=True), strict=True):
+        kind, _, since, ranks = *case, *(0, (0, 1))[len(case) - 2 :]
+        expected, _ = train_mixing(kind, "", since)
+        assert {step for step, _ in found} == {expected}, (case, expected, found)
+        for rank, (_, words) in enumerate(found):
+            assert rank in ranks or "refused its part of this mini-batch, so this process did not" in words, (
+                case,
+                words,
+            )
+
+
+# Those that keep samples separate
+
+
+class Block(nn.Module):
+    """A transformer block, with a parameter that no layer holds."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 2, batch_first=True)
+        self.feed = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 12), nn.GELU(), nn.Linear(12, width))
+        self.gate = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x):
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0] * self.gate
+        return x + self.feed(x)
+
+
+class Transformer(nn.Module):
+    """Two blocks between an embedding and a head, which may share a weight, run by checkpoints, drop or be frozen."""
+
+    def __init__(self, tied=False, reentrant=None, drops=0.0, freezes=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(7, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.dropout, self.head = nn.Dropout(drops), nn.Linear(8, 7, bias=False)
+        self.reentrant = reentrant
+        if tied:
+            self.head.weight = self.embedding.weight
+        if freezes:
+            self.blocks[0].requires_grad_(requires_grad=False)
+
+    def forward(self, tokens, mask=None):
+        x = self.embedding(tokens)
+        if mask is not None:
+            x = x * mask[:, :, None]
+        for block in self.blocks:
+            run = block if self.reentrant is None else lambda x, b=block: checkpoint(b, x, use_reentrant=self.reentrant)
+            x = run(x)
+        return self.head(self.dropout(x)).clone()
+
+
+def by_blocks(model, **arguments):
+    for block in model.blocks:
+        fully_shard(block, **arguments)
+    return fully_shard(model, **arguments)
+
+
+def in_bfloat16(model):
+    return by_blocks(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def kept_gathered(model):
+    return by_blocks(model, reshard_after_forward=False)
+
+
+HEALTHY = {
+    "by blocks": (by_blocks, {}),
+    "whole": (fully_shard, {}),
+    "kept gathered": (kept_gathered, {}),
+    "2 x 1": (lambda m: by_blocks(m, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))), {}),
+    "1 x 2": (lambda m: by_blocks(m, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("r", "s"))), {}),
+    "tied": (by_blocks, {"tied": True}),
+    "frozen": (by_blocks, {"freezes": True}),
+    "checkpoint": (by_blocks, {"reentrant": False}),
+    "reentrant checkpoint": (by_blocks, {"reentrant": True}),
+    "bfloat16": (in_bfloat16, {}),
+    "dropout": (by_blocks, {"drops": 0.3}),
+}
+STEPS = 6
+
+
+def tokens_of(step, rank):
+    """Two mini-batches of other sizes, lengths and kinds on each process; some are empty."""
+    generator = torch.Generator().manual_seed(7 * step + rank)
+    found = []
+    for part in range(2):
+        size = (3 * step + 2 * rank + 4 * part) % 5
+        x = torch.randint(0, 7, (size, 3 + (step + part) % 2), generator=generator)
+        found.append((x, torch.ones(x.shape) if (step + rank + part) % 3 == 0 and step else None))
+    return found
+
+
+def loss_of(model, x, mask):
+    logits = model(x) if mask is None else model(x, mask)
+    return F.cross_entropy(logits.float().flatten(0, 1), x.flatten(), reduction="sum")
+
+
+def train_healthy(way, check=True):
+    """The gradients of each step, whole, the parameters at the end, and whether everything is sharded as before."""
+    wrap, options = HEALTHY[way]
+    torch.manual_seed(dist.get_rank())
+    model = wrap(Transformer(**options))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.3), loss_reduction="sum", check=check)
+    kept = [*model.parameters()]
+    found = []
+    for step in range(STEPS):
+        for x, mask in tokens_of(step, dist.get_rank()):
+            loss_of(model, x, mask).backward()
+            clipper.clip_and_accumulate()
+            assert all(one is other for one, other in zip(kept, model.parameters(), strict=True)), step
+            assert all(p.grad is None for p in kept), step
+        clipper.pre_step()
+        found.append([None if p.grad is None else whole(p.grad).clone() for p in kept])
+        optimizer.step()
+        optimizer.zero_grad()
+    clipper.detach()
+    return found, [whole(p).detach() for p in kept]
+
+
+def train_all_healthy():
+    return [{way: train_healthy(way, check) for way in HEALTHY} for check in (True, False)]
+
+
+def alone(way):
+    """The gradients of each step, from each sample alone in float64."""
+    model = Transformer(**HEALTHY[way][1] | {"reentrant": None}).double()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    found = []
+    for step in range(STEPS):
+        total = [torch.zeros_like(p) for p in trained]
+        for rank in range(2):
+            for x, mask in tokens_of(step, rank):
+                for i in range(len(x)):
+                    loss = loss_of(model, x[i : i + 1], None)
+                    grads = torch.autograd.grad(loss, trained)
+                    norm = torch.stack([g.norm() for g in grads]).norm()
+                    for into, g in zip(total, grads, strict=True):
+                        into += g * min(1.0, 0.3 / float(norm))
+        for p, g in zip(trained, total, strict=True):
+            p.grad = g
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.slow
+def test_a_sharded_model_gives_what_samples_alone_give_and_checks_change_no_bit_of_it(processes):
+    for checked, unchecked in processes.run(train_all_healthy):
+        torch.testing.assert_close(checked, unchecked, rtol=0, atol=0)
+        for way, (grads, _) in checked.items():
+            close = {"rtol": 0.1, "atol": 0.05} if way == "bfloat16" else {"rtol": 1e-4, "atol": 1e-6}
+            for step, (one, other) in enumerate(zip(grads, alone(way), strict=True)):
+                for g, expected in zip(one, other, strict=True):
+                    assert (g is None) is (expected is None), (way, step)
+                    if g is not None and way != "dropout":
+                        torch.testing.assert_close(g.double(), expected, **close, msg=f"{way} {step}")

@@ -1,6 +1,8 @@
-"""FSDP2: the ranks over which a model is sharded, and layers that a trial run leaves gathered."""
+"""FSDP2: the ranks over which a model is sharded, and a block in which the model is whole on every rank."""
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 from gradguard.distributed.placements import is_sharded, placement_of
 from gradguard.distributed.reduction_group import reduction_group_of
 from gradguard.errors import UnsupportedGradientError
-from gradguard.torch_private import meshes_of_fsdp2, parameter_slots
+from gradguard.torch_private import let_fsdp2_only_cast, meshes_of_fsdp2, parameter_slots
 
 _EXPECTED = (
     "expected every parameter sharded by fully_shard over one mesh of data-parallel processes, as fully_shard(model) "
@@ -63,21 +65,30 @@ def _check(name: str, parameter: Any, held: dict[int, Any]) -> None:
         )
 
 
-class GatheredLayers:
-    """The layers of a model that are sharded now; `shard_again` reshards those that are gathered later.
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Gather every layer of ``model`` in a block; all ranks enter it together. A plain model is left as it is.
 
-    A layer that stays gathered after its forward (``reshard_after_forward=False``, or the root of others) assumes that
-    the module holds whole parameters, even if sharded ones were put back.
+    No forward or backward of the model inside the block communicates. Ranks may therefore run it a different number of
+    times. Arguments and outputs are still cast as a `MixedPrecisionPolicy` says. Afterwards the layers that were
+    sharded are sharded again.
+
+    Args:
+        model: The model, with or without layers that ``fully_shard`` was applied to.
     """
+    units: list[Any] = [module for module in model.modules() if is_fully_sharded(module)]
+    sharded = [(unit, module, slot) for unit, module, slot in _own_slots(model) if _holds(module, slot)]
+    with ExitStack() as after:
+        after.callback(_shard_again, sharded)
+        for unit in units:
+            unit.unshard()
+        after.callback(let_fsdp2_only_cast(units))
+        yield
 
-    def __init__(self, model: nn.Module) -> None:
-        self._sharded = [(unit, module, slot) for unit, module, slot in _own_slots(model) if _holds(module, slot)]
 
-    def shard_again(self) -> None:
-        """Reshard the layers that were sharded at construction and are gathered now."""
-        units: dict[int, Any] = {id(unit): unit for unit, module, slot in self._sharded if not _holds(module, slot)}
-        for unit in units.values():
-            unit.reshard()
+def _shard_again(sharded: Sequence[tuple[Any, nn.Module, str]]) -> None:
+    for unit in {id(unit): unit for unit, module, slot in sharded if not _holds(module, slot)}.values():
+        unit.reshard()
 
 
 def _own_slots(model: nn.Module) -> list[tuple[Any, nn.Module, str]]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradguard.distributed.fully_sharded import is_fully_sharded
+from gradguard.distributed.together import Place, Together
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.call_arguments import (
@@ -84,8 +86,10 @@ class CallTracker:
         rehearse: Verifies per-sample gradients on a few samples. Called with this object and an outermost call before
             the call runs, if it is of a new kind or size. None for no verification.
         loss_check: Checks the loss of the calls; this object does not keep it alive.
+        group: The processes over which a sharded module is spread.
 
     Attributes:
+        together: The blocks in which the processes of a sharded module verify its calls.
         planner: The plans of calls, and the batch sizes that they were verified with.
         reduction: The argument of the same name.
         trained: Names of the parameters that were trained when the module was last called.
@@ -101,6 +105,7 @@ class CallTracker:
         reduction: str = "mean",
         rehearse: "Callable[[CallTracker, OuterCall], None] | None" = None,
         loss_check: LossCheck | None = None,
+        group: Any = None,
     ) -> None:
         # A weak reference: the module refers to this object, and the loss's autograd graph, which the garbage
         # collector cannot traverse, refers to the module. A strong one would close a cycle that is never freed.
@@ -131,6 +136,10 @@ class CallTracker:
         self._quiet = False
         self.last_calls: dict[nn.Module, OuterCall] = {}
         self.planner = LayerPlanner(names, self._observed_by)
+        self.together = Together(module, group if self.planner.sharded else None, agrees=rehearse is not None)
+        self._shards = [*module.parameters()] if self.planner.sharded else []
+        self._noted = False
+        self._given_to_hooks: Arguments | None = None
         self._sound: int | None = None
         self._stack: list[RunningCall] = []
         self.trained: frozenset[str] = frozenset()
@@ -147,6 +156,10 @@ class CallTracker:
                 )
                 self._handles.append(after)
                 self._hooks[submodule] = after.id, before.id
+                if is_fully_sharded(submodule):  # what its hooks do is no operation of the model
+                    enter, leave = ForwardHook(self._before_gathering), ForwardHook(self._after_resharding)
+                    self._handles.append(submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                    self._handles.append(submodule.register_forward_hook(leave))
         except BaseException:
             self.remove()
             raise
@@ -186,8 +199,7 @@ class CallTracker:
         Raises:
             UnsupportedGradientError: If a parameter is gone, untied, tied to another, or was added.
         """
-        modules = [*self._module.modules()] if self.planner.sharded else self._state.modules
-        held = parameters_in(modules)
+        held = parameters_in([*self._module.modules()] if self._in_lockstep else self._state.modules)
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             found: dict[str, nn.Parameter] = {}
             for name, parameter in zip(self._names.values(), parameters_at(self._names), strict=True):
@@ -276,15 +288,38 @@ class CallTracker:
     # The hooks
 
     @never_compiled
+    def _before_gathering(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Pause the trace before the hooks of ``fully_shard``, which run before `_enter`."""
+        del module
+        self._noted = self._trace is not None and self._trace.pause()
+        self._given_to_hooks = (args, kwargs) if self._noted else None
+
+    @never_compiled
+    def _after_resharding(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Continue the caller's trace after the hooks of ``fully_shard``, which run after `_leave`."""
+        del module, args
+        if self._trace is not None:
+            self._trace.made(output)
+        self._resume()
+
+    def _resume(self) -> None:
+        """Continue the trace if it was paused for the hooks of ``fully_shard``."""
+        if self._noted and self._trace is not None:
+            self._trace.resume()
+        self._noted, self._given_to_hooks = False, None
+
+    @never_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._observer is not None:
             self._observer.enter(module, (args, kwargs))
             return None
         if self._quiet or self._loop is not None or not torch.is_grad_enabled():
+            self._resume()
             return None
         if self._stack and self._stack[0].module is module:
             self.recover()
-        notes = self._trace is not None and self._trace.pause()
+        notes = self._trace is not None and (self._trace.pause() or self._noted)
+        self._noted = False
         if not self._stack:
             self._begin(module, (args, kwargs))
             if self._loop is not None:
@@ -300,6 +335,9 @@ class CallTracker:
         self._stack.append(running)
         changed = self._capture.start(running)
         if self._trace is not None and notes:
+            if self._given_to_hooks is not None:
+                self._trace.passes(*map(tensor_leaves, (self._given_to_hooks, (args, kwargs))))
+                self._given_to_hooks = None
             self._trace.starts(module, args)
             running.notes = True
             if running.plan.treatment is not Treatment.RULE or running.exposed:
@@ -312,6 +350,8 @@ class CallTracker:
             self._observer.leave(module, output)
             return None
         if not self._stack or self._stack[-1].module is not module:
+            if is_fully_sharded(module):
+                self._noted = self._trace is not None and self._trace.pause()
             return None
         if self._trace is not None:
             self._trace.pause()
@@ -323,22 +363,12 @@ class CallTracker:
             if output is None:  # the forward raised an error
                 self._loop = self._witnessed = None
                 return None
-            if is_outermost and self._rehearsed is None and module in self.last_calls:
-                self._look_at_what_is_kept(module)
-            if self._loop is not None:
-                loop, self._loop = self._loop, None
-                changed = self._capture.tap_loop(loop, output)
-            else:
-                changed = self._capture.end(running, output)
-                returned = output if changed is None else changed
-                one_by_one = is_outermost and self._look_at_operations(module, returned)
-                if is_outermost and self._witnessed is not None:
-                    witnessed, self._witnessed = self._witnessed, None
-                    # Looking at its operations may just have made the pattern run its samples one by one.
-                    follows = not one_by_one and not self.last_calls[module].pattern.looped
-                    tapped = self._capture.tap_loop(witnessed, returned, witnessed=follows)
-                    changed = changed if tapped is None else tapped
-            return self._refuse_unowned(module, changed, output)
+            if is_outermost:
+                with self._with_others(module, Place.FORWARD_ENDS) as decide:
+                    changed = self._end(running, output, decide)
+                return self._refuse_unowned(module, changed, output)
+            changed = self._capture.end(running, output)
+            return changed
         except UnsupportedGradientError:
             self.planner.forget()  # the next step examines the model again
             raise
@@ -347,7 +377,43 @@ class CallTracker:
                 self._trace = None
             elif self._trace is not None and running.notes:  # the caller's operations are traced again
                 self._trace.made(output if changed is None else changed)
-                self._trace.resume()
+                if is_fully_sharded(module):
+                    self._noted = True
+                else:
+                    self._trace.resume()
+
+    def _end(self, running: RunningCall, output: Any, decide: Callable[[bool], None]) -> Any:
+        """Tap the output of an outermost call that ends, after looking at what the call did; return it, or None."""
+        module = running.module
+        if self._rehearsed is None and module in self.last_calls:
+            self._look_at_what_is_kept(module)
+        if self._loop is not None:
+            loop, self._loop = self._loop, None
+            return self._capture.tap_loop(loop, output)
+        changed = self._capture.end(running, output)
+        returned = output if changed is None else changed
+        one_by_one = self._look_at_operations(module, returned, decide)
+        if self._witnessed is not None:
+            witnessed, self._witnessed = self._witnessed, None
+            # Looking at its operations may just have made the pattern run its samples one by one.
+            follows = not one_by_one and not self.last_calls[module].pattern.looped
+            tapped = self._capture.tap_loop(witnessed, returned, witnessed=follows)
+            changed = changed if tapped is None else tapped
+        return changed
+
+    @contextmanager
+    def _with_others(self, module: nn.Module, place: Place) -> Iterator[Callable[[bool], None]]:
+        """Enter a block with the other processes of a sharded module, unless the clipper itself calls the module.
+
+        Yields:
+            The function to call with whether ``module`` must run again in this process.
+        """
+        runs_again = self._rehearsed is not None or current_graph_task() != -1
+        if runs_again or not any(map(parameter_slots, module.modules())):
+            yield lambda needed: None
+        else:
+            with self.together.at(place) as decide:
+                yield decide
 
     def _look_at_what_is_kept(self, module: nn.Module) -> None:
         """Refuse an outermost call that stored values which cannot be restored before a sample runs again."""
@@ -361,6 +427,11 @@ class CallTracker:
         if any(self.last_calls[module] is call for call in self._unverified):
             self._state.note_rebound()
 
+    @property
+    def waits_for_carried_state(self) -> bool:
+        """Whether a sample must run again after a call."""
+        return bool(self._carried)
+
     def look_at_carried_state(self) -> None:
         """Check, before a mini-batch is clipped, that its calls did not change what the module returns for a sample.
 
@@ -370,8 +441,13 @@ class CallTracker:
         while self._carried:
             self._carried.popitem()[1].check()
 
-    def _look_at_operations(self, module: nn.Module, output: Any) -> bool:
+    def _look_at_operations(self, module: nn.Module, output: Any, decide: Callable[[bool], None]) -> bool:
         """Verify an outermost call that just ended, if it did operations that no verified call has done.
+
+        Args:
+            module: The module that was called.
+            output: Its output.
+            decide: Called before the module runs again.
 
         Returns:
             Whether the samples of this call run one by one, because too few of them are finite to verify that samples
@@ -402,6 +478,13 @@ class CallTracker:
             few = len(call.batch.finite_samples(number)) < number
             # If all samples of a small batch run alone, a rehearsal would verify nothing more.
             all_alone = call.batch_size <= MANY and call.pattern.operations.knows(trace)
+            if few and self.planner.sharded:
+                raise UnsupportedGradientError(
+                    f"{type(module).__name__} did operations that it had not done before, and fewer than {number} of "
+                    f"the {call.batch_size} samples are finite, so the clipper cannot verify that samples are "
+                    "separate. Leave samples with NaN or inf out of this batch. Nothing of this step was taken."
+                )
+            decide(True)
             with self._state.as_before():
                 self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
             if few:
@@ -449,6 +532,10 @@ class CallTracker:
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """Choose the plan of an outermost call that starts, and verify the call beforehand if its kind is new."""
+        with self._with_others(module, Place.FORWARD_BEGINS) as decide:
+            self._prepare(module, arguments, decide)
+
+    def _prepare(self, module: nn.Module, arguments: Arguments, decide: Callable[[bool], None]) -> None:
         state = self._look_at_state()
         self._look_at_trained()
         self.planner.restart()
@@ -462,14 +549,17 @@ class CallTracker:
         rehearsal = self._rehearsed is not None
         autocast = autocast_of(Skeleton(arguments))
         uses_trained = self.planner.uses_trained(module)
-        rehearse = None if self.planner.sharded or not uses_trained else self._rehearse
-        kind = module, signature(arguments, sizes=not self.planner.sharded), autocast
+        rehearse = self._rehearse if uses_trained else None
+        kind = module, signature(arguments, sizes=not self._in_lockstep), autocast
         pattern = self._rehearsed or self.planner.patterns.get((kind, state))
         fresh = pattern is None
         follows = not rehearsal and rehearse is not None
+        new_size = pattern is None or size not in pattern.sizes
+        is_due = pattern is not None and self._is_due(pattern)
+        decide(fresh or (follows and (new_size or is_due)))
         if follows:
             self._carried.pop(module, None)
-            if size > 1 and (pattern is None or size not in pattern.sizes or self._is_due(pattern)):
+            if size > 1 and (new_size or is_due):
                 batch = Batch(arguments, self.batch_first, size)
                 self._carried[module] = CarriedState(module, batch, autocast, self.quietly, is_trial=pattern is None)
             if pattern is None:
@@ -477,7 +567,7 @@ class CallTracker:
         if pattern is None:
             pattern = self.planner.plan(module, Batch(arguments, self.batch_first, size), (kind, state))
         call = OuterCall(pattern, Batch(arguments, self.batch_first, size, pattern.whole), autocast)
-        self._capture.verifying = not rehearsal and rehearse is not None and size not in pattern.sizes
+        self._capture.verifying = follows and new_size
         if self._capture.verifying and rehearse is not None:
             rehearse(self, call)
             self.planner.restart()
@@ -516,9 +606,14 @@ class CallTracker:
         number = self.witness.mini_batch
         return number & (number - 1) == 0 if pattern.looped else self.witness.is_due
 
+    @property
+    def _in_lockstep(self) -> bool:
+        """Whether processes must make the same plans at the same time, because they do not tell one another."""
+        return self.planner.sharded and not self.together.agrees
+
     def _look_at_state(self) -> int:
         """Check whether the model's state changed since the last call; return the number of its state."""
-        if self.planner.sharded:  # attributes may differ between processes, which must all make the same collectives
+        if self._in_lockstep:  # attributes may differ between processes
             refuse_batch_norm(self._module)
             return 0
         if self._rehearsed is not None and self._sound is not None:
@@ -528,7 +623,8 @@ class CallTracker:
         self._state.nearer = 0
         if state != self._sound:
             refuse_batch_norm(self._module)
-            refuse_sharded_since(self._module)
+            if not self.planner.sharded:
+                refuse_sharded_since(self._module)
             self._sound = state
         return state
 
@@ -539,7 +635,7 @@ class CallTracker:
         for sample in self.witness.samples(call.batch_size):
             loop.taken[sample] = call.batch.samples([sample])
         loop.before = frozen(loop.module, call.pattern.changes_buffers)
-        loop.recorded = versions_of(self.parameters(loop.places).values())
+        loop.recorded = versions_of(self._shards or self.parameters(loop.places).values())
         return loop
 
     def _record_now(self, call: OuterCall, outputs: Sequence[Tensor]) -> LoopedCall | None:
@@ -563,9 +659,9 @@ class CallTracker:
                 again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
         if len(again) != len(outputs):
             return None
-        axes = call.pattern.output_axes
+        axes, precision = call.pattern.output_axes, max(loop.precision, loop.draws.precision)
         same = (
-            axis is None or same_rows(recorded, output, axis, range(call.batch_size), call.pattern.precision)
+            axis is None or same_rows(recorded, output, axis, range(call.batch_size), precision)
             for recorded, output, axis in zip(outputs, again, axes, strict=True)
         )
         return loop if all(same) else None

@@ -240,7 +240,9 @@ class LayerCapture:
         plan, caller = running.plan, running.caller
         changed = None
         if self.batch_size == 0:
-            returned = Skeleton(output if caller is None else None)
+            # Backward must pass through sharded layers as where there are samples, because it gathers their parameters.
+            passes = caller is None or (self._sharded and self._wanted(running.module))
+            returned = Skeleton(output if passes else None)
             changed = self._tap_outputs(returned, (), self.collector.receive_nothing)
         elif plan.treatment is Treatment.RULE:
             changed = self._tap_layer(running, output)

@@ -213,7 +213,6 @@ class LayerPlanner:
     """
 
     def __init__(self, names: Mapping[Slot, str], observed_by: ObservedBy) -> None:
-        # Under FSDP2 every dry run is a collective, so all processes must do the same ones, whatever their batches.
         self.sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
         self._names, self._observed_by = names, observed_by
         self.patterns: dict[Hashable, CallPattern] = {}
@@ -294,18 +293,18 @@ class LayerPlanner:
         for layer in module.modules():
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
                 refuse_coupling(layer)
-        others, fixed = [] if self.sharded else batch.other_candidates, batch.of_no_sample
+        others, fixed = batch.other_candidates, batch.of_no_sample
         attempts = [fixed, *[fixed | {i} for i in others], *([fixed.union(others)] if others else [])]
         batches = [replace(batch, whole=whole) for whole in attempts]
         failure: UnsupportedGradientError | None = None
         for one in batches:
             try:
-                if self._unexpected < 2:
+                if self._unexpected < 2 or self.sharded:
                     return self._dry_runs(module, one)
             except UnsupportedGradientError as error:
                 failure = failure or error
         reason = str(failure) if failure else "different layers run in each step."
-        for one in batches if not self.sharded else []:
+        for one in batches if not self.sharded else []:  # in backward, all processes must pass through the same layers
             try:
                 pattern = self._outermost(module, one)
             except UnsupportedGradientError as error:
@@ -339,7 +338,7 @@ class LayerPlanner:
             if not plans or missing & plan.calls.keys():
                 plans.append(plan)
             missing -= plan.calls.keys()
-            if not missing or not run.draws or self.sharded:
+            if not missing or not run.draws:
                 break
         first = plans[0].of(module, 0)
         return CallPattern(module, batch.whole, plans, first.outputs if first else (), changes, draws, unowned=untold)

@@ -83,6 +83,7 @@ class OperationTrace(TorchFunctionMode):
         self.by_value = False
         self._paused = True
         self._made: dict[Node, int] = {}
+        self._passed_as: dict[tuple[Node, int], tuple[Node, int]] = {}
         self._of_all: dict[int, weakref.ref[Tensor]] = {}
         self._without_data: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._is_without_data = False
@@ -133,15 +134,16 @@ class OperationTrace(TorchFunctionMode):
             without = known is not None and known[0]() is value and known[1] == changes_of(value)
             self._is_without_data = self._is_without_data and without
         if kind is Tensor or kind is nn.Parameter:
-            node = value.grad_fn
+            node, place = value.grad_fn, value.output_nr
             if node is None:
                 is_trained = value.requires_grad or id(value) in self._trained
                 if not is_trained:  # a trained one is written into by each step of an optimizer
                     self.numbers.append(changes_of(value))
                 return is_trained
+            node, place = self._passed_as.get((node, place), (node, place))
             since = len(self.events) - self._made.get(node, len(self.events))
             own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
-            return since, value.output_nr, type(node) if own else None
+            return since, place, type(node) if own else None
         if kind is int or kind is float:
             self.numbers.append(value)
             return kind
@@ -171,6 +173,12 @@ class OperationTrace(TorchFunctionMode):
             if isinstance(value, Tensor) and (node := value.grad_fn) is not None:
                 self._made[node] = len(self.events)
 
+    def passes(self, given: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
+        """Record that ``changed`` stands for ``given``, without an operation of the model in between."""
+        for before, after in zip(given, changed, strict=False):
+            if before is not after and before.grad_fn is not None and after.grad_fn is not None:
+                self._passed_as[after.grad_fn, after.output_nr] = before.grad_fn, before.output_nr
+
     def starts(self, module: nn.Module, args: Sequence[Any]) -> None:
         """Record that a module starts."""
         kind = type(module)
@@ -181,6 +189,7 @@ class OperationTrace(TorchFunctionMode):
     def ends(self, outputs: Sequence[Tensor]) -> None:
         """Record the outputs of the outermost module."""
         self.events.append(("ends", *[self._form(tensor) for tensor in outputs]))
+        self._passed_as.clear()
         self._made.clear()  # nodes would keep the graph alive
 
     def resume(self) -> None:

@@ -47,8 +47,6 @@ def rehearse(tracker: CallTracker, call: OuterCall) -> None:
     Raises:
         UnsupportedGradientError: If its per-sample gradients are not the gradients of the samples alone.
     """
-    if tracker.planner.sharded:
-        return  # a second run would be a collective
     try:
         with full_float32():
             _try(tracker, call)
@@ -72,12 +70,12 @@ def _try(tracker: CallTracker, call: OuterCall) -> None:
             followed = f"gradguard could not follow the module: its trial run of some samples ended in {name}"
             refused = isinstance(error, UnsupportedGradientError)
             words = str(error) if refused else own_failure(error) or followed
-            if not pattern.looped:
+            if not pattern.looped and not tracker.planner.sharded:
                 tracker.planner.run_one_by_one(pattern, call.batch, words)
                 pattern.sizes.clear()
                 _try(tracker, call)
                 return
-            if words not in pattern.reason:
+            if pattern.looped and words not in pattern.reason:
                 words = f"{pattern.reason} Nor can samples be run one by one: {words}"
             raise UnsupportedGradientError(words) from error
 

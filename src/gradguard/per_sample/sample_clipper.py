@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.distributed.engines.megatron import refuse_parts
 from gradguard.distributed.groups import all_reduce_sum, process_group_of, rank_and_size, stop_synchronizing, unwrapped
 from gradguard.distributed.placements import shard_like
+from gradguard.distributed.together import Place
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import refuse_other_scaler
@@ -198,9 +199,10 @@ class PerSampleGradientClipper:
                 loss_reduction,
                 rehearse if check else None,
                 self._loss_check,
+                self._group,
             )
             attached.callback(self._tracker.remove)
-            if check and not self._tracker.planner.sharded:
+            if check:
                 self._tracker.witness = Witness(weakref.WeakMethod(self._second_opinion))
             attached.callback(watch_steps_and_scalers(self))
             attached.callback(self._accumulation.free)
@@ -403,10 +405,22 @@ class PerSampleGradientClipper:
 
     def _completed(self) -> MiniBatch:
         """Return the mini-batch of the last backward, after checking its gradients and that it fits this step."""
-        mini_batch = self._tracker.collector.completed()
-        refuse_other_scaler(mini_batch.task, self._scaler)
-        if mini_batch.finished is None:  # otherwise `per_sample_gradients` has verified it already
-            self._verify(mini_batch)
+        waiting = self._tracker.collector.mini_batch
+        if waiting is None or waiting.finished is None:  # otherwise `per_sample_gradients` has verified it already
+            try:
+                with self._tracker.together.at(Place.CLIP) as decide:
+                    mini_batch = self._tracker.collector.completed()
+                    refuse_other_scaler(mini_batch.task, self._scaler)
+                    conclusive = self._verify(mini_batch, decide)
+            except UnsupportedGradientError:
+                if self._tracker.planner.sharded:  # processes take the same mini-batches
+                    self.discard()
+                self._tracker.collector.discard()
+                self._tracker.planner.forget()
+                raise
+            self._tracker.verified(conclusive)
+        else:
+            mini_batch = self._tracker.collector.completed()
         if self._accumulation.batch_size is None:
             self._prepare()
         elif set(self._names) != self._tracker.trained:
@@ -614,7 +628,9 @@ class PerSampleGradientClipper:
         calls = list(self._tracker.last_calls.values())
         if not calls:
             raise InvalidValueError("verify() needs a batch: call the module once, with gradients enabled, first.")
-        found = [compare(self._tracker, call, range(min(samples, call.batch_size))) for call in calls]
+        with self._tracker.together.at(Place.VERIFY) as decide:
+            decide(True)
+            found = [compare(self._tracker, call, range(min(samples, call.batch_size))) for call in calls]
         if None in found:
             raise InvalidValueError("verify() found no tensor that requires grad in what the module returns.")
         return max(comparison.largest for comparison in found if comparison is not None)
@@ -669,30 +685,34 @@ class PerSampleGradientClipper:
             contribution.room = self._accumulation.room(name)
             self._accumulation.add(name, contribution.weighted_sum(own, bad))
 
-    def _verify(self, mini_batch: MiniBatch) -> None:
-        """Compare the gradients with the plain ones of the same backward, and a witnessed sample with itself alone."""
-        conclusive = True
-        if mini_batch.batch_size > 0:
+    def _verify(self, mini_batch: MiniBatch, decide: Callable[[bool], None]) -> bool:
+        """Compare the gradients with the plain ones of the same backward, and a witnessed sample with itself alone.
+
+        Args:
+            mini_batch: The mini-batch.
+            decide: Called with whether samples run again, before they do.
+
+        Returns:
+            Whether calls of the same kinds and batch sizes need no further verification.
+        """
+        if mini_batch.batch_size <= 0:
+            return True
+        self._tracker.refuse_hooks()
+        conclusive = self._loss_check.judge()
+        if (factors := self._loss_check.factors) is not None:
+            for call in (*mini_batch.loops, *mini_batch.witnessed):
+                call.shares = factors / len(factors)
+        device = self._device
+        with outside_autocast(device), full_float32():
+            mini_batch.finish(device)
+            decide(bool(mini_batch.witnessed or self._tracker.waits_for_carried_state))
             try:
-                self._tracker.refuse_hooks()
-                conclusive = self._loss_check.judge()
-                if (factors := self._loss_check.factors) is not None:
-                    for call in (*mini_batch.loops, *mini_batch.witnessed):
-                        call.shares = factors / len(factors)
-                device = self._device
-                with outside_autocast(device), full_float32():
-                    mini_batch.finish(device)
-                    try:
-                        self._tracker.witness.look(mini_batch)
-                        self._tracker.look_at_carried_state()
-                    except UnsupportedGradientError:
-                        self.discard()  # a difference drops the whole step
-                        raise
+                self._tracker.witness.look(mini_batch)
+                self._tracker.look_at_carried_state()
             except UnsupportedGradientError:
-                self._tracker.collector.discard()
-                self._tracker.planner.forget()
+                self.discard()  # a difference drops the whole step
                 raise
-        self._tracker.verified(conclusive)
+        return conclusive
 
     def _second_opinion(self, recorded: LoopedCall, sample: int) -> Comparison | None:
         """Run one sample alone and in its whole batch, in float64 where possible, and compare the gradients."""

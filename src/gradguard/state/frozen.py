@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.fully_sharded import GatheredLayers
 from gradguard.distributed.placements import local_part
 from gradguard.state.generators import States, restore_generators
 from gradguard.torch_private import buffer_slots
@@ -63,7 +62,6 @@ class Frozen:
         buffers = {id(b): b for _, _, b in self._slots if copies}.values()
         self._copies = [(b, b.detach().clone()) for b in buffers]
         self.generators = generators
-        self._gathered = [GatheredLayers(module) for module in modules] if attributes else []
         self._contents: dict[int, tuple[Any, list[Any]]] = {}
         self._empty: list[Any] = []
         waiting: list[Any] = [vars(one) for one in owners] if attributes else []
@@ -96,8 +94,6 @@ class Frozen:
         """Restore everything, in the same containers and buffers."""
         if self.generators is not None:
             restore_generators(self.generators)
-        for layers in self._gathered:  # first, because layers do not notice that their parameters are restored
-            layers.shard_again()
         for container in filter(None, self._empty):
             _refill(container, ())
         for container, before in self._contents.values():
