@@ -120,9 +120,6 @@ HEAVY += [
     (60 if i < 60 else 12 if i > 358 else 7 + 20 * math.exp(-i / 80)) * x
     for i, x in enumerate(log_normal(399, spread=1.0, seed=4))
 ]
-    (60 if i < 60 else 12 if i > 358 else 7 + 20 * math.exp(-i / 80)) * x
-    for i, x in enumerate(log_normal(399, spread=1.0, seed=4))
-]
 DEPTH = [10.0 ** (k - 9) for k in range(10)]
 FLAT_META = {"params": params()}
 TWO_LAYERS = {
