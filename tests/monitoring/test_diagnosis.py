@@ -115,6 +115,11 @@ GROWING = [x * {197: 2.6, 198: 6.0, 199: 10.0}.get(i, 1.0) for i, x in enumerate
 THROWN = falling(200, noise=0.0) + falling(200, start=1.9, end=0.5, noise=0.0)
 NAN_AT = 250
 LOST = {"loss": None, "norm": None, "nonfinite": 4}
+HEAVY = [10.0]
+HEAVY += [
+    (60 if i < 60 else 12 if i > 358 else 7 + 20 * math.exp(-i / 80)) * x
+    for i, x in enumerate(log_normal(399, spread=1.0, seed=4))
+]
 DEPTH = [10.0 ** (k - 9) for k in range(10)]
 FLAT_META = {"params": params()}
 TWO_LAYERS = {
@@ -540,6 +545,8 @@ CASES = {
         run([0.65, *flat(COUNT - 1, 1.6)], optimizer="AdamW", eps=1e-8,
             meta={"params": params(NAMES[:1])}, tensors=moving(lambda i: 4.0 + 2 * min(i, 60), 0.3, names=1)),
         "rate_too_high", "usual weight had 31.* times its first size"),
+    "weights that grow under a heavy-tailed loss whose first value is low by chance": (
+        run(HEAVY, meta={"params": params(NAMES[:1])}, tensors=lines([0.1], 0.01, grow=6.5)), "healthy", "well"),
     "weights that grow threefold under a loss that stands still half-way": (
         run([2.7 - 0.7 * min(1.0, i / 60) for i in range(COUNT)], optimizer="AdamW", eps=1e-8, meta=FLAT_META,
             tensors=lines(TENTH, 0.01, grow=3.2)),

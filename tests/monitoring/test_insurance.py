@@ -91,6 +91,13 @@ def test_a_loss_that_says_little_of_what_is_learned_leaves_insurance(loss):
     assert insurance(record(norms, "AdamW", loss)) > 1.2
 
 
+def test_a_loss_that_begins_low_by_chance_and_falls_from_third_to_third_learns():
+    norms = [60.0 if i % 90 == 60 else norm for i, norm in enumerate(noise())]
+    drawn = noise(level=lambda i: 3.0 if i < 133 else 0.8, seed=5)
+    assert insurance(record(norms, "AdamW", lambda i: 0.9 if i < 5 else drawn[i])) < 0.9
+    assert insurance(record(norms, "AdamW", lambda i: 0.5 if i < 5 else drawn[i])) > 1.2  # it ends above its start
+
+
 def test_uneven_norms_that_rise_have_none():
     draws = random.Random(1)
     norms = [(1 + i / 50) * math.exp(draws.gauss(0.0, 0.4)) for i in range(400)]

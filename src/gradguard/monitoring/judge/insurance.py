@@ -121,7 +121,7 @@ def _outliers(norms: Sequence[float]) -> set[int]:
 def _learns(record: Record) -> bool:
     """Return whether the loss falls, stays near its best, and is still above a tenth of its start."""
     curve = signals_of(record).curve
-    if not curve.has_fallen:
+    if not (curve.has_fallen or curve.has_fallen_by_thirds):
         return False
     since = curve.levels[curve.levels.index(curve.best) :]
     return not curve.is_positive or (max(since) < CAME_BACK * curve.best and curve.final >= LEFT * curve.start)

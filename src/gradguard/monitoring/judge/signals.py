@@ -104,6 +104,16 @@ class Curve:
         return self.start - self.final > max(self.error + 0.6 * self.noise, 0.02 * abs(self.start))
 
     @property
+    def has_fallen_by_thirds(self) -> bool:
+        """True if the last third of the run lies below its start, and below the first third by more than chance.
+
+        Under heavy-tailed noise this tells more than the start, which is the level of a few losses.
+        """
+        third = len(self.levels) // 3
+        first, last = statistics.median(self.levels[:third]), statistics.median(self.levels[-third:])
+        return last < self.start and first - last > self.error
+
+    @property
     def stands_still(self) -> bool:
         """True if the loss is where it began, and its levels after the first tenth differ only by chance."""
         levels = self.levels[len(self.levels) // 10 :]

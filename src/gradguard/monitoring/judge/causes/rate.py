@@ -161,7 +161,7 @@ def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Return evidence if weights grew far, but the loss did not fall or is stuck half-way."""
     grown = median(signals.growths()) or 1.0
     stuck = curve.fallen < HARDLY and signals.is_stuck and not curve.is_falling and _times_thrown(signals, -1) > 0
-    if grown < GROWN or (curve.fallen > 0.1 and not stuck):
+    if grown < GROWN or ((curve.fallen > 0.1 or curve.has_fallen_by_thirds) and not stuck):
         return None
     return signals.seen(
         f"Weights grew to {number(grown)} times their initial size, but the loss has hardly fallen for it."
