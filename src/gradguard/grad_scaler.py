@@ -101,7 +101,7 @@ def listen_to_scale(
 
 
 def notice_scaled_losses() -> Callable[[], None]:
-    """Record from now on which backward starts from a loss that a GradScaler scaled, for `refuse_other_scaler`.
+    """Record from now on which backward starts from a loss that a GradScaler scaled, for `scale_of_backward`.
 
     Returns:
         A function that ends the recording; further calls do nothing.
@@ -109,18 +109,39 @@ def notice_scaled_losses() -> Callable[[], None]:
     return _scales.use()
 
 
-def refuse_other_scaler(task: int, scaler: Any) -> None:
-    """Check that the loss of backward number ``task`` was scaled by ``scaler`` or by no GradScaler.
+def scale_of_backward(task: int, scaler: Any) -> Tensor | None:
+    """Return the scale by which ``scaler`` multiplied the loss of backward number ``task``; None if it is not known.
+
+    The scaler may have been updated since that backward, for example after the step of another optimizer.
+
+    Args:
+        task: The number of the backward.
+        scaler: The scaler of the loss, or None.
+
+    Returns:
+        A copy of the scale, 0-dim, made in the backward; None without an enabled scaler, or for a scaler whose class
+        has a ``scale`` of its own.
 
     Raises:
-        InvalidValueError: If another GradScaler scaled it.
+        InvalidValueError: If another GradScaler scaled the loss, or if ``scaler`` did not.
     """
-    known = _scaled_by.get(task)
-    if known is not None and known != id(scaler):
+    by, scale = _scaled_by.get(task, (None, None))
+    if by is not None and by != id(scaler):
         raise InvalidValueError(
             "a GradScaler scaled the loss, so every per-sample gradient is too large by the same factor. Pass the "
             "scaler to the clipper: PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
         )
+    if by is None and _is_noticed(scaler) and scaler.is_enabled():
+        raise InvalidValueError(
+            "the clipper's GradScaler did not scale the loss of this backward, so every per-sample gradient would be "
+            "too small by its scale. Call scaler.scale(loss).backward(), or make the clipper without scaler=. Nothing "
+            "was clipped."
+        )
+    return scale
+
+
+def _is_noticed(scaler: Any) -> bool:
+    return isinstance(scaler, torch.amp.GradScaler) and type(scaler).scale is torch.amp.GradScaler.scale
 
 
 # The replaced methods of GradScaler.
@@ -130,7 +151,8 @@ _Pair = tuple[Callable[[], StepListener | None], Callable[[], StepListener | Non
 
 _of_scale: list[tuple[Callable[[Any, Any], None], Callable[[Tensor | None, Tensor | None], None]]] = []
 _of_steps: dict[int | None, list[_Pair]] = {}  # by the id of a live optimizer; None holds listeners to all optimizers
-_scaled_by: "OrderedDict[int, int]" = OrderedDict()  # number of a recent backward -> id of the scaler of its loss
+_scaled_by: "OrderedDict[int, tuple[int, Tensor | None]]" = OrderedDict()
+"""By the number of a recent backward: the id of the scaler of its loss, and the scale."""
 
 
 def _forget(key: int | None, pair: _Pair) -> None:
@@ -171,7 +193,7 @@ def _scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
     if scaler.is_enabled():
         for tensor in tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(functools.partial(_note_backward, id(scaler)))
+                tensor.register_hook(functools.partial(_note_backward, id(scaler), _scale_of(scaler)))
     return scaled
 
 
@@ -189,9 +211,9 @@ def _scale_of(scaler: Any) -> Tensor | None:
     return scale.detach().clone() if isinstance(scale, Tensor) else None
 
 
-def _note_backward(scaler: int, grad: Tensor) -> None:
+def _note_backward(scaler: int, scale: Tensor | None, grad: Tensor) -> None:
     del grad
-    _scaled_by[current_graph_task()] = scaler
+    _scaled_by[current_graph_task()] = scaler, scale
     while len(_scaled_by) > _REMEMBERED_BACKWARDS:
         _scaled_by.popitem(last=False)
 

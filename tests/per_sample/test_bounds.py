@@ -1,5 +1,7 @@
 """The bound holds in the arithmetic used: every dtype, huge and tiny, NaN, autocast with a scaler; and its memory."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -263,6 +265,44 @@ def test_a_scaler_that_the_clipper_does_not_know(mode):
         clipper.clip_and_accumulate()
         clipper.pre_step()
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("part", ["whole", "half"])
+def test_a_loss_that_the_scaler_did_not_scale(part):
+    made = build("linear 3-D", torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    clipper = PerSampleGradientClipper(made.model, FlatNormClipper(1.0), scaler=scaler)
+    for step in range(2):  # the first is right
+        losses = made.losses(made.inputs)
+        half = losses.mean() / 2
+        scaled = scaler.scale(half) + (half if step and part == "half" else scaler.scale(half))
+        if step and part == "whole":
+            scaled = half + half
+        with contextlib.nullcontext() if step == 0 else pytest.raises(GradguardError, match="scale"):
+            scaled.backward()
+            clipper.clip_and_accumulate()
+    clipper._tracker.collector.discard()
+    assert clipper.pre_step().batch_size == B
+
+
+def test_a_scaler_that_is_updated_between_backward_and_the_step():
+    made = build("linear 3-D", torch.float64)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    clipper = PerSampleGradientClipper(made.model, FlatNormClipper(0.1), scaler=scaler)
+    other = torch.nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=1.0) for module in (made.model, other)]
+    gradients, before = oracle("linear 3-D"), {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    scaler.scale(made.losses(made.inputs).mean()).backward()
+    for clips in (False, True):
+        scaler.scale(other(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizers[1])
+        scaler.update()  # before the clip, and after it
+        if not clips:
+            clipper.clip_and_accumulate()
+    clipper.pre_step()
+    scaler.step(optimizers[0])
+    moved = {name: before[name] - p.detach() for name, p in made.model.named_parameters()}
+    assert error(moved, total(clip_samples(gradients, 0.1), "mean")) < 1e-10
 
 
 class LargestTensor(TorchDispatchMode):

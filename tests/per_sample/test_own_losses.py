@@ -1,7 +1,10 @@
 """Each sample's loss from its own rows alone: exact for any function; what reaches other samples is refused."""
 
+import contextlib
 import copy
+import fractions
 import functools
+import types
 
 import pytest
 import torch
@@ -144,6 +147,57 @@ def test_what_reaches_other_samples_is_refused(name, first):
     arguments, words = OF_OTHERS[name]
     with pytest.raises(UnsupportedGradientError, match=words):
         clipper.per_sample_losses(*arguments(model(X))).mean().backward()
+
+
+class Weighted:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, o, y):
+        return self.weight * F.mse_loss(o, y)
+
+
+SETTINGS = types.SimpleNamespace(weight=1.0)
+
+
+def of_settings(weight):
+    SETTINGS.weight = weight
+    return lambda o, y: SETTINGS.weight * F.mse_loss(o, y)
+
+
+def of_flag(weight):
+    def loss(o, y, is_large=weight > 1):
+        return F.mse_loss(o, y) * (2 if is_large else 1)
+
+    return loss
+
+
+def of_word(weight):
+    word = "large" if weight > 1 else "small"
+    return lambda o, y: F.mse_loss(o, y) * (2 if word == "large" else 1)
+
+
+BOUND = {
+    "a number": lambda weight: lambda o, y: weight * F.mse_loss(o, y),
+    "a fraction": lambda weight: lambda o, y, w=fractions.Fraction(weight): float(w) * F.mse_loss(o, y),
+    "a tuple": lambda weight: lambda o, y, w=(weight,): w[0] * F.mse_loss(o, y),
+    "an object that is called": Weighted,
+    "settings": of_settings,
+    "a flag": of_flag,
+    "a word": of_word,
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_what_code_takes_from_outside_must_not_change(name):
+    torch.manual_seed(0)
+    model = network()
+    clipper = clipper_of(model)
+    for weight in (1.0, 1.0, 2.0):
+        loss_fn = BOUND[name](weight)
+        with contextlib.nullcontext() if weight == 1 else pytest.raises(UnsupportedGradientError, match="has changed"):
+            clipper.per_sample_losses(loss_fn, model(X), Y).mean().backward()
+            clipper.clip_and_accumulate()
 
 
 MISTAKES = {

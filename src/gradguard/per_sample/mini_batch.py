@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.listeners import changes_on_the_way
-from gradguard.per_sample.call_arguments import Gradients, Skeleton
+from gradguard.per_sample.call_arguments import Gradients, Skeleton, Versions, versions_of, written
 from gradguard.per_sample.contributions import (
     Contribution,
     Contributions,
@@ -124,6 +124,7 @@ class MiniBatch:
         compared: Calls that were compared, with the message for a gradient that reaches them later.
         reached: Calls whose parameters have received a plain gradient.
         tapped: Calls whose outputs have received a gradient.
+        read_later: Inputs that contributions read after the backward, with their versions in it.
         finished: One contribution for each parameter, after `finish`.
     """
 
@@ -141,6 +142,7 @@ class MiniBatch:
     compared: dict[Leaves, str] = field(default_factory=dict)
     reached: list[Leaves] = field(default_factory=list)
     tapped: set[Leaves] = field(default_factory=set)
+    read_later: Versions = field(default_factory=list)
     finished: Contributions | None = None
 
     def expect(self, batch_size: int, layer: nn.Module) -> None:
@@ -185,10 +187,19 @@ class MiniBatch:
         """Return one contribution for each parameter that was used.
 
         Raises:
-            UnsupportedGradientError: If a gradient reached parameters of a call whose outputs got none, or if the
-                samples' gradients of a call do not add up to its plain gradients.
+            UnsupportedGradientError: If a gradient reached parameters of a call whose outputs got none, if the
+                samples' gradients of a call do not add up to its plain gradients, or if an input was written in place
+                since the backward.
         """
         if self.finished is None:
+            if written(self.read_later):
+                raise UnsupportedGradientError(
+                    "a tensor that a layer got as its input was written in place between backward and "
+                    "clip_and_accumulate(), which still reads it: for example a buffer into which the next batch was "
+                    "copied. Clip first, or copy the next batch into another tensor. Nothing of this mini-batch was "
+                    "clipped."
+                )
+            self.read_later.clear()
             for leaves in self.reached:
                 if leaves not in self.tapped and any(bool(gradient.any()) for gradient in leaves.plain.values()):
                     raise UnsupportedGradientError(
@@ -294,11 +305,14 @@ class GradientCollector:
                     f"{sorted(layer.names)} are trained. Is the weight computed by an old-style hook (weight_norm, "
                     "spectral_norm, prune)? Use torch.nn.utils.parametrizations in its place."
                 )
-            added, sizes = dict[str, Contribution](), list[Tensor]()
+            added, sizes, reads = dict[str, Contribution](), list[Tensor](), False
             for name, contribution in contributions.items():
                 held = added[layer.names[name]] = mini_batch.add(layer.names[name], contribution, device)
+                reads = reads or not isinstance(held, Materialized)
                 if layer.leaves is not None:  # a recomputed contribution is measured as it is stored, not once more
                     sizes.append(magnitude(held if isinstance(contribution, Recomputed) else contribution))
+            if reads:
+                mini_batch.read_later += versions_of(saved)
             if layer.leaves is not None:
                 floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
                 size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()
@@ -330,6 +344,7 @@ class GradientCollector:
         """
         mini_batch = self._reached(fallback, task)
         fallback.saved, fallback.grads = saved, list(grads)
+        mini_batch.read_later += versions_of(saved)
         mini_batch.fallbacks.append(fallback)
 
     def receive_loop(self, loop: LoopedCall, saved: Sequence[Tensor], grads: Gradients, task: int) -> None:

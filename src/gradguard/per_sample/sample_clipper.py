@@ -19,7 +19,7 @@ from gradguard.distributed.placements import shard_like
 from gradguard.distributed.together import Place
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.grad_scaler import refuse_other_scaler
+from gradguard.grad_scaler import scale_of_backward
 from gradguard.listeners import ClipEvent, announce, is_heard, tell
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.per_sample.call_arguments import tensor_leaves
@@ -121,7 +121,6 @@ class PerSampleGradientClipper:
 
     Attributes:
         statistics: `PerSampleStatistics` of the last mini-batch; not private.
-        loss_reduction: The argument of the same name.
         loss_divisor: The number by which a trainer divides each loss; set by an adapter that undoes the division in
             backward.
         step_advice: The call to make, quoted in the error of an optimizer step that comes before the clipped
@@ -182,7 +181,7 @@ class PerSampleGradientClipper:
             attached.callback(stop_synchronizing(module))
             module = unwrapped(module)
             self.module, self.norm_clipper = module, norm_clipper
-            self.loss_reduction, self._mode, self._scaler = loss_reduction, mode, scaler
+            self._loss_reduction, self._mode, self._scaler = loss_reduction, mode, scaler
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
             own = weakref.ref(self)  # a strong reference would be a cycle, and a dropped clipper would not be freed
@@ -208,6 +207,11 @@ class PerSampleGradientClipper:
             attached.callback(self._accumulation.free)
             self._prepare()
             self._attached = attached.pop_all()
+
+    @property
+    def loss_reduction(self) -> str:
+        """The argument of the same name. It cannot be set: make a new clipper for another reduction."""
+        return self._loss_reduction
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -410,7 +414,7 @@ class PerSampleGradientClipper:
             try:
                 with self._tracker.together.at(Place.CLIP) as decide:
                     mini_batch = self._tracker.collector.completed()
-                    refuse_other_scaler(mini_batch.task, self._scaler)
+                    self._loss_scale = self._scale_of(mini_batch)
                     conclusive = self._verify(mini_batch, decide)
             except UnsupportedGradientError:
                 if self._tracker.planner.sharded:  # processes take the same mini-batches
@@ -743,7 +747,6 @@ class PerSampleGradientClipper:
 
     def _sample_scale(self, size: int) -> Tensor | float:
         """Return the factor that turns backward's gradients into the gradients of each sample's own loss."""
-        self._loss_scale = self._scaler_scale()
         if self.loss_reduction != "token_mean":
             return (1 if self._adds_up else size) / self._loss_scale
         factors = self._loss_check.factors
@@ -761,12 +764,12 @@ class PerSampleGradientClipper:
         """Return the sums divided by the number of samples, and that number; all processes add up in one all-reduce."""
         size = self._accumulation.batch_size or 0
         if self._group is None:
-            return self._take(self._loss_scale / self._divisor(size)), size
+            return self._take(self._scaler_scale() / self._divisor(size)), size
         taken = self._take(1.0)
         count = torch.tensor([float(size)], dtype=torch.float64, device=self._device)
         all_reduce_sum([*taken.values(), count], self._group)
         size = int(count)
-        factor = self._loss_scale / self._divisor(size)
+        factor = self._scaler_scale() / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size
 
     @property
@@ -806,7 +809,12 @@ class PerSampleGradientClipper:
     def _bound(self) -> float:
         return math.sqrt(math.fsum(c * c for c in self.norm_clipper.thresholds))
 
+    def _scale_of(self, mini_batch: MiniBatch) -> Tensor | float:
+        """Return the scale by which the scaler multiplied the loss of a mini-batch; 1.0 without a scaler."""
+        scale = scale_of_backward(mini_batch.task, self._scaler)
+        return self._scaler_scale() if scale is None else scale.double()
+
     def _scaler_scale(self) -> Tensor | float:
-        """Return the scale of the scaler as a tensor on its device, without a host sync; 1.0 without a scaler."""
+        """Return the scaler's present scale as a tensor on its device, without a host sync; 1.0 without a scaler."""
         scale = None if self._scaler is None or not self._scaler.is_enabled() else loss_scale_of(self._scaler)
         return 1.0 if scale is None else scale.double()

@@ -293,6 +293,6 @@ def _shown(values: Values) -> str:
 PADDED = (
     "the mean counts padding up to a length that changes from batch to batch, so every sample's part depends on the "
     "longest sample. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length. If "
-    "nothing is padded, a number in the loss has changed, such as mixup's: write clipper.constant(number) where the "
-    "number stands in the loss"
+    "nothing is padded, a number in the loss has changed: if it is yours and not computed from samples, write "
+    "clipper.constant(number) where it stands in the loss"
 )

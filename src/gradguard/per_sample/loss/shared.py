@@ -9,6 +9,8 @@ declares it by ``clipper.constant``.
 import contextlib
 import functools
 import math
+import numbers
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -1003,6 +1005,12 @@ def _is_shared(
 _DEEPEST = 4
 """Depth of nested functions that are searched."""
 
+_CALLED = "__call__"
+"""The method of an object that is a function."""
+
+_LONGEST = 64
+"""The most items of a list or tuple that are read."""
+
 
 def bound_values(loss_fn: Any, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[Hashable, Tensor | float]]:
     """Yield the tensors and numbers that are bound to a function, each with its place.
@@ -1021,8 +1029,24 @@ def bound_values(loss_fn: Any, place: tuple[Hashable, ...] = ()) -> Iterator[tup
             yield from _numbers_in(module.forward, (*place, name))
     elif isinstance(loss_fn, FunctionType | MethodType):
         yield from _numbers_in(loss_fn, place)
-    elif isinstance(loss_fn, Tensor) or type(loss_fn) in (int, float):
+    elif isinstance(loss_fn, Tensor):
         yield place, loss_fn
+    elif isinstance(call := getattr(type(loss_fn), _CALLED, None), FunctionType):
+        yield from _numbers_in(MethodType(call, loss_fn), place)
+    elif isinstance(loss_fn, tuple | list) and len(loss_fn) <= _LONGEST:
+        for i, leaf in enumerate(loss_fn):
+            yield from bound_values(leaf, (*place, i))
+    elif (plain := _as_number(loss_fn)) is not None:
+        yield place, plain
+
+
+def _as_number(value: Any) -> float | None:
+    """Return a number that differs where a plain value differs; None for a value that is not plain."""
+    if type(value) in (int, float):
+        return value
+    if isinstance(value, numbers.Real) or type(value).__name__ in ("bool", "bool_"):
+        return float(value)
+    return float(zlib.crc32(value.encode())) if isinstance(value, str) else None
 
 
 def _numbers_in(code: Any, place: tuple[Hashable, ...]) -> Iterator[tuple[Hashable, float]]:
@@ -1031,12 +1055,17 @@ def _numbers_in(code: Any, place: tuple[Hashable, ...]) -> Iterator[tuple[Hashab
     if not isinstance(function, FunctionType) or (function.__module__ or "").startswith("torch.nn.functional"):
         return
     named = {**function.__globals__, **getattr(getattr(code, "__self__", None), "__dict__", {})}
-    taken = {name: named[name] for name in function.__code__.co_names if name in named}
+    taken = {name: named[name] for name in function.__code__.co_names if name in named and name != "training"}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # the cell is still empty
             taken[name] = cell.cell_contents
     taken |= {str(i): value for i, value in enumerate(function.__defaults__ or ())}
-    for name, value in (taken | (function.__kwdefaults__ or {})).items():
+    taken |= function.__kwdefaults__ or {}
+    for name, value in list(taken.items()):  # `settings.weight`: the code names the object, and its attribute
+        if not callable(value) or isinstance(value, type):
+            read = [one for one in function.__code__.co_names if one in getattr(value, "__dict__", {})]
+            taken |= {f"{name}.{one}": getattr(value, one) for one in read if not callable(getattr(value, one))}
+    for name, value in taken.items():
         if len(place) < _DEEPEST:
             found = bound_values(value, (*place, function.__code__, name))
             yield from ((where, one) for where, one in found if not isinstance(one, Tensor))

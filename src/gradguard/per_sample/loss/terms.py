@@ -45,6 +45,10 @@ from gradguard.per_sample.loss.readings import Reading, readings, same_shares
 from gradguard.per_sample.loss.rows import LossTerm, Owner, SampleRows
 from gradguard.per_sample.loss.separation import Outputs
 
+_UNSCALED = (
+    "a part of it is not multiplied by the scale of the GradScaler, {:g}: add up all parts before scaler.scale(loss)"
+)
+
 NO_PART = "the loss does not depend on the module's outputs"
 """The reason given for a loss that is computed from something else."""
 
@@ -118,6 +122,17 @@ class LossParts:
     repeated: frozenset[int] = frozenset()
 
 
+def _refuse_unscaled(found_paths: Sequence[Path], scale: float) -> None:
+    """Check that a GradScaler's scale, which is above 1, multiplies each part of the loss.
+
+    Raises:
+        Coupled: If it does not.
+    """
+    for path in found_paths if scale > 1 else ():
+        if not any(math.isclose(one.value, scale, rel_tol=1e-6) for one in path.constants):
+            raise Coupled(_UNSCALED.format(scale))
+
+
 def loss_parts(
     roots: Sequence[Root],
     outputs: Outputs,
@@ -148,6 +163,7 @@ def loss_parts(
     outputs.constant_sizes = constant_sizes
     try:
         found_paths = list(paths(roots, outputs.depends, outputs.values, declared))
+        _refuse_unscaled(found_paths, scale)
         owners = known.owners if known else [None] * len(found_paths)
         ends = [_rows(path, outputs, owner) for path, owner in zip(found_paths, owners, strict=True)]
         if declared:
