@@ -13,6 +13,7 @@ samples. Only outputs are compared here; the two samples above have shown whethe
 A module that cannot be followed layer by layer is rehearsed again sample by sample. If that fails too, it is refused.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -425,22 +426,23 @@ class _RehearsedPair:
         Raises:
             UnsupportedGradientError: If the gradient of a sample is not finite.
         """
-        worst, shares, place = Comparison(0.0, "", 0.0), 0.0, 0
-        for own in alone:
+        worst, shares, places = Comparison(0.0, "", 0.0), 0.0, itertools.count()
+        for own in alone:  # not by `enumerate`, which holds one while the next one is computed
+            place = next(places)
             if not math.isfinite(own.whole):
                 raise UnsupportedGradientError(
                     f"the gradient of sample {loop.order[place]} alone is not finite, though its inputs are, so the "
                     f"clipper cannot verify that samples are separate. {_NOT_FINITE}"
                 )
+            expected = own
             for at in (0, len(loop.order) - 1) if repeated and not place else (place,):
-                expected, scale = own, loop.scales[at]
+                scale = loop.scales[at]
                 if shared:
                     share = own.share_in(found, at) * scale
                     shares += share
                     expected = SampleGradient({name: gradient * share for name, gradient in own.parts.items()})
                 worst = max(worst, expected.compare(found, at, self.precision, scale), key=lambda c: c.excess)
-            place += 1
-            del own, expected  # as large as the model: the next sample's take their memory
+            del own, expected
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst

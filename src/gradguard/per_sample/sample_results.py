@@ -13,7 +13,6 @@ from gradguard.per_sample.contributions import joint_norm, with_parts_of
 from gradguard.tensors.layout import HALVES
 from gradguard.torch_private import is_alone
 
-
 _LARGE, _BESIDE_ACTIVATIONS = 1 << 20, 4
 """Bytes from which the memory of a sum is used again, and how many times the activations all such sums must take."""
 
