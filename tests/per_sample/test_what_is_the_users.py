@@ -297,3 +297,33 @@ def test_no_memory_is_kept_where_activations_are_large():
         assert gradient() is None  # the tensor itself is the user's, and only its memory is kept
         freed.append(clipper._accumulation.room("weight") is None)
     assert freed == [False, True]
+
+
+class RootOfWeights(nn.Module):
+    """Has no finite gradient where a weight is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.weight = nn.Linear(3, 2), nn.Parameter(torch.tensor([0.0, 1.0]))
+
+    def forward(self, x):
+        return self.linear(x) + self.weight.abs().sqrt() * x[:, :1]
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_hooks_as_they_were():
+    """The error is held, as a notebook holds it, and the next step counts."""
+    torch.manual_seed(0)
+    model, twin = RootOfWeights(), RootOfWeights()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    inputs = torch.randn(4, 3)
+    with pytest.raises(UnsupportedGradientError, match="alone is not finite, though its inputs are") as held:
+        model(inputs)
+    with torch.no_grad():
+        model.weight.fill_(0.25)
+    twin.load_state_dict(model.state_dict())
+    for each in (model, twin):
+        each(inputs).square().sum(1).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    assert "Nothing was clipped" in str(held.value)
+    torch.testing.assert_close(model.weight.grad, twin.weight.grad)

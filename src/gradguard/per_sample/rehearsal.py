@@ -16,6 +16,7 @@ A module that cannot be followed layer by layer is rehearsed again sample by sam
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor, nn
@@ -274,8 +275,8 @@ class _RehearsedPair:
         if all(grad is None for grad in loop.grads):
             return None
         again = both_orders and bool(loop.draws.drawn)  # the repeated sample has drawn other random numbers
-        own = map(SampleGradient, loop.run(range(alone + again)))
-        return self._against(loop, found, own, repeated=both_orders and not again)
+        with closing(loop.run(range(alone + again))) as runs:  # an error would leave the clipper's hooks silent
+            return self._against(loop, found, map(SampleGradient, runs), repeated=both_orders and not again)
 
     def unowned(self) -> dict[int, str]:
         """Return the refusals of the gradients of outputs that no sample owns, by position of the output.
@@ -318,8 +319,8 @@ class _RehearsedPair:
 
         def compared(scaled: bool) -> Comparison:
             loop, found = self._run(one, scaled, number=True)
-            alone = map(SampleGradient, loop.run(range(len(self._samples))))
-            return self._against(loop, found, alone, shared=self._reduction == "token_mean")
+            with closing(loop.run(range(len(self._samples)))) as runs:
+                return self._against(loop, found, map(SampleGradient, runs), shared=self._reduction == "token_mean")
 
         try:
             scaled = compared(True)
