@@ -65,7 +65,7 @@ def test_weights_that_an_optimizer_changes_are_nothing_new(training):
     assert (each[0].count(2), each[0].count(3)) == (
         1,
         3,
-    )  # one dry run of each: that positions have no samples is guessed
+    )  # one dry run of each size: positions are guessed
 
 
 class InOneRow(nn.Module):
