@@ -142,7 +142,8 @@ class Accumulation:
         takes a fifth of the time of a step. The kept memory would raise the peak of a step whose activations are
         large, and is not kept there.
         """
-        held = [total for total in self._sums.values() if total.is_cpu and total.nbytes >= _LARGE]
+        large = [total for total in self._sums.values() if total.is_cpu and total.nbytes >= _LARGE]
+        held = [total for total in large if not total.is_inference()]  # nothing else may write to those
         if sum([total.nbytes for total in held]) < _BESIDE_ACTIVATIONS * self.activations:
             held = []
         kept = {id(total) for total in held}
