@@ -13,7 +13,6 @@ import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.capture import silent_taps, tap
 from gradguard.per_sample.rerun import frozen, undisturbed
-from gradguard.torch_private import is_alone
 
 
 def network() -> nn.Sequential:
@@ -273,12 +272,6 @@ def test_memory_of_gradients_is_used_again_only_where_nothing_else_refers_to_it(
         assert now is None or torch.equal(values_of(now), before)
     if hold is HELD["nothing"] and ways != "take":
         assert places[0] == places[1] == places[2]
-
-
-def test_memory_that_processes_share_is_not_alone():
-    tensor = torch.zeros(8).share_memory_()
-    assert is_alone(torch.zeros(8))
-    assert not is_alone(tensor)
 
 
 def test_no_memory_is_kept_where_activations_are_large():

@@ -1,13 +1,14 @@
 """Results of a clipper, and the sums over the mini-batches of a step."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidValueError, UnsupportedVersionError
 from gradguard.per_sample.clipping_rule import layer_of
 from gradguard.per_sample.contributions import joint_norm, with_parts_of
 from gradguard.tensors.layout import HALVES
@@ -129,7 +130,9 @@ class Accumulation:
         room = self._rooms.pop(name, None)
         if room is None or name in self._sums or room.untyped_storage().nbytes() != room.nbytes:
             return None
-        return room if is_alone(room) else None
+        with suppress(UnsupportedVersionError):  # a torch that cannot tell
+            return room if is_alone(room) else None
+        return None
 
     def free(self) -> None:
         """Free the memory of the last step's sums."""
