@@ -51,6 +51,7 @@ def without(monkeypatch, *names):
 # What asks for the names of each row. Torch loses those of a module or of a class; an object lacks them by itself.
 
 OF_TORCH = {
+    "is_alone": lambda file: file.is_alone(torch.zeros(8)),
     "are_operations_watched": lambda file: file.are_operations_watched(),
     "tree": lambda file: each_of_tree(file),
     "current_graph_task": lambda file: file.current_graph_task(),
@@ -238,6 +239,16 @@ def test_are_operations_watched():
 
 
 # Tensors and nested arguments.
+
+
+def test_is_alone():
+    tensor = torch.zeros(8)
+    assert torch_private.is_alone(tensor)
+    for held in (tensor[:2], tensor.numpy(), tensor.untyped_storage(), tensor.data):
+        assert not torch_private.is_alone(tensor), held
+    del held
+    assert torch_private.is_alone(tensor)
+    assert not torch_private.is_alone(tensor.share_memory_())
 
 
 def test_version_of():

@@ -62,6 +62,33 @@ def test_weights_that_an_optimizer_changes_are_nothing_new(training):
     assert alone == [2, 4, 8]
     assert all(sizes == [B] for i, sizes in enumerate(each, 1) if i not in (1, 2, 4, 8))
     assert each[0].count(1) < B + 2  # of the trial, one of the step, and the two before and after it
+    assert (each[0].count(2), each[0].count(3)) == (
+        1,
+        3,
+    )  # one dry run of each size: positions are guessed
+
+
+class InOneRow(nn.Module):
+    """Looks up the ids of all samples in one row, which look like positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(V, 8)
+
+    def forward(self, ids):
+        return self.table(ids.flatten()).view(*ids.shape, 8)
+
+
+@pytest.mark.parametrize("guess", [True, False])
+def test_a_wrong_guess_of_which_ids_belong_to_no_sample_costs_a_run_and_changes_nothing(guess):
+    torch.manual_seed(0)
+    model = Positions()
+    model.tokens = model.tokens if guess else InOneRow()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    Positions.runs.clear()
+    model(torch.randint(V, (B, T)))
+    assert Positions.runs.count(2) == (1 if guess else 3)
+    assert clipper.verify(samples=4) < 1e-5
 
 
 @pytest.mark.skipif(not native.status().in_use, reason="no compiled kernels here")

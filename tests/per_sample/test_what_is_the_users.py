@@ -1,6 +1,7 @@
 """What belongs to the user stays as it is, and what fails is told as what it is."""
 
 import collections
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -222,3 +223,100 @@ def test_a_backward_that_reads_the_graph_in_another_thread_brings_nothing(silent
     assert len(received) == (not silent)
     pull()
     assert len(received) == 2 - silent
+
+
+HELD = {
+    "nothing": lambda gradient: None,
+    "the gradient": lambda gradient: gradient,
+    "a view": lambda gradient: gradient[1:3],
+    "an array": lambda gradient: gradient.numpy(),
+    "a storage": lambda gradient: gradient.untyped_storage(),
+    "another tensor": lambda gradient: gradient.detach(),
+    "DLPack": lambda gradient: torch.utils.dlpack.to_dlpack(gradient),
+}
+
+
+def values_of(held):
+    if isinstance(held, torch.UntypedStorage):
+        return torch.empty(0).set_(held)
+    return torch.from_dlpack(held) if type(held).__name__ == "PyCapsule" else torch.as_tensor(held)
+
+
+@pytest.mark.parametrize("ways", ["one batch", "two batches", "take"])
+@pytest.mark.parametrize("hold", HELD.values(), ids=HELD)
+def test_memory_of_gradients_is_used_again_only_where_nothing_else_refers_to_it(hold, ways):
+    """Large weights and small batches: the next sums are written where the last gradients lay."""
+    torch.manual_seed(0)
+    model, twin = nn.Linear(512, 1024, bias=False), nn.Linear(512, 1024, bias=False)
+    twin.load_state_dict(model.state_dict())
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    places, held, kept = [], [], []
+    for _ in range(3):
+        model.zero_grad()
+        twin.zero_grad()
+        for _ in range(2 if ways == "two batches" else 1):
+            inputs = torch.randn(2, 512)
+            model(inputs).square().sum(1).mean().backward()
+            clipper.clip_and_accumulate()
+            (twin(inputs).square().sum(1).mean() / (2 if ways == "two batches" else 1)).backward()
+        gradient = clipper.take().sums[0] / 2 if ways == "take" else None
+        if gradient is None:
+            clipper.pre_step()
+            gradient = model.weight.grad
+        torch.testing.assert_close(gradient, twin.weight.grad)
+        places.append(gradient.data_ptr())
+        held.append(hold(gradient))
+        kept.append(None if held[-1] is None else values_of(hold(gradient)).clone())
+        del gradient
+    for now, before in zip(held, kept, strict=True):
+        assert now is None or torch.equal(values_of(now), before)
+    if hold is HELD["nothing"] and ways != "take":
+        assert places[0] == places[1] == places[2]
+
+
+def test_no_memory_is_kept_where_activations_are_large():
+    """What is kept between steps would raise the peak of the next one there."""
+    torch.manual_seed(0)
+    model = nn.Linear(512, 1024)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    freed = []
+    for size in (2, 512):
+        model.zero_grad()
+        model(torch.randn(size, 512)).square().sum(1).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        gradient = weakref.ref(model.weight.grad)
+        model.zero_grad()
+        assert gradient() is None  # the tensor itself is the user's, and only its memory is kept
+        freed.append(clipper._accumulation.room("weight") is None)
+    assert freed == [False, True]
+
+
+class RootOfWeights(nn.Module):
+    """Has no finite gradient where a weight is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.weight = nn.Linear(3, 2), nn.Parameter(torch.tensor([0.0, 1.0]))
+
+    def forward(self, x):
+        return self.linear(x) + self.weight.abs().sqrt() * x[:, :1]
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_hooks_as_they_were():
+    """The error is held, as a notebook holds it, and the next step counts."""
+    torch.manual_seed(0)
+    model, twin = RootOfWeights(), RootOfWeights()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    inputs = torch.randn(4, 3)
+    with pytest.raises(UnsupportedGradientError, match="alone is not finite, though its inputs are") as held:
+        model(inputs)
+    with torch.no_grad():
+        model.weight.fill_(0.25)
+    twin.load_state_dict(model.state_dict())
+    for each in (model, twin):
+        each(inputs).square().sum(1).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    assert "Nothing was clipped" in str(held.value)
+    torch.testing.assert_close(model.weight.grad, twin.weight.grad)

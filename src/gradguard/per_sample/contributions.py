@@ -343,12 +343,24 @@ class Outer(Contribution):
         With :math:`U = (\sum_t \lVert l_t\rVert\lVert r_t\rVert)^2` the relative error is a few times 1e-7 U / n².
         Squares of 16-bit products are raised by the largest possible truncation, so norms are never too small.
         """
-        grams = product(self.left, self.left.mT).mul_(product(self.right, self.right.mT))
-        squares = grams.sum((1, 2), dtype=torch.float64)
+        half = self.positions // 2 if self.left.is_cpu else 0
+        # A Gram matrix is symmetric: its upper right quarter is not computed.
+        grams = self._grams(half, self.positions)
+        squares, diagonal = grams.sum((1, 2), dtype=torch.float64), grams.diagonal(half, dim1=1, dim2=2)
+        if half:
+            squares += grams[:, :, :half].sum((1, 2), dtype=torch.float64)
+            grams = self._grams(0, half)
+            squares += grams.sum((1, 2), dtype=torch.float64)
+            diagonal = torch.cat([diagonal, grams.diagonal(dim1=1, dim2=2)], 1)
         if self.left.dtype in HALVES:
             squares *= 1 + _CUT_OFF * sum(self.shape)
-        self.uncancelled = torch.linalg.vector_norm(grams.diagonal(dim1=1, dim2=2), 0.5, dim=1, dtype=torch.float64)
+        self.uncancelled = torch.linalg.vector_norm(diagonal, 0.5, dim=1, dtype=torch.float64)
         return squares
+
+    def _grams(self, start: int, stop: int) -> Tensor:
+        """Return the product of both sides' inner products of positions ``start`` to ``stop`` with all before."""
+        left, right = (product(side[:, start:stop], side[:, :stop].mT) for side in (self.left, self.right))
+        return left.mul_(right)
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
         """Return the weighted sum, by one matrix product with the smaller side scaled."""

@@ -13,8 +13,10 @@ samples. Only outputs are compared here; the two samples above have shown whethe
 A module that cannot be followed layer by layer is rehearsed again sample by sample. If that fails too, it is refused.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor, nn
@@ -271,8 +273,8 @@ class _RehearsedPair:
         if all(grad is None for grad in loop.grads):
             return None
         again = both_orders and bool(loop.draws.drawn)  # the repeated sample has drawn other random numbers
-        own = map(SampleGradient, loop.run(range(alone + again)))
-        return self._against(loop, found, own, repeated=both_orders and not again)
+        with closing(loop.run(range(alone + again))) as runs:  # an error would leave the clipper's hooks silent
+            return self._against(loop, found, map(SampleGradient, runs), repeated=both_orders and not again)
 
     def unowned(self) -> dict[int, str]:
         """Return the refusals of the gradients of outputs that no sample owns, by position of the output.
@@ -315,8 +317,8 @@ class _RehearsedPair:
 
         def compared(scaled: bool) -> Comparison:
             loop, found = self._run(one, scaled, number=True)
-            alone = map(SampleGradient, loop.run(range(len(self._samples))))
-            return self._against(loop, found, alone, shared=self._reduction == "token_mean")
+            with closing(loop.run(range(len(self._samples)))) as runs:
+                return self._against(loop, found, map(SampleGradient, runs), shared=self._reduction == "token_mean")
 
         try:
             scaled = compared(True)
@@ -423,22 +425,23 @@ class _RehearsedPair:
         Raises:
             UnsupportedGradientError: If the gradient of a sample is not finite.
         """
-        worst, shares, place = Comparison(0.0, "", 0.0), 0.0, 0
-        for own in alone:
+        worst, shares, places = Comparison(0.0, "", 0.0), 0.0, itertools.count()
+        for own in alone:  # not by `enumerate`, which holds one while the next one is computed
+            place = next(places)
             if not math.isfinite(own.whole):
                 raise UnsupportedGradientError(
                     f"the gradient of sample {loop.order[place]} alone is not finite, though its inputs are, so the "
                     f"clipper cannot verify that samples are separate. {_NOT_FINITE}"
                 )
+            expected = own
             for at in (0, len(loop.order) - 1) if repeated and not place else (place,):
-                expected, scale = own, loop.scales[at]
+                scale = loop.scales[at]
                 if shared:
                     share = own.share_in(found, at) * scale
                     shares += share
                     expected = SampleGradient({name: gradient * share for name, gradient in own.parts.items()})
                 worst = max(worst, expected.compare(found, at, self.precision, scale), key=lambda c: c.excess)
-            place += 1
-            del own, expected  # as large as the model: the next sample's take their memory
+            del own, expected
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst

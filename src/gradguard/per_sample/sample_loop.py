@@ -7,7 +7,7 @@ the batch. It must return the same outputs as in the batch.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -164,7 +164,7 @@ class LoopedCall:
                 "Nothing was clipped."
             )
 
-    def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+    def run(self, samples: Sequence[int]) -> Generator[dict[str, Tensor], None, None]:
         """Run samples one after the other, and yield their gradients.
 
         Yields:

@@ -1,18 +1,18 @@
 """Results of a clipper, and the sums over the mini-batches of a step."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradguard.errors import InvalidValueError
+from gradguard.errors import InvalidValueError, UnsupportedVersionError
 from gradguard.per_sample.clipping_rule import layer_of
 from gradguard.per_sample.contributions import joint_norm, with_parts_of
 from gradguard.tensors.layout import HALVES
 from gradguard.torch_private import is_alone
-
 
 _LARGE, _BESIDE_ACTIVATIONS = 1 << 20, 4
 """Bytes from which the memory of a sum is used again, and how many times the activations all such sums must take."""
@@ -130,7 +130,9 @@ class Accumulation:
         room = self._rooms.pop(name, None)
         if room is None or name in self._sums or room.untyped_storage().nbytes() != room.nbytes:
             return None
-        return room if is_alone(room) else None
+        with suppress(UnsupportedVersionError):  # a torch that cannot tell
+            return room if is_alone(room) else None
+        return None
 
     def free(self) -> None:
         """Free the memory of the last step's sums."""
@@ -143,7 +145,8 @@ class Accumulation:
         takes a fifth of the time of a step. The kept memory would raise the peak of a step whose activations are
         large, and is not kept there.
         """
-        held = [total for total in self._sums.values() if total.is_cpu and total.nbytes >= _LARGE]
+        large = [total for total in self._sums.values() if total.is_cpu and total.nbytes >= _LARGE]
+        held = [total for total in large if not total.is_inference()]  # nothing else may write to those
         if sum([total.nbytes for total in held]) < _BESIDE_ACTIVATIONS * self.activations:
             held = []
         kept = {id(total) for total in held}

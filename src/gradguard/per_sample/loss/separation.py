@@ -20,10 +20,14 @@ from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.layers.call import Axes, BatchAxis, samples_first
 from gradguard.per_sample.loss.loss_graph import Dependence, Unreadable, Value, parents, walk
 from gradguard.state.generators import seeded_normal
+from gradguard.tensors.norms import total_norm
 from gradguard.torch_private import input_metadata_of, version_of
 
 _BITS = 3
 _BASE = 1 << _BITS
+
+_AT_ONCE = 1 << 18
+"""Number of elements of a gradient that are read at a time."""
 
 
 class Silent(Unreadable):
@@ -159,7 +163,7 @@ class Outputs:
         once = self._pull(value, cotangent)
         if not once:
             return None
-        are_finite = all(bool(gradient.isfinite().all()) for gradient in once.values())
+        are_finite = bool(total_norm([*once.values()]).isfinite())
         tells = are_finite and len(self._samples_in(once)) >= min(2, len(samples.unique()))
         self.conclusive = self.conclusive and tells  # samples that meet show only if two of them have a gradient
         for digit in range(self._digits):
@@ -258,8 +262,8 @@ class Outputs:
         """Return the samples whose outputs have a gradient."""
         size = self.batch_size
         reached = [
-            samples_first(_finite(gradient), self._outputs[at].axis, size).reshape(size, -1).any(1)
-            for at, gradient in pulled.items()
+            torch.cat([_finite(part).reshape(len(part), -1).any(1) for part in _in_parts(rows)])
+            for rows in (samples_first(gradient, self._outputs[at].axis, size) for at, gradient in pulled.items())
         ]
         return torch.stack(reached).any(0).nonzero().flatten().tolist() if reached else []
 
@@ -315,10 +319,12 @@ class Outputs:
         """Tell whether ``second`` is ``first`` times each sample's power of two, up to rounding shown by ``again``."""
         exact = first is again or torch.equal(_finite(first), _finite(again))
         first, second = (samples_first(g, axis, self.batch_size) for g in (first, second))
-        if torch.equal(second, first * self._powers(digit, first)):
+        powers = self._powers(digit, first)
+        parts = zip(_in_parts(first), _in_parts(second), _in_parts(powers, first), strict=True)
+        if all(torch.equal(after, before * power) for before, after, power in parts):
             return True
         first, second = _finite(first), _finite(second)
-        expected = first * self._powers(digit, first)
+        expected = first * powers
         limits = torch.finfo(first.dtype)
         bar = _BASE * 2.0**_BASE * limits.smallest_normal * limits.eps  # subnormal products are rounded
         if not exact:  # the kernel adds in an order that changes from run to run
@@ -358,6 +364,12 @@ def _power(samples: Tensor, digit: int) -> Tensor:
 def _along(values: Tensor, like: Tensor) -> Tensor:
     """Reshape one value for each sample so that it broadcasts to a tensor with the samples first."""
     return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _in_parts(values: Tensor, like: Tensor | None = None) -> Sequence[Tensor]:
+    """Return ``values`` cut into groups of samples, as many as fit the cache of tensors ``like`` them."""
+    like = values if like is None else like
+    return values.split(max(1, _AT_ONCE * len(like) // max(1, like.numel())))
 
 
 def _finite(values: Tensor) -> Tensor:
