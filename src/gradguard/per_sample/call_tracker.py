@@ -136,7 +136,7 @@ class CallTracker:
         self._quiet = False
         self.last_calls: dict[nn.Module, OuterCall] = {}
         self.planner = LayerPlanner(names, self._observed_by)
-        self.together = Together(module, group if self.planner.sharded else None, agrees=rehearse is not None)
+        self.together = Together(module, group if self.planner.sharded else None, rehearse is not None)
         self._shards = [*module.parameters()] if self.planner.sharded else []
         self._noted = False
         self._given_to_hooks: Arguments | None = None
@@ -199,7 +199,7 @@ class CallTracker:
         Raises:
             UnsupportedGradientError: If a parameter is gone, untied, tied to another, or was added.
         """
-        held = parameters_in([*self._module.modules()] if self._in_lockstep else self._state.modules)
+        held = parameters_in(self._state.modules)
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             found: dict[str, nn.Parameter] = {}
             for name, parameter in zip(self._names.values(), parameters_at(self._names), strict=True):
@@ -550,7 +550,7 @@ class CallTracker:
         autocast = autocast_of(Skeleton(arguments))
         uses_trained = self.planner.uses_trained(module)
         rehearse = self._rehearse if uses_trained else None
-        kind = module, signature(arguments, sizes=not self._in_lockstep), autocast
+        kind = module, signature(arguments), autocast
         pattern = self._rehearsed or self.planner.patterns.get((kind, state))
         fresh = pattern is None
         follows = not rehearsal and rehearse is not None
@@ -606,16 +606,8 @@ class CallTracker:
         number = self.witness.mini_batch
         return number & (number - 1) == 0 if pattern.looped else self.witness.is_due
 
-    @property
-    def _in_lockstep(self) -> bool:
-        """Whether processes must make the same plans at the same time, because they do not tell one another."""
-        return self.planner.sharded and not self.together.agrees
-
     def _look_at_state(self) -> int:
         """Check whether the model's state changed since the last call; return the number of its state."""
-        if self._in_lockstep:  # attributes may differ between processes
-            refuse_batch_norm(self._module)
-            return 0
         if self._rehearsed is not None and self._sound is not None:
             return self._sound
         state = self._state.look()
