@@ -1,7 +1,5 @@
 """Two processes, each with a part of the samples, fill `.grad` as one process does, or refuse together."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -366,7 +364,7 @@ def alone(way):
     for step in range(STEPS):
         total = [torch.zeros_like(p) for p in trained]
         for rank in range(2):
-            for x, mask in tokens_of(step, rank):
+            for x, _ in tokens_of(step, rank):
                 for i in range(len(x)):
                     loss = loss_of(model, x[i : i + 1], None)
                     grads = torch.autograd.grad(loss, trained)
@@ -392,3 +390,79 @@ def test_a_sharded_model_gives_what_samples_alone_give_checked_or_not(processes)
                     assert (g is None) is (expected is None), (way, step)
                     if g is not None and way != "dropout":
                         torch.testing.assert_close(g.double(), expected, **close, msg=f"{way} {step}")
+
+
+# Losses of sharded models
+
+
+def mix_rows(out, y):
+    return F.cross_entropy(out + 0.5 * out.roll(1, 0), y)
+
+
+def order_by_values(out, y):
+    order = out.detach().sum(1).argsort()
+    return F.cross_entropy(out[order], y[order])
+
+
+def through_a_function(out, y):
+    return F.cross_entropy(Normalizing.apply(out.roll(1, 0)), y)
+
+
+LOSSES = [mix_rows, order_by_values, through_a_function]
+
+
+def judge_losses(way):
+    found = []
+    for loss in LOSSES:
+        model = WAYS[way](Mixing("plain")) if way else Mixing("plain")
+        clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+        generator = torch.Generator().manual_seed(5)
+        try:
+            for _ in range(3):
+                x = torch.randn(6, 6, generator=generator)
+                loss(model(x), torch.arange(6) % 3).backward()
+                clipper.clip_and_accumulate()
+                clipper.pre_step()
+            found.append("accepted")
+        except UnsupportedGradientError as error:
+            found.append(str(error)[:80])
+        finally:
+            clipper.detach()
+    return found
+
+
+@pytest.mark.slow
+def test_losses_of_a_sharded_model_are_judged_as_those_of_a_whole_one(processes):
+    expected = judge_losses("")
+    for way in ("layers", "whole"):
+        for found in processes.run(judge_losses, way):
+            assert found == expected, way
+
+
+def train_with_two_calls(chained, way):
+    """The gradients of three steps with two calls each, of the same samples on every process."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model = WAYS[way](model) if way else model
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.2))
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(3):
+        x, other = torch.randn(2, 5, 6, generator=generator)
+        first = model(x)
+        second = model(first * 2 if chained else other)
+        (first.square().mean() + second.square().mean()).backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        found += [whole(p.grad).clone() for p in model.parameters()]
+    clipper.detach()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_sharded_model_may_be_called_twice(processes, chained):
+    expected = train_with_two_calls(chained, "")
+    for way in ("whole", "layers"):
+        for found in processes.run(train_with_two_calls, chained, way):
+            torch.testing.assert_close(found, expected)
