@@ -76,6 +76,10 @@ def test_two_processes_give_what_one_gives(processes):
 # Models sharded by fully_shard: those that mix samples
 
 
+HIDDEN = [True]
+MOST = [torch.tensor(1.0)]
+
+
 class Normalizing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h):
@@ -83,14 +87,11 @@ class Normalizing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return g / g.norm(dim=1, keepdim=True).clamp(min=1e-9) * 0.1
-
-
-MOST = [torch.tensor(1.0)]
+        return g / g.norm(dim=1, keepdim=True).clamp(min=1e-9) * 0.1 if HIDDEN[0] else g
 
 
 class Mixing(nn.Module):
-    """Mixes samples in one way, from step ``since`` on, where ``flag`` says so."""
+    """Mixes samples in one way, where ``flag`` and a global variable say so."""
 
     def __init__(self, kind):
         super().__init__()
@@ -116,6 +117,12 @@ class Mixing(nn.Module):
 
     def detached_mean(self, h, x):
         return h - h.mean(0).detach()
+
+    def hidden_mean(self, h, x):
+        return h - h.mean(0) if HIDDEN[0] else h
+
+    def hidden_capacity(self, h, x):
+        return h * (torch.arange(len(h)) < (4 if HIDDEN[0] else 99)).float()[:, None]
 
     def capacity(self, h, x):
         return h * (torch.arange(len(h)) < 4).float()[:, None]
@@ -150,8 +157,8 @@ WAYS = {"whole": fully_shard, "layers": layers_and_root, "2 x 1": of_replicas, "
 KINDS = ["mean", "largest", "detached_mean", "capacity", "running_maximum", "backward_of_a_function", "previous_sample"]
 
 
-def train_mixing(kind, way, since=0, ranks=(0, 1), steps=6):
-    """The step that refused, and its words."""
+def train_mixing(kind, way, since=0, ranks=(0, 1), hidden=False, steps=9):
+    """The step that refused, and its words; ``hidden`` leaves the beginning of the mixing to the global variable."""
     model = Mixing(kind)
     model = WAYS[way](model) if way else model
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
@@ -159,7 +166,8 @@ def train_mixing(kind, way, since=0, ranks=(0, 1), steps=6):
     generator = torch.Generator().manual_seed(rank)
     try:
         for step in range(steps):
-            model.flag = step >= since and rank in ranks
+            begun = step >= since and rank in ranks
+            model.flag, HIDDEN[0] = begun or hidden, begun or not hidden
             x = torch.randn(6, 6, generator=generator) * (1 + step)
             F.cross_entropy(model(x), torch.randint(0, 3, (6,), generator=generator)).backward()
             clipper.clip_and_accumulate()
@@ -168,6 +176,7 @@ def train_mixing(kind, way, since=0, ranks=(0, 1), steps=6):
         return step, str(error)
     finally:
         clipper.detach()
+        HIDDEN[0] = True
     return steps, ""
 
 
@@ -180,14 +189,16 @@ CASES = [
     *[(kind, way) for kind in ("detached_mean", "running_maximum") for way in ("2 x 1", "1 x 2")],
     *[(kind, "layers", 2) for kind in KINDS],
     *[(kind, "layers", 3, (1,)) for kind in KINDS],
+    *[(kind, "layers", 5, (1,), True) for kind in ("hidden_mean", "hidden_capacity", "backward_of_a_function")],
 ]
 
 
 @pytest.mark.slow
 def test_a_sharded_model_that_mixes_samples_is_refused_where_a_whole_one_is(processes):
     for case, found in zip(CASES, zip(*processes.run(train_all_mixing, CASES), strict=True), strict=True):
-        kind, _, since, ranks = *case, *(0, (0, 1))[len(case) - 2 :]
-        expected, _ = train_mixing(kind, "", since)
+        kind, _, since, ranks, hidden = *case, *(0, (0, 1), False)[len(case) - 2 :]
+        expected, _ = train_mixing(kind, "", since, (0,), hidden)
+        assert expected < 9, case
         assert {step for step, _ in found} == {expected}, (case, expected, found)
         for rank, (_, words) in enumerate(found):
             assert rank in ranks or "refused its part of this mini-batch, so this process did not" in words, (

@@ -92,7 +92,10 @@ class Together:
                 self._exchange(place)
 
     def _exchange(self, place: Place, needed: bool = False, error: Exception | None = None) -> bool:
-        """Tell the other ranks; return whether any of them needs the gathered model.
+        """Tell the other ranks what this one needs, or the error that it has raised.
+
+        Returns:
+            Whether any rank needs the gathered model.
 
         Raises:
             UnsupportedGradientError: If this rank has no error, and another has one or is at another place.

@@ -689,6 +689,9 @@ class PerSampleGradientClipper:
 
         Returns:
             Whether calls of the same kinds and batch sizes need no further verification.
+
+        Raises:
+            UnsupportedGradientError: If they differ.
         """
         if mini_batch.batch_size <= 0:
             return True
