@@ -811,12 +811,15 @@ def test_meshes_of_fsdp2():
     assert torch_private.meshes_of_fsdp2([]) == {}
 
 
+@pytest.mark.parametrize("casts", [True, False])
 @pytest.mark.usefixtures("one_process")
-def test_let_fsdp2_only_cast():
+def test_let_fsdp2_only_cast(monkeypatch, casts):
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     model = fully_shard(nn.Linear(2, 1), mp_policy=MixedPrecisionPolicy(torch.bfloat16), reshard_after_forward=True)
     assert isinstance(model, FSDPModule)
+    if not casts:  # as before torch 2.13
+        monkeypatch.setattr(torch_private, "_casts_in_repeated_forwards", lambda state: False)
     model.unshard()
     whole = model.weight
     restore = torch_private.let_fsdp2_only_cast([model, model])

@@ -613,7 +613,7 @@ class PerSampleGradientClipper:
 
         The module runs on ``samples`` samples together, with the clipper's hooks, and on each alone, with plain
         autograd. Both runs get the same random gradient of the output. Dropout is off in both. Module, gradients and
-        random generators are left unchanged.
+        random generators are left unchanged. All processes of a sharded model call this method together.
 
         Args:
             samples: The number of samples to compare.
