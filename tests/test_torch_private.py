@@ -84,6 +84,7 @@ OF_OBJECTS = {
     "is_silent_fsdp1": lambda bare: torch_private.is_silent_fsdp1(fsdp1()),
     "flat_part_of": lambda bare: torch_private.flat_part_of(fsdp1()),
     "meshes_of_fsdp2": lambda bare: torch_private.meshes_of_fsdp2([bare]),
+    "let_fsdp2_only_cast": lambda bare: torch_private.let_fsdp2_only_cast([bare]),
 }
 
 
@@ -819,6 +820,31 @@ def test_meshes_of_fsdp2():
     model = fully_shard(nn.Linear(2, 1), mesh=mesh)
     assert torch_private.meshes_of_fsdp2([model]) == {id(p): mesh for p in model.parameters()}
     assert torch_private.meshes_of_fsdp2([]) == {}
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.usefixtures("one_process")
+def test_let_fsdp2_only_cast(monkeypatch, casts):
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    model = fully_shard(nn.Linear(2, 1), mp_policy=MixedPrecisionPolicy(torch.bfloat16), reshard_after_forward=True)
+    assert isinstance(model, FSDPModule)
+    if not casts:  # as before torch 2.13
+        monkeypatch.setattr(torch_private, "_casts_in_repeated_forwards", lambda state: False)
+    model.unshard()
+    whole = model.weight
+    restore = torch_private.let_fsdp2_only_cast([model, model])
+    output = model(torch.ones(3, 2))
+    output.sum().backward()
+    assert output.dtype == torch.bfloat16
+    assert whole.grad is not None
+    assert model.weight is whole
+    whole.grad = None
+    restore()
+    model.reshard()
+    model(torch.ones(3, 2)).sum().backward()
+    assert model.weight is not whole
+    assert model.weight.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

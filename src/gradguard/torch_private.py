@@ -108,7 +108,7 @@ NEEDS = {
                          "Use fully_shard(model). "),
     "meshes_of_fsdp2": Need("FSDPModule", "_get_fsdp_state()._fsdp_param_group",
                             "per-sample clipping of what fully_shard holds"),
-    "let_fsdp2_only_cast": Need("FSDPModule", "_get_fsdp_state()._training_state _modules_to_run_forward _mp_policy",
+    "let_fsdp2_only_cast": Need("FSDPModule", "_get_fsdp_state()._training_state _modules_to_run_forward",
                                 "comparing samples of a sharded model with samples alone", "Or pass check=False. "),
 }
 """Rows by the name of the function that reads them; `tree` and `compiled_module` serve several functions."""
@@ -880,22 +880,23 @@ def let_fsdp2_only_cast(modules: Iterable[Any]) -> Callable[[], None]:
 
     Returns:
         A function that lets the hooks work as before.
-
-    Raises:
-        UnsupportedVersionError: If a policy wants casts, and the hooks of this torch version do not cast then.
     """
-    states = list({id(state): state for state in (module._get_fsdp_state() for module in modules)}.values())
-    for state in states:
-        policy = state._mp_policy
-        casts = (policy.cast_forward_inputs and policy.param_dtype) or policy.output_dtype
-        if casts and not hasattr(state, "_cast_forward_inputs"):
-            raise UnsupportedVersionError(
-                f"torch {torch.__version__} does not cast the arguments of a module with a MixedPrecisionPolicy when "
-                "the module runs again, so samples cannot run alone. Install torch 2.13, or pass check=False."
-            )
+    state_of = {module: module._get_fsdp_state() for module in modules}
+    states = list({id(state): state for state in state_of.values()}.values())
     before = [(state, state._training_state, set(state._modules_to_run_forward)) for state in states]
+    replaced: list[tuple[dict[int, Any], int, Any]] = []
+    for module, state in state_of.items():
+        if not _casts_in_repeated_forwards(state):
+            ids = {one.id for handle in _hook_handles_of(state) for one in getattr(handle, "handles", (handle,))}
+            tables = zip((module._forward_pre_hooks, module._forward_hooks), _casts_of(state._mp_policy), strict=True)
+            for table, cast in tables:
+                for key in ids & table.keys():
+                    replaced.append((table, key, table[key]))
+                    table[key] = cast
 
     def restore() -> None:
+        for table, key, hook in replaced:
+            table[key] = hook
         for state, phase, waiting in before:
             state._training_state = phase
             state._modules_to_run_forward.clear()
@@ -904,3 +905,33 @@ def let_fsdp2_only_cast(modules: Iterable[Any]) -> Callable[[], None]:
     for state in states:
         state._training_state = type(state._training_state).PRE_BACKWARD
     return restore
+
+
+def _casts_in_repeated_forwards(state: Any) -> bool:
+    """Return whether the hooks of ``fully_shard`` cast while a checkpoint repeats a forward, as since torch 2.13."""
+    return hasattr(state, "_cast_forward_inputs")
+
+
+def _hook_handles_of(state: Any) -> tuple[Any, Any]:
+    return state._pre_forward_hook_handle, state._post_forward_hook_handle
+
+
+@functools.cache
+def _casts_of(policy: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return hooks that cast the arguments and the outputs of a module as a ``MixedPrecisionPolicy`` says."""
+
+    def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+        def one(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return tree if dtype is None else tree_map(one, tree)
+
+    def before(module: Any, args: Any, kwargs: Any) -> Any:
+        del module
+        return cast((args, kwargs), policy.param_dtype if policy.cast_forward_inputs else None)
+
+    def after(module: Any, args: Any, output: Any) -> Any:
+        del module, args
+        return cast(output, policy.output_dtype)
+
+    return before, after

@@ -43,7 +43,7 @@ _PRELOADED = [
 ]
 """What the processes share from the start: importing it takes seconds, forking after that milliseconds."""
 
-HANGS = 60.0
+HANGS = 200.0
 """Seconds after which a call counts as hanging: far more than the slowest machine takes."""
 
 _FOR_A_STACK = 20.0

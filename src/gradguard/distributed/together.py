@@ -45,12 +45,11 @@ class Together:
     Args:
         module: The model.
         group: The ranks over which the model is sharded; None for a plain model.
-        agrees: Whether ranks tell one another what they need. Otherwise all are assumed to need the same.
+        verifies: Whether calls are verified. Otherwise ranks do not meet at the end of a forward and at a clip.
     """
 
-    def __init__(self, module: nn.Module, group: Any = None, agrees: bool = True) -> None:
-        self._module, self._group = module, group
-        self.agrees = agrees and group is not None
+    def __init__(self, module: nn.Module, group: Any = None, verifies: bool = True) -> None:
+        self._module, self._group, self._verifies = module, group, verifies
 
     @contextmanager
     def at(self, place: Place) -> Iterator[Callable[[bool], None]]:
@@ -65,13 +64,16 @@ class Together:
         Raises:
             UnsupportedGradientError: If another rank has raised an error, or is at another place.
         """
+        if self._group is None or not (self._verifies or place in (Place.FORWARD_BEGINS, Place.VERIFY)):
+            yield lambda needed: None
+            return
         with ExitStack() as whole:
             met = decided = False
 
             def decide(needed: bool) -> None:
                 nonlocal met, decided
                 met = True
-                decided = self._exchange(place, needed) if self.agrees else needed and self._group is not None
+                decided = self._exchange(place, needed)
                 if decided:
                     whole.enter_context(gathered(self._module))
 
@@ -80,17 +82,20 @@ class Together:
                 if not met:
                     decide(False)
             except Exception as error:
-                if self.agrees and (decided or not met):
+                if decided or not met:
                     met = True
                     whole.close()
                     self._exchange(place, error=error)
                 raise
-            if decided and self.agrees:
+            if decided:
                 whole.close()
                 self._exchange(place)
 
     def _exchange(self, place: Place, needed: bool = False, error: Exception | None = None) -> bool:
-        """Tell the other ranks; return whether any of them needs the gathered model.
+        """Tell the other ranks what this one needs, or the error that it has raised.
+
+        Returns:
+            Whether any rank needs the gathered model.
 
         Raises:
             UnsupportedGradientError: If this rank has no error, and another has one or is at another place.

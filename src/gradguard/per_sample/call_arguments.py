@@ -130,20 +130,18 @@ class Batch:
         return found[:number]
 
 
-def signature(arguments: Arguments, sizes: bool) -> Hashable:
+def signature(arguments: Arguments) -> Hashable:
     """Return a key for one way of calling a module, which includes everything but the sizes of tensors.
 
-    Args:
-        arguments: The arguments of one call.
-        sizes: Whether the key distinguishes size 1 from other sizes: one token in this call may be several in the next.
+    It distinguishes size 1 from other sizes: one token in this call may be several in the next.
     """
     leaves, spec = _flat(arguments)
-    return spec if spec is _CALL else str(spec), tuple([_form(leaf, sizes) for leaf in leaves])
+    return spec if spec is _CALL else str(spec), tuple(map(_form, leaves))
 
 
-def _form(leaf: Any, sizes: bool) -> Hashable:
+def _form(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.dtype, tuple([sizes and size == 1 for size in leaf.shape])
+        return leaf.dtype, tuple([size == 1 for size in leaf.shape])
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 

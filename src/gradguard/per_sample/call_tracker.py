@@ -4,6 +4,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any
@@ -136,9 +137,9 @@ class CallTracker:
         self._quiet = False
         self.last_calls: dict[nn.Module, OuterCall] = {}
         self.planner = LayerPlanner(names, self._observed_by)
-        self.together = Together(module, group if self.planner.sharded else None, agrees=rehearse is not None)
+        self.together = Together(module, group if self.planner.sharded else None, rehearse is not None)
         self._shards = [*module.parameters()] if self.planner.sharded else []
-        self._noted = False
+        self._noted, self._ended = False, None
         self._given_to_hooks: Arguments | None = None
         self._sound: int | None = None
         self._stack: list[RunningCall] = []
@@ -199,7 +200,7 @@ class CallTracker:
         Raises:
             UnsupportedGradientError: If a parameter is gone, untied, tied to another, or was added.
         """
-        held = parameters_in([*self._module.modules()] if self._in_lockstep else self._state.modules)
+        held = parameters_in(self._state.modules)
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             found: dict[str, nn.Parameter] = {}
             for name, parameter in zip(self._names.values(), parameters_at(self._names), strict=True):
@@ -292,15 +293,17 @@ class CallTracker:
         """Pause the trace before the hooks of ``fully_shard``, which run before `_enter`."""
         del module
         self._noted = self._trace is not None and self._trace.pause()
-        self._given_to_hooks = (args, kwargs) if self._noted else None
+        self._given_to_hooks = args, kwargs
 
     @never_compiled
-    def _after_resharding(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Continue the caller's trace after the hooks of ``fully_shard``, which run after `_leave`."""
-        del module, args
+    def _after_resharding(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Continue after the hooks of ``fully_shard``, which run after `_leave`."""
+        del args
         if self._trace is not None:
             self._trace.made(output)
         self._resume()
+        ended, self._ended = self._ended, None
+        return self._give_out(module, None, output) if ended is module else None
 
     def _resume(self) -> None:
         """Continue the trace if it was paused for the hooks of ``fully_shard``."""
@@ -311,6 +314,7 @@ class CallTracker:
     @never_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._observer is not None:
+            self._given_to_hooks = None
             self._observer.enter(module, (args, kwargs))
             return None
         if self._quiet or self._loop is not None or not torch.is_grad_enabled():
@@ -320,8 +324,9 @@ class CallTracker:
             self.recover()
         notes = self._trace is not None and (self._trace.pause() or self._noted)
         self._noted = False
+        given, self._given_to_hooks = self._given_to_hooks, None
         if not self._stack:
-            self._begin(module, (args, kwargs))
+            self._begin(module, (args, kwargs), given)
             if self._loop is not None:
                 self._stack.append(self._start_loop(self._loop))
                 return None
@@ -335,9 +340,8 @@ class CallTracker:
         self._stack.append(running)
         changed = self._capture.start(running)
         if self._trace is not None and notes:
-            if self._given_to_hooks is not None:
-                self._trace.passes(*map(tensor_leaves, (self._given_to_hooks, (args, kwargs))))
-                self._given_to_hooks = None
+            if given is not None:
+                self._trace.passes(tensor_leaves(given), tensor_leaves((args, kwargs)))
             self._trace.starts(module, args)
             running.notes = True
             if running.plan.treatment is not Treatment.RULE or running.exposed:
@@ -366,7 +370,10 @@ class CallTracker:
             if is_outermost:
                 with self._with_others(module, Place.FORWARD_ENDS) as decide:
                     changed = self._end(running, output, decide)
-                return self._refuse_unowned(module, changed, output)
+                if is_fully_sharded(module):  # its hooks come next
+                    self._ended = module
+                    return changed
+                return self._give_out(module, changed, output)
             changed = self._capture.end(running, output)
             return changed
         except UnsupportedGradientError:
@@ -530,12 +537,20 @@ class CallTracker:
             if sample not in witnessed.taken:
                 witnessed.taken[sample] = call.batch.samples([sample])
 
-    def _begin(self, module: nn.Module, arguments: Arguments) -> None:
-        """Choose the plan of an outermost call that starts, and verify the call beforehand if its kind is new."""
-        with self._with_others(module, Place.FORWARD_BEGINS) as decide:
-            self._prepare(module, arguments, decide)
+    def _begin(self, module: nn.Module, arguments: Arguments, given: Arguments | None = None) -> None:
+        """Choose the plan of an outermost call that starts, and verify the call beforehand if its kind is new.
 
-    def _prepare(self, module: nn.Module, arguments: Arguments, decide: Callable[[bool], None]) -> None:
+        Args:
+            module: The module that is called.
+            arguments: Its arguments.
+            given: The arguments before the hooks of ``fully_shard``; None if it has none.
+        """
+        with self._with_others(module, Place.FORWARD_BEGINS) as decide:
+            self._prepare(module, arguments, given or arguments, decide)
+
+    def _prepare(
+        self, module: nn.Module, arguments: Arguments, given: Arguments, decide: Callable[[bool], None]
+    ) -> None:
         state = self._look_at_state()
         self._look_at_trained()
         self.planner.restart()
@@ -550,7 +565,7 @@ class CallTracker:
         autocast = autocast_of(Skeleton(arguments))
         uses_trained = self.planner.uses_trained(module)
         rehearse = self._rehearse if uses_trained else None
-        kind = module, signature(arguments, sizes=not self._in_lockstep), autocast
+        kind = module, signature(arguments), autocast
         pattern = self._rehearsed or self.planner.patterns.get((kind, state))
         fresh = pattern is None
         follows = not rehearsal and rehearse is not None
@@ -578,9 +593,9 @@ class CallTracker:
         if self._capture.verifying and None in pattern.output_axes:
             self.witness.look_at(MANY)  # the rehearsal compares rows of outputs, and a returned loss has none
         if uses_trained and not rehearsal and self.collector.mini_batch is None:
-            verifying, pulls = self._capture.verifying, not self.planner.sharded
-            self._loss_check.look_between(module, call.batch, verifying)
-            self._loss_check.start(size, pattern.output_axes, verifying, pulls)
+            verifying = self._capture.verifying
+            self._loss_check.look_between(module, replace(call.batch, arguments=given), verifying)
+            self._loss_check.start(size, pattern.output_axes, verifying)
         if follows:
             nested = [tensor for one in self._nested if (tensor := one()) is not None]
             self._held_tensors = HeldTensors(self._state.tensors(buffers=not pattern.changes_buffers), nested)
@@ -606,16 +621,8 @@ class CallTracker:
         number = self.witness.mini_batch
         return number & (number - 1) == 0 if pattern.looped else self.witness.is_due
 
-    @property
-    def _in_lockstep(self) -> bool:
-        """Whether processes must make the same plans at the same time, because they do not tell one another."""
-        return self.planner.sharded and not self.together.agrees
-
     def _look_at_state(self) -> int:
         """Check whether the model's state changed since the last call; return the number of its state."""
-        if self._in_lockstep:  # attributes may differ between processes
-            refuse_batch_norm(self._module)
-            return 0
         if self._rehearsed is not None and self._sound is not None:
             return self._sound
         state = self._state.look()
@@ -685,11 +692,13 @@ class CallTracker:
         loop.draws = running.places.enter_context(Draws())
         return running
 
-    def _refuse_unowned(self, module: nn.Module, changed: Any, output: Any) -> Any:
-        """Register an output's gradient as an error, for outputs of the outermost module that belong to no sample."""
+    def _give_out(self, module: nn.Module, changed: Any, output: Any) -> Any:
+        """Show the outputs of an outermost call to the loss check, and refuse gradients of those of no sample."""
         if self._stack or self._rehearsed is not None or not self._capture.batch_size or module not in self.last_calls:
             return changed
         pattern = self.last_calls[module].pattern
+        if self.planner.sharded:
+            changed = self._capture.pass_on(output if changed is None else changed)
         tensors = Skeleton(output if changed is None else changed).tensors
         axes = pattern.output_axes if len(tensors) == len(pattern.output_axes) else [None] * len(tensors)
         self._loss_check.add_outputs(tensors, axes)

@@ -486,6 +486,13 @@ class LayerCapture:
         receiver = self.collector.receive_witnessed if witnessed else self.collector.receive_loop
         return self._tapped(returned, places, values, (), partial(receiver, loop))
 
+    def pass_on(self, output: Any) -> Any:
+        """Return an output behind an identity, so that backwards of the loss alone run no hook of ``fully_shard``."""
+        returned = Skeleton(output)
+        places = [i for i, t in enumerate(returned.tensors) if t.requires_grad]
+        values = [returned.tensors[i] for i in places]
+        return self._tapped(returned, places, values, (), _pass) if places else output
+
     def _tap_outputs(self, returned: Skeleton, saved: Sequence[Tensor], receive: Callable[..., None]) -> Any:
         places = [i for i, t in enumerate(returned.tensors) if is_inexact(t)]
         values = [returned.tensors[i] for i in places]
@@ -557,6 +564,10 @@ def _run_again(func: Any, arguments: Any, roles: Mapping[Tensor, str]) -> Run | 
         return func(*args, **kwargs)
 
     return run
+
+
+def _pass(saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
+    """Do nothing in backward."""
 
 
 def _receive_all(

@@ -10,7 +10,8 @@ Then the rehearsal runs the whole batch, from its last sample to its first, and 
 sample must return the same as alone. This finds a capacity, or anything else that depends on the number or the order of
 samples. Only outputs are compared here; the two samples above have shown whether the gradients belong to the outputs.
 
-A module that cannot be followed layer by layer is rehearsed again sample by sample. If that fails too, it is refused.
+A module that cannot be followed layer by layer is rehearsed again sample by sample. If that fails too, or if the module
+is sharded, it is refused. The processes of a sharded module gather it first (`gradguard.distributed.together`).
 """
 
 import itertools

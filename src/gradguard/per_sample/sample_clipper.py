@@ -77,7 +77,8 @@ class PerSampleGradientClipper:
       each parameter's sum with the plain gradient of the same backward. If a forward does something new (an attribute,
       a hook, a global variable, a branch on data, chance), the clipper runs samples of that very step alone too. To
       find changes of values that leave the operations the same, it runs one sample alone on mini-batches 1, 2, 4, 8,
-      ... and then on one in a thousand. Gradients that cannot be verified raise an error that says why.
+      ... and then on one in a thousand. Gradients that cannot be verified raise an error that says why. The processes
+      of a sharded model gather it whenever one of them must run samples again, and all refuse what one refuses.
     * *The bound holds in the arithmetic used.* No sample adds more than C, rounding included: norms, factors and sums
       are at least float32 for every dtype, and the factors leave room for rounding.
     * *A sample whose gradient is not finite adds zero*, and `statistics` counts it.
@@ -92,7 +93,8 @@ class PerSampleGradientClipper:
     frozen parameter            left out of the norm; ``.grad`` stays as it is
     BatchNorm in training mode  refused: it mixes samples; use GroupNorm
     loss not the mean or sum    refused where its graph can be read; the error names each sample's part as a factor
-    layers cannot be followed   samples run one by one after the batch, with the random numbers they had in the batch
+    layers cannot be followed   samples run one by one after the batch, with the random numbers they had in the batch;
+                                refused if sharded by ``fully_shard``
     compiled module             runs uncompiled until `detach`, which lets the clipper follow its layers
     ==========================  =====================================================================================
 
@@ -384,7 +386,8 @@ class PerSampleGradientClipper:
     def clip_and_accumulate(self) -> None:
         """Clip each sample's gradient from the last backward and add it to the sum.
 
-        Call this method once after each ``.backward()``. Mini-batches may differ in size. ``.grad`` is not touched.
+        Call this method once after each ``.backward()``. Mini-batches may differ in size. ``.grad`` is not touched. The
+        processes of a model sharded by ``fully_shard`` call it equally often, with empty batches where needed.
 
         Raises:
             InvalidValueError: If there was no backward since the last call, or it stopped with an error, or a
@@ -615,7 +618,7 @@ class PerSampleGradientClipper:
 
         The module runs on ``samples`` samples together, with the clipper's hooks, and on each alone, with plain
         autograd. Both runs get the same random gradient of the output. Dropout is off in both. Module, gradients and
-        random generators are left unchanged.
+        random generators are left unchanged. All processes of a sharded model call this method together.
 
         Args:
             samples: The number of samples to compare.
@@ -698,6 +701,9 @@ class PerSampleGradientClipper:
 
         Returns:
             Whether calls of the same kinds and batch sizes need no further verification.
+
+        Raises:
+            UnsupportedGradientError: If they differ.
         """
         if mini_batch.batch_size <= 0:
             return True

@@ -14,8 +14,8 @@ first eight mini-batches, then less and less often, down to one in a hundred.
 Rounding may open a ReLU in the batch that stays closed for the sample alone. A small difference is therefore checked
 again: all samples of the batch run once more in float64, with the clipper's hooks, and this comparison decides.
 
-There is no witness where a value from inside the module reaches the loss other than through its outputs, where one
-sample's share of the random numbers cannot be determined, and for sharded models, whose every run is a collective.
+There is no witness where a value from inside the module reaches the loss other than through its outputs, and where one
+sample's share of the random numbers cannot be determined.
 """
 
 import math

@@ -124,7 +124,7 @@ class LossCheck:
         self._seen: _SeenLoss | None = None
         self._divided_by = 1.0
 
-    def start(self, batch_size: int, output_axes: Axes, verifying: bool, pulls: bool = True) -> None:
+    def start(self, batch_size: int, output_axes: Axes, verifying: bool) -> None:
         """Begin to watch for the next backward.
 
         Args:
@@ -132,7 +132,6 @@ class LossCheck:
             output_axes: The axis of the samples in each tensor that the module returned.
             verifying: Read the loss of that backward in any case; else only if no loss of the same structure was
                 verified.
-            pulls: Whether extra backwards may be run to find out whether samples meet.
 
         Raises:
             UnsupportedGradientError: If samples had different numbers of labels in the previous mini-batch.
@@ -155,7 +154,7 @@ class LossCheck:
         self._exceeded = self._exceeded or (most if len(self._calls) >= most else 0)
         self._calls = [
             *self._calls[1 - most :],
-            Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first, pulls),
+            Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first),
         ]
         self._seen = None
         self._roots.start()

@@ -62,8 +62,6 @@ class Outputs:
     Args:
         batch_size: Number of samples B.
         batch_first: Whether samples are assumed to lie along the first dimension of the outputs.
-        pulls: Whether extra backwards may be run to find out whether samples meet; not where a backward waits for other
-            processes.
 
     Attributes:
         conclusive: False once `are_separate` could decide nothing: gradients were not finite, or of one sample only.
@@ -76,8 +74,8 @@ class Outputs:
             may have another shape.
     """
 
-    def __init__(self, batch_size: int, batch_first: bool = True, pulls: bool = True) -> None:
-        self.batch_size, self.batch_first, self._pulls = batch_size, batch_first, pulls
+    def __init__(self, batch_size: int, batch_first: bool = True) -> None:
+        self.batch_size, self.batch_first = batch_size, batch_first
         self.conclusive = True
         self.constant_sizes: Set[int] = frozenset()
         self.repeated: set[int] = set()
@@ -138,7 +136,7 @@ class Outputs:
 
     def and_of(self, other: "Outputs") -> "Outputs":
         """Return these outputs together with those of another call."""
-        both = Outputs(self.batch_size, self.batch_first and other.batch_first, self._pulls and other._pulls)
+        both = Outputs(self.batch_size, self.batch_first and other.batch_first)
         both._outputs, both._numbers = self._outputs | other._outputs, self._numbers + other._numbers
         both.values_of_each = self.values_of_each + other.values_of_each
         return both
@@ -151,13 +149,11 @@ class Outputs:
             samples: The claimed sample of each element; can be broadcast to the value's shape.
 
         Returns:
-            The answer; None where the value does not depend on these outputs at all, or no backward may be run.
+            The answer; None where the value does not depend on these outputs.
 
         Raises:
             Unreadable: If a backward from the value cannot be run.
         """
-        if not self._pulls:
-            return None
         samples = samples.to(value.meta.device)
         cotangent = _normal(value.meta, self._size(value))
         once = self._pull(value, cotangent)
@@ -184,8 +180,6 @@ class Outputs:
             Unreadable: If an element depends on no sample or on several, or an operation cannot be differentiated
                 twice.
         """
-        if not self._pulls:
-            raise Unreadable("a sharded model's backward cannot be run twice")
         meta, name = value.meta, value.node.name()
         if value.shape.numel() == 1 and (reached := self._samples_reached(value)):
             if len(reached) > 1:  # the derivative of a single number may look like the derivative of one sample
