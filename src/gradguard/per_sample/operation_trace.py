@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from numbers import Number
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Size, Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -92,20 +92,9 @@ class _Outside:
         return known is None or known is self._tensor()
 
 
-class _Known(NamedTuple):
-    """A tensor that an event may refer to.
-
-    Attributes:
-        tensor: The tensor.
-        name: Its name.
-        number: Number of tensors with this name, up to this one.
-        made_by: The function or the class of the module that made it.
-    """
-
-    tensor: weakref.ref[Tensor]
-    name: int
-    number: int
-    made_by: Any
+_Known = tuple[weakref.ref[Tensor], int, int, Any]
+"""A tensor that an event may refer to, its name, the number of tensors with this name up to this one, and the function
+or the class of the module that made it."""
 
 
 class OperationTrace(TorchFunctionMode):
@@ -129,7 +118,7 @@ class OperationTrace(TorchFunctionMode):
         self.by_value = False
         self._paused = True
         self._known: dict[int, _Known] = {}
-        self._count: Counter[int] = Counter()
+        self._count: dict[int, int] = {}
         self._sources: list[Any] = []
         self._of_all: dict[int, weakref.ref[Tensor]] = {}
         self._without_data: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -182,14 +171,14 @@ class OperationTrace(TorchFunctionMode):
     def _name(self, tensor: Tensor, name: int, made_by: Any) -> None:
         """Give a tensor a name."""
         number = self._count[name] = self._count.get(name, 0) + 1
-        self._known[id(tensor)] = _Known(weakref.ref(tensor), name, number, made_by)
+        self._known[id(tensor)] = weakref.ref(tensor), name, number, made_by
 
     def _found(self, tensor: Tensor) -> _Known | None:
         """Return what is known of a tensor; None for a tensor from outside that no event has used."""
         known = self._known.get(id(tensor))
         return known if known is not None and known[0]() is tensor else None
 
-    def _form_of_tensor(self, value: Tensor, kind: type[Tensor]) -> Any:
+    def _form_of_tensor(self, value: Tensor) -> Any:
         node, known = value.grad_fn, self._found(value)
         is_trained = node is None and (value.requires_grad or id(value) in self._trained)
         own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
@@ -198,13 +187,13 @@ class OperationTrace(TorchFunctionMode):
             _, name, number, source = known
             since = self._count[name] - number
         elif is_trained:
-            self._sources.append(kind)
-            return kind
+            self._sources.append(True)
+            return True
         else:
-            name, since, source = hash(("outside", kind, made_by, value.output_nr)), -1, "outside"
+            name, since, source = hash(("outside", made_by, value.output_nr)), -1, "outside"
             self._name(value, name, source)
             if node is None:
-                self.numbers.append(_Outside(self._known[id(value)].tensor))
+                self.numbers.append(_Outside(weakref.ref(value)))
         self._sources.append(source)
         if node is None and not is_trained:  # a trained one is written into by each step of an optimizer
             self.numbers.append(changes_of(value))
@@ -213,13 +202,13 @@ class OperationTrace(TorchFunctionMode):
     def _form(self, value: Any) -> Any:
         kind = type(value)
         if issubclass(kind, Tensor):  # it may contain values of the batch, of parameters or random numbers
-            known = self._without_data.get(id(value))
-            without = known is not None and known[0]() is value and known[1] == changes_of(value)
-            self._is_without_data = self._is_without_data and without
+            if self._is_without_data:
+                known = self._without_data.get(id(value))
+                self._is_without_data = known is not None and known[0]() is value and known[1] == changes_of(value)
             if kind is Tensor or kind is nn.Parameter:
-                return self._form_of_tensor(value, kind)
+                return self._form_of_tensor(value)
             with without_overrides():
-                return kind, self._form_of_tensor(value, kind)
+                return kind, self._form_of_tensor(value)
         if kind is int or kind is float:
             self.numbers.append(value)
             return kind
@@ -257,7 +246,7 @@ class OperationTrace(TorchFunctionMode):
         """Record that ``changed`` stands for ``given``, without an operation of the model in between."""
         for before, after in zip(given, changed, strict=False):
             if before is not after and (known := self._found(before)) is not None:
-                self._known[id(after)] = known._replace(tensor=weakref.ref(after))
+                self._known[id(after)] = weakref.ref(after), *known[1:]
 
     def starts(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record that a module starts."""
@@ -265,7 +254,9 @@ class OperationTrace(TorchFunctionMode):
         own = vars(module).get("forward")
         self._sources = [kind]
         tensors = [self._form(value) for value in args if isinstance(value, Tensor | tuple | list)]
-        tensors += [(key, self._form(value)) for key, value in kwargs.items() if isinstance(value, Tensor | tuple | list)]
+        tensors += [
+            (key, self._form(value)) for key, value in kwargs.items() if isinstance(value, Tensor | tuple | list)
+        ]
         self.events.append((kind, kind.forward, None if own is None else form_of(own), *tensors))
 
     def ends(self, outputs: Sequence[Tensor]) -> None:
