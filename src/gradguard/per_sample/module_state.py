@@ -5,8 +5,8 @@ changes rebind something. So these objects are compared, by identity, with those
 
 * the attributes of each module and of its class, its layers and buffers, its hooks, and the hooks on all modules;
 * the contents of attributes that are lists, dicts or settings (objects with nothing but plain values);
-* the functions that the methods of the layers' classes name, such as `torch.nn.functional.linear`: no trace records what
-  a layer with a rule calls.
+* the functions that the methods of the layers' classes name, such as `torch.nn.functional.linear`: no trace records
+  what a layer with a rule calls.
 
 If an object was rebound, its *form* decides whether the change matters. The form is
 

@@ -65,11 +65,11 @@ _KEEPING = frozenset({"getitem", "view", "reshape", "unsqueeze", "expand", "to",
 together they compute positions, for example."""
 
 
-_CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "dropout", "dropout1d",
-                    "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_",
+_CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "dropout",
+                    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_",
                     "alpha_dropout_"})  # fmt: skip
 """Functions that return their argument itself or a new tensor, by its dtype or by the rate of dropout, which are
-others in a trial."""
+not those of the step in a trial."""
 
 
 _COMPARE = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "where"})
@@ -141,7 +141,7 @@ class OperationTrace(TorchFunctionMode):
             if compares or (name in _BY_VALUE and not without_data):
                 self.by_value = True
             result = func(*args, **kwargs) if kwargs else func(*args)
-            if name in _CASTS and isinstance(args[0], Tensor) and isinstance(result, Tensor):
+            if name in _CASTS and args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
                 self.passes(args[:1], (result,))
             self.made(result)
             if without_data and type(result) is Tensor and (name in _MAKING or name.strip("_") in _KEEPING):
@@ -233,7 +233,7 @@ class OperationTrace(TorchFunctionMode):
         return value if kind.__module__ in ("builtins", "torch") else kind
 
     def made(self, result: Any) -> None:
-        """Record that the last event, or a module that has ended, returned ``result``; known tensors keep their name."""
+        """Name what the last event, or a module that has ended, returned; known tensors keep their names."""
         if isinstance(result, Tensor):
             if self._found(result) is None:
                 self._name(result, hash(tuple(self._sources)), self._sources[0])
