@@ -909,10 +909,6 @@ def test_numbers_that_python_draws_for_the_first_time_later_are_refused_once(dra
     assert clipper._tracker.witness.last_good > 4
 
 
-class Labelled(torch.Tensor):
-    """A tensor of a class of its own."""
-
-
 OUTSIDE = [torch.eye(B, dtype=torch.float64), torch.full((B, B), 1.0 / B, dtype=torch.float64)]
 OTHER_TENSORS = {
     "zeros or the mean": lambda self, x, h, i: h - (torch.zeros(4).to(x), x.mean(0))[i],
@@ -924,9 +920,6 @@ OTHER_TENSORS = {
     "another index": lambda self, x, h, i: h + h.detach()[(lambda p: (p, p.flip(0)))(torch.arange(len(x)))[i]],
     "unbind in another order": lambda self, x, h, i: h + torch.stack(h.detach().unbind(0)[:: 1 - 2 * i]),
     "chunks in another order": lambda self, x, h, i: h + torch.cat(h.detach().chunk(len(h))[:: 1 - 2 * i]),
-    "a tensor of another class": lambda self, x, h, i: (
-        h - (lambda d: (d - d, d))(x.mean(0).as_subclass(Labelled))[i].as_subclass(torch.Tensor)
-    ),
     "what a module returns": lambda self, x, h, i: self.chooses(h),
 }
 
