@@ -686,7 +686,7 @@ def is_of_the_compiler(frame: FrameType) -> bool:
 # DTensor.
 
 
-_without_overrides = _bind("grads_of")
+without_overrides = _bind("grads_of")
 _not_overridden = getattr(torch._C, "_disabled_torch_function_impl", None)
 _ORDINARY, _grad_of = {Tensor, nn.Parameter}, attrgetter("grad")
 
@@ -696,7 +696,7 @@ def grads_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     kinds = set(map(type, tensors)) - _ORDINARY
     if kinds and any(kind.__torch_function__ is not _not_overridden for kind in kinds):
         return list(map(_grad_of, tensors))
-    with _without_overrides():
+    with without_overrides():
         return list(map(_grad_of, tensors))
 
 

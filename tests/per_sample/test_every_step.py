@@ -907,3 +907,100 @@ def test_numbers_that_python_draws_for_the_first_time_later_are_refused_once(dra
         step(model, clipper, batch())
     several_steps(model, clipper, 3)
     assert clipper._tracker.witness.last_good > 4
+
+
+OUTSIDE = [torch.eye(B, dtype=torch.float64), torch.full((B, B), 1.0 / B, dtype=torch.float64)]
+OTHER_TENSORS = {
+    "zeros or the mean": lambda self, x, h, i: h - (torch.zeros(4).to(x), x.mean(0))[i],
+    "a buffer or the mean": lambda self, x, h, i: h - (self.zero, x.mean(0))[i],
+    "another buffer": lambda self, x, h, i: (self.own, self.all)[i][: len(x), : len(x)] @ h,
+    "another tensor of the program": lambda self, x, h, i: OUTSIDE[i][: len(x), : len(x)] @ h,
+    "the output of another call": lambda self, x, h, i: h + (self.layer(x), self.layer(x.flip(0)))[i],
+    "detached or flipped": lambda self, x, h, i: h + (lambda d: (d, d.flip(0)))(h.detach())[i],
+    "another index": lambda self, x, h, i: h + h.detach()[(lambda p: (p, p.flip(0)))(torch.arange(len(x)))[i]],
+    "unbind in another order": lambda self, x, h, i: h + torch.stack(h.detach().unbind(0)[:: 1 - 2 * i]),
+    "chunks in another order": lambda self, x, h, i: h + torch.cat(h.detach().chunk(len(h))[:: 1 - 2 * i]),
+    "what a module returns": lambda self, x, h, i: self.chooses(h),
+}
+
+
+class Chooses(nn.Module):
+    def forward(self, h):
+        return (h * 1.0, h - h.mean(0))[HIDDEN["flag"]]
+
+
+class Flow(nn.Module):
+    """Uses one earlier tensor or another, by a flag that no attribute shows."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b, self.layer, self.chooses = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 4), Chooses()
+        self.change = change
+        for name, value in (("zero", torch.zeros(4)), ("own", OUTSIDE[0].clone()), ("all", OUTSIDE[1].clone())):
+            self.register_buffer(name, value)
+
+    def forward(self, x):
+        return self.b(self.change(self, x, self.a(x).tanh(), HIDDEN["flag"])) + 0 * self.layer(x).sum(1, keepdim=True)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("change", OTHER_TENSORS)
+def test_another_tensor_with_the_same_functions_is_seen_on_its_step(change, monkeypatch):
+    monkeypatch.setitem(HIDDEN, "flag", 0)
+    model = Flow(OTHER_TENSORS[change]).double()
+    clipper = clipper_of(model)
+    trials = count_trials(clipper)
+    several_steps(model, clipper, 9)
+    assert len(trials) <= 2  # what uses the same tensors on each step is not new
+    HIDDEN["flag"] = 1
+    with pytest.raises(UnsupportedGradientError, match=MIXED):  # no witness is due
+        step(model, clipper, batch())
+
+
+def test_an_attribute_that_counts_steps_and_begins_to_mix_later():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.epoch = nn.Linear(4, 4), nn.Linear(4, 2), 0
+            self.register_buffer("zero", torch.zeros(4))
+
+        def forward(self, x):
+            mean = x.mean(0)
+            return self.b(self.a(x - (mean if self.epoch >= 21 else self.zero)).relu())
+
+    model = Counting().double()
+    clipper = clipper_of(model)
+    for model.epoch in range(21):
+        step(model, clipper, batch())
+    model.epoch = 21
+    with pytest.raises(UnsupportedGradientError, match=MIXED):
+        step(model, clipper, batch())
+
+
+def test_a_function_that_layers_call_is_replaced(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    clipper, linear = clipper_of(model), F.linear
+    steps(model, clipper, 9)
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: 2 * linear(x, weight, bias))
+    x = batch()
+    found = step(model, clipper, x)
+    clipper.detach()
+    assert_exact(model, found, x)
+
+
+def test_tensors_from_outside_that_are_new_on_each_step_are_not_tried_out():
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x) * HIDDEN["scale"]
+
+    model = Given().double()
+    clipper = clipper_of(model)
+    trials = count_trials(clipper)
+    for _ in range(8):
+        HIDDEN["scale"] = torch.rand(3, dtype=torch.float64)
+        step(model, clipper, batch())
+    assert len(trials) == 1

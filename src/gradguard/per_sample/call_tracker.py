@@ -342,7 +342,9 @@ class CallTracker:
         if self._trace is not None and notes:
             if given is not None:
                 self._trace.passes(tensor_leaves(given), tensor_leaves((args, kwargs)))
-            self._trace.starts(module, args)
+            self._trace.starts(module, args, kwargs)
+            if changed is not None:
+                self._trace.passes(*map(tensor_leaves, ((args, kwargs), changed)))
             running.notes = True
             if running.plan.treatment is not Treatment.RULE or running.exposed:
                 self._trace.resume()
@@ -383,7 +385,9 @@ class CallTracker:
             if is_outermost:
                 self._trace = None
             elif self._trace is not None and running.notes:  # the caller's operations are traced again
-                self._trace.made(output if changed is None else changed)
+                self._trace.made(output)
+                if changed is not None:
+                    self._trace.passes(*map(tensor_leaves, (output, changed)))
                 if is_fully_sharded(module):
                     self._noted = True
                 else:
@@ -399,6 +403,9 @@ class CallTracker:
             return self._capture.tap_loop(loop, output)
         changed = self._capture.end(running, output)
         returned = output if changed is None else changed
+        if self._trace is not None and changed is not None:
+            self._trace.made(output)
+            self._trace.passes(*map(tensor_leaves, (output, changed)))
         one_by_one = self._look_at_operations(module, returned, decide)
         if self._witnessed is not None:
             witnessed, self._witnessed = self._witnessed, None
@@ -607,11 +614,12 @@ class CallTracker:
             return
         if not self.witness.is_active or not (rehearsal or rehearse is not None):
             return
-        self._trace = OperationTrace({id(p) for name, p in self.parameters().items() if name in self.trained})
+        given = Skeleton(arguments).tensors
+        self._trace = OperationTrace({id(p) for name, p in self.parameters().items() if name in self.trained}, given)
         if rehearsal:
             return
         self._witnessed = self._record(call) if self.witness.is_due else None
-        self._given = versions_of(Skeleton(arguments).tensors)
+        self._given = versions_of(given)
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
         states = generator_states if pattern.draws else states_of_torch
         self._state_before = None if self._witnessed is not None else states(accelerators_of(self._seen.values()))

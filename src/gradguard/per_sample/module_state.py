@@ -4,7 +4,9 @@ A model that kept samples separate may mix them after a flag is set, a hook is r
 changes rebind something. So these objects are compared, by identity, with those of the call before:
 
 * the attributes of each module and of its class, its layers and buffers, its hooks, and the hooks on all modules;
-* the contents of attributes that are lists, dicts or settings (objects with nothing but plain values).
+* the contents of attributes that are lists, dicts or settings (objects with nothing but plain values);
+* the functions that the methods of the layers' classes name, such as `torch.nn.functional.linear`: no trace records
+  what a layer with a rule calls.
 
 If an object was rebound, its *form* decides whether the change matters. The form is
 
@@ -270,6 +272,8 @@ def _containers(module: nn.Module, loose: Container[Place]) -> Iterator[_Contain
     for kind in classes:
         if kind not in (nn.Module, object):
             yield _of_dict(f"class {kind.__module__}.{kind.__qualname__}", vars(kind))
+    functions = _Functions(classes)
+    yield _Container("functions of classes", functions, functions.items)
 
 
 def _of_dict(name: str, held: Mapping[Any, Any]) -> _Container:
@@ -298,6 +302,33 @@ def _of_value(name: str, value: Any) -> _Container:
     if isinstance(value, dict):
         return _Container(name, value.values(), lambda: [("", _Items(value.items()))])
     return _of_dict(name, vars(value))._replace(holder=None)  # nothing puts it back between two reruns
+
+
+class _Functions:
+    """Live view of the functions that the methods of some classes find in modules, such as `torch.nn.functional`.
+
+    Args:
+        classes: The classes.
+    """
+
+    def __init__(self, classes: Iterable[type]) -> None:
+        found: dict[tuple[int, str], tuple[str, dict[str, Any]]] = {}
+        for kind in classes:
+            for method in vars(kind).values() if kind not in (nn.Module, object) else ():
+                names = method.__code__.co_names if isinstance(method, FunctionType) else ()
+                spaces = [method.__globals__.get(name) for name in names]
+                for space in [vars(one) for one in spaces if isinstance(one, ModuleType)]:
+                    for name in names:
+                        if isinstance(space.get(name), FunctionType | BuiltinFunctionType):
+                            found[id(space), name] = name, space
+        self._places = [*found.values()]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([space.get(name) for name, space in self._places])
+
+    def items(self) -> Iterable[tuple[Hashable, Any]]:
+        """Return each place with the function that it holds."""
+        return [((id(space), name), space.get(name)) for name, space in self._places]
 
 
 class _Items(tuple[Any, ...]):

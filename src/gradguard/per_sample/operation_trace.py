@@ -4,10 +4,17 @@ A branch may depend on anything: a global variable, a closure, an entry of a set
 Another branch calls other functions, or the same functions with other numbers. A forward that repeats the trace of a
 verified forward therefore needs no further verification. A forward with another trace is verified on its own step.
 
-A trace contains the functions, the modules that start, and the arguments. Of a tensor it reads the
-`torch.autograd.Function` that made it and how many events ago; of a tensor that has no gradient and is not trained, how
-often it was written in place; of an array that is no tensor (NumPy's), its contents. It does not record the operations
-inside layers with a rule of their own. It reads neither shapes nor values of tensors.
+A trace contains the functions, the modules that start, and the arguments. Of a tensor it reads which one it is, and the
+`torch.autograd.Function` that made it; of a tensor that has no gradient and is not trained, how often it was written in
+place; of an array that is no tensor (NumPy's), its contents. It does not record the operations inside layers with a
+rule of their own. It reads neither shapes nor values of tensors.
+
+Which tensor it is, an event says by a name and a number. A result has the name of its function, of the functions that
+made the arguments, and of its position among several results. The number counts the results of the same name since
+then. So the events determine which earlier result each function gets, and a mask that is made at the beginning is
+referred to alike, however many events come between. A cast stands for what it casts. The arguments of the call are
+named by their positions. Any other tensor comes from outside: an event says that it is used for the first time, and the
+tensor itself counts as a number, which changes if another tensor takes its place while it still exists.
 
 Numbers that changed and were verified several times, such as lengths and schedules, are ignored from then on. A model
 that does something else in each step (experts that get tokens or none, loops over a length) would be verified without
@@ -24,12 +31,11 @@ from typing import Any
 
 from torch import Size, Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from gradguard.per_sample.call_arguments import changes_of
+from gradguard.per_sample.call_arguments import changes_of, tensor_leaves
 from gradguard.per_sample.module_state import content_of, form_of
-from gradguard.torch_private import never_compiled, pop_function_mode
+from gradguard.torch_private import never_compiled, pop_function_mode, without_overrides
 
 _MOST_WAYS = 16
 """Number of known ways through a model from which only new pairs of events count as new."""
@@ -59,8 +65,36 @@ _KEEPING = frozenset({"getitem", "view", "reshape", "unsqueeze", "expand", "to",
 together they compute positions, for example."""
 
 
+_CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "dropout",
+                    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_",
+                    "alpha_dropout_"})  # fmt: skip
+"""Functions that return their argument itself or a new tensor, by its dtype or by the rate of dropout, which are
+not those of the step in a trial."""
+
+
 _COMPARE = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "where"})
 """Functions that count as `_BY_VALUE` if an argument requires grad; a comparison of masks or ids does not count."""
+
+
+class _Outside:
+    """A tensor from outside; equal to an earlier one that no longer exists, because it then takes that one's place."""
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: weakref.ref[Tensor]) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, earlier: object) -> bool:
+        if not isinstance(earlier, _Outside):
+            return NotImplemented
+        known = earlier._tensor()
+        return known is None or known is self._tensor()
+
+
+_Known = tuple[weakref.ref[Tensor], int, int, Any]
+"""A tensor that an event may refer to, its name, the number of tensors with this name up to this one, and the function
+or the class of the module that made it."""
 
 
 class OperationTrace(TorchFunctionMode):
@@ -68,6 +102,7 @@ class OperationTrace(TorchFunctionMode):
 
     Args:
         trained: Addresses of the trained parameters: each is noted as one, whether or not it requires grad meanwhile.
+        arguments: The tensors that the outermost module gets.
 
     Attributes:
         events: The calls, without numbers.
@@ -75,18 +110,21 @@ class OperationTrace(TorchFunctionMode):
         by_value: Whether a function's effect may depend on values, or on all values of a tensor together.
     """
 
-    def __init__(self, trained: Set[int] = frozenset()) -> None:
+    def __init__(self, trained: Set[int] = frozenset(), arguments: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._trained = trained
         self.events: list[Any] = []
         self.numbers: list[Any] = []
         self.by_value = False
         self._paused = True
-        self._made: dict[Node, int] = {}
-        self._passed_as: dict[tuple[Node, int], tuple[Node, int]] = {}
+        self._known: dict[int, _Known] = {}
+        self._count: dict[int, int] = {}
+        self._sources: list[Any] = []
         self._of_all: dict[int, weakref.ref[Tensor]] = {}
         self._without_data: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._is_without_data = False
+        for position, tensor in enumerate(arguments):
+            self._name(tensor, hash(("argument", position)), "argument")
 
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,6 +141,8 @@ class OperationTrace(TorchFunctionMode):
             if compares or (name in _BY_VALUE and not without_data):
                 self.by_value = True
             result = func(*args, **kwargs) if kwargs else func(*args)
+            if name in _CASTS and args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
+                self.passes(args[:1], (result,))
             self.made(result)
             if without_data and type(result) is Tensor and (name in _MAKING or name.strip("_") in _KEEPING):
                 self._without_data[id(result)] = weakref.ref(result), changes_of(result)
@@ -121,29 +161,54 @@ class OperationTrace(TorchFunctionMode):
             self._of_all[id(result)] = weakref.ref(result)
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        self._sources = [func]
         forms: list[Any] = [func, *map(self._form, args)]
         if kwargs:
             for key, value in kwargs.items():
                 forms += [key, self._form(value)]
         self.events.append(tuple(forms))
 
+    def _name(self, tensor: Tensor, name: int, made_by: Any) -> None:
+        """Give a tensor a name."""
+        number = self._count[name] = self._count.get(name, 0) + 1
+        self._known[id(tensor)] = weakref.ref(tensor), name, number, made_by
+
+    def _found(self, tensor: Tensor) -> _Known | None:
+        """Return what is known of a tensor; None for a tensor from outside that no event has used."""
+        known = self._known.get(id(tensor))
+        return known if known is not None and known[0]() is tensor else None
+
+    def _form_of_tensor(self, value: Tensor) -> Any:
+        node, known = value.grad_fn, self._found(value)
+        is_trained = node is None and (value.requires_grad or id(value) in self._trained)
+        own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
+        made_by = type(node) if own else node is None
+        if known is not None:
+            _, name, number, source = known
+            since = self._count[name] - number
+        elif is_trained:
+            self._sources.append(True)
+            return True
+        else:
+            name, since, source = hash(("outside", made_by, value.output_nr)), -1, "outside"
+            self._name(value, name, source)
+            if node is None:
+                self.numbers.append(_Outside(weakref.ref(value)))
+        self._sources.append(source)
+        if node is None and not is_trained:  # a trained one is written into by each step of an optimizer
+            self.numbers.append(changes_of(value))
+        return name, since, made_by, is_trained
+
     def _form(self, value: Any) -> Any:
         kind = type(value)
         if issubclass(kind, Tensor):  # it may contain values of the batch, of parameters or random numbers
-            known = self._without_data.get(id(value))
-            without = known is not None and known[0]() is value and known[1] == changes_of(value)
-            self._is_without_data = self._is_without_data and without
-        if kind is Tensor or kind is nn.Parameter:
-            node, place = value.grad_fn, value.output_nr
-            if node is None:
-                is_trained = value.requires_grad or id(value) in self._trained
-                if not is_trained:  # a trained one is written into by each step of an optimizer
-                    self.numbers.append(changes_of(value))
-                return is_trained
-            node, place = self._passed_as.get((node, place), (node, place))
-            since = len(self.events) - self._made.get(node, len(self.events))
-            own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
-            return since, place, type(node) if own else None
+            if self._is_without_data:
+                known = self._without_data.get(id(value))
+                self._is_without_data = known is not None and known[0]() is value and known[1] == changes_of(value)
+            if kind is Tensor or kind is nn.Parameter:
+                return self._form_of_tensor(value)
+            with without_overrides():
+                return kind, self._form_of_tensor(value)
         if kind is int or kind is float:
             self.numbers.append(value)
             return kind
@@ -151,8 +216,8 @@ class OperationTrace(TorchFunctionMode):
             return kind, *map(self._form, value)
         if kind is slice:
             return kind, self._form(value.start), self._form(value.stop), self._form(value.step)
-        if isinstance(value, bool | Tensor):
-            return value if kind is bool else kind
+        if kind is bool:
+            return value
         if isinstance(value, Number):
             self.numbers.append(value)
             return Number
@@ -168,29 +233,36 @@ class OperationTrace(TorchFunctionMode):
         return value if kind.__module__ in ("builtins", "torch") else kind
 
     def made(self, result: Any) -> None:
-        """Record that the last event, or a module that has ended, returned ``result``."""
-        for value in result if type(result) is tuple or type(result) is list else (result,):
-            if isinstance(value, Tensor) and (node := value.grad_fn) is not None:
-                self._made[node] = len(self.events)
+        """Name what the last event, or a module that has ended, returned; known tensors keep their names."""
+        if isinstance(result, Tensor):
+            if self._found(result) is None:
+                self._name(result, hash(tuple(self._sources)), self._sources[0])
+        elif isinstance(result, tuple | list | Mapping):
+            for position, tensor in enumerate(tensor_leaves(result)):
+                if self._found(tensor) is None:
+                    self._name(tensor, hash((position, *self._sources)), self._sources[0])
 
     def passes(self, given: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
         """Record that ``changed`` stands for ``given``, without an operation of the model in between."""
         for before, after in zip(given, changed, strict=False):
-            if before is not after and before.grad_fn is not None and after.grad_fn is not None:
-                self._passed_as[after.grad_fn, after.output_nr] = before.grad_fn, before.output_nr
+            if before is not after and (known := self._found(before)) is not None:
+                self._known[id(after)] = weakref.ref(after), *known[1:]
 
-    def starts(self, module: nn.Module, args: Sequence[Any]) -> None:
+    def starts(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record that a module starts."""
         kind = type(module)
         own = vars(module).get("forward")
-        tensors = [self._form(value) for value in args if isinstance(value, Tensor)]
+        self._sources = [kind]
+        tensors = [self._form(value) for value in args if isinstance(value, Tensor | tuple | list)]
+        tensors += [
+            (key, self._form(value)) for key, value in kwargs.items() if isinstance(value, Tensor | tuple | list)
+        ]
         self.events.append((kind, kind.forward, None if own is None else form_of(own), *tensors))
 
     def ends(self, outputs: Sequence[Tensor]) -> None:
         """Record the outputs of the outermost module."""
         self.events.append(("ends", *[self._form(tensor) for tensor in outputs]))
-        self._passed_as.clear()
-        self._made.clear()  # nodes would keep the graph alive
+        self._known.clear()
 
     def resume(self) -> None:
         """Record calls from now on."""
