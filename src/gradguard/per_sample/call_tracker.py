@@ -50,6 +50,7 @@ from gradguard.per_sample.rerun import (
     undisturbed,
     without_graph,
 )
+from gradguard.per_sample.row_choices import chosen
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, same_rows
 from gradguard.per_sample.witness import MANY, SOME, Witness
 from gradguard.state.generators import (
@@ -460,6 +461,7 @@ class CallTracker:
         if trace is None:
             return False
         trace.ends(Skeleton(output).tensors)
+        self._look_at_rows(module, trace)
         if self._rehearsed is not None:
             if not self._rehearsed.sizes:  # this rehearsal compares gradients of two samples, and not outputs alone
                 self._rehearsed.operations.learn(trace)
@@ -495,6 +497,24 @@ class CallTracker:
             self.witness.missed.add(module)
         self._untried.append((call, trace))
         return False
+
+    def _look_at_rows(self, module: nn.Module, trace: OperationTrace) -> None:
+        """Refuse an outermost call that chose rows of samples by values, which no dry run did, and loop the next ones.
+
+        Raises:
+            UnsupportedGradientError: If the call did.
+        """
+        pattern = self._rehearsed or self.last_calls[module].pattern
+        known = [plans.selections for plans in pattern.plans]
+        if function := chosen(trace.rows.selections, known, self._capture.batch_size):
+            self.planner.choosing[module] = (
+                f"{type(module).__name__} chooses or orders rows of samples by values ({function}), so which row of a "
+                "layer belongs to which sample changes from batch to batch."
+            )
+            raise UnsupportedGradientError(
+                f"{self.planner.choosing[module]} It did not do so when the clipper examined the model. Repeat this "
+                "step: from now on the samples run one by one. Nothing of this step was taken."
+            )
 
     def _look_again(self, call: OuterCall, outputs: Sequence[Tensor], tries: bool) -> None:
         """Rehearse a call once more if ``tries``, and let its samples run alone, because its operations are new."""
