@@ -724,14 +724,18 @@ REBOUND = {
 }
 HIDDEN = {"order": list(range(B))}
 BY_VALUE = {
-    "an index of NumPy": lambda h: h[np.array(within(HIDDEN["order"], len(h)))],
-    "as_tensor of an array": lambda h: h[torch.as_tensor(np.array(within(HIDDEN["order"], len(h))))],
-    "tensor of an array": lambda h: h[torch.tensor(np.array(within(HIDDEN["order"], len(h))))],
+    "as_tensor of an array": lambda h: torch.as_tensor(placing(HIDDEN["order"], len(h))) @ h,
+    "tensor of an array": lambda h: torch.tensor(placing(HIDDEN["order"], len(h))) @ h,
 }
 
 
 def within(order, count):
     return [int(i) % count for i in order][:count]
+
+
+def placing(order, count):
+    """The matrix that puts rows into this order: an index would make the samples run one by one."""
+    return np.eye(count)[within(order, count)]
 
 
 class Ordered(nn.Module):
@@ -743,10 +747,8 @@ class Ordered(nn.Module):
 
     def forward(self, x):
         h = self.a(x).tanh()
-        order = torch.from_numpy(
-            np.array(within(plain(self.order), len(x)))
-        )  # which no trace of torch's functions shows
-        return self.b(h + h[order] + (self.index(h) if self.index else 0))
+        order = torch.from_numpy(placing(plain(self.order), len(x)))  # which no trace of torch's functions shows
+        return self.b(h + order @ h + (self.index(h) if self.index else 0))
 
 
 def plain(order):

@@ -41,6 +41,7 @@ from gradguard.per_sample.refusals import (
     refuse_new_parameters,
     refuse_sharded_since,
     refuse_stand_ins,
+    rows_are_chosen,
 )
 from gradguard.per_sample.rerun import (
     Draws,
@@ -507,13 +508,12 @@ class CallTracker:
         pattern = self._rehearsed or self.last_calls[module].pattern
         known = [plans.selections for plans in pattern.plans]
         if function := chosen(trace.rows.selections, known, self._capture.batch_size):
-            self.planner.choosing[module] = (
-                f"{type(module).__name__} chooses or orders rows of samples by values ({function}), so which row of a "
-                "layer belongs to which sample changes from batch to batch."
+            words = self.planner.choosing[module] = rows_are_chosen(module, function)
+            advice = (
+                "" if self.planner.sharded else " Or repeat this step: its samples, and all later ones, run one by one."
             )
             raise UnsupportedGradientError(
-                f"{self.planner.choosing[module]} It did not do so when the clipper examined the model. Repeat this "
-                "step: from now on the samples run one by one. Nothing of this step was taken."
+                f"{words}{advice} It did not choose rows when the clipper examined it. Nothing of this step was taken."
             )
 
     def _look_again(self, call: OuterCall, outputs: Sequence[Tensor], tries: bool) -> None:

@@ -29,7 +29,7 @@ from gradguard.per_sample.call_arguments import (
 )
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
-from gradguard.per_sample.refusals import own_failure
+from gradguard.per_sample.refusals import own_failure, rows_are_chosen
 from gradguard.per_sample.rerun import TOO_RARE, frozen, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.per_sample.row_choices import RowChoices, SafeSelections
 from gradguard.state.generators import generator_states, have_drawn
@@ -266,10 +266,7 @@ class DryRun:
         if any(observer.alike != alike for observer in observers):  # a wrong guess
             self.runs = [self._run(samples, without_samples=alike).calls for samples in SIZES]
         if structure and self.selections.choosing:
-            raise UnsupportedGradientError(
-                f"{type(module).__name__} chooses or orders rows of samples by values ({self.selections.choosing}), so "
-                "which row of a layer belongs to which sample changes from batch to batch."
-            )
+            raise UnsupportedGradientError(rows_are_chosen(module, self.selections.choosing))
         called = [[id(call.module) for call in run] for run in self.runs]
         if structure and called[0] != called[1]:
             raise UnsupportedGradientError(

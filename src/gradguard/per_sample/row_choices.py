@@ -6,8 +6,8 @@ chooses rows of samples by values runs its samples one by one.
 
 An operation chooses rows of samples if it selects along a dimension that holds samples. In the dry runs that is the
 dimension that grows from two samples to three: ``x[:, index]``, ``table[ids]`` and a gather within each sample choose
-nothing. On each step the operations are compared, one by one, with those of the dry runs. Of an operation that no dry
-run has had, each dimension whose size is a multiple of the number of samples may hold samples.
+nothing. On each step the operations are compared with those of the dry runs. Of an operation that no dry run has had,
+each dimension whose size is a multiple of the number of samples may hold samples.
 
 An index that is made of sizes alone, such as ``arange(len(x))``, is the same for all batches of one size, so it chooses
 nothing. Slices and concatenations are numbers of the program: they choose rows where they cut through a sample, or
@@ -15,7 +15,8 @@ where the forward has read values before.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,9 @@ _ALONG = {
 }  # fmt: skip
 """Functions that select along one dimension by an index: the positions of the dimension and of the index."""
 
-_ORDERING = {"sort": (1, -1), "topk": (2, -1), "msort": (9, 0), "unique": (9, 0), "unique_consecutive": (9, 0)}
-"""Functions that return values in the order of the values: the position of the dimension, and its default."""
+_ORDERING = {"sort": (1, -1), "topk": (2, -1), "msort": (9, 0), "flip": (1, None), "roll": (2, None), "flipud": (9, 0),
+             "unique": (9, None), "unique_consecutive": (9, None)}  # fmt: skip
+"""Functions that return rows in another order: the position of the dimension, and its default (None for all)."""
 
 _JOINING = {"cat": 0, "concat": 0, "concatenate": 0, "stack": 0, "vstack": 0, "row_stack": 0, "pad_sequence": 0}
 _WITHIN = frozenset({"getitem", "setitem", "index_put", "embedding", "embedding_bag", "masked_select", "masked_scatter",
@@ -68,7 +70,7 @@ class Selection(NamedTuple):
     by_value: bool
     cuts: tuple[int, ...] = ()
 
-    def chooses(self, dims: Sequence[int], samples: int) -> bool:
+    def chooses(self, dims: Collection[int], samples: int) -> bool:
         """Return whether it chooses rows of samples, if ``dims`` are the dimensions of samples."""
         chosen = [dim for dim in self.dims if dim in dims]
         return bool(chosen) and (self.by_value or any(cut % samples for cut in self.cuts))
@@ -151,8 +153,9 @@ class RowChoices:
             elif isinstance(item, Tensor):
                 if item.dtype in (torch.bool, torch.uint8) and writes and _is_alike(args[2], rows):
                     continue  # ``x[mask] = 0`` puts the same into each row
-                dims += own
-                by_value |= not self._is_of_sizes(item)
+                if not self._is_of_sizes(item):
+                    dims += own
+                    by_value = True
             elif isinstance(item, int):
                 if writes and not isinstance(item, bool):  # a row is written by itself
                     dims += own
@@ -160,22 +163,25 @@ class RowChoices:
             elif count:  # a list, or an array of NumPy's
                 dims += own
                 by_value = True
-        return Selection((kind, operand.dim(), *dims), operand.shape, tuple(dims), by_value, tuple(cuts)) if dims else None
+        return (
+            Selection((kind, operand.dim(), *dims), operand.shape, tuple(dims), by_value, tuple(cuts)) if dims else None
+        )
 
     def _of_joined(self, kind: str, args: Sequence[Any], given: Mapping[str, Any]) -> Selection | None:
         parts = args[0] if args else given.get("tensors", given.get("sequences", ()))
         parts = [part for part in parts if isinstance(part, Tensor)]
         if not parts:
             return None
-        number = len(parts[0].shape) + (kind in ("stack", "pad_sequence"))
-        dim = (args[1] if len(args) > 1 else given.get("dim", given.get("axis", 0))) if "cat" in kind or kind == "stack" else 0
+        stacked, given_dim = kind in ("stack", "pad_sequence"), given.get("dim", given.get("axis", 0))
+        number = parts[0].dim() + stacked
+        dim = 0 if kind in ("vstack", "row_stack") else args[1] if len(args) > 1 else given_dim
         if not isinstance(dim, int) or not number:
             return None
         if kind == "pad_sequence":
             dim = 0 if (args[1] if len(args) > 1 else given.get("batch_first", False)) else 1
         dim %= number
         shape = list(parts[0].shape)
-        if kind in ("stack", "pad_sequence"):
+        if stacked:
             shape.insert(dim, len(parts))
             cuts = [1] * len(parts)
         else:
@@ -200,8 +206,13 @@ class RowChoices:
         operand = args[0] if args else given.get("input")
         if not isinstance(operand, Tensor) or not operand.dim() or self._is_of_sizes(operand):
             return None
-        dim = args[place] if len(args) > place else given.get("dim", default)
-        dims = tuple(range(operand.dim())) if not isinstance(dim, int) else (dim % operand.dim(),)
+        dim = args[place] if len(args) > place else given.get("dim", given.get("dims", default))
+        if kind == "flip" and len(args) > 2:
+            dim = args[1:]
+        if isinstance(dim, int):
+            dim = (dim,)
+        numbers: Sequence[int] = list(dim) if dim else range(operand.dim())
+        dims = tuple([number % operand.dim() for number in numbers])
         return Selection((kind, operand.dim(), *dims), operand.shape, dims, True)
 
     def _of_others(self, kind: str, args: Sequence[Any], given: Mapping[str, Any]) -> Selection | None:
@@ -254,53 +265,57 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 class SafeSelections:
-    """The selections of the dry runs of a module, none of which chooses rows of samples.
+    """The selections of the dry runs of a module, if none of them chooses rows of samples.
 
     Args:
         two: The selections of the run with two samples.
         three: The selections of the run with three samples.
 
     Attributes:
-        choosing: The first function that chooses rows of samples, or that one run has and the other has not; "" if
-            none does.
+        choosing: The first function that chooses rows of samples, or that one run called and the other did not; ""
+            if there is none.
     """
 
     def __init__(self, two: Sequence[Selection], three: Sequence[Selection]) -> None:
-        self._known: list[tuple[tuple[Any, ...], tuple[int, ...]]] = []
+        self._known: dict[tuple[Any, ...], set[tuple[tuple[int, ...], Size | None]]] = defaultdict(set)
         self.choosing = ""
         for a, b in zip(two, three, strict=False):
             grown = tuple([d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n])
             if a.kind != b.kind or a.chooses(grown, 2) or b.chooses(grown, 3):
                 self.choosing = str(a.kind[0])
                 return
-            self._known.append((a.kind, grown))
+            self._known[a.kind].add((grown, None if grown else a.shape))
         if len(two) != len(three):
-            self.choosing = str([*two, *three][-1].kind[0])
+            self.choosing = str(max(two, three, key=len)[-1].kind[0])
 
-    def grown(self, place: int, selection: Selection, samples: int) -> Sequence[int] | None:
-        """Return the dimensions of samples of the operation at ``place`` in a forward; None if they are unknown."""
-        kind, grown = self._known[place] if place < len(self._known) else (None, ())
-        if kind != selection.kind or any(selection.shape[dim] % samples for dim in grown):
-            return None
-        return grown
+    def grown(self, selection: Selection, samples: int) -> set[int] | None:
+        """Return the dimensions of samples, of an operation like one in the dry runs; None if there was none.
+
+        A tensor that holds no samples, such as a table, must have the same shape as in the dry runs.
+        """
+        found = [
+            grown
+            for grown, shape in self._known.get(selection.kind, ())
+            if shape in (None, selection.shape) and not any(selection.shape[dim] % samples for dim in grown)
+        ]
+        return set[int]().union(*found) if found else None
 
 
 def chosen(selections: Sequence[Selection], known: Sequence[SafeSelections], samples: int) -> str:
-    """Return the function by which a forward chose rows of samples; "" if it did not.
+    """Return the function by which a forward chose rows of samples; "" if it chose none.
 
     Args:
         selections: The operations of the forward that select rows.
         known: The operations of the dry runs.
         samples: The number of samples.
     """
-    if samples < 2:
-        return ""
-    for place, selection in enumerate(selections):
-        found = [grown for one in known if (grown := one.grown(place, selection, samples)) is not None]
+    for selection in selections if samples > 1 else ():
+        found = [grown for one in known if (grown := one.grown(selection, samples)) is not None]
         if found:
             dims = set[int]().union(*found)
         else:
-            dims = {d for d, size in enumerate(selection.shape) if size % samples == 0 and (selection.by_value or d == 0)}
-        if selection.chooses([*dims], samples):
+            sizes = enumerate(selection.shape)
+            dims = {dim for dim, size in sizes if size % samples == 0 and (selection.by_value or dim == 0)}
+        if selection.chooses(dims, samples):
             return str(selection.kind[0])
     return ""
