@@ -758,3 +758,32 @@ def test_what_own_code_writes_into_the_layers_of_a_layer_is_as_after_one_run():
         assert (model.calls, model.body[0].calls, model.body[0].log) == (step, step, [4] * step)
         torch.testing.assert_close(model.body[0].load, out.detach().mean(), rtol=1e-12, atol=0)
     clipper.detach()
+
+
+class OfMasked(nn.Module):
+    """Returns scores of the masked tokens alone, one behind the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids, mask):
+        return self.head(self.embed(ids).tanh())[mask]
+
+
+@pytest.mark.parametrize("before", [0, 2, 8])
+def test_scores_of_chosen_tokens_are_refused_where_samples_have_other_numbers_of_them(before):
+    model = OfMasked().double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+
+    def a_step(counts):
+        ids, mask = torch.randint(0, 9, (4, 6)), torch.arange(6) < torch.tensor(counts)[:, None]
+        model(ids, mask).square().mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+
+    for _ in range(before):
+        a_step([2, 2, 2, 2])
+    for counts in ([3, 1, 2, 2], [2, 2, 1, 3]):
+        with pytest.raises(UnsupportedGradientError, match=r"sample alone|of samples by values"):
+            a_step(counts)

@@ -372,6 +372,8 @@ class CallTracker:
             changed = self._capture.end(running, output)
             return changed
         except UnsupportedGradientError:
+            if self._trace is not None and not is_outermost:
+                self._chosen_rows(self._stack[0].module, self._trace)
             self.planner.forget()  # the next step examines the model again
             raise
         finally:
@@ -500,21 +502,26 @@ class CallTracker:
         return False
 
     def _look_at_rows(self, module: nn.Module, trace: OperationTrace) -> None:
-        """Refuse an outermost call that chose rows of samples by values, which no dry run did, and loop the next ones.
+        """Refuse an outermost call that chose rows of samples by values, which no dry run did.
 
         Raises:
             UnsupportedGradientError: If the call did.
         """
-        pattern = self._rehearsed or self.last_calls[module].pattern
-        known = [plans.selections for plans in pattern.plans]
-        if function := chosen(trace.rows.selections, known, self._capture.batch_size):
-            words = self.planner.choosing[module] = rows_are_chosen(module, function)
-            advice = (
-                "" if self.planner.sharded else " Or repeat this step: its samples, and all later ones, run one by one."
-            )
+        if words := self._chosen_rows(module, trace):
+            advice = "" if self.planner.sharded else " Or repeat this step: all samples run one by one from now on."
             raise UnsupportedGradientError(
                 f"{words}{advice} It did not choose rows when the clipper examined it. Nothing of this step was taken."
             )
+
+    def _chosen_rows(self, module: nn.Module, trace: OperationTrace) -> str:
+        """Return the refusal of a call that chose rows of samples by values, and loop the next ones; "" if none."""
+        pattern = self._rehearsed or self.last_calls[module].pattern
+        function = chosen(
+            trace.rows.selections, [plans.selections for plans in pattern.plans], self._capture.batch_size
+        )
+        if function:
+            self.planner.choosing[module] = rows_are_chosen(module, function)
+        return self.planner.choosing[module] if function else ""
 
     def _look_again(self, call: OuterCall, outputs: Sequence[Tensor], tries: bool) -> None:
         """Rehearse a call once more if ``tries``, and let its samples run alone, because its operations are new."""
