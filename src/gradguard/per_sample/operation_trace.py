@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradguard.per_sample.call_arguments import changes_of, tensor_leaves
 from gradguard.per_sample.module_state import content_of, form_of
+from gradguard.per_sample.row_choices import RowChoices
 from gradguard.torch_private import never_compiled, pop_function_mode, without_overrides
 
 _MOST_WAYS = 16
@@ -108,6 +109,7 @@ class OperationTrace(TorchFunctionMode):
         events: The calls, without numbers.
         numbers: The numbers in the calls, in order.
         by_value: Whether a function's effect may depend on values, or on all values of a tensor together.
+        rows: The operations that select rows.
     """
 
     def __init__(self, trained: Set[int] = frozenset(), arguments: Sequence[Tensor] = ()) -> None:
@@ -116,6 +118,7 @@ class OperationTrace(TorchFunctionMode):
         self.events: list[Any] = []
         self.numbers: list[Any] = []
         self.by_value = False
+        self.rows = RowChoices()
         self._paused = True
         self._known: dict[int, _Known] = {}
         self._count: dict[int, int] = {}
@@ -140,7 +143,9 @@ class OperationTrace(TorchFunctionMode):
             compares = name in _COMPARE and any(isinstance(a, Tensor) and a.requires_grad for a in args)
             if compares or (name in _BY_VALUE and not without_data):
                 self.by_value = True
+            self.rows.look_at(name, args, kwargs)
             result = func(*args, **kwargs) if kwargs else func(*args)
+            self.rows.made(name, args, result)
             if name in _CASTS and args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
                 self.passes(args[:1], (result,))
             self.made(result)
