@@ -274,11 +274,18 @@ class DryRun:
     def grows(self, call: int) -> bool:
         """Return whether call number ``call`` returns a tensor of another shape for three samples than for two."""
         two, three = (run[call] for run in self.runs)
-        return any(a != b for a, b in zip(two.outputs, three.outputs, strict=True))
+        return two.outputs != three.outputs
 
     def axes(self, call: int) -> tuple[list[BatchAxis | None], list[BatchAxis | None]]:
         """Return the batch axis of each input tensor of call number ``call``, and of each output tensor."""
         two, three = self.runs[0][call], self.runs[1][call]
+        for word, own, other in (("gets", two.inputs, three.inputs), ("returns", two.outputs, three.outputs)):
+            if len(own) != len(other):
+                raise UnsupportedGradientError(
+                    f"{type(two.module).__name__} {word} {len(own)} tensors for two samples and {len(other)} for "
+                    "three. Expected the same number for every batch size: put the samples into one tensor, as "
+                    "torch.stack does."
+                )
         inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
         start = len(inputs)
         outputs: list[BatchAxis | None] = []
