@@ -374,6 +374,12 @@ class DryRun:
     def _failed(self, samples: int, error: Exception) -> str:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._batch.arguments))
         size = self._batch.size
+        if "does not require grad" in str(error):
+            return (
+                f"{type(self._module).__name__} differentiates its own parameters in forward (as the inner step of "
+                "MAML does), which gradguard cannot follow. Take the inner gradient of each sample by itself, by "
+                "torch.func.grad on a function of the weights, in torch.vmap over samples."
+            )
         return (
             f"{type(self._module).__name__} raised {type(error).__name__} when gradguard ran it on {samples} of its "
             f"{size} samples, to find which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
@@ -381,6 +387,13 @@ class DryRun:
             "constant of that size a buffer of the module. With batch_first=False, a mask [batch, time] is recognised "
             f"by its shape: pad this batch to another length than {size}."
         )
+
+
+def run_quietly(module: nn.Module, batch: Batch, observed_by: ObservedBy) -> None:
+    """Run ``module`` once on the whole batch, for the error that it may raise, and put its state back."""
+    args, kwargs = batch.samples(range(batch.size))
+    with observed_by(CallObserver(set())), undisturbed(module, None), torch.enable_grad():
+        module(*args, **kwargs)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
