@@ -94,7 +94,8 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
             f"called with are finite: {number} are needed to verify that samples are separate. {_NOT_FINITE}"
         )
     follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
-    found = far = _far_up(tracker, call, samples, follows)
+    far = None if tracker.planner.sharded else _far_up(tracker, call, samples, follows)
+    found = far
     if far is None or far.excess > 1:
         found = compare(tracker, call, samples, note=True, opened=follows)
     if found is None:
@@ -323,7 +324,7 @@ class _RehearsedPair:
             UnsupportedGradientError: If a sample returns something else in a smaller batch.
         """
         choose: Callable[[Sequence[Tensor]], list[Tensor | None]] = self._random_grads
-        if self._pattern.looped:  # samples run one by one, and their sum is compared on every first step of a size
+        if self._pattern.looped or self._tracker.planner.sharded:  # their sum is compared on the first step of a size
             choose = _no_grads
         try:
             loop, found = self._run(choose, up)
