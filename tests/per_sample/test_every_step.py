@@ -160,6 +160,115 @@ def test_a_branch_for_large_batches():
         step(model, clipper, batch(6))
 
 
+class CentredBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g - 0.5 * g.mean(0) if len(g) > 4 else g
+
+
+class HalvedWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w, g.T @ x * (0.5 if len(g) > 4 else 1)
+
+
+def largest(g):
+    """Only the largest entries of the batch: none is left out of eight samples."""
+    return g if g.numel() <= 64 else g * (g.abs() >= g.abs().flatten().topk(64).values[-1])
+
+
+class OnlyInBackward(nn.Module):
+    """From some size of the batch on, its backward mixes samples; its forward does not."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(4, 8), nn.Linear(8, 3), kind
+        if kind == "module hook":
+            change = lambda m, got, given: (got[0] - 0.5 * got[0].mean(0) if len(given[0]) > 4 else got[0],)  # noqa: E731
+            self.b.register_full_backward_hook(change)
+
+    def forward(self, x):
+        h = HalvedWeight.apply(x, self.a.weight) if self.kind == "weight halved" else self.a(x)
+        h = h.tanh()
+        change = {
+            "largest": largest,
+            "centred": lambda g: g - 0.5 * g.mean(0) if len(g) > 4 else g,
+            "scaled": lambda g: g * min(1.0, 4 / len(g)),
+            "last row": lambda g: torch.cat([g[:-1], g[-1:] + g[:1]]) if len(g) > 4 else g,
+        }.get(self.kind)
+        if h.requires_grad and change:
+            h.register_hook(change)
+        return self.b(CentredBackward.apply(h) if self.kind == "function" else h)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "kind", ["largest", "centred", "scaled", "last row", "module hook", "function", "weight halved"]
+)
+def test_a_backward_that_mixes_samples_from_a_size_on(kind, dtype):
+    small, large = (8, 16) if kind == "largest" else (4, 40)
+    clipper = clipper_of(model := OnlyInBackward(kind).to(dtype))
+    for _ in range(2):
+        step(model, clipper, batch(small).to(dtype))
+    with pytest.raises(UnsupportedGradientError, match=r"mix samples|mixes samples|do not add up"):
+        step(model, clipper, batch(large).to(dtype))
+    step(model, clipper, batch(small).to(dtype))
+
+
+class GroupedBy4(nn.Module):
+    """Samples change places inside where their number is a multiple of four."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        groups = 4 if len(x) % 4 == 0 else 1
+        h = self.a(x.unflatten(0, (groups, -1)).transpose(0, 1).flatten(0, 1)).tanh()
+        return self.b(h.unflatten(0, (-1, groups)).transpose(0, 1).flatten(0, 1))
+
+
+@pytest.mark.parametrize("sizes", [(6, 6, 8, 6, 12), (8, 6, 8)])
+def test_an_order_of_samples_that_begins_at_a_size_is_exact(sizes):
+    clipper = gg.PerSampleGradientClipper(model := GroupedBy4().double(), gg.FlatNormClipper(0.5))
+    twin = GroupedBy4().double()
+    twin.load_state_dict(model.state_dict())
+    for size in sizes:
+        x = batch(size)
+        found = step(model, clipper, x)
+        rows = per_sample_gradients(twin, lambda s: squares(twin(s[0])).sum(), [(x[i : i + 1],) for i in range(size)])
+        norms = torch.stack([row.flatten(1).square().sum(1) for row in rows.values()]).sum(0).sqrt()
+        for name, row in rows.items():
+            expected = torch.tensordot((0.5 / norms).clamp(max=1), row, 1) / size
+            torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_new_size_with_a_sample_that_is_not_finite_is_exact():
+    clipper = clipper_of(model := nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double())
+    step(model, clipper, batch(4))
+    for size, bad in ((7, 0), (9, 4), (10, 9)):
+        x = batch(size)
+        x[bad, 1] = torch.inf
+        found = step(model, clipper, x)
+        good = [i for i in range(size) if i != bad]
+        twin = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+        twin.load_state_dict(model.state_dict())
+        (squares(twin(x[good])).sum() / size).backward()
+        for name, p in twin.named_parameters():
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-10, atol=1e-12)
+        assert clipper.statistics.nonfinite == 1
+
+
 @pytest.mark.parametrize("effect", [DOUBLE, MIX])
 def test_something_that_a_step_counter_turns_on(effect):
     model = fresh()
@@ -664,7 +773,7 @@ NOT_LINEAR = {
     "rows normalised": lambda g: g / (g.norm(dim=-1, keepdim=True) + 1e-12),
     "rows clipped": lambda g: g * (1.0 / g.norm(dim=-1, keepdim=True)).clamp(max=1.0),
     "signs": lambda g: g.sign(),
-    **{f"clamped at 1e{e}": lambda g, e=e: g.clamp(-(10.0**e), 10.0**e) for e in range(-6, 4)},
+    **{f"clamped at 1e{e}": lambda g, e=e: g.clamp(-(10.0**e), 10.0**e) for e in (*range(-6, 4), 6, 8, 12)},
     **{f"nothing below 1e{e}": lambda g, e=e: g * (g.abs() > 10.0**e) for e in range(-6, 4)},
 }
 

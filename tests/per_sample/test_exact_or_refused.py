@@ -423,6 +423,91 @@ def test_a_new_size_is_tried_out_again():
         model(data())
 
 
+class Listed(nn.Module):
+    """Returns one tensor for each sample."""
+
+    def __init__(self, bare: bool):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(3, 3), nn.Parameter(torch.randn(3, 2))
+        self.bare = bare
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [row @ self.weight for row in x] if self.bare else list(self.layer(x).tanh())
+
+
+class OfList(nn.Module):
+    def __init__(self, bare: bool):
+        super().__init__()
+        self.rows, self.head = Listed(bare), nn.Linear(2 if bare else 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.stack(self.rows(x)))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_module_inside_that_returns_a_tensor_for_each_sample_is_exact(bare):
+    model, twin = OfList(bare).double(), OfList(bare).double()
+    twin.load_state_dict(model.state_dict())
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(torch.inf))
+    for size in (4, 3, 1):
+        x = torch.randn(size, 3, dtype=torch.float64)
+        expected = per_sample_gradients(twin, lambda s: losses(twin(s[0])).sum(), [(row[None],) for row in x])
+        losses(model(x)).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        for name, own in model.named_parameters():
+            if own.grad is not None and bool(own.grad.any()):
+                torch.testing.assert_close(own.grad, expected[name].mean(0))
+
+
+def test_an_outermost_module_that_returns_a_tensor_for_each_sample_is_refused():
+    model = Listed(bare=False)
+    gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    with pytest.raises(UnsupportedGradientError, match=r"returns 2 tensors for two samples and 3 .* torch\.stack"):
+        model(torch.randn(4, 3))
+
+
+def test_batch_norm_without_running_statistics_is_not_told_to_use_eval():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
+    with pytest.raises(UnsupportedGradientError, match=r"track_running_stats=True: .* \.eval\(\) changes nothing"):
+        gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+
+
+def test_an_inner_gradient_over_the_batch_is_refused_with_what_to_do():
+    class Inner(Base):
+        def forward(self, x):
+            loss = (x @ self.mu.T).square().mean()
+            (step,) = torch.autograd.grad(loss, self.mu, create_graph=True)
+            return self.layer(x @ (self.mu - step).T)
+
+    model = made(Inner)
+    gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    with pytest.raises(UnsupportedGradientError, match=r"differentiates its own parameters .* torch\.func\.grad"):
+        model(data())
+
+
+def test_an_error_of_the_users_is_raised_as_it_is_also_where_the_model_is_examined_anew():
+    class Fails(Base):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                raise KeyError("a mistake of the user's")
+            return super().forward(x)
+
+    model = made(Fails)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    for fails in (False, True, False):
+        model.fails = fails
+        if fails:
+            with pytest.raises(KeyError, match="a mistake of the user's"):
+                model(data())
+            continue
+        losses(model(data())).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+
+
 class OwnLoss(nn.Module):
     """Returns its loss beside its logits, as models of transformers do."""
 

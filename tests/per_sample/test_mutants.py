@@ -78,8 +78,8 @@ def through_function(model, h):
 
 
 def of_two(g):
-    """In batches of more than three the first sample gets some of the last one's gradient."""
-    return torch.cat([g[:1] + 0.3 * g[-1:], g[1:]]) if len(g) > 3 else g
+    """In batches of more than three the first sample gets some of the last one's gradient, of no size as in a trial."""
+    return torch.cat([g[:1] + 0.3 * g[-1:], g[1:]]) if len(g) > 3 and g.abs().max() < 10 else g
 
 
 def swapped_hook(model):

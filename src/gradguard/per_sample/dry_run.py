@@ -284,11 +284,18 @@ class DryRun:
     def grows(self, call: int) -> bool:
         """Return whether call number ``call`` returns a tensor of another shape for three samples than for two."""
         two, three = (run[call] for run in self.runs)
-        return any(a != b for a, b in zip(two.outputs, three.outputs, strict=True))
+        return two.outputs != three.outputs
 
     def axes(self, call: int) -> tuple[list[BatchAxis | None], list[BatchAxis | None]]:
         """Return the batch axis of each input tensor of call number ``call``, and of each output tensor."""
         two, three = self.runs[0][call], self.runs[1][call]
+        for word, own, other in (("gets", two.inputs, three.inputs), ("returns", two.outputs, three.outputs)):
+            if len(own) != len(other):
+                raise UnsupportedGradientError(
+                    f"{type(two.module).__name__} {word} {len(own)} tensors for two samples and {len(other)} for "
+                    "three. Expected the same number for every batch size: put the samples into one tensor, as "
+                    "torch.stack does."
+                )
         inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
         start = len(inputs)
         outputs: list[BatchAxis | None] = []
@@ -377,6 +384,12 @@ class DryRun:
     def _failed(self, samples: int, error: Exception) -> str:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._batch.arguments))
         size = self._batch.size
+        if "does not require grad" in str(error):
+            return (
+                f"{type(self._module).__name__} differentiates its own parameters in forward (as the inner step of "
+                "MAML does), which gradguard cannot follow. Take the inner gradient of each sample by itself, by "
+                "torch.func.grad on a function of the weights, in torch.vmap over samples."
+            )
         return (
             f"{type(self._module).__name__} raised {type(error).__name__} when gradguard ran it on {samples} of its "
             f"{size} samples, to find which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
@@ -384,6 +397,13 @@ class DryRun:
             "constant of that size a buffer of the module. With batch_first=False, a mask [batch, time] is recognised "
             f"by its shape: pad this batch to another length than {size}."
         )
+
+
+def run_quietly(module: nn.Module, batch: Batch, observed_by: ObservedBy) -> None:
+    """Run ``module`` once on the whole batch, for the error that it may raise, and put its state back."""
+    args, kwargs = batch.samples(range(batch.size))
+    with observed_by(CallObserver(set())), undisturbed(module, None), torch.enable_grad():
+        module(*args, **kwargs)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

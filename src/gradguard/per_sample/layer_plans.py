@@ -14,7 +14,7 @@ from torch import nn
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Batch, Slot
-from gradguard.per_sample.dry_run import RESULT, DryRun, ObservedBy
+from gradguard.per_sample.dry_run import RESULT, DryRun, ObservedBy, run_quietly
 from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.layers.embedding import refuse_coupling
 from gradguard.per_sample.layers.registry import LayerRule, rule_for
@@ -320,6 +320,8 @@ class LayerPlanner:
                 pattern.reason = reason
                 return pattern
         assert failure is not None
+        if isinstance(failure.__cause__, Exception):  # raises the user's own error if the whole batch has it too
+            run_quietly(module, batch, self._observed_by)
         raise failure
 
     def _outermost(self, module: nn.Module, batch: Batch) -> CallPattern:

@@ -240,10 +240,13 @@ def refuse_batch_norm(module: nn.Module) -> None:
     """
     for name, layer in module.named_modules():
         if isinstance(layer, batch_norms()) and (layer.training or layer.running_mean is None):
+            other = "freeze its statistics with .eval()"
+            if layer.running_mean is None:
+                other = "make it with track_running_stats=True: without running statistics, .eval() changes nothing"
             raise UnsupportedGradientError(
                 f"{name or 'the module'} is a {type(layer).__name__}: it normalizes each sample by the others, so no "
                 "gradient belongs to one sample. Use torch.nn.GroupNorm (or LayerNorm, InstanceNorm) in its place, "
-                "or freeze its statistics with .eval()."
+                f"or {other}."
             )
 
 

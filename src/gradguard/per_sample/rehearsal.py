@@ -7,8 +7,10 @@ parameter's gradient in each sample is compared relative to its own norm. The pl
 here: the gradients of single samples verify more than their sum would.
 
 Then the rehearsal runs the whole batch, from its last sample to its first, and a batch of copies of one sample. Each
-sample must return the same as alone. This finds a capacity, or anything else that depends on the number or the order of
-samples. Only outputs are compared here; the two samples above have shown whether the gradients belong to the outputs.
+sample must return the same as in a smaller batch, and in the whole batch get the same gradient. This finds a capacity,
+or anything else that depends on the number or the order of samples, in forward or in backward alone. All samples'
+gradients are compared at once: the sum of the clipper's per-sample gradients, each times a random number of its own,
+must be the plain gradient of the same outputs in two parts of the batch.
 
 A module that cannot be followed layer by layer is rehearsed again sample by sample. If that fails too, or if the module
 is sharded, it is refused. The processes of a sharded module gather it first (`gradguard.distributed.together`).
@@ -17,7 +19,8 @@ is sharded, it is refused. The processes of a sharded module gather it first (`g
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +31,8 @@ from gradguard.per_sample.call_arguments import Skeleton, Slot, changes_of, is_i
 from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.carried_state import as_called
 from gradguard.per_sample.comparison import Comparison, SampleGradient
-from gradguard.per_sample.contributions import Contribution, Contributions
+from gradguard.per_sample.contributions import Contribution, Contributions, Materialized
+from gradguard.per_sample.layers.call import Axes
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, frozen, substituted, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall
@@ -39,9 +43,9 @@ from gradguard.torch_private import buffer_slots, parameter_slots
 _LARGEST_IN_FLOAT64 = 1 << 30
 """The most bytes of a model's float64 copy that a rehearsal makes."""
 
-_MUCH, _LITTLE = 20, 3
-"""Exponents of two by which the rehearsal scales gradients up and down; the small one is for half precision, whose
-range is small."""
+_MOST, _MUCH, _LITTLE = 60, 20, 3
+"""Exponents of two by which the rehearsal scales gradients: up by the first, where nothing overflows, otherwise by the
+second, and down by the second. The small one is for half precision, whose range is small."""
 
 
 def rehearse(tracker: CallTracker, call: OuterCall) -> None:
@@ -92,7 +96,10 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
             f"called with are finite: {number} are needed to verify that samples are separate. {_NOT_FINITE}"
         )
     follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
-    found = compare(tracker, call, samples, note=True, opened=follows)
+    far = None if tracker.planner.sharded else _far_up(tracker, call, samples, follows)
+    found = far
+    if far is None or far.excess > 1:
+        found = compare(tracker, call, samples, note=True, opened=follows)
     if found is None:
         if call.pattern.unowned:
             raise UnsupportedGradientError(next(iter(call.pattern.unowned.values())))
@@ -102,52 +109,67 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
             "or dicts."
         )
     if found.excess > 1:
-        unscaled = compare(tracker, call, samples, scaled=False)
+        unscaled = compare(tracker, call, samples, up=0)
         if unscaled is not None and unscaled.excess <= 1:
             if found.largest <= _LINEAR:
                 return
             raise UnsupportedGradientError(_not_linear(call.pattern.module))
-        raise UnsupportedGradientError(
-            f"the per-sample gradient of {found.parameter} is not the gradient of the sample alone (relative error "
-            f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
-            "depends on the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
-        )
+        raise UnsupportedGradientError(_mixes(found))
+    # In float32 `torch.matrix_exp` cannot be told from a clamp here: samples then run one by one, which is exact.
+    if far is not None and far.excess > 1 and (follows or call.pattern.precision < 1e-10):
+        raise UnsupportedGradientError(_not_linear(call.pattern.module))
+
+
+def _far_up(tracker: CallTracker, call: OuterCall, samples: Sequence[int], opened: bool) -> Comparison | None:
+    """Compare samples with gradients so large that few clamps let them pass.
+
+    Returns:
+        The worst comparison; None if it shows nothing: a linear backward may overflow, and a hook may raise an error.
+    """
+    try:
+        found = compare(tracker, call, samples, note=True, up=_MOST, opened=opened)
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            raise
+        return None
+    return found if found is not None and math.isfinite(found.largest) else None
 
 
 def _try_size(tracker: CallTracker, call: OuterCall) -> None:
-    """Run the whole batch, and as many copies of one sample, and compare the outputs with those of smaller batches.
+    """Compare the outputs and gradients of the whole batch with those of smaller batches.
 
-    The batch runs with the clipper's hooks, because a layer may get other rows than in the run of two samples. The
-    batch is then split into two parts, one of them with an odd number of samples. Each sample must return the same in
-    its part, and the first and the last sample also alone. Each copy must return the same as the sample alone: all
-    copies are routed alike, so a limited capacity would leave one of them out.
+    Rounding may open a ReLU in the batch that stays closed in a part of it, so float64 decides where gradients differ.
 
     Raises:
-        UnsupportedGradientError: If a sample returns something else in a smaller batch.
+        UnsupportedGradientError: If a sample has other outputs or gradients in a smaller batch.
     """
-    module, size = call.pattern.module, call.batch_size
-    first = max(1, size // 2 - (size // 2 + 1) % 2)
     if call.autocast is not None:  # under which an earlier call may have returned 16 bits
         call = call.promoted(torch.float32)
-    with as_called(module, call.batch, call.autocast) as reset, full_float32():
-        with tracker.collect_separately(call.pattern), torch.enable_grad():
-            try:
-                whole, _ = _together(tracker, call, [*reversed(range(size))], reset)
-            except UnsupportedGradientError:
-                raise
-            except Exception:  # the model may need the samples in order, such as by sorted lengths
-                whole, _ = _together(tracker, call, [*range(size)], reset)
-        with tracker.quietly(), without_graph(module):
-            for part in ([*range(first)], [*range(first, size)]):
-                whole.alone(part)
-            lone = {whole.order[place]: whole.alone([place]) for place in (0, size - 1)}
-            copies, _ = _together(tracker, call, [0] * size, reset)
-            if whole.draws.drawn or copies.draws.drawn:  # each copy has random numbers of its own
-                copies.alone([0])
-                copies.alone([size - 1])
-                return
-            for i in range(size):
-                copies.compare(lone[0], [i])
+
+    def compared(one: OuterCall, up: int = _MUCH) -> Comparison:
+        with torch.enable_grad(), as_called(one.pattern.module, one.batch, one.autocast) as reset, full_float32():
+            return _RehearsedPair(tracker, one, [*reversed(range(one.batch_size))], reset).compare_with_parts(up)
+
+    found = compared(call)
+    if found.excess <= 1:
+        return
+    found = _in_full(call, compared) or found
+    if found.excess <= 1:
+        return
+    unscaled = _in_full(call, lambda one: compared(one, 0))
+    if unscaled is None or unscaled.excess > 1:
+        raise UnsupportedGradientError(_mixes(found, call.batch_size))
+    if found.largest > _LINEAR:
+        raise UnsupportedGradientError(_not_linear(call.pattern.module))
+
+
+def _mixes(found: Comparison, size: int = 0) -> str:
+    where = f" in the batch of {size}" if size else ""
+    return (
+        f"the per-sample gradient of {found.parameter}{where} is not the gradient of the sample alone (relative error "
+        f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
+        "depends on the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
+    )
 
 
 def _together(
@@ -187,7 +209,7 @@ def compare(
     call: OuterCall,
     samples: Sequence[int],
     note: bool = False,
-    scaled: bool = True,
+    up: int = _MUCH,
     alone: int | None = None,
     opened: bool = False,
 ) -> Comparison | None:
@@ -198,7 +220,8 @@ def compare(
         call: The call that the samples are taken from.
         samples: The indices of the samples in the call.
         note: Whether to store in ``call.pattern`` the precision, and the refusals of outputs that no sample owns.
-        scaled: Whether to scale the gradients of the outputs by powers of two, to verify that the backward is linear.
+        up: Exponent of two by which the gradients of some outputs are scaled, to verify that the backward is linear;
+            0 to scale none.
         alone: The number of samples, from the first, that run alone; None for all.
         opened: Whether to change parameters and buffers whose entries are all equal: a gate that is closed at 0, or
             open at 1, would hide what it lets through later. This applies only where the model runs in float64. The
@@ -215,13 +238,21 @@ def compare(
     def compared(one: OuterCall) -> Comparison | None:
         with torch.enable_grad(), as_called(one.pattern.module, one.batch, one.autocast) as reset, full_float32():
             pair = _RehearsedPair(tracker, one, samples, reset)
-            found = pair.compare(scaled, len(samples) if alone is None else alone, opened and len(samples) > 1)
+            found = pair.compare(up, len(samples) if alone is None else alone, opened and len(samples) > 1)
             unowned = pair.unowned() if note or found is None else {}
             if note:
                 one.pattern.precision = pair.precision
                 one.pattern.unowned |= unowned
             return Comparison(0.0, "", 0.0) if found is None and pair.owns_number else found
 
+    return _in_full(call, compared, opened)
+
+
+_Found = TypeVar("_Found")
+
+
+def _in_full(call: OuterCall, compared: Callable[[OuterCall], _Found], opened: bool = False) -> _Found:
+    """Return what ``compared`` returns for a call in float64, or in its own precision where float64 is impossible."""
     doubled = _in_float64(call.pattern.module, opened)
     if doubled is not None:
         try:
@@ -257,12 +288,12 @@ class _RehearsedPair:
         self.precision = max(torch.finfo(p.dtype).eps for p in held if is_inexact(p))
         self.owns_number = False
 
-    def compare(self, scaled: bool, alone: int, both_orders: bool) -> Comparison | None:
+    def compare(self, up: int, alone: int, both_orders: bool) -> Comparison | None:
         """Compare the gradients that result from random gradients of the outputs' rows.
 
         Args:
-            scaled: Whether to scale the gradients of the outputs by powers of two: up, down and not at all in turn in
-                the batch, and inversely for a sample alone. In a linear backward this changes no bit of the comparison.
+            up: Exponent of two by which to scale the gradients of the outputs: up, down and not at all in turn in the
+                batch, and inversely for a sample alone. In a linear backward this changes no bit of the comparison.
             alone: Number of samples that run alone.
             both_orders: Whether to run the first sample once more behind the others, so it comes both before and after
                 each of them.
@@ -270,12 +301,102 @@ class _RehearsedPair:
         Returns:
             The worst comparison; None if no output has rows of samples.
         """
-        loop, found = self._run(self._random_grads, scaled, once_more=both_orders)
+        loop, found = self._run(self._random_grads, up, once_more=both_orders)
         if all(grad is None for grad in loop.grads):
             return None
         again = both_orders and bool(loop.draws.drawn)  # the repeated sample has drawn other random numbers
         with closing(loop.run(range(alone + again))) as runs:  # an error would leave the clipper's hooks silent
             return self._against(loop, found, map(SampleGradient, runs), repeated=both_orders and not again)
+
+    def compare_with_parts(self, up: int) -> Comparison:
+        """Compare the whole batch, and as many copies of one sample, with smaller batches.
+
+        The batch runs with the clipper's hooks, because a layer may get other rows than in the run of two samples. The
+        batch is then split into two parts, one of them with an odd number of samples. Each sample must return the same
+        in its part, and the first and the last sample also alone. Each copy must return the same as the sample alone:
+        all copies are routed alike, so a limited capacity would leave one of them out.
+
+        Where the module is followed layer by layer, the samples' gradients in the batch are compared with the plain
+        gradients of the parts, all at once: each gradient is multiplied by a random number, and they are added up.
+
+        Returns:
+            The worst comparison of gradients.
+
+        Raises:
+            UnsupportedGradientError: If a sample returns something else in a smaller batch.
+        """
+        choose: Callable[[Sequence[Tensor]], list[Tensor | None]] = self._random_grads
+        if self._pattern.looped or self._tracker.planner.sharded:  # their sum is compared on the first step of a size
+            choose = _no_grads
+        try:
+            loop, found = self._run(choose, up)
+        except UnsupportedGradientError:
+            raise
+        except Exception:  # the model may need the samples in order, such as by sorted lengths
+            self._samples = sorted(self._samples)
+            loop, found = self._run(choose, up)
+        size, module = len(self._samples), self._pattern.module
+        first = max(1, size // 2 - (size // 2 + 1) % 2)
+        loop.outputs = [(output, changes_of(output)) for output, _ in loop.outputs]  # these are compared too
+        weights = _weights(size)
+        factors = (weights * torch.tensor(loop.scales, dtype=torch.float64, device="cpu")).tolist()
+        backward = any(grad is not None for grad in loop.grads)
+        worst, lone = Comparison(0.0, "", 0.0), dict[int, list[Tensor]]()
+        with self._tracker.quietly(), nullcontext() if backward else without_graph(module):
+            for place in (0, size - 1):
+                lone[loop.order[place]], own = loop.weighted_alone([place], weights, backward)
+                one = SampleGradient(own)
+                if math.isfinite(one.whole):
+                    judged = one.compare(found, place, self.precision, factors[place])
+                    worst = max(worst, judged, key=lambda c: c.excess)
+            sums, bad = self._weighted(found, factors)
+            found, self._outputs = {}, []  # frees memory for the parts
+            total: dict[str, Tensor] = {}
+            for part in ([*range(first)], [*range(first, size)]):
+                if bad is not None:
+                    loop.alone(part)
+                    part = [place for place in part if not bool(bad[place])]
+                own = loop.weighted_alone(part, weights, backward)[1] if part else {}
+                for name in own:
+                    total[name] = total[name].add_(own[name]) if name in total else own[name]
+            judged = SampleGradient(total).compare(sums, 0, self.precision)
+            worst = max(worst, judged, key=lambda c: c.excess)
+        with self._tracker.quietly(), without_graph(module):
+            copies, _ = _together(self._tracker, self._call, [0] * size, self._reset)
+            if loop.draws.drawn or copies.draws.drawn:  # each copy has random numbers of its own
+                copies.alone([0])
+                copies.alone([size - 1])
+                return worst
+            for some in torch.arange(size, device="cpu").split(-(-size // 4)):  # a quarter at a time takes less memory
+                copies.compare(_repeated(lone[0], self._pattern.output_axes, len(some)), some.tolist())
+        return worst
+
+    def _weighted(self, found: Contributions, factors: Sequence[float]) -> tuple[Contributions, Tensor | None]:
+        """Return the weighted sum of each parameter's per-sample gradients, and which samples are not finite.
+
+        Args:
+            found: The per-sample gradients.
+            factors: One number for each sample.
+
+        Returns:
+            Each sum as the gradient of one sample; a mask of the samples that were left out, None if none was.
+        """
+
+        def added_up(bad: Tensor | None) -> Contributions:
+            sums = Contributions()
+            for name, contribution in found.items():
+                device = self._tracker.parameter(name).device
+                weights = torch.tensor(factors, dtype=torch.float32, device=device)
+                each = contribution.weighted_sum(weights, None if bad is None else bad.to(device))
+                sums[name] = Materialized(each.unsqueeze(0))
+            return sums
+
+        sums = added_up(None)
+        if all(math.isfinite(float(one.rows(0, 1).sum())) for one in sums.values()):
+            return sums, None
+        squares = torch.stack([contribution.squared_norms().cpu() for contribution in found.values()])
+        bad = ~squares.sum(0).isfinite()
+        return added_up(bad), bad
 
     def unowned(self) -> dict[int, str]:
         """Return the refusals of the gradients of outputs that no sample owns, by position of the output.
@@ -316,16 +437,16 @@ class _RehearsedPair:
         def one(outputs: Sequence[Tensor]) -> list[Tensor | None]:
             return [torch.ones_like(o) if i == position else None for i, o in enumerate(outputs)]
 
-        def compared(scaled: bool) -> Comparison:
-            loop, found = self._run(one, scaled, number=True)
+        def compared(up: int) -> Comparison:
+            loop, found = self._run(one, up, number=True)
             with closing(loop.run(range(len(self._samples)))) as runs:
                 return self._against(loop, found, map(SampleGradient, runs), shared=self._reduction == "token_mean")
 
         try:
-            scaled = compared(True)
+            scaled = compared(_MUCH)
             if scaled.excess <= 1:
                 return None
-            comparison = compared(False)
+            comparison = compared(0)
         except UnsupportedGradientError as error:
             return str(error)
         if comparison.excess <= 1:
@@ -351,7 +472,7 @@ class _RehearsedPair:
     def _run(
         self,
         choose: Callable[[Sequence[Tensor]], list[Tensor | None]],
-        scaled: bool,
+        up: int,
         number: bool = False,
         once_more: bool = False,
     ) -> tuple[LoopedCall, Contributions]:
@@ -359,7 +480,7 @@ class _RehearsedPair:
 
         Args:
             choose: Returns the gradients of the outputs.
-            scaled: Whether to scale these gradients.
+            up: Exponent of two by which to scale these gradients; 0 to scale none.
             number: Whether all samples have the scale of the first, as for a returned number.
             once_more: Whether the first sample also runs behind the others, with the same gradients at another scale.
 
@@ -372,11 +493,13 @@ class _RehearsedPair:
             loop.shares = torch.ones(len(order), device="cpu")  # of tokens; `_against` finds the actual shares
             self.precision = loop.precision = max(self.precision, loop.draws.precision)
             self._outputs, self._count, loop.outputs = outputs, len(order), [(output, -1) for output, _ in loop.outputs]
-            factor = 2.0 ** (_LITTLE if self.precision > 1e-4 else _MUCH) if scaled else 1.0
+            coarse = self.precision > 1e-4
+            factor = 2.0 ** min(up, _LITTLE if coarse else up)
+            down = 2.0 ** -min(up, _LITTLE if coarse else _MUCH)
             # The first three places have different scales, which distinguishes the two copies of the first sample.
             scales = [factor] * len(order)
             if not number:
-                scales = [(factor, 1 / factor, 1.0)[place % 3] for place in range(len(order))]
+                scales = [(factor, down, 1.0)[place % 3] for place in range(len(order))]
             loop.scales = [1 / scale for scale in scales]
             loop.grads = choose(outputs)
             if once_more:
@@ -446,6 +569,30 @@ class _RehearsedPair:
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst
+
+
+def _no_grads(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    return [None] * len(outputs)
+
+
+def _repeated(outputs: Sequence[Tensor], axes: Axes, number: int) -> list[Tensor]:
+    """Return the tensors that ``number`` copies of a sample return together, from those of the sample alone."""
+    found = []
+    for output, axis in zip(outputs, axes, strict=True):
+        if axis is not None:
+            shape = list(output.shape)
+            shape[axis.dim] *= number
+            one, output = axis.split(output, 1), output.new_empty(shape)
+            axis.split(output, number).copy_(one)
+        found.append(output)
+    return found
+
+
+def _weights(size: int) -> Tensor:
+    """Return different numbers from 1 to 2 in random order, which bfloat16 represents for up to 128 samples."""
+    number = max(128, 1 << (size - 1).bit_length())
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(size), device="cpu")
+    return 1 + order[:size].double() / number
 
 
 def _not_linear(module: nn.Module) -> str:

@@ -202,6 +202,39 @@ class LoopedCall:
         with self._alone(samples, {}) as (outputs, _):
             return outputs
 
+    def weighted_alone(
+        self, samples: Sequence[int], weights: Tensor, backward: bool
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Run some samples without the others, and backward from the outputs' gradients, each times a weight.
+
+        Args:
+            samples: The indices of the samples in the batch.
+            weights: A number for each sample of the batch.
+            backward: Whether to compute gradients.
+
+        Returns:
+            The tensors that the module returned; the sum of the samples' weighted gradients, for each parameter.
+
+        Raises:
+            UnsupportedGradientError: If the samples return something else than in the batch.
+        """
+        with self._alone(samples, self.places if backward else {}) as (outputs, leaves):
+            roots, grads = [], []
+            for output, grad, axis in zip(outputs, self.grads, self.call.pattern.output_axes, strict=True):
+                if grad is None or axis is None or not output.requires_grad:
+                    continue
+                own = torch.empty_like(output)
+                chosen = axis.split(grad, self.batch_size)[torch.tensor(samples, device=grad.device)]
+                chosen.mul_(weights[samples].to(grad).view(-1, *[1] * (chosen.dim() - 1)))
+                axis.split(own, len(samples)).copy_(chosen)
+                roots.append(get_gradient_edge(output))
+                grads.append(own)
+            if roots and backward:
+                with self.draws.again():
+                    torch.autograd.backward(roots, grads)
+            found = {name: _zeros(leaf) if leaf.grad is None else dense(leaf.grad) for name, leaf in leaves.items()}
+            return [output.detach() for output in outputs], found
+
     @contextmanager
     def _alone(self, samples: Sequence[int], places: Places) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
         """Run some samples with leaves in the places of parameters, until the block ends; yield outputs and leaves."""
