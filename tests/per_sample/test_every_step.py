@@ -724,14 +724,18 @@ REBOUND = {
 }
 HIDDEN = {"order": list(range(B))}
 BY_VALUE = {
-    "an index of NumPy": lambda h: h[np.array(within(HIDDEN["order"], len(h)))],
-    "as_tensor of an array": lambda h: h[torch.as_tensor(np.array(within(HIDDEN["order"], len(h))))],
-    "tensor of an array": lambda h: h[torch.tensor(np.array(within(HIDDEN["order"], len(h))))],
+    "as_tensor of an array": lambda h: torch.as_tensor(placing(HIDDEN["order"], len(h))) @ h,
+    "tensor of an array": lambda h: torch.tensor(placing(HIDDEN["order"], len(h))) @ h,
 }
 
 
 def within(order, count):
     return [int(i) % count for i in order][:count]
+
+
+def placing(order, count):
+    """The matrix that puts rows into this order: an index would make the samples run one by one."""
+    return np.eye(count)[within(order, count)]
 
 
 class Ordered(nn.Module):
@@ -743,10 +747,8 @@ class Ordered(nn.Module):
 
     def forward(self, x):
         h = self.a(x).tanh()
-        order = torch.from_numpy(
-            np.array(within(plain(self.order), len(x)))
-        )  # which no trace of torch's functions shows
-        return self.b(h + h[order] + (self.index(h) if self.index else 0))
+        order = torch.from_numpy(placing(plain(self.order), len(x)))  # which no trace of torch's functions shows
+        return self.b(h + order @ h + (self.index(h) if self.index else 0))
 
 
 def plain(order):
@@ -907,3 +909,161 @@ def test_numbers_that_python_draws_for_the_first_time_later_are_refused_once(dra
         step(model, clipper, batch())
     several_steps(model, clipper, 3)
     assert clipper._tracker.witness.last_good > 4
+
+
+class Tokens(nn.Module):
+    """Works on some tokens of each sample, which ``select`` chooses; a layer in front and one behind see all."""
+
+    def __init__(self, select):
+        super().__init__()
+        self.embed, self.layer, self.norm = nn.Embedding(9, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.head, self.select = nn.Linear(4, 2), [select]
+
+    def work(self, rows):
+        return self.norm(rows + self.layer(rows).relu())
+
+    def forward(self, ids, mask):
+        return self.head(self.select[0](self, ids, mask).tanh().sum(1) / mask.sum(1, keepdim=True).clamp(min=1))
+
+
+def by_mask(m, ids, mask):
+    hidden = m.embed(ids)
+    out = torch.zeros_like(hidden)
+    out[mask] = m.work(hidden[mask])
+    return out
+
+
+def by_nonzero(m, ids, mask):
+    hidden = m.embed(ids)
+    places = mask.flatten().nonzero()[:, 0]
+    rows = m.work(hidden.flatten(0, 1).index_select(0, places))
+    return torch.zeros_like(hidden).flatten(0, 1).index_copy(0, places, rows).view(hidden.shape)
+
+
+def packed_ids(m, ids, mask):
+    rows = m.work(m.embed(ids[mask]))
+    return rows.new_zeros(*ids.shape, 4).masked_scatter(mask[..., None], rows)
+
+
+def kept_first(m, ids, mask):
+    hidden = m.embed(ids)
+    order = (~mask).flatten().argsort(stable=True)
+    rows = m.work(hidden.flatten(0, 1)[order]) * mask.flatten()[order, None]
+    return rows[order.argsort()].view(hidden.shape)
+
+
+def two_groups(m, ids, mask):
+    hidden, places = m.embed(ids).flatten(0, 1), torch.arange(ids.numel())
+    order = torch.cat([places[mask.flatten()], places[~mask.flatten()]])
+    out = torch.zeros_like(hidden)
+    out[order] = m.work(hidden[order])
+    return out.view(*ids.shape, 4) * mask[..., None]
+
+
+def cut_and_joined(m, ids, mask):
+    lengths, hidden = mask.sum(1).tolist(), m.embed(ids)
+    rows = m.work(torch.cat([one[:length] for one, length in zip(hidden, lengths, strict=True)]))
+    return nn.utils.rnn.pad_sequence(rows.split(lengths), batch_first=True)
+
+
+def repeated(m, ids, mask):
+    counts = mask.sum(1)
+    owner = torch.arange(len(ids)).repeat_interleave(counts)
+    places = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    rows = m.work(m.embed(ids)[owner, places])
+    return rows.new_zeros(ids.shape[0], 4).index_add(0, owner, rows)[:, None]
+
+
+def if_padded(m, ids, mask):
+    return m.work(m.embed(ids)) if mask.all() else by_mask(m, ids, mask)
+
+
+SELECT = (by_mask, by_nonzero, packed_ids, kept_first, two_groups, cut_and_joined, repeated, if_padded)
+
+
+def masks_of(lengths, length=6):
+    return torch.arange(length) < torch.tensor(lengths)[:, None]
+
+
+def assert_token_step(model, clipper, mask):
+    """One step is exact, whatever samples the norm clips."""
+    model.zero_grad()
+    ids = torch.randint(0, 9, mask.shape)
+    squares(model(ids, mask)).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    twin = Tokens(model.select[0]).double()
+    twin.load_state_dict(model.state_dict())
+    samples = [(ids[i : i + 1], mask[i : i + 1]) for i in range(len(ids))]
+    rows = per_sample_gradients(twin, lambda s: squares(twin(*s)).sum(), samples)
+    norms = torch.stack([value.flatten(1).square().sum(1) for value in rows.values()]).sum(0).sqrt()
+    factors = (0.3 / norms).clamp(max=1)
+    for name, value in rows.items():
+        expected = torch.einsum("b,b...->...", factors.to(value), value) / len(mask)
+        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-11, msg=name)
+
+
+RAGGED_AT = [0, 2, *[pytest.param(at, marks=pytest.mark.exhaustive) for at in (12, 33)]]
+
+
+@pytest.mark.parametrize("at", RAGGED_AT)
+@pytest.mark.parametrize("select", SELECT, ids=lambda select: select.__name__)
+def test_rows_that_a_forward_chooses_belong_to_their_own_samples(select, at):
+    """Four lengths may have as many tokens as equal ones, so the number of rows does not show it."""
+    model = Tokens(select).double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.3), mode="exact")
+    full = 6
+    for now in range(at + 4):
+        mask = masks_of([full] * 4 if now < at else [[6, 2, 4, 4], [5, 3, 4, 4], [6, 6, 3, 1], [1, 2, 3, 6]][now - at])
+        if select is if_padded and now == at > 0:
+            with pytest.raises(UnsupportedGradientError, match="Repeat this step"):
+                assert_token_step(model, clipper, mask)
+        assert_token_step(model, clipper, mask)
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20)]])
+def test_rows_that_are_chosen_at_random(seed):
+    torch.manual_seed(seed)
+    model = Tokens(random.Random(seed).choice(SELECT[:5])).double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.3), mode="exact")
+    for _ in range(20):
+        mask = torch.rand(int(torch.randint(1, 6, ())), 6) < torch.rand(())
+        mask[:, 0] |= ~mask.any(1)
+        assert_token_step(model, clipper, mask)
+
+
+def last_kept(m, ids, mask):
+    hidden = m.work(m.embed(ids))
+    return hidden[torch.arange(len(ids)), mask.sum(1) - 1][:, None]
+
+
+def gathered(m, ids, mask):
+    places = mask.long().argsort(dim=1, descending=True, stable=True)
+    return m.work(m.embed(ids).gather(1, places[..., None].expand(-1, -1, 4)) * mask.gather(1, places)[..., None])
+
+
+def filled(m, ids, mask):
+    hidden = m.embed(ids)
+    hidden = hidden * 1.0
+    hidden[~mask] = 0
+    return m.work(hidden[:, torch.randperm(6).tolist()])
+
+
+def from_a_table(m, ids, mask):
+    table = torch.ones(8, 4, dtype=torch.float64).cumsum(0)
+    return m.work(m.embed(ids) + table[mask.cumsum(1)])
+
+
+@pytest.mark.parametrize("select", [last_kept, gathered, filled, from_a_table], ids=lambda select: select.__name__)
+def test_what_chooses_within_each_sample_runs_once(select):
+    model, calls = Tokens(select).double(), []
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.3), mode="exact")
+    model.layer.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(12):
+        mask = masks_of(torch.randint(1, 7, (4,)).tolist())
+        calls.clear()
+        squares(model(torch.randint(0, 9, mask.shape), mask)).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+    assert len(calls) <= 2

@@ -664,7 +664,7 @@ class Product(torch.autograd.Function):
 
 
 class FusedHead(nn.Module):
-    """A language model's head in one kernel, of the places that count alone; it notes what it has seen."""
+    """A language model's head in one kernel, with zeros where nothing counts; it notes what it has seen."""
 
     def __init__(self):
         super().__init__()
@@ -675,9 +675,8 @@ class FusedHead(nn.Module):
         hidden, counts = self.body(x).tanh(), x[..., 0] > 0
         self.calls += 1
         self.seen += hidden.detach().mean((0, 1))
-        return hidden.new_zeros(*counts.shape, 5).masked_scatter(
-            counts[..., None], Product.apply(hidden[counts], self.head.weight)
-        )
+        logits = Product.apply(hidden.flatten(0, 1), self.head.weight)
+        return logits.unflatten(0, counts.shape).masked_fill(~counts[..., None], 0)
 
 
 def test_a_kernel_that_torch_func_cannot_run_is_run_for_each_sample_and_the_layers_once():
@@ -759,3 +758,32 @@ def test_what_own_code_writes_into_the_layers_of_a_layer_is_as_after_one_run():
         assert (model.calls, model.body[0].calls, model.body[0].log) == (step, step, [4] * step)
         torch.testing.assert_close(model.body[0].load, out.detach().mean(), rtol=1e-12, atol=0)
     clipper.detach()
+
+
+class OfMasked(nn.Module):
+    """Returns scores of the masked tokens alone, one behind the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids, mask):
+        return self.head(self.embed(ids).tanh())[mask]
+
+
+@pytest.mark.parametrize("before", [0, 2, 8])
+def test_scores_of_chosen_tokens_are_refused_where_samples_have_other_numbers_of_them(before):
+    model = OfMasked().double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+
+    def a_step(counts):
+        ids, mask = torch.randint(0, 9, (4, 6)), torch.arange(6) < torch.tensor(counts)[:, None]
+        model(ids, mask).square().mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+
+    for _ in range(before):
+        a_step([2, 2, 2, 2])
+    for counts in ([3, 1, 2, 2], [2, 2, 1, 3]):
+        with pytest.raises(UnsupportedGradientError, match=r"sample alone|of samples by values"):
+            a_step(counts)

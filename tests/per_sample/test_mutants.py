@@ -99,9 +99,8 @@ def shares(model, h):
 
 def last_of_many(model, h):
     """In batches of more than three the last sample is doubled."""
-    weights = torch.ones(len(h), 1).to(h)
-    weights[-1] += float(len(h) > 3)
-    return h * weights
+    is_last = torch.arange(len(h)).unsqueeze(1) == len(h) - 1
+    return h * (1 + is_last * float(len(h) > 3))
 
 
 def sum_decides(model, h):

@@ -477,7 +477,7 @@ def test_nodes_of_graphs_behind_one_another_are_not_taken_for_samples(graph, poo
         squares(model(torch.randn(6, 4, dtype=torch.float64), links, torch.tensor(graph))).mean().backward()
         clipper.clip_and_accumulate()
 
-    with pytest.raises(UnsupportedGradientError, match=r"sample alone|was called by itself"):
+    with pytest.raises(UnsupportedGradientError, match=r"sample alone|was called by itself|rows of samples by values"):
         a_step()
 
 

@@ -41,6 +41,7 @@ from gradguard.per_sample.refusals import (
     refuse_new_parameters,
     refuse_sharded_since,
     refuse_stand_ins,
+    rows_are_chosen,
 )
 from gradguard.per_sample.rerun import (
     Draws,
@@ -50,6 +51,7 @@ from gradguard.per_sample.rerun import (
     undisturbed,
     without_graph,
 )
+from gradguard.per_sample.row_choices import chosen
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, same_rows
 from gradguard.per_sample.witness import MANY, SOME, Witness
 from gradguard.state.generators import (
@@ -291,6 +293,8 @@ class CallTracker:
     def _before_gathering(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Pause the trace before the hooks of ``fully_shard``, which run before `_enter`."""
         del module
+        if self._observer is not None:
+            self._observer.rows.paused = True
         self._noted = self._trace is not None and self._trace.pause()
         self._given_to_hooks = (args, kwargs) if self._noted else None
 
@@ -298,6 +302,8 @@ class CallTracker:
     def _after_resharding(self, module: nn.Module, args: Any, output: Any) -> None:
         """Continue the caller's trace after the hooks of ``fully_shard``, which run after `_leave`."""
         del module, args
+        if self._observer is not None:
+            self._observer.rows.paused = False
         if self._trace is not None:
             self._trace.made(output)
         self._resume()
@@ -348,6 +354,7 @@ class CallTracker:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._observer is not None:
             self._observer.leave(module, output)
+            self._observer.rows.paused = is_fully_sharded(module)
             return None
         if not self._stack or self._stack[-1].module is not module:
             if is_fully_sharded(module):
@@ -370,6 +377,8 @@ class CallTracker:
             changed = self._capture.end(running, output)
             return changed
         except UnsupportedGradientError:
+            if self._trace is not None and not is_outermost:
+                self._chosen_rows(self._stack[0].module, self._trace)
             self.planner.forget()  # the next step examines the model again
             raise
         finally:
@@ -460,6 +469,7 @@ class CallTracker:
         if trace is None:
             return False
         trace.ends(Skeleton(output).tensors)
+        self._look_at_rows(module, trace)
         if self._rehearsed is not None:
             if not self._rehearsed.sizes:  # this rehearsal compares gradients of two samples, and not outputs alone
                 self._rehearsed.operations.learn(trace)
@@ -495,6 +505,28 @@ class CallTracker:
             self.witness.missed.add(module)
         self._untried.append((call, trace))
         return False
+
+    def _look_at_rows(self, module: nn.Module, trace: OperationTrace) -> None:
+        """Refuse an outermost call that chose rows of samples by values, which no dry run did.
+
+        Raises:
+            UnsupportedGradientError: If the call did.
+        """
+        if words := self._chosen_rows(module, trace):
+            advice = "" if self.planner.sharded else " Or repeat this step: all samples run one by one from now on."
+            raise UnsupportedGradientError(
+                f"{words}{advice} It did not choose rows when the clipper examined it. Nothing of this step was taken."
+            )
+
+    def _chosen_rows(self, module: nn.Module, trace: OperationTrace) -> str:
+        """Return the refusal of a call that chose rows of samples by values, and loop the next ones; "" if none."""
+        pattern = self._rehearsed or self.last_calls[module].pattern
+        function = chosen(
+            trace.rows.selections, [plans.selections for plans in pattern.plans], self._capture.batch_size
+        )
+        if function:
+            self.planner.choosing[module] = rows_are_chosen(module, function)
+        return self.planner.choosing[module] if function else ""
 
     def _look_again(self, call: OuterCall, outputs: Sequence[Tensor], tries: bool) -> None:
         """Rehearse a call once more if ``tries``, and let its samples run alone, because its operations are new."""

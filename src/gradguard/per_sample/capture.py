@@ -530,7 +530,8 @@ class LayerCapture:
             if size % max(1, expected) if axis.flattened else size != expected:
                 raise UnsupportedGradientError(
                     f"a layer got a tensor with {size} rows where {expected} samples were expected: the model treats "
-                    "this batch in another way than the first ones."
+                    "this batch in another way than the first ones. Repeat this step: the clipper then examines the "
+                    "model again."
                 )
         return expected
 

@@ -29,8 +29,9 @@ from gradguard.per_sample.call_arguments import (
 )
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
-from gradguard.per_sample.refusals import own_failure
+from gradguard.per_sample.refusals import own_failure, rows_are_chosen
 from gradguard.per_sample.rerun import TOO_RARE, frozen, is_draw, seed_generators, undisturbed, without_graph
+from gradguard.per_sample.row_choices import RowChoices, SafeSelections
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
 
@@ -85,6 +86,7 @@ class CallObserver(TorchFunctionMode):
     Attributes:
         calls: The calls, in the order in which they began.
         alike: Indices of the calls that were treated as embeddings whose results belong to no sample.
+        rows: The operations that select rows.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class CallObserver(TorchFunctionMode):
         super().__init__()
         self._without_samples, self._results = without_samples, list[Tensor]()
         self.alike: set[int] = set()
+        self.rows = RowChoices()
         self.calls: list[ObservedCall] = []
         self._trained, self._keep_values = slots, keep_values
         self._slots = {id(parameter_slots(module)[slot]): (module, slot) for module, slot in slots}
@@ -104,6 +107,7 @@ class CallObserver(TorchFunctionMode):
         for slot, parameter in parameter_slots(module).items():
             if (module, slot) in self._trained:
                 self._slots[id(parameter)] = (module, slot)
+        self.rows.paused = False
         tensors = tensor_leaves(arguments)
         caller = self._running[-1] if self._running else -1
         call = ObservedCall(module, caller, [t.shape for t in tensors])
@@ -139,7 +143,10 @@ class CallObserver(TorchFunctionMode):
             drops = given.get("training", given.get("train", True)) and given.get("p", 0.5)
         if drops:
             self._drawn()
+        name = getattr(func, "__name__", "")
+        self.rows.look_at(name, args, kwargs)
         result = without_dropout(func, args, kwargs)
+        self.rows.made(name, args, result)
         if stays(func, args, kwargs, result):
             return result
         if id(result) in self._slots:  # dropout of a parameter returned the parameter itself: make another tensor
@@ -148,7 +155,7 @@ class CallObserver(TorchFunctionMode):
         if (
             used
             and self._running
-            and getattr(func, "__name__", "") not in _NO_VALUES
+            and name not in _NO_VALUES
             and any(isinstance(t, Tensor) and is_inexact(t) for t in tree_leaves(result))
         ):
             call = self.calls[self._running[-1]]
@@ -234,6 +241,7 @@ class DryRun:
     Attributes:
         draws: Whether the module drew random numbers, other than for dropout.
         changes_buffers: Whether the module changed its buffers.
+        selections: The operations that select rows.
         untold: Why the samples in an output of the outermost call cannot be distinguished, by position of the output.
     """
 
@@ -253,10 +261,13 @@ class DryRun:
         self._attributes = frozen(module, buffers=False).tensors
         observers = [self._run(samples, without_samples=None if structure else frozenset()) for samples in SIZES]
         self.runs = [observer.calls for observer in observers]
+        self.selections = SafeSelections(*[observer.rows.selections for observer in observers])
         embeddings = [i for i, call in enumerate(self.calls) if isinstance(call.module, nn.Embedding) and call.uses]
         alike = {i for i in embeddings if not self.grows(i)} if structure else set[int]()
         if any(observer.alike != alike for observer in observers):  # a wrong guess
             self.runs = [self._run(samples, without_samples=alike).calls for samples in SIZES]
+        if structure and self.selections.choosing:
+            raise UnsupportedGradientError(rows_are_chosen(module, self.selections.choosing))
         called = [[id(call.module) for call in run] for run in self.runs]
         if structure and called[0] != called[1]:
             raise UnsupportedGradientError(

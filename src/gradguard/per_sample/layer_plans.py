@@ -20,6 +20,7 @@ from gradguard.per_sample.layers.embedding import refuse_coupling
 from gradguard.per_sample.layers.registry import LayerRule, rule_for
 from gradguard.per_sample.operation_trace import KnownOperations
 from gradguard.per_sample.operations import PlannedOperation, planned
+from gradguard.per_sample.row_choices import SafeSelections
 from gradguard.torch_private import parameter_slots
 
 
@@ -69,6 +70,7 @@ class Plans:
     Attributes:
         calls: The plans of each module that ran: one for all its calls, or one for each call.
         uses: The parameters of each call that uses any.
+        selections: The operations of the dry run that select rows.
     """
 
     def __init__(self, run: DryRun) -> None:
@@ -76,6 +78,7 @@ class Plans:
         uses, draws = [set[Slot]() for _ in run.calls], [call.draws for call in run.calls]
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
         self.uses: list[frozenset[Slot]] = []
+        self.selections: SafeSelections = run.selections
         treated: dict[int, tuple[Treatment, LayerRule | None, Mapping[Slot, PlannedOperation]]] = {}
         # Calls without samples, such as of position embeddings, count as a part of the code that calls them.
         within: dict[int, list[int]] = defaultdict(list)
@@ -210,6 +213,7 @@ class LayerPlanner:
         shared: Parameters that more than one call uses.
         sharded: Whether parameters are sharded over processes.
         changes_buffers: Whether a call was found to change buffers after its rehearsal, so that any call may.
+        choosing: Modules that chose rows of samples by values, each with the reason why its samples run one by one.
     """
 
     def __init__(self, names: Mapping[Slot, str], observed_by: ObservedBy) -> None:
@@ -222,6 +226,7 @@ class LayerPlanner:
         self._seed = 0
         self._unexpected = 0
         self.changes_buffers = False
+        self.choosing: dict[nn.Module, str] = {}
         self.shared: frozenset[str] = frozenset()
 
     def train(self, names: frozenset[str]) -> None:
@@ -299,6 +304,8 @@ class LayerPlanner:
         failure: UnsupportedGradientError | None = None
         for one in batches:
             try:
+                if module in self.choosing and not self.sharded:
+                    raise UnsupportedGradientError(self.choosing[module])
                 if self._unexpected < 2 or self.sharded:
                     return self._dry_runs(module, one)
             except UnsupportedGradientError as error:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradguard.per_sample.call_arguments import changes_of
 from gradguard.per_sample.module_state import content_of, form_of
+from gradguard.per_sample.row_choices import RowChoices
 from gradguard.torch_private import never_compiled, pop_function_mode
 
 _MOST_WAYS = 16
@@ -73,6 +74,7 @@ class OperationTrace(TorchFunctionMode):
         events: The calls, without numbers.
         numbers: The numbers in the calls, in order.
         by_value: Whether a function's effect may depend on values, or on all values of a tensor together.
+        rows: The operations that select rows.
     """
 
     def __init__(self, trained: Set[int] = frozenset()) -> None:
@@ -81,6 +83,7 @@ class OperationTrace(TorchFunctionMode):
         self.events: list[Any] = []
         self.numbers: list[Any] = []
         self.by_value = False
+        self.rows = RowChoices()
         self._paused = True
         self._made: dict[Node, int] = {}
         self._passed_as: dict[tuple[Node, int], tuple[Node, int]] = {}
@@ -102,7 +105,9 @@ class OperationTrace(TorchFunctionMode):
             compares = name in _COMPARE and any(isinstance(a, Tensor) and a.requires_grad for a in args)
             if compares or (name in _BY_VALUE and not without_data):
                 self.by_value = True
+            self.rows.look_at(name, args, kwargs)
             result = func(*args, **kwargs) if kwargs else func(*args)
+            self.rows.made(name, args, result)
             self.made(result)
             if without_data and type(result) is Tensor and (name in _MAKING or name.strip("_") in _KEEPING):
                 self._without_data[id(result)] = weakref.ref(result), changes_of(result)

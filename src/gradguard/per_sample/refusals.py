@@ -26,6 +26,15 @@ _OWN = AssertionError | AttributeError | LookupError | NameError | TypeError
 """Exceptions that a mistake in gradguard's own code raises; torch's own errors are mostly `RuntimeError`."""
 
 
+def rows_are_chosen(module: nn.Module, function: str) -> str:
+    """Return the refusal of a module that chooses or orders rows of samples by values, by ``function``."""
+    return (
+        f"{type(module).__name__} chooses or orders rows of samples by values ({function}), so the sample that a row "
+        "of a layer belongs to changes from batch to batch. Keep all rows in their places: x * mask[..., None] in "
+        "place of x[mask]."
+    )
+
+
 def own_failure(error: BaseException) -> str:
     """Warn if an error is gradguard's own mistake rather than the module's, and return a description of it.
 
