@@ -294,6 +294,8 @@ class CallTracker:
     def _before_gathering(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Pause the trace before the hooks of ``fully_shard``, which run before `_enter`."""
         del module
+        if self._observer is not None:
+            self._observer.rows.paused = True
         self._noted = self._trace is not None and self._trace.pause()
         self._given_to_hooks = args, kwargs
 
@@ -301,6 +303,8 @@ class CallTracker:
     def _after_resharding(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Continue after the hooks of ``fully_shard``, which run after `_leave`."""
         del args
+        if self._observer is not None:
+            self._observer.rows.paused = False
         if self._trace is not None:
             self._trace.made(output)
         self._resume()
@@ -356,6 +360,7 @@ class CallTracker:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._observer is not None:
             self._observer.leave(module, output)
+            self._observer.rows.paused = is_fully_sharded(module)
             return None
         if not self._stack or self._stack[-1].module is not module:
             if is_fully_sharded(module):

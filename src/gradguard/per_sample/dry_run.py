@@ -107,6 +107,7 @@ class CallObserver(TorchFunctionMode):
         for slot, parameter in parameter_slots(module).items():
             if (module, slot) in self._trained:
                 self._slots[id(parameter)] = (module, slot)
+        self.rows.paused = False
         tensors = tensor_leaves(arguments)
         caller = self._running[-1] if self._running else -1
         call = ObservedCall(module, caller, [t.shape for t in tensors])

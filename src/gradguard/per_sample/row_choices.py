@@ -81,15 +81,19 @@ class RowChoices:
 
     Attributes:
         selections: The operations, in order.
+        paused: Whether operations are not the model's, such as those of the hooks of ``fully_shard``.
     """
 
     def __init__(self) -> None:
         self.selections: list[Selection] = []
+        self.paused = False
         self._of_sizes: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._has_read = False
 
     def look_at(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Look at a function that is about to be called."""
+        if self.paused:
+            return
         if name in _READS:
             self._has_read |= not self._is_of_sizes(args[0])
             return
