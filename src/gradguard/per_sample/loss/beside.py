@@ -107,6 +107,8 @@ def _without_constant(x: Tensor, node: Node, which: int) -> Tensor:
 def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, Tensor]]:
     """Yield the constants that an operation saved, each with the value of the samples beside which it lies.
 
+    What parameters alone decide is left out: it is trained, and no constant.
+
     The dimensions of a constant are those of the value, from the first on; any further ones are new in the result.
     """
     name = operation(node)
@@ -128,7 +130,8 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
         if (weights := saved(node, "weight")) is not None and len(shape) > 1:
             yield value, weights.view(1, -1, *[1] * (len(shape) - 2))
         return
-    for constant in (one for one in saved_tensors(node) if not one.requires_grad and one.dim()):
+    beside = [one for one in saved_tensors(node) if one.dim() and not depends.holds(one)]
+    for constant in [one.detach() for one in beside if not depends.is_trained_beside(node, one)]:
         if name not in _PRODUCTS:
             whole = shape if constant.shape == shape else torch.broadcast_shapes(shape, constant.shape)
             place = value if whole == shape else Value(node)
@@ -158,12 +161,12 @@ def is_affine(node: Node, depends: Dependence) -> bool:
     return is_linear(node, depends) or (operation(node) in _ADDING_UNSEEN and len(depends.inputs(node)) == 1)
 
 
-def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
+def known_values(nodes: Sequence[Node], depends: Dependence) -> dict[Value, Tensor]:
     """Return the tensors of the samples' values that operations saved, or that saved tensors determine."""
     found, copied = dict[Value, Tensor](), dict[Value, Tensor]()
     for node in nodes:
         for tensor in saved_tensors(node):
-            if tensor.requires_grad:
+            if depends.holds(tensor):
                 value = Value.of(tensor)
                 found[value] = tensor.detach()
                 if value.operation == "Clone":  # the original was overwritten in place afterwards
