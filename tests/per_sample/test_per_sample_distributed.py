@@ -1,7 +1,5 @@
 """Two processes, each with a part of the samples, fill `.grad` as one process does, or refuse together."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -131,7 +131,7 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
             yield value, weights.view(1, -1, *[1] * (len(shape) - 2))
         return
     beside = [one for one in saved_tensors(node) if one.dim() and not depends.holds(one)]
-    for constant in [one.detach() for one in beside if not depends.is_trained_beside(node, one)]:
+    for constant in [plain(one) for one in beside if not depends.is_trained_beside(node, one)]:
         if name not in _PRODUCTS:
             whole = shape if constant.shape == shape else torch.broadcast_shapes(shape, constant.shape)
             place = value if whole == shape else Value(node)
@@ -605,6 +605,11 @@ def places_of(shape: Sequence[int], batch_size: int) -> list[int]:
         for dim, size in enumerate(shape)
         if size == batch_size or (dim == 0 and size > batch_size and size % batch_size == 0)
     ]
+
+
+def plain(constant: Tensor) -> Tensor:
+    """Return a constant without its graph; one that needs no gradient as it is, which may be a view of a parameter."""
+    return constant.detach() if constant.requires_grad else constant
 
 
 def own_sizes(constant: Tensor) -> list[int]:

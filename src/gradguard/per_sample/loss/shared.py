@@ -30,6 +30,7 @@ from gradguard.per_sample.loss.beside import (
     known_values,
     own_sizes,
     places_of,
+    plain,
     recovered,
     unrepeated,
 )
@@ -218,7 +219,10 @@ class SharedValue:
         if theirs.dim() and mine.numel() != theirs.numel():
             return False
         mine = mine.flatten().float() if mine.dtype is torch.bool else mine.flatten()
-        theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
+        if self.bounds is not None and not isinstance(other, Tensor):
+            theirs = torch.tensor(other, dtype=self.bounds.low.dtype, device=self.bounds.low.device)
+        else:
+            theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
         if self.bounds is not None:  # one-sided bounds must hold, too, and at least one element must be known
             low, high, rounding = (one.flatten() for one in (self.bounds.low, self.bounds.high, self.bounds.rounding))
             near = rounding.nan_to_num(0.0, 0.0) + 1e-12 * theirs.abs()
@@ -720,7 +724,7 @@ class LossConstants:
             look_at_all = look(whole, [1] * len(whole.shape))
             labelled = name in LABELLED or name == "MultiMarginLoss"
             if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
-                use(node, weight.detach(), lambda: True, weight.shape)
+                use(node, plain(weight), lambda: True, weight.shape)
             for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
                 places = places_of(value.shape, size)
                 sizes, constant = own_sizes(constant), unrepeated(constant)
@@ -736,7 +740,7 @@ class LossConstants:
             # Tensors without a dimension, except factors of rows. Python's numbers are read from the settings below.
             takes = name in TAKES_BESIDE and (is_behind or name not in {"Mul", "Div"})
             given = [one for one in (saved_tensors(node) if takes else ()) if not (one.dim() or depends.holds(one))]
-            given = [one.detach() for one in given if not depends.is_trained_beside(node, one)]
+            given = [plain(one) for one in given if not depends.is_trained_beside(node, one)]
             singles = [
                 one for one in given if not _is_of_parameter(one) and (one.dtype == torch.bool or is_tensor(one))
             ]

@@ -26,7 +26,6 @@ from gradguard.per_sample.loss.loss_graph import (
 )
 from gradguard.torch_private import saved_constant, saved_settings, saved_tensors
 
-
 _USUAL = {"exponent": 2.0, "alpha": 1.0, "beta": 1.0, "threshold": 20.0, "p": 2.0, "ord": 2.0}
 """The numbers of settings that need no declaration in private training."""
 
@@ -53,11 +52,9 @@ class TrainedValue:
         self._chains = AffineChains({one: saved[one] for one in places if one in saved} | leaves, self._depends)
 
     def numbers(self) -> Iterator[tuple[Hashable, Tensor | float, bool]]:
-        """Yield the numbers, settings and sizes that the operations take.
+        """Yield each number, setting and size that the operations take: its place, its value, and whether it is usual.
 
-        Returns:
-            For each its place, its value, and whether the value is usual: 0.5 as a factor, 2 as an exponent, torch's
-            own default, or a whole number that is a dimension, a position or a size.
+        Usual are 0.5 as a factor, 2 as an exponent, torch's own defaults, dimensions, positions and sizes.
         """
         for place, node in enumerate(self._nodes):
             is_single = operation(node) in SINGLY
