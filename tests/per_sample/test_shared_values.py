@@ -90,6 +90,10 @@ CRITIC = nn.Linear(4, V).double()
 CLASSES = functools.partial(F.one_hot, num_classes=V)
 
 OF_THE_BATCH = {
+    "means beside outputs": lambda c, out, b: torch.cat([out, b.y.mean(0).expand_as(out)], 1).logsumexp(1).mean(),
+    "means of another net in a stack": lambda c, out, b: torch.stack(
+        [out, CRITIC(b.x).mean(0).expand_as(out)]
+    ).tanh().logsumexp(0).mean(),
     "a spread of another net as heat": lambda c, out, b: F.cross_entropy(out / CRITIC(b.x).std(), b.labels),
     "weights of columns of another net": lambda c, out, b: (out.square() * CRITIC(b.x).abs().mean(0)).mean(),
     "prototypes of another net": lambda c, out, b: F.cross_entropy(
@@ -243,6 +247,10 @@ CONSTANT = {
         functools.partial(F.cross_entropy, weight=c.constant(YOURS)), out, b.labels
     ).mean(),
     "targets alone": lambda c, out, b: F.mse_loss(out, b.y),
+    "a class of no output": lambda c, out, b: F.cross_entropy(
+        torch.cat([out, torch.zeros(len(out), 1, dtype=torch.float64)], 1), b.labels
+    ),
+    "targets beside outputs": lambda c, out, b: torch.cat([out, b.y], 1).logsumexp(1).mean(),
     "targets by hand": lambda c, out, b: ((out - b.y) * b.y.sqrt()).abs().mean(),
     "columns by gather": lambda c, out, b: (
         out.gather(1, c.constant(torch.tensor([0, 2])).expand(len(out), 2)).square().mean()

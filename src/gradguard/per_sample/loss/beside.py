@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.loss.loss_graph import (
+    JOINING,
     LABELLED,
     PRODUCTS,
     RESHAPING,
@@ -49,7 +50,7 @@ TAKES_BESIDE = operations(
 """Operations that broadcast their constants beside values."""
 
 _PRODUCTS = PRODUCTS - {"Dot"} | operations("Addmm Baddbmm Addmv")
-_ADDING_UNSEEN = operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
+_ADDING_UNSEEN = JOINING | operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
 """Affine operations that do not save what they add."""
 
 _BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices Convolution ConvolutionOverrideable")
@@ -147,7 +148,8 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
 def adds_unseen(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation adds a constant that it does not save."""
     count, places = len(depends.inputs(node)), len(node.next_functions)
-    return operation(node) in _ADDING_UNSEEN and (count < places or places == 1)
+    is_list = operation(node) in JOINING  # a list of one tensor
+    return operation(node) in _ADDING_UNSEEN and (count < places or (places == 1 and not is_list))
 
 
 def hides_constant(node: Node, depends: Dependence) -> bool:

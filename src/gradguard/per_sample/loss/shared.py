@@ -586,6 +586,8 @@ class LossConstants:
             is_number = node.name() in {"AddBackward1", "SubBackward1"}  # a number of a torch function, such as an eps
             if is_number or not adds_unseen(node, depends):
                 return together
+            if top.operation in JOINING:  # what it puts in lies beside the other elements
+                return max(together, 1)
             if top == value and top.operation == "Where":  # if it puts in 0, it is a mask and adds nothing
                 whole, mask = self._whole(value), saved(node, "condition")
                 own = mask if depends.inputs(node) == [0] else ~mask
