@@ -311,6 +311,22 @@ def test_sparse_and_nested_targets_are_refused_in_words(targets):
         clipper_of(model).per_sample_losses(F.mse_loss, model(X), targets())
 
 
+class RunsBackwardOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, losses):
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("another backward is under way")
+
+
+def test_a_loss_whose_backward_cannot_be_tried_is_refused_in_words():
+    model = network()
+    with pytest.raises(UnsupportedGradientError, match="cannot verify that each sample's loss depends on its own"):
+        clipper_of(model).per_sample_losses(lambda out, y: RunsBackwardOnce.apply(F.mse_loss(out, y)), model(X), Y)
+
+
 def test_validation_has_batches_of_its_own_size():
     model = network()
     clipper = clipper_of(model)

@@ -83,7 +83,26 @@ BEHIND = (F.softplus, F.gelu, F.silu, F.mish, F.logsigmoid, F.tanhshrink, torch.
           running_sums, largest, sorted_values)  # fmt: skip
 """Functions that keep no result of theirs."""
 
+torch.manual_seed(1)
+CRITIC = nn.Linear(4, V).double()
+"""A module that the clipper does not know; its parameters are trained elsewhere, so its results need a gradient."""
+
+CLASSES = functools.partial(F.one_hot, num_classes=V)
+
 OF_THE_BATCH = {
+    "means beside outputs": lambda c, out, b: torch.cat([out, b.y.mean(0).expand_as(out)], 1).logsumexp(1).mean(),
+    "means of another net in a stack": lambda c, out, b: torch.stack(
+        [out, CRITIC(b.x).mean(0).expand_as(out)]
+    ).tanh().logsumexp(0).mean(),
+    "a spread of another net as heat": lambda c, out, b: F.cross_entropy(out / CRITIC(b.x).std(), b.labels),
+    "weights of columns of another net": lambda c, out, b: (out.square() * CRITIC(b.x).abs().mean(0)).mean(),
+    "prototypes of another net": lambda c, out, b: F.cross_entropy(
+        out @ (CLASSES(b.labels).double().T @ CRITIC(b.x)).T, b.labels
+    ),
+    "a spread of inputs that need a gradient": lambda c, out, b: F.cross_entropy(
+        out / b.x.clone().requires_grad_().std(), b.labels
+    ),
+    "a bound of another net": lambda c, out, b: torch.minimum(out, CRITIC(b.x).mean(0)).square().mean(),
     "weights of labels": lambda c, out, b: F.binary_cross_entropy_with_logits(out, b.y.round(), pos_weight=b.y.mean(0)),
     "weights of classes": lambda c, out, b: F.cross_entropy(out, b.labels, weight=b.y.mean(0), reduction="none").mean(),
     "weights of margins": lambda c, out, b: F.multi_margin_loss(out, b.labels, weight=b.y.mean(0)),
@@ -228,6 +247,10 @@ CONSTANT = {
         functools.partial(F.cross_entropy, weight=c.constant(YOURS)), out, b.labels
     ).mean(),
     "targets alone": lambda c, out, b: F.mse_loss(out, b.y),
+    "a class of no output": lambda c, out, b: F.cross_entropy(
+        torch.cat([out, torch.zeros(len(out), 1, dtype=torch.float64)], 1), b.labels
+    ),
+    "targets beside outputs": lambda c, out, b: torch.cat([out, b.y], 1).logsumexp(1).mean(),
     "targets by hand": lambda c, out, b: ((out - b.y) * b.y.sqrt()).abs().mean(),
     "columns by gather": lambda c, out, b: (
         out.gather(1, c.constant(torch.tensor([0, 2])).expand(len(out), 2)).square().mean()
@@ -867,6 +890,121 @@ def test_refuses_scores_that_are_masked_outside_the_graph():
 
     with pytest.raises(UnsupportedGradientError, match="changed in place"):
         step(clipper_of(), loss, Batch(6, 1))
+
+
+WEIGHTS_OF_THE_BATCH = {
+    "of another net": lambda loss, s, b: loss * CRITIC(b.x).square().mean(),
+    "over one of another net": lambda loss, s, b: loss / CRITIC(b.x).square().mean(),
+    "of inputs": lambda loss, s, b: loss * b.x.clone().requires_grad_().std(),
+    "times a parameter": lambda loss, s, b: loss * (s * b.x.std()),
+    "a number times a parameter": lambda loss, s, b: loss * (s * b.x.std().item()),
+    "plus a parameter": lambda loss, s, b: loss / (s.exp() + b.x.std()),
+    "a whole number plus a parameter": lambda loss, s, b: loss / (s.exp() + int(b.labels[0])),
+    "an exponent": lambda loss, s, b: loss * s.exp() ** b.x.std().item(),
+    "before exp": lambda loss, s, b: loss * (s + b.x.std()).exp(),
+    "a base": lambda loss, s, b: loss * b.x.std().item() ** s,
+    "a bound": lambda loss, s, b: loss * s.exp().clamp(max=b.x.std().item()),
+    "the batch's size": lambda loss, s, b: loss * s.exp().expand(len(b.x)).sum(),
+    "a choice": lambda loss, s, b: loss * torch.stack([s, s.exp(), s + 2])[int(b.labels[0])],
+}
+"""Weights of a loss that need a gradient, and that the batch decides; s is a parameter."""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", WEIGHTS_OF_THE_BATCH)
+def test_refuses_a_weight_of_the_batch_that_needs_a_gradient(name, strict):
+    clipper, scale = clipper_of(), nn.Parameter(torch.tensor(0.5).double())
+    batches = [Batch(6, 0), Batch(5 if name == "the batch's size" else 6, 1)]
+    assert batches[0].labels[0] != batches[1].labels[0]
+    if strict:
+        clipper.refuse_ambiguous_losses()
+
+    def loss(c, out, b):
+        return WEIGHTS_OF_THE_BATCH[name](F.cross_entropy(out, b.labels), scale, b)
+
+    def steps():
+        for batch in batches:
+            step(clipper, loss, batch)
+
+    with pytest.raises(UnsupportedGradientError, match="cannot verify that the loss is the mean over samples"):
+        steps()
+
+
+TRAINED = {
+    "a learned variance": lambda loss, out, b, s: loss * torch.exp(-s[0]) + s[0],
+    "uncertainties of two heads": lambda loss, out, b, s: (
+        loss * torch.exp(-s[0]) + s[0] + 0.5 * torch.exp(-s[1]) * F.mse_loss(out, b.y) + 0.5 * s[1]
+    ),
+    "uncertainties in a vector": lambda loss, out, b, s: (
+        torch.stack([loss, F.mse_loss(out, b.y)]) * torch.exp(-s[:2])
+    ).sum(),
+    "a scale that is no variance": lambda loss, out, b, s: ((out - b.y).abs() / (F.softplus(s[0]) + 1e-3)).mean(),
+    "scales of columns": lambda loss, out, b, s: ((out - b.y).square() / (s**2 + 1e-6)).mean() + s.square().log().sum(),
+    "the decoder of an autoencoder": lambda loss, out, b, s: F.gaussian_nll_loss(
+        out, b.y, (F.softplus(s) + 1e-3).expand_as(out)
+    ),
+    "degrees of freedom": lambda loss, out, b, s: (
+        (s[0].exp() + 1) / 2 * torch.log1p((out - b.y).square() / (s[0].exp() + 1))
+    ).mean(),
+    "an exponent": lambda loss, out, b, s: ((out - b.y).square() + 1).pow(s[0] + 1).mean(),
+    "heat": lambda loss, out, b, s: F.cross_entropy(out / F.softplus(s[0]), b.labels),
+    "another net's value for each row": lambda loss, out, b, s: (
+        F.cross_entropy(out, b.labels, reduction="none") * CRITIC(b.x)[:, 0]
+    ).mean(),
+    "heat of each row": lambda loss, out, b, s: (out / (1 + CRITIC(b.x)[:, :1].square())).logsumexp(1).mean(),
+    "a teacher": lambda loss, out, b, s: F.kl_div(
+        out.log_softmax(1), CRITIC(b.x).detach().softmax(1), reduction="batchmean"
+    ),
+    "a teacher that needs a gradient": lambda loss, out, b, s: F.kl_div(
+        out.log_softmax(1), CRITIC(b.x).softmax(1), reduction="batchmean"
+    ),
+    "another net's own term": lambda loss, out, b, s: loss + 0.1 * CRITIC(b.x).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_takes_what_is_trained_elsewhere_at_each_size(name):
+    clipper, scale = clipper_of(), nn.Parameter(torch.tensor([0.3, -0.2, 0.1]).double())
+    twin = copy.deepcopy(clipper.module)
+
+    def loss(c, out, b):
+        return TRAINED[name](F.cross_entropy(out, b.labels), out, b, scale)
+
+    for size, seed in ((6, 0), (6, 1), (5, 2), (1, 3), (7, 4)):
+        batch = Batch(size, seed)
+        found = step(clipper, loss, batch)
+        for i in range(size):
+            one = copy.copy(batch)
+            one.x, one.y, one.labels = batch.x[i : i + 1], batch.y[i : i + 1], batch.labels[i : i + 1]
+            own = torch.autograd.grad(loss(None, twin(one.x), one), [*twin.parameters()])
+            for each, expected in zip(found.values(), own, strict=True):
+                torch.testing.assert_close(each[i], expected)
+        with torch.no_grad():
+            scale += 0.1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_private_training_takes_a_learned_scale_with_declared_numbers(strict):
+    clipper, scale = clipper_of(), nn.Parameter(torch.tensor(0.3).double())
+    if strict:
+        clipper.refuse_ambiguous_losses()
+
+    def learned(c, out, b):
+        return F.cross_entropy(out, b.labels) * torch.exp(-scale)
+
+    def with_a_number(c, out, b):
+        return F.mse_loss(out, b.y) / (scale**2 + c.constant(1e-3))
+
+    for size, trained in ((6, 0.3), (6, 0.4), (5, 0.5)):
+        scale.data.fill_(trained)
+        step(clipper, learned, Batch(size, size))
+        step(clipper, with_a_number, Batch(size, size))
+
+
+def test_a_number_before_an_operation_of_a_parameter_that_hides_it_is_refused_in_words():
+    clipper, scale = clipper_of(), nn.Parameter(torch.rand(2).double())
+    with pytest.raises(UnsupportedGradientError, match="does not show a number that is added to a trained parameter"):
+        step(clipper, lambda c, out, b: F.mse_loss(out, b.y) * (scale + 1.0).softmax(0)[0], Batch(5, 0))
 
 
 @pytest.mark.parametrize("private", [False, True])

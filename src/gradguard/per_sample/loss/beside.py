@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.loss.loss_graph import (
+    JOINING,
     LABELLED,
     PRODUCTS,
     RESHAPING,
@@ -49,7 +50,7 @@ TAKES_BESIDE = operations(
 """Operations that broadcast their constants beside values."""
 
 _PRODUCTS = PRODUCTS - {"Dot"} | operations("Addmm Baddbmm Addmv")
-_ADDING_UNSEEN = operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
+_ADDING_UNSEEN = JOINING | operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
 """Affine operations that do not save what they add."""
 
 _BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices Convolution ConvolutionOverrideable")
@@ -107,6 +108,8 @@ def _without_constant(x: Tensor, node: Node, which: int) -> Tensor:
 def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, Tensor]]:
     """Yield the constants that an operation saved, each with the value of the samples beside which it lies.
 
+    What parameters alone decide is left out: it is trained, and no constant.
+
     The dimensions of a constant are those of the value, from the first on; any further ones are new in the result.
     """
     name = operation(node)
@@ -128,7 +131,8 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
         if (weights := saved(node, "weight")) is not None and len(shape) > 1:
             yield value, weights.view(1, -1, *[1] * (len(shape) - 2))
         return
-    for constant in (one for one in saved_tensors(node) if not one.requires_grad and one.dim()):
+    beside = [one for one in saved_tensors(node) if one.dim() and not depends.holds(one)]
+    for constant in [plain(one) for one in beside if not depends.is_trained_beside(node, one)]:
         if name not in _PRODUCTS:
             whole = shape if constant.shape == shape else torch.broadcast_shapes(shape, constant.shape)
             place = value if whole == shape else Value(node)
@@ -144,7 +148,8 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
 def adds_unseen(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation adds a constant that it does not save."""
     count, places = len(depends.inputs(node)), len(node.next_functions)
-    return operation(node) in _ADDING_UNSEEN and (count < places or places == 1)
+    is_list = operation(node) in JOINING  # a list of one tensor
+    return operation(node) in _ADDING_UNSEEN and (count < places or (places == 1 and not is_list))
 
 
 def hides_constant(node: Node, depends: Dependence) -> bool:
@@ -158,12 +163,12 @@ def is_affine(node: Node, depends: Dependence) -> bool:
     return is_linear(node, depends) or (operation(node) in _ADDING_UNSEEN and len(depends.inputs(node)) == 1)
 
 
-def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
+def known_values(nodes: Sequence[Node], depends: Dependence) -> dict[Value, Tensor]:
     """Return the tensors of the samples' values that operations saved, or that saved tensors determine."""
     found, copied = dict[Value, Tensor](), dict[Value, Tensor]()
     for node in nodes:
         for tensor in saved_tensors(node):
-            if tensor.requires_grad:
+            if depends.holds(tensor):
                 value = Value.of(tensor)
                 found[value] = tensor.detach()
                 if value.operation == "Clone":  # the original was overwritten in place afterwards
@@ -602,6 +607,11 @@ def places_of(shape: Sequence[int], batch_size: int) -> list[int]:
         for dim, size in enumerate(shape)
         if size == batch_size or (dim == 0 and size > batch_size and size % batch_size == 0)
     ]
+
+
+def plain(constant: Tensor) -> Tensor:
+    """Return a constant without its graph; one that needs no gradient as it is, which may be a view of a parameter."""
+    return constant.detach() if constant.requires_grad else constant
 
 
 def own_sizes(constant: Tensor) -> list[int]:

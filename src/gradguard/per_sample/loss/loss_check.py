@@ -13,7 +13,7 @@ from gradguard.per_sample.call_arguments import Batch, Gradients
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.loss.ledger import Ledger
-from gradguard.per_sample.loss.loss_graph import BackwardRoots, Make, Root, Unreadable, Value, make_of
+from gradguard.per_sample.loss.loss_graph import BackwardRoots, Make, Refused, Root, Unreadable, Value, make_of
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
 from gradguard.per_sample.loss.shared import LossConstants, SharedValue, SharedValues, bound_values
@@ -245,7 +245,7 @@ class LossCheck:
             The losses [B].
 
         Raises:
-            UnsupportedGradientError: If a sample's loss depends on the outputs of another.
+            UnsupportedGradientError: If a sample's loss depends on the outputs of another, or may depend on them.
         """
         joined = torch.stack([*losses])
         outputs = of_several(self._calls) if self._calls else None
@@ -255,10 +255,16 @@ class LossCheck:
         operations = outputs.operations_behind(losses[watched]) if losses[watched].requires_grad else frozenset()
         due, separate = due or operations not in self._own_operations, None
         self._own_operations.add(operations)
-        if self._verifying:
-            separate = outputs.are_separate(Value.of(joined), everyone)
-        elif due and operations:
-            separate = outputs.are_separate(Value.of(losses[watched]), everyone[watched])
+        try:
+            if self._verifying:
+                separate = outputs.are_separate(Value.of(joined), everyone)
+            elif due and operations:
+                separate = outputs.are_separate(Value.of(losses[watched]), everyone[watched])
+        except Unreadable as error:
+            raise UnsupportedGradientError(
+                f"per_sample_losses: cannot verify that each sample's loss depends on its own outputs only: {error}. "
+                "Write the loss without that operation."
+            ) from error
         if separate is False:
             raise UnsupportedGradientError(
                 "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
@@ -362,10 +368,22 @@ class LossCheck:
 
     def _look(self, roots: list[Root]) -> None:
         """Read the loss of a backward that is about to begin, and store the verdict for `judge`."""
+        try:
+            self._read(roots)
+        except Refused as error:
+            self._seen = _SeenLoss(Make(), LossParts("unverified", str(error)))
+            self.stop()
+
+    def _read(self, roots: list[Root]) -> None:
+        """Read a loss, and store the verdict.
+
+        Raises:
+            Refused: If the loss cannot be read.
+        """
         calls = [call for call in self._calls if any(call.are_behind(root.value) for root in roots)]
         if not calls:  # the loss of another model, or of a trial run of this one
             return
-        make = make_of(roots, set().union(*[call.values for call in calls]))
+        make = make_of(roots, set().union(*[call.values for call in calls]), calls[0].depends)
         outputs = of_several(calls)
         if outputs is not None:
             outputs.declared = self._shared.declared

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradguard.tensors.layout import wide_dtype
@@ -30,6 +30,7 @@ from gradguard.torch_private import (
     input_metadata_of,
     saved_constant,
     saved_settings,
+    saved_tensors,
     saved_value,
 )
 
@@ -66,6 +67,9 @@ LABELLED = frozenset(["NllLoss", "NllLoss2D"])
 
 _WEIGHTING = PRODUCTS | operations("Mul Div Where MaskedFill")
 """Linear operations that multiply, or select elements, by the user's tensors."""
+
+_PRODUCTS = PRODUCTS | operations("Mul Div")
+_MATRIX_PRODUCTS = PRODUCTS | operations("Addmm Baddbmm Addmv")
 
 _LINEAR = ELEMENTWISE | MOVING | MEANS | ADDING
 _OPERATION = re.compile(r"(\w+?)Backward\d*")  # custom and compiled functions have no number
@@ -204,7 +208,7 @@ class Make(NamedTuple):
     labelled: tuple[Node, ...] = ()
 
 
-def make_of(roots: Sequence[Root], ends: Container[Value]) -> Make:
+def make_of(roots: Sequence[Root], ends: Container[Value], depends: "Dependence") -> Make:
     """Return how a loss is computed from ``ends``, the values of samples that the module returned.
 
     Where the module itself returns the loss, the graph is followed to the layers inside the module. Of tensors that
@@ -237,7 +241,7 @@ def make_of(roots: Sequence[Root], ends: Container[Value]) -> Make:
         by_data = by_data or _is_by_data(node)
         if operation(node) in LABELLED:
             labelled.append(node)
-        numbers += scalars(node)
+        numbers += scalars(node, depends)
         # The name, the shapes, and the settings that decide how the operation combines elements.
         own: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
         own += [(name, _shown(value)) for name, value in saved_settings(node).items()]
@@ -268,16 +272,15 @@ def data_choose_rows(nodes: Iterable[Node]) -> bool:
     return bool(by_data) and not fills and by_data <= _CHOOSING_ROWS
 
 
-def scalars(node: Node) -> list[float]:
-    """Return the scalars by which a node multiplies values that have a gradient; of an addition its ``alpha``."""
+def scalars(node: Node, depends: "Dependence") -> list[float]:
+    """Return the scalars by which a node multiplies values of the samples; of an addition its ``alpha``."""
     name = operation(node)
     if name in {"Add", "Sub", "Rsub"}:
         return [float(saved_constant(node, "alpha"))]
-    if name not in {"Mul", "Div"} or all(child is not None for child, _ in node.next_functions):
+    if name not in {"Mul", "Div"} or len(inputs := depends.inputs(node)) != 1:
         return []
-    which = 0 if len(node.next_functions) == 1 or node.next_functions[0][0] is not None else 1
     try:
-        constant, _ = _multiplier(node, which)
+        constant, _ = _multiplier(node, inputs[0], depends)
     except Unreadable:
         return [math.nan]  # NaN equals no earlier number, so the loss is read again
     return [] if constant is None else [constant.value]
@@ -466,14 +469,55 @@ def fold(
 
 
 class Dependence:
-    """Finds, and caches, which operations depend on the samples: those with a tap behind them."""
+    """Finds, and caches, which operations depend on the samples: those with a tap behind them.
 
-    def __init__(self) -> None:
+    Args:
+        batch_size: Number of samples.
+        is_end: Tells which nodes the operations depend on.
+    """
+
+    def __init__(self, batch_size: int = 1, is_end: Callable[[Node], bool] = is_tap) -> None:
+        self._batch_size, self._is_end = batch_size, is_end
         self._known: dict[Node, bool] = {}
+        self._trained: dict[Node, bool] = {}
 
     def __call__(self, node: Node) -> bool:
         """Tell whether an operation's results depend on the samples."""
-        return fold(node, _nodes_below, lambda top, found: is_tap(top) or any(found), self._known)
+        return fold(node, _nodes_below, lambda top, found: self._is_end(top) or any(found), self._known)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor depends on the samples."""
+        return tensor.requires_grad and self(Value.of(tensor).node)
+
+    def is_trained(self, node: Node) -> bool:
+        """Tell whether an operation computes its results from parameters and single numbers alone."""
+        return fold(
+            node,
+            _nodes_below,
+            lambda top, found: all(found) and _keeps_to_parameters(top) if found else is_parameter(top),
+            self._trained,
+        )
+
+    def trained_beside(self, node: Node) -> list[Value]:
+        """Return the inputs of an operation that parameters alone decide, if they are the same for all samples."""
+        values = [value for value in parents(node) if not self(value.node) and self.is_trained(value.node)]
+        return [value for value in values if not self._has_positions(node, value)]
+
+    def is_trained_beside(self, node: Node, constant: Tensor) -> bool:
+        """Tell whether a tensor that an operation saved is one of `trained_beside`."""
+        return constant.requires_grad and Value.of(constant) in self.trained_beside(node)
+
+    def _has_positions(self, node: Node, value: Value) -> bool:
+        """Tell whether what is trained beside values may have an entry for each position in the batch."""
+        size, result = self._batch_size, shape_of(node)
+        if size == 1 or operation(node) in _MATRIX_PRODUCTS:
+            return size > 1 and size in value.shape and result.numel() == 1
+
+        def below(place: Value) -> list[Value]:
+            return parents(place.node) if place.operation in SINGLY else []
+
+        shapes = [place.shape for place in walk([value], below) if not below(place)]  # those before an expand
+        return any(len(shape) == len(result) and shape[:1] == (size,) for shape in shapes)
 
     def below(self, node: Node) -> list[Value]:
         """Return the inputs of a node that depend on the samples."""
@@ -487,6 +531,37 @@ class Dependence:
 def _nodes_below(node: Node) -> list[Node]:
     """Return the nodes of an operation's inputs; none below a tap."""
     return [] if is_tap(node) else [value.node for value in parents(node)]
+
+
+def is_parameter(node: Node) -> bool:
+    """Tell whether a node stands for an `nn.Parameter`, and not for the result of an operation."""
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+SINGLY = operations(
+    "Add Sub Rsub Neg Mul Div Pow Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt Reciprocal Sigmoid LogSigmoid "
+    "LogSigmoidForward Tanh Relu Silu Mish Softplus Abs Sgn Sin Cos Erf Lgamma Digamma Elu LeakyRelu Hardtanh "
+    "Clamp ClampMin ClampMax Maximum Minimum Clone Alias ToCopy Expand"
+)
+"""Operations that compute each number from one number of each input."""
+
+_OF_PARAMETERS = SINGLY | operations(
+    "View UnsafeView ReshapeAlias Squeeze Unsqueeze Permute Transpose T Select Slice Unbind Split SplitWithSizes Stack "
+    "Cat Sum Mean Softmax LogSoftmax Logsumexp Norm LinalgVectorNorm Prod Cumsum Dot Mv Mm Bmm WeightNormInterface"
+)
+"""Operations of which all settings, and all constants of one number, can be read."""
+
+
+def _keeps_to_parameters(node: Node) -> bool:
+    """Tell whether an operation of `_OF_PARAMETERS` takes single numbers besides its inputs that need a gradient."""
+    if operation(node) not in _OF_PARAMETERS:
+        return False
+    below = parents(node)
+    if len(below) == len(node.next_functions):
+        return True
+    # An operation that does not save its constant shows the constant's size only by the size of its result.
+    is_single = all(one.requires_grad or not one.dim() for one in saved_tensors(node))
+    return operation(node) in SINGLY and is_single and shape_of(node) == below[0].shape
 
 
 class ValuePlaces:
@@ -534,7 +609,7 @@ class Constant:
         origin: Where the number comes from.
 
             - ``"tensor"``: a tensor.
-            - ``"whole"``: a whole number, which a count always is and a schedule's number seldom; or a trained weight.
+            - ``"whole"``: a whole number, which a count always is and a schedule's number seldom.
             - ``"float"``: a float.
             - ``"torch"``: a number of a function of torch's.
             - ``"declared"``: a number that the user has declared as not computed from the batch.
@@ -655,7 +730,7 @@ def _declared(constant: Constant, numbers: Sequence[float]) -> Constant:
 
 def declared_at(node: Node, depends: Dependence, numbers: Sequence[float]) -> list[Constant]:
     """Return the declared numbers by which an operation multiplies or divides values of the samples."""
-    found = [_multiplier(node, which)[0] for which in depends.inputs(node)]
+    found = [_multiplier(node, which, depends)[0] for which in depends.inputs(node)]
     constants = [_declared(constant, numbers) for constant in found if constant is not None]
     return [constant for constant in constants if constant.origin == "declared"]
 
@@ -683,7 +758,9 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
     for which in depends.inputs(node):
         step = LinearStep(value, which)
         keeps = name in ELEMENTWISE and value.shape == step.input.shape
-        constant, single = _multiplier(node, which)
+        constant, single = _multiplier(node, which, depends)
+        trained = depends.trained_beside(node) if name in _PRODUCTS else []
+        weighs = name in _WEIGHTING and not trained
         factor = 1.0
         if constant is not None:
             factor = abs(constant.value)
@@ -695,15 +772,24 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
             replace(
                 path,
                 value=step.input,
-                coefficient=pull(value, which, path.coefficient),
+                coefficient=_unweighted(path.coefficient, step) if trained else pull(value, which, path.coefficient),
                 steps=path.steps if keeps else (step, *path.steps),
                 constants=path.constants if constant is None else (*path.constants, constant),
-                weighing=(*path.weighing, node) if constant is None and name in _WEIGHTING else path.weighing,
+                weighing=(*path.weighing, node) if constant is None and weighs else path.weighing,
                 factor=path.factor * factor,
                 single=path.single * single,
             )
         )
     return found
+
+
+def _unweighted(gradient: Tensor, step: LinearStep) -> Tensor:
+    """Return the gradient of a product's input as if the other input were 1: what is trained is in all samples' losses.
+
+    The sample's own loss has the same factor, whatever the optimizer makes of it.
+    """
+    shape = step.input.shape
+    return gradient.reshape(()).expand(shape) if step.operation in PRODUCTS else gradient.sum_to_size(shape)
 
 
 def is_tensor(number: Any) -> bool:
@@ -714,14 +800,14 @@ def is_tensor(number: Any) -> bool:
     return bool(torch.result_type(torch.zeros((), dtype=least, device="cpu"), number) != least)
 
 
-def _multiplier(node: Node, which: int) -> tuple[Constant | None, float]:
-    """Return the single number by which a node multiplies or divides.
+def _multiplier(node: Node, which: int, depends: Dependence) -> tuple[Constant | None, float]:
+    """Return the single number by which a node multiplies or divides, unless the number is trained.
 
     Returns:
         The scalar as a `Constant`, or None; and the factor of a tensor with dimensions and one value, or 1.
     """
     name = operation(node)
-    if name not in {"Mul", "Div"}:
+    if name not in {"Mul", "Div"} or depends.trained_beside(node):
         return None, 1.0
     other = saved(node, "other" if which == 0 else "self")
     tensor, divides = isinstance(other, Tensor), name == "Div"
@@ -737,9 +823,8 @@ def _multiplier(node: Node, which: int) -> tuple[Constant | None, float]:
     if tensor and other.dim():  # in a batch of one sample, a weight for each sample has one value, too
         return None, abs(multiplies)
     precision = torch.finfo(other.dtype).eps if tensor and other.is_floating_point() else 0.0
-    trained = len(node.next_functions) == 2 and node.next_functions[1 - which][0] is not None
     if is_tensor(other):
-        origin = "whole" if trained else "tensor"  # a trained weight, such as a task's, is the user's
+        origin = "tensor"
     elif tensor:
         origin = "float" if other.is_floating_point() else "whole"
     else:

@@ -415,11 +415,12 @@ class SampleRows:
         if not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
             return
         outputs.coincide = True
-        chains = AffineChains(outputs.tensors | known_values(nodes), depends)
+        chains = AffineChains(outputs.tensors | known_values(nodes, depends), depends)
         from_results = {parents(node)[0]: recovered(node) for node in nodes if operation(node) in INVERTIBLE}
         wholes = {one: bounds for one, bounds in from_results.items() if bool(bounds.middle.isfinite().all())}
         wholes |= {one: Bounds.exactly(values) for one, values in chains.known.items()}
-        for value in dict.fromkeys(edge for node in nodes for edge in parents(node) if not is_affine(node, depends)):
+        curved = [node for node in nodes if not is_affine(node, depends)]
+        for value in dict.fromkeys(edge for node in curved for edge in depends.below(node)):
             if not chains.add_unseen(value) or not self._is_doubtful(value.shape, value.shape):
                 continue
             if value in wholes and (found := chains.added(value, wholes[value])) is not None:

@@ -82,7 +82,7 @@ class Outputs:
         self.values_of_each = 0.0
         self.declared: Sequence[Tensor | float] = ()
         self.coincide = False
-        self.depends = Dependence()
+        self.depends = Dependence(batch_size)
         self._outputs: dict[Value, _Output] = {}
         self._numbers: list[Value] = []
 

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from gradguard.per_sample.loss.beside import (
     known_values,
     own_sizes,
     places_of,
+    plain,
     recovered,
     unrepeated,
 )
@@ -40,7 +41,9 @@ from gradguard.per_sample.loss.loss_graph import (
     JOINING,
     LABELLED,
     MEANS,
+    PRODUCTS,
     TAKING,
+    Dependence,
     Root,
     Unreadable,
     Value,
@@ -59,6 +62,7 @@ from gradguard.per_sample.loss.loss_graph import (
     walk,
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
+from gradguard.per_sample.loss.trained import TrainedValue, as_number
 from gradguard.torch_private import base_of, saved_constant, saved_settings, saved_tensors, tree_flatten, version_of
 
 _SHOWING = operations(
@@ -81,6 +85,9 @@ _ENDING = operations("Mean Sum NllLoss MseLoss BinaryCrossEntropyWithLogits")
 
 _IN_CACHE = 1 << 17
 """Numbers that are compared at once, so that intermediate results stay in the processor's cache."""
+
+_ADDING_ONLY = operations("Add Sub Rsub Where") | JOINING
+"""Operations that put a value in as it is."""
 
 _ADDING_UP = ADDING | MEANS | operations("Addmm Baddbmm Addmv IndexAdd ScatterAdd")
 
@@ -179,6 +186,8 @@ class SharedValue:
         bounds: Bounds of a value that is known up to rounding.
         places: A position along a dimension counted from the front, from the end, and so on. Two positions are the same
             if they agree in one of these ways.
+        weighs: Whether the value weighs rows, so that private training takes it only if it is declared.
+        may_be_labels: Whether whole numbers may be each sample's own, and equal for all samples by chance.
         mixture: A sum of several constants, to be compared by the constants that explain it, instead of a value.
         among: The number of values in this place, and the index of this one: a loop over samples has one for each.
         seen: ``"several"`` if several samples have the same value, ``"each"`` if each has its own. ``"one"`` if only
@@ -193,6 +202,8 @@ class SharedValue:
     seen: Literal["several", "each", "one"] = "several"
     mixture: "Mixture | None" = None
     among: tuple[int, int] = (1, 0)
+    may_be_labels: bool = True
+    weighs: bool = False
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether this is a declared value, a view or a copy of one, its negative, or 1 over a declared number."""
@@ -210,7 +221,10 @@ class SharedValue:
         if theirs.dim() and mine.numel() != theirs.numel():
             return False
         mine = mine.flatten().float() if mine.dtype is torch.bool else mine.flatten()
-        theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
+        if self.bounds is not None and not isinstance(other, Tensor):
+            theirs = torch.tensor(other, dtype=self.bounds.low.dtype, device=self.bounds.low.device)
+        else:
+            theirs = (theirs.flatten() if theirs.dim() else theirs).to(mine)
         if self.bounds is not None:  # one-sided bounds must hold, too, and at least one element must be known
             low, high, rounding = (one.flatten() for one in (self.bounds.low, self.bounds.high, self.bounds.rounding))
             near = rounding.nan_to_num(0.0, 0.0) + 1e-12 * theirs.abs()
@@ -230,6 +244,7 @@ class _KeptValue:
     samples: int  # size of the largest batch that had the value
     places: tuple[Hashable, ...] = ()
     bounds: Bounds | None = None
+    may_be_labels: ClassVar[bool] = True
 
     def is_same(self, one: SharedValue, samples: int) -> bool:
         """Tell whether a value of a batch of ``samples`` samples may be this one."""
@@ -297,7 +312,8 @@ class SharedValues:
             kept = self._kept.get(one.key)
             new = self._new.setdefault(one.key, [*(kept or ())])
             same = next((i for i, old in enumerate(new) if old.is_same(one, batch_size)), None)
-            if batch_size > 1 and self.strict and isinstance(one.value, Tensor) and not _may_be_labels(one):
+            is_refused = self.strict and (isinstance(one.value, Tensor) or one.weighs)
+            if batch_size > 1 and is_refused and not _may_be_labels(one):
                 kept, same = [_kept(math.nan, batch_size)], None
             if same is not None:
                 old = new[same] if new[same].samples > 1 else _kept(one.value, batch_size, one.places)
@@ -344,7 +360,7 @@ _MANY_SAMPLES = 8
 
 def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
     """Tell whether a value may be whole numbers: such targets or masks may be equal for all samples by chance."""
-    return one.bounds is not None and one.bounds.are_whole
+    return one.may_be_labels and one.bounds is not None and one.bounds.are_whole
 
 
 def _kept(value: Tensor | float, samples: int, places: tuple[Hashable, ...] = ()) -> _KeptValue:
@@ -412,14 +428,15 @@ class LossConstants:
     @functools.cached_property
     def _chains(self) -> AffineChains:
         """The affine operations above the known values of this loss."""
-        return AffineChains(known_values([*self._nodes]) | self._outputs.tensors, self._depends)
+        return AffineChains(known_values([*self._nodes], self._depends) | self._outputs.tensors, self._depends)
 
     @functools.cached_property
     def _ends(self) -> list[Value]:
         """The known values, and inputs of functions that are not affine, to which an unsaved constant was added."""
         if not any(adds_unseen(node, self._depends) for node in self._nodes):
             return []
-        edges = [(edge, is_affine(node, self._depends)) for node in self._nodes for edge in parents(node)]
+        depends = self._depends
+        edges = [(edge, is_affine(node, depends)) for node in self._nodes for edge in depends.below(node)]
         ends = dict.fromkeys(edge for edge, affine in edges if edge in self._chains.known or not affine)
         return [end for end in ends if self._chains.add_unseen(end)]
 
@@ -514,6 +531,11 @@ class LossConstants:
                 return f"its graph does not show the constant that is added to values from {end.node.name()}"
             if end in self._mixed and all(end != value for _, value, _ in self._sums):
                 return self._mixed[end]
+        if any(bounds is None for _, _, trained in self._trained for bounds in trained.added):
+            return (
+                "its graph does not show a number that is added to a trained parameter. Make the sum a parameter, or "
+                "add the number before an operation that saves its input, such as a division or log()"
+            )
         return ""
 
     def _is_each_own(self, value: Value, bounds: Bounds) -> bool:
@@ -566,6 +588,8 @@ class LossConstants:
             is_number = node.name() in {"AddBackward1", "SubBackward1"}  # a number of a torch function, such as an eps
             if is_number or not adds_unseen(node, depends):
                 return together
+            if top.operation in JOINING:  # what it puts in lies beside the other elements
+                return max(together, 1)
             if top == value and top.operation == "Where":  # if it puts in 0, it is a mask and adds nothing
                 whole, mask = self._whole(value), saved(node, "condition")
                 own = mask if depends.inputs(node) == [0] else ~mask
@@ -620,7 +644,7 @@ class LossConstants:
             The bounds; None where a value is not computed so.
         """
         node, known = value.node, self._chains.known
-        if value not in known or value.operation not in {"Add", "Sub"} or scalars(node) != [1.0]:
+        if value not in known or value.operation not in {"Add", "Sub"} or scalars(node, self._depends) != [1.0]:
             return None
         below, inputs = self._depends.below(node), self._depends.inputs(node)
         if len(below) != 1 or below[0] not in known or known[below[0]].shape != known[value].shape:
@@ -704,7 +728,7 @@ class LossConstants:
             look_at_all = look(whole, [1] * len(whole.shape))
             labelled = name in LABELLED or name == "MultiMarginLoss"
             if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
-                use(node, weight, lambda: True, weight.shape)
+                use(node, plain(weight), lambda: True, weight.shape)
             for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
                 places = places_of(value.shape, size)
                 sizes, constant = own_sizes(constant), unrepeated(constant)
@@ -719,7 +743,8 @@ class LossConstants:
                     use(node, constant, (lambda: "unclear") if by_chance else look(value, sizes), i, constant.shape)
             # Tensors without a dimension, except factors of rows. Python's numbers are read from the settings below.
             takes = name in TAKES_BESIDE and (is_behind or name not in {"Mul", "Div"})
-            given = [one for one in (saved_tensors(node) if takes else ()) if not (one.dim() or one.requires_grad)]
+            given = [one for one in (saved_tensors(node) if takes else ()) if not (one.dim() or depends.holds(one))]
+            given = [plain(one) for one in given if not depends.is_trained_beside(node, one)]
             singles = [
                 one for one in given if not _is_of_parameter(one) and (one.dtype == torch.bool or is_tensor(one))
             ]
@@ -728,16 +753,42 @@ class LossConstants:
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(whole.shape, size))]:
                     use(node, columns, look(whole, sizes), "columns", columns.dim())
-            for setting, value in _numbers_of(node) if is_behind else ():
+            for setting, value in _numbers_of(node, depends) if is_behind else ():
                 use(node, value, look_at_all, setting, outputs.values_of_each)
         for key, values in uses.items():
             for number, users in enumerate(values.values()):
                 is_shared = functools.partial(_is_shared_by, outputs, users)
                 yield SharedValue(key, users[0].value, is_shared, among=(len(values), number))
+        yield from self._within_trained()
         yield from self._places_taken()
         if self._ends:  # else no unsaved constant was added, and nothing need be recomputed
             yield from self._added(look)
             yield from self._mixtures()
+
+    @functools.cached_property
+    def _trained(self) -> list[tuple[Node, int, TrainedValue]]:
+        """The values of parameters alone by which the loss multiplies, or that act on it in another way.
+
+        What is only added to the loss acts on no sample; what is added before a function is compared as a constant.
+        """
+        return [
+            (node, which, TrainedValue(value, node))
+            for node, is_behind in self._nodes.items()
+            if operation(node) not in _ADDING_ONLY and (is_behind or operation(node) in PRODUCTS | {"Mul", "Div"})
+            for which, value in enumerate(self._depends.trained_beside(node))
+        ]
+
+    def _within_trained(self) -> Iterator[SharedValue]:
+        """Yield the numbers, settings and added constants in values of parameters alone."""
+        for node, which, trained in self._trained:
+            place = "trained", operation(node), self._places.of(Value(node)), which
+            for at, value, is_usual in trained.numbers():
+                yield SharedValue((*place, at), value, weighs=not (is_usual or self._nodes[node]))
+            for number, bounds in enumerate(trained.added):
+                if bounds is not None:
+                    value, bounds = as_number(bounds)
+                    surely = not self._nodes[node]
+                    yield SharedValue((*place, number), value, bounds=bounds, may_be_labels=False, weighs=surely)
 
     def _places_taken(self) -> Iterator[SharedValue]:
         """Yield the positions that operations take along a dimension, such as a column, for each user of the result."""
@@ -914,9 +965,9 @@ def _nodes(roots: Sequence[Root], outputs: Outputs) -> dict[Node, bool]:
     return found
 
 
-def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
+def _numbers_of(node: Node, depends: Dependence) -> Iterator[tuple[Hashable, float]]:
     """Yield the numbers that an operation takes, without sizes and positions."""
-    yield from enumerate(scalars(node))
+    yield from enumerate(scalars(node, depends))
     for name, value in [
         *saved_settings(node).items(),
         *[(one, saved_constant(node, one)) for one in ("alpha", "beta", "value", "self")],
