@@ -221,7 +221,7 @@ class SharedValue:
             near = rounding.nan_to_num(0.0, 0.0) + 1e-12 * theirs.abs()
             is_within = (theirs >= low - near) & (theirs <= high + near)
             return bool(self.bounds.are_known.any()) and bool(is_within.all())
-        close = (mine - theirs).abs() <= 1e-12 * theirs.abs()
+        close = ((mine - theirs).abs() <= 1e-12 * theirs.abs()) & theirs.isfinite()
         return bool((close | (mine == theirs) | mine.isnan()).all())
 
 
@@ -704,7 +704,7 @@ class LossConstants:
         def use(node: Node, value: Tensor | float, is_shared: IsShared, *key: Hashable) -> None:
             place = operation(node), self._places.of(Value(node)), *key
             same = _place(value) if isinstance(value, Tensor) else value
-            uses[place].setdefault(same, []).append(_Use(node, value, is_shared))
+            uses[place].setdefault(same, []).append(_Use(node, value, functools.cache(is_shared)))
 
         # Behind a nonlinear operation (`is_behind`) a number is no weight of rows, which the ledger compares.
         for node, is_behind in self._nodes.items():
@@ -778,7 +778,7 @@ class LossConstants:
                 else:
                     numbers = tuple(float(one) for one in given)
                     value, places = numbers[0] if len(numbers) == 1 else math.inf, (_rounded(numbers),)
-                are_shared = self._are_shared([use.node for use in ordered], len(uses))
+                are_shared = self._are_shared(ordered, len(uses))
                 words = "" if len(uses) == 1 and not places else f"the order of numbers or tensors, {_shown(given)}"
                 yield SharedValue((key, results, len(uses)), value, are_shared, places=places, words=words)
 
@@ -794,6 +794,7 @@ class LossConstants:
         for key, uses in found.items():
             setting, values = key[-2], [value for _, value in uses]  # pyright: ignore[reportIndexIssue]
             nodes = [node for node, _ in uses]
+            taking = [_Use(node, math.inf, lambda: True) for node in nodes]
             for taken in _sequences(values, values):
                 is_alone = len(taken) == 1
                 number = taken[0] if is_alone else None
@@ -801,7 +802,7 @@ class LossConstants:
                 yield SharedValue(
                     key if is_alone else (key, len(taken)),
                     float(number) if type(number) is int else math.inf,
-                    (lambda: True) if is_alone else self._are_shared(nodes, len(taken)),
+                    (lambda: True) if is_alone else self._are_shared(taking, len(taken)),
                     places=(tuple(taken),),
                     seen="one" if is_alone and len(uses) > 1 else "several",
                     words=f"{setting} = {taken[0] if is_alone else tuple(taken)} of {nodes[0].name()}",
@@ -832,11 +833,14 @@ class LossConstants:
             if len({*ratios}) == 1:
                 continue
             results = tuple(one[0] for one in each)
-            pairs, nodes = [*zip(results, ratios, strict=True)], [node for _, _, node, _ in each]
+            pairs, uses = (
+                [*zip(results, ratios, strict=True)],
+                [_Use(node, one, lambda: True) for *_, node, one in each],
+            )
             words = f"the order of factors, {_shown(ratios)} times the largest"
             for ordered in _sequences(pairs, pairs):
                 key = "weights", place, tuple(one for one, _ in ordered), frozenset(ratios)
-                are_shared = self._are_shared(nodes, len(ordered))
+                are_shared = self._are_shared(uses, len(ordered))
                 yield SharedValue(key, math.inf, are_shared, places=(tuple(ordered),), words=words)
 
     def _is_loop(self, nodes: Sequence[Node]) -> bool:
@@ -844,7 +848,7 @@ class LossConstants:
         outputs = self._outputs
         return outputs.batch_size > 1 and any(outputs.only_sample(Value(node)) is not None for node in nodes)
 
-    def _are_shared(self, nodes: Sequence[Node], count: int) -> IsShared:
+    def _are_shared(self, uses: Sequence[_Use], count: int) -> IsShared:
         """Return a function that tells whether samples share a sequence of values, which operations take in order.
 
         In a loop over samples each operation acts on one sample. Then the samples share a sequence only if each of them
@@ -852,11 +856,13 @@ class LossConstants:
         """
 
         def are_shared() -> bool | Unsettled:
+            nodes = [use.node for use in uses]
             if not self._is_loop(nodes):
+                found: list[bool | Unsettled] = [use.is_shared() for use in uses]
+                if True not in found:
+                    return max(found, key=bool)
                 return True
-            if count == len(nodes):
-                return "own here"
-            each = Counter(self._outputs.only_sample(Value(node)) for node in nodes)
+            each = Counter(self._outputs.only_sample(Value(node)) for node in (nodes if count < len(nodes) else ()))
             return True if {*each.values()} == {count} else "own here"
 
         return are_shared
@@ -1071,6 +1077,7 @@ def _settings_of(node: Node) -> Iterator[tuple[str, Hashable]]:
     name, settings = operation(node), saved_settings(node)
     if name in MOVING or not (below := parents(node)):
         return
+    shape = below[0].shape
     for setting, value in settings.items():
         is_list = isinstance(value, list | tuple)
         is_of_each = setting.endswith("lengths") or setting == "reduction" or _RECORDED in setting
@@ -1078,8 +1085,10 @@ def _settings_of(node: Node) -> Iterator[tuple[str, Hashable]]:
             continue
         if type(value) is int:
             value = (value,)
-        yield setting, tuple(signed(one) for one in value) if isinstance(value, list | tuple) else value
-    shape = below[0].shape
+        if isinstance(value, list | tuple):
+            counted = max(1, len(shape)) if setting.startswith("dim") else None  # from the front, or from the end
+            value = tuple(signed(one) if counted is None else signed(one) % counted for one in value)
+        yield setting, value
     if "reduction" in settings or name in _BY_TENSORS:
         return
     if (dims := dims_of(node) if "dim" in settings else None) is not None:
