@@ -1014,7 +1014,7 @@ SETTINGS = {
         0.2 * CE(o / (0.5, 2.0)[k], b.labels) + 0.8 * CE(o / (2.0, 0.5)[k], b.labels)
     ),
     "thresholds in a loop": lambda o, b, k: torch.stack([
-        (F.huber_loss(one[:3], y, delta=0.1) + F.huber_loss(one[:3], y, delta=(0.3, 0.1)[k])).exp()
+        (2 * F.huber_loss(one[:3], y, delta=(0.1, 0.3)[k]) + F.huber_loss(one[:3], y, delta=(0.3, 0.1)[k])).exp()
         for one, y in zip(o, b.y, strict=True)
     ]).mean(),
     "weights of columns, rotated": lambda o, b, k: sum(
