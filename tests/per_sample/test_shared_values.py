@@ -1104,3 +1104,184 @@ def test_outputs_that_are_changed_in_place_unseen_are_refused():
         step(clipper, loss, batch)
     clipper.discard()
     step(clipper, lambda c, out, b: out.mul_(2.0).exp().mean(), batch)
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(4, 6)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
+def of_heads(make=Heads):
+    torch.manual_seed(0)
+    return gg.PerSampleGradientClipper(make().double(), gg.FlatNormClipper(1e9), mode="exact")
+
+
+def ctc(out, blank):
+    size = len(out)
+    lengths = torch.full((size,), 2), torch.full((size,), 1)
+    log = out.view(size, 2, 3).log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(log, torch.ones(size, 1, dtype=torch.long), *lengths, blank=blank)
+
+
+CE = F.cross_entropy
+UNIFORM = torch.tensor([[1.0, 2, 3, 1, 2, 3], [2.5] * 6], dtype=torch.float64)
+SETTINGS = {
+    "k of topk": lambda o, b, k: o.topk(2 + k, 1).values.logsumexp(1).mean(),
+    "columns behind a sort": lambda o, b, k: o.sort(1, descending=True).values[:, : 2 + k].logsumexp(1).mean(),
+    "a group's size": lambda o, b, k: -o.view(len(o), (2, 3)[k], -1).log_softmax(-1).square().sum((1, 2)).mean(),
+    "a sum's size": lambda o, b, k: o.view(len(o), (2, 3)[k], -1).sum(-1).square().sum(1).mean(),
+    "ord, a whole number": lambda o, b, k: o.norm(p=1 + k, dim=1).mean(),
+    "ord, a fraction": lambda o, b, k: o.norm(p=(1, 1.5)[k], dim=1).mean(),
+    "ord, infinite": lambda o, b, k: o.norm(p=(float("inf"), 2)[k], dim=1).mean(),
+    "a correction": lambda o, b, k: o.std(1, unbiased=bool(k)).mean(),
+    "a dimension": lambda o, b, k: o.view(len(o), 2, 3).softmax(1 + k).square().mean(),
+    "a dimension of sums": lambda o, b, k: o.view(len(o), 2, 3).cumsum(1 + k).square().mean(),
+    "a blank": lambda o, b, k: ctc(o, 2 * k),
+    "a mode": lambda o, b, k: F.gelu(o, approximate=("tanh", "none")[k]).square().mean(),
+    "a vector, then one number": lambda o, b, k: CE(o * UNIFORM[k], b.labels),
+    "one number, then a vector": lambda o, b, k: CE(o * UNIFORM[1 - k], b.labels),
+    "weights of labels, then one": lambda o, b, k: F.binary_cross_entropy_with_logits(
+        o, b.y.repeat(1, 2), pos_weight=UNIFORM[k]
+    ),
+    "two temperatures, then one": lambda o, b, k: CE(o / 0.5, b.labels) + CE(o / (2.0, 0.5)[k], b.labels),
+    "temperatures in another order": lambda o, b, k: (
+        0.2 * CE(o / (0.5, 2.0)[k], b.labels) + 0.8 * CE(o / (2.0, 0.5)[k], b.labels)
+    ),
+    "thresholds in a loop": lambda o, b, k: torch.stack([
+        (2 * F.huber_loss(one[:3], y, delta=(0.1, 0.3)[k]) + F.huber_loss(one[:3], y, delta=(0.3, 0.1)[k])).exp()
+        for one, y in zip(o, b.y, strict=True)
+    ]).mean(),
+    "weights of columns, rotated": lambda o, b, k: sum(
+        (0.5, 0.25)[(k + j) % 2] * (o[:, j] - b.y[:, j]).square().mean() for j in range(2)
+    ),
+    "weights of three columns": lambda o, b, k: sum(
+        (0.2, (0.2, 0.8)[k], 0.8)[j] * (o[:, j] - b.y[:, j]).square().mean() for j in range(3)
+    ),
+    "places to roll": lambda o, b, k: (o.roll(k + 1, 1) * UNIFORM[0]).square().cumsum(1).mean(),
+    "a column": lambda o, b, k: o[:, k].square().mean(),
+}  # fmt: skip
+HEADS = {
+    "weights of heads": lambda o, b, k: (0.2, 0.8)[k] * CE(o[0], b.labels) + (0.8, 0.2)[k] * CE(o[1], b.labels),
+    "thresholds of heads": lambda o, b, k: (
+        F.huber_loss(o[0], b.y.repeat(1, 2), delta=(0.3, 0.7)[k])
+        + F.huber_loss(o[1], b.y.repeat(1, 2), delta=(0.7, 0.3)[k])
+    ),
+    "temperatures of heads": lambda o, b, k: (
+        CE(o[0] / (0.5, 2.0)[k], b.labels) + CE(o[1] / (2.0, 0.5)[k], b.labels)
+    ),
+    "temperatures and heads": lambda o, b, k: CE(o[k] / 0.5, b.labels) + CE(o[1 - k] / 2.0, b.labels),
+    "exponents of heads": lambda o, b, k: (o[0].abs() ** (2, 3)[k]).mean() + (o[1].abs() ** (3, 2)[k]).mean(),
+    "vectors of heads": lambda o, b, k: CE(o[0] * UNIFORM[k], b.labels) + CE(o[1] * UNIFORM[1 - k], b.labels),
+    "k of heads": lambda o, b, k: sum(o[i].topk((2, 3)[(i + k) % 2], 1).values.logsumexp(1).mean() for i in (0, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("name", [*SETTINGS, *HEADS])
+def test_a_setting_or_place_that_the_batch_decides_is_refused_as_soon_as_it_changes(name, private):
+    loss = SETTINGS.get(name) or HEADS[name]
+    clipper = of_heads(Heads if name in HEADS else lambda: nn.Linear(4, 6))
+    if private:
+        clipper.refuse_ambiguous_losses()
+    with contextlib.suppress(UnsupportedGradientError) if private else contextlib.nullcontext():
+        step(clipper, lambda c, out, b: loss(out, b, 0), Batch(8, 0))
+    for size in (8, 5):
+        clipper.discard()
+        with pytest.raises(
+            UnsupportedGradientError, match="the loss is the mean" if private else "has changed|in an earlier batch"
+        ):
+            step(clipper, lambda c, out, b: loss(out, b, 1), Batch(size, 1))
+
+
+CHOICES = {
+    "k of topk": lambda o, k: o.topk(k, 1).values.logsumexp(1).mean(),
+    "places to roll": lambda o, k: (o.roll(k, 1) * o).exp().mean(),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_in_private_training_a_number_that_chooses_columns_is_declared_or_refused(name):
+    clipper, loss = of_heads(lambda: nn.Linear(4, 6)), CHOICES[name]
+    clipper.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match="may be another in the next batch"):
+        step(clipper, lambda c, out, b: loss(out, 2), Batch(8, 0))
+    clipper.discard()
+    for size in (8, 5):
+        step(clipper, lambda c, out, b: loss(out, int(c.constant(2))), Batch(size, size))
+
+
+class Sequences(Batch):
+    """Samples of ``length`` rows, of which a mask ``m`` tells those that count."""
+
+    def __init__(self, size, length, seed):
+        super().__init__(size * length, seed)
+        self.x, self.y = self.x.view(size, length, 4), self.y.view(size, length, V)
+        self.labels = self.labels.view(size, length)
+        generator = torch.Generator().manual_seed(seed)
+        self.n = torch.randint(1, length + 1, (size,), generator=generator)
+        self.m = torch.arange(length) < self.n[:, None]
+
+    def alone(self, i):
+        one = copy.copy(self)
+        one.x, one.y, one.labels, one.n, one.m = (t[i : i + 1] for t in (self.x, self.y, self.labels, self.n, self.m))
+        return one
+
+
+def shifted(o, labels):
+    return CE(o[:, :-1].mT, labels[:, 1:], reduction="none").mean()
+
+
+def mean_of(rows, b):
+    return ((rows * b.m).sum(1) / b.m.sum(1)).mean()
+
+
+EVERYDAY = {
+    "two heads": lambda o, b: CE(o[0].mT / 0.5, b.labels) + CE(o[1].mT / 2.0, b.labels),
+    "two heads in a loop": lambda o, b: sum(
+        w * CE(one.mT / t, b.labels) for one, w, t in zip(o, (0.2, 0.8), (0.5, 2.0), strict=True)
+    ),
+    "topk": lambda o, b: o[0].topk(2, -1).values.logsumexp(-1).mean() + o[1].topk(3, -1).values.logsumexp(-1).mean(),
+    "norms": lambda o, b: o[0].norm(p=1, dim=-1).mean() + o[1].norm(dim=-1).mean(),
+    "groups": lambda o, b: o[0].view(*o[0].shape[:2], 2, -1).softmax(-1).square().sum((2, 3)).mean(),
+    "a shift of tokens": lambda o, b: shifted(o[0], b.labels) + shifted(o[1], b.labels),
+    "a token of each": lambda o, b: CE(o[0][:, 0], b.labels[:, 0]) + o[1][:, -1].square().mean(),
+    "spread": lambda o, b: o[0].std(-1).mean() + o[1].var(-1, unbiased=False).mean(),
+    "attention over tokens": lambda o, b: (
+        (o[0].masked_fill(~b.m[..., None], -1e9).softmax(1) * o[1]).sum(1) - b.y.repeat(1, 1, 2)[:, 0]
+    ).square().mean(),
+    "preference": lambda o, b: -F.logsigmoid(
+        0.1 * (o[0].log_softmax(-1)[..., 0] * b.m).sum(1) - 0.1 * (o[1].log_softmax(-1)[..., 0] * b.m).sum(1)
+    ).mean(),
+    "a mean of each": lambda o, b: mean_of(CE(o[0].mT, b.labels, reduction="none"), b) + 0.3 * o[1].square().mean(),
+    "a loop over samples": lambda o, b: torch.stack([
+        F.huber_loss(one[:n], y[:n].repeat(1, 2), delta=0.7) + 0.1 * other[:n].logsumexp(0).norm(p=1)
+        for one, other, y, n in zip(*o, b.y, b.n.tolist(), strict=True)
+    ]).mean(),
+    "a loop over lengths": lambda o, b: torch.stack([
+        one[:n].logsumexp(0).mean() + one[:n].sum(0).norm(dim=0) for one, n in zip(o[0], b.n.tolist(), strict=True)
+    ]).mean(),
+    "columns by name": lambda o, b: (
+        0.5 * (o[0][..., 0] - b.y[..., 0]).square() + 2 * F.huber_loss(o[0][..., 1], b.y[..., 1], reduction="none")
+        + F.softplus(o[0][..., 2])
+    ).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_fixed_settings_are_taken_whatever_the_sizes_and_lengths_of_batches(name):
+    clipper, loss = of_heads(), EVERYDAY[name]
+    twin = copy.deepcopy(clipper.module)
+    for seed, (size, length) in enumerate([(5, 4), (3, 6), (8, 4), (1, 5), (6, 6), (2, 3), (4, 4), (7, 2)]):
+        batch = Sequences(size, length, seed)
+        found = torch.cat([rows.flatten(1) for rows in step(clipper, lambda c, o, b: loss(o, b), batch).values()], 1)
+        for i in range(size):
+            one = batch.alone(i)
+            alone = torch.autograd.grad(loss(twin(one.x), one), [*twin.parameters()], allow_unused=True)
+            parts = [torch.zeros_like(p) if g is None else g for g, p in zip(alone, twin.parameters(), strict=True)]
+            torch.testing.assert_close(found[i], torch.cat([g.flatten() for g in parts]))

@@ -14,7 +14,7 @@ import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -595,6 +595,29 @@ class ValuePlaces:
 
     def _is_end(self, value: Value) -> bool:
         return value in self._ends or value.is_tap
+
+
+class ResultNumbers:
+    """Finds the numbers of the module's results that a value was computed from, whatever call returned them.
+
+    Args:
+        results: The numbers of the values that the module returned.
+        depends: Tells which operations depend on the samples.
+    """
+
+    def __init__(self, results: Mapping[Value, int], depends: Dependence) -> None:
+        self._results, self._depends = results, depends
+        self._known: dict[Value, frozenset[int]] = {}
+
+    def of(self, value: Value) -> frozenset[int]:
+        """Return the numbers of the results below a value."""
+        return fold(value, self._below, self._joined, self._known)
+
+    def _below(self, value: Value) -> list[Value]:
+        return [] if value in self._results or value.is_tap else self._depends.below(value.node)
+
+    def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
+        return frozenset([self._results[value]]) if value in self._results else frozenset().union(*found)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class Outputs:
         values_of_each: Number of values of each sample.
         declared: Values that the user has declared as not made of the samples.
         depends: Tells which operations depend on the samples.
+        results: Among what its call returned, the number of each value.
         coincide: Whether a constant in the loss counts as each sample's own because of its shape only; the next batch
             may have another shape.
     """
@@ -83,6 +84,7 @@ class Outputs:
         self.declared: Sequence[Tensor | float] = ()
         self.coincide = False
         self.depends = Dependence(batch_size)
+        self.results: dict[Value, int] = {}
         self._outputs: dict[Value, _Output] = {}
         self._numbers: list[Value] = []
 
@@ -93,11 +95,12 @@ class Outputs:
             tensors: The tensors.
             axes: The axis of the samples in each tensor; None for a tensor that belongs to no sample.
         """
-        for tensor, axis in zip(tensors, axes, strict=True):
+        for number, (tensor, axis) in enumerate(zip(tensors, axes, strict=True)):
             if tensor.requires_grad and axis is None:
                 self._numbers.append(Value.of(tensor))
             elif tensor.requires_grad and axis is not None:
                 self.values_of_each += tensor.numel() / self.batch_size
+                self.results[Value.of(tensor)] = number
                 self._outputs[Value.of(tensor)] = _Output(tensor, axis, tensor.detach(), version_of(tensor))
 
     @property
@@ -138,6 +141,7 @@ class Outputs:
         """Return these outputs together with those of another call."""
         both = Outputs(self.batch_size, self.batch_first and other.batch_first)
         both._outputs, both._numbers = self._outputs | other._outputs, self._numbers + other._numbers
+        both.results = self.results | other.results
         both.values_of_each = self.values_of_each + other.values_of_each
         return both
 

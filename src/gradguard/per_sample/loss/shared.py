@@ -8,14 +8,15 @@ declares it by ``clipper.constant``.
 
 import contextlib
 import functools
+import itertools
 import math
 import numbers
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,12 @@ from gradguard.per_sample.loss.loss_graph import (
     JOINING,
     LABELLED,
     MEANS,
+    MOVING,
     PRODUCTS,
+    SELECTING,
     TAKING,
     Dependence,
+    ResultNumbers,
     Root,
     Unreadable,
     Value,
@@ -89,14 +93,12 @@ _IN_CACHE = 1 << 17
 _ADDING_ONLY = operations("Add Sub Rsub Where") | JOINING
 """Operations that put a value in as it is."""
 
+_BY_TENSORS = SELECTING | PRODUCTS | operations("Gather Take TakeAlongDim Addmm Baddbmm Addmv")
+"""Operations that choose or weigh values by tensors, which are compared themselves."""
+
 _ADDING_UP = ADDING | MEANS | operations("Addmm Baddbmm Addmv IndexAdd ScatterAdd")
 
-_NUMBERS = frozenset(
-    ["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale", "lambd", "alpha",
-     "input_scale", "negative_slope", "beta", "other", "self"]
-)  # fmt: skip
-"""Settings of operations that may be whole numbers, but are neither sizes nor positions."""
-
+_Found = TypeVar("_Found")
 
 Unsettled = Literal["own here", "unclear"]
 """Answer of one batch only: a value is each sample's own in this batch (the next may differ), or that is unclear."""
@@ -190,6 +192,8 @@ class SharedValue:
         may_be_labels: Whether whole numbers may be each sample's own, and equal for all samples by chance.
         mixture: A sum of several constants, to be compared by the constants that explain it, instead of a value.
         among: The number of values in this place, and the index of this one: a loop over samples has one for each.
+        words: A name of the value for a refusal; by default the number, or the shape of the tensor.
+        chooses: Whether the number decides which columns the loss takes: then private training asks for a declaration.
         seen: ``"several"`` if several samples have the same value, ``"each"`` if each has its own. ``"one"`` if only
             one sample shows the value: then either may be true.
     """
@@ -204,6 +208,8 @@ class SharedValue:
     among: tuple[int, int] = (1, 0)
     may_be_labels: bool = True
     weighs: bool = False
+    words: str = ""
+    chooses: bool = False
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether this is a declared value, a view or a copy of one, its negative, or 1 over a declared number."""
@@ -230,7 +236,7 @@ class SharedValue:
             near = rounding.nan_to_num(0.0, 0.0) + 1e-12 * theirs.abs()
             is_within = (theirs >= low - near) & (theirs <= high + near)
             return bool(self.bounds.are_known.any()) and bool(is_within.all())
-        close = (mine - theirs).abs() <= 1e-12 * theirs.abs()
+        close = ((mine - theirs).abs() <= 1e-12 * theirs.abs()) & theirs.isfinite()
         return bool((close | (mine == theirs) | mine.isnan()).all())
 
 
@@ -312,8 +318,9 @@ class SharedValues:
             kept = self._kept.get(one.key)
             new = self._new.setdefault(one.key, [*(kept or ())])
             same = next((i for i, old in enumerate(new) if old.is_same(one, batch_size)), None)
-            is_refused = self.strict and (isinstance(one.value, Tensor) or one.weighs)
-            if batch_size > 1 and is_refused and not _may_be_labels(one):
+            is_value = isinstance(one.value, Tensor) or one.weighs
+            is_undeclared = one.chooses or (is_value and not _may_be_labels(one))
+            if batch_size > 1 and self.strict and is_undeclared:
                 kept, same = [_kept(math.nan, batch_size)], None
             if same is not None:
                 old = new[same] if new[same].samples > 1 else _kept(one.value, batch_size, one.places)
@@ -377,7 +384,7 @@ def _place(value: Tensor) -> Hashable:
 def _words(kept: _KeptValue, shared: SharedValue) -> str:
     """Return the refusal of a value that all samples share and that has changed."""
     value = shared.value
-    if shared.places:
+    if shared.places and not shared.words:
         return (
             f"the place {value:.6g} that the loss takes of all samples, such as a column, was {kept.copied:.6g} in an "
             "earlier batch. Did the batch decide it? Then a sample's gradient depends on the other samples. If the "
@@ -385,8 +392,9 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
             "gather, or let clipper.per_sample_losses compute each sample's loss"
         )
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the number {value:.6g}"
+    what = shared.words or what
     said = "has changed since an earlier batch"
-    if not isinstance(kept.copied, Tensor):
+    if not isinstance(kept.copied, Tensor) and (not shared.words or math.isnan(kept.copied)):
         said = "may be another in the next batch" if math.isnan(kept.copied) else f"{said}, from {kept.copied:.6g}"
     given = "value" if not isinstance(value, Tensor) or value.dim() else "value.item()"
     return (
@@ -423,6 +431,7 @@ class LossConstants:
         self._roots, self._outputs, self._depends = roots, outputs, outputs.depends
         self._nodes = _nodes(roots, outputs)
         self._places = ValuePlaces(outputs.values, outputs.depends)
+        self._results = ResultNumbers(outputs.results, outputs.depends)
         self._bounds: dict[Value, Bounds] = {}
 
     @functools.cached_property
@@ -720,7 +729,7 @@ class LossConstants:
         def use(node: Node, value: Tensor | float, is_shared: IsShared, *key: Hashable) -> None:
             place = operation(node), self._places.of(Value(node)), *key
             same = _place(value) if isinstance(value, Tensor) else value
-            uses[place].setdefault(same, []).append(_Use(node, value, is_shared))
+            uses[place].setdefault(same, []).append(_Use(node, value, functools.cache(is_shared)))
 
         # Behind a nonlinear operation (`is_behind`) a number is no weight of rows, which the ledger compares.
         for node, is_behind in self._nodes.items():
@@ -734,6 +743,10 @@ class LossConstants:
                 sizes, constant = own_sizes(constant), unrepeated(constant)
                 is_one = size > 1 and _is_one_number(constant)
                 if is_one:
+                    if sizes[0] == 1 and 1 in [
+                        sizes[dim] for dim in places
+                    ]:  # in another batch its elements may differ
+                        use(node, constant, look(value, sizes), i, constant.shape)
                     sizes, constant = [1] * len(sizes), constant[(slice(1),) * constant.dim()]
                 is_own = places and all(sizes[dim] > 1 for dim in (0, *places)) and not _is_reduced(value, outputs)
                 if is_own or (constant.numel() == 1 and not is_behind and not is_one):
@@ -759,7 +772,10 @@ class LossConstants:
             for number, users in enumerate(values.values()):
                 is_shared = functools.partial(_is_shared_by, outputs, users)
                 yield SharedValue(key, users[0].value, is_shared, among=(len(values), number))
+            yield from self._in_order(key, values)
         yield from self._within_trained()
+        yield from self._settings()
+        yield from self._weights()
         yield from self._places_taken()
         if self._ends:  # else no unsaved constant was added, and nothing need be recomputed
             yield from self._added(look)
@@ -789,6 +805,124 @@ class LossConstants:
                     value, bounds = as_number(bounds)
                     surely = not self._nodes[node]
                     yield SharedValue((*place, number), value, bounds=bounds, may_be_labels=False, weighs=surely)
+
+    def _in_order(self, key: Hashable, values: Mapping[Hashable, Sequence[_Use]]) -> Iterator[SharedValue]:
+        """Yield the values of a place in the order of the loss, apart for each result of the module.
+
+        Each value may be one of an earlier batch, and yet stand where another stood: two temperatures of two heads.
+        """
+        by_result: defaultdict[Hashable, list[tuple[int, _Use]]] = defaultdict(list)
+        for users in values.values():
+            for use in users:
+                if not any(map(SharedValue(key, use.value).is_of, self._outputs.declared)):
+                    by_result[self._results.of(Value(use.node))].append((self._order[use.node], use))
+        for results, found in by_result.items():
+            ordered = [use for _, use in sorted(found, key=lambda one: one[0])]
+            same = [_place(use.value) if isinstance(use.value, Tensor) else use.value for use in ordered]
+            for uses in _sequences(ordered, same):
+                if len(ordered) == 1 and len(self._outputs.results) == 1:
+                    continue  # this place has one value, which is compared already
+                given, places = [use.value for use in uses], ()
+                if all(isinstance(one, Tensor) for one in given):
+                    if len({one.shape for one in given}) > 1:  # pyright: ignore[reportAttributeAccessIssue]
+                        continue
+                    value = torch.stack([*given]) if len(given) > 1 else given[0]  # pyright: ignore
+                else:
+                    numbers = tuple(float(one) for one in given)
+                    value, places = numbers[0] if len(numbers) == 1 else math.inf, (_rounded(numbers),)
+                are_shared = self._are_shared(ordered, len(uses))
+                words = "" if len(uses) == 1 and not places else f"the order of numbers or tensors, {_shown(given)}"
+                yield SharedValue((key, results, len(uses)), value, are_shared, places=places, words=words)
+
+    def _settings(self) -> Iterator[SharedValue]:
+        """Yield what operations are told besides numbers: dimensions, modes, and how many values they combine."""
+        outputs = self._outputs
+        found: defaultdict[Hashable, list[tuple[Node, Hashable]]] = defaultdict(list)
+        for node, is_behind in self._nodes.items():
+            for setting, value in _settings_of(node) if is_behind else ():
+                results = self._results.of(Value(node))
+                place = operation(node), self._places.of(Value(node)), results, len(shape_of(node))
+                found[(*place, setting, outputs.values_of_each)].append((node, value))
+        for key, uses in found.items():
+            setting, values = key[-2], [value for _, value in uses]  # pyright: ignore[reportIndexIssue]
+            nodes = [node for node, _ in uses]
+            taking = [_Use(node, math.inf, lambda: True) for node in nodes]
+            for taken in _sequences(values, values):
+                is_alone = len(taken) == 1
+                number = taken[0] if is_alone else None
+                number = number[0] if isinstance(number, tuple) and len(number) == 1 else number
+                yield SharedValue(
+                    key if is_alone else (key, len(taken)),
+                    float(number) if type(number) is int else math.inf,
+                    (lambda: True) if is_alone else self._are_shared(taking, len(taken)),
+                    places=(tuple(taken),),
+                    seen="one" if is_alone and len(uses) > 1 else "several",
+                    words=f"{setting} = {taken[0] if is_alone else tuple(taken)} of {nodes[0].name()}",
+                    chooses=setting in _CHOICES,
+                )
+            if len({*values}) > 1 and self._is_loop(nodes):
+                yield SharedValue(key, math.nan, seen="each")  # the samples have different lengths
+
+    def _weights(self) -> Iterator[SharedValue]:
+        """Yield the ratios of several numbers by which values of the same kind are multiplied, if the ratios differ.
+
+        The ledger compares these numbers whatever their order. A common factor, such as 1 over a count, is left out.
+        """
+        found: defaultdict[Hashable, list[tuple[Hashable, int, Node, float]]] = defaultdict(list)
+        for number, (node, is_behind) in enumerate(self._nodes.items()):
+            if is_behind or operation(node) not in {"Mul", "Div"} or len(self._depends.below(node)) != 1:
+                continue
+            for one in scalars(node, self._depends):
+                declared = any(map(SharedValue(None, one).is_of, self._outputs.declared))
+                if math.isfinite(one) and one and not declared:
+                    below = self._depends.below(node)[0]
+                    results = tuple(sorted(self._results.of(below)))
+                    found[self._places.of(below)].append((results, number, node, one))
+        for place, each in found.items():
+            most = max(abs(one) for *_, one in each)
+            each.sort(key=lambda one: one[:2])  # pyright: ignore
+            ratios = [round(one / most, 6) for *_, one in each]
+            if len({*ratios}) == 1:
+                continue
+            results = tuple(one[0] for one in each)
+            pairs, uses = (
+                [*zip(results, ratios, strict=True)],
+                [_Use(node, one, lambda: True) for *_, node, one in each],
+            )
+            words = f"the order of factors, {_shown(ratios)} times the largest"
+            for ordered in _sequences(pairs, pairs):
+                key = "weights", place, tuple(one for one, _ in ordered), frozenset(ratios)
+                are_shared = self._are_shared(uses, len(ordered))
+                yield SharedValue(key, math.inf, are_shared, places=(tuple(ordered),), words=words)
+
+    def _is_loop(self, nodes: Sequence[Node]) -> bool:
+        """Tell whether some operation acts on one of several samples."""
+        outputs = self._outputs
+        return outputs.batch_size > 1 and any(outputs.only_sample(Value(node)) is not None for node in nodes)
+
+    def _are_shared(self, uses: Sequence[_Use], count: int) -> IsShared:
+        """Return a function that tells whether samples share a sequence of values, which operations take in order.
+
+        In a loop over samples each operation acts on one sample. Then the samples share a sequence only if each of them
+        has as many operations as the sequence has values.
+        """
+
+        def are_shared() -> bool | Unsettled:
+            nodes = [use.node for use in uses]
+            if not self._is_loop(nodes):
+                found: list[bool | Unsettled] = [use.is_shared() for use in uses]
+                if True not in found:
+                    return max(found, key=bool)
+                return True
+            each = Counter(self._outputs.only_sample(Value(node)) for node in (nodes if count < len(nodes) else ()))
+            return True if {*each.values()} == {count} else "own here"
+
+        return are_shared
+
+    @functools.cached_property
+    def _order(self) -> dict[Node, int]:
+        """The number of each operation in the order of the loss."""
+        return {node: number for number, node in enumerate(self._nodes)}
 
     def _places_taken(self) -> Iterator[SharedValue]:
         """Yield the positions that operations take along a dimension, such as a column, for each user of the result."""
@@ -965,19 +1099,84 @@ def _nodes(roots: Sequence[Root], outputs: Outputs) -> dict[Node, bool]:
     return found
 
 
+_RECORDED = "_sym_"
+"""In the name of a setting: a size of the operation's input, recorded for the backward."""
+
+_CHOICES = {"shifts", "k"}
+"""Settings that decide which columns the loss takes."""
+
+
 def _numbers_of(node: Node, depends: Dependence) -> Iterator[tuple[Hashable, float]]:
-    """Yield the numbers that an operation takes, without sizes and positions."""
+    """Yield the numbers that an operation takes, without sizes and positions; infinity for None."""
     yield from enumerate(scalars(node, depends))
+    if operation(node) in MOVING:
+        return  # its settings are positions and sizes
     for name, value in [
         *saved_settings(node).items(),
         *[(one, saved_constant(node, one)) for one in ("alpha", "beta", "value", "self")],
     ]:
-        if isinstance(value, float) and not math.isnan(value):
-            yield name, value
-        elif name in _NUMBERS and type(value) is int:
-            yield name, float(value)
-        elif name == "shifts":
-            yield from ((f"{name} {i}", float(signed(one))) for i, one in enumerate(cast("Sequence[int]", value)))
+        is_number = type(value) is int or (isinstance(value, float) and not math.isnan(value))
+        if is_number and not (_RECORDED in name or name.startswith("dim") or name == "reduction"):
+            yield name, float(signed(value) if type(value) is int else value)
+
+
+def _settings_of(node: Node) -> Iterator[tuple[str, Hashable]]:
+    """Yield the settings of an operation that are not numbers, and how many values of a sample the operation combines.
+
+    The reduction of a loss is left out, because the ledger compares the weights of rows. So are operations that move
+    values: a loop over samples uses others of them than a batched loss.
+    """
+    name, settings = operation(node), saved_settings(node)
+    if name in MOVING or not (below := parents(node)):
+        return
+    shape = below[0].shape
+    for setting, value in settings.items():
+        is_list = isinstance(value, list | tuple)
+        is_of_each = setting.endswith("lengths") or setting == "reduction" or _RECORDED in setting
+        if is_of_each or not (is_list or value is None or type(value) in (bool, str) or setting.startswith("dim")):
+            continue
+        if type(value) is int:
+            value = (value,)
+        if isinstance(value, list | tuple):
+            counted = max(1, len(shape)) if setting.startswith("dim") else None  # from the front, or from the end
+            value = tuple(signed(one) if counted is None else signed(one) % counted for one in value)
+        yield setting, value
+    if "reduction" in settings or name in _BY_TENSORS:
+        return
+    if (dims := dims_of(node) if "dim" in settings else None) is not None:
+        yield "size", tuple(shape[dim] for dim in dims if shape)
+        if name == "Topk":
+            yield "k", shape_of(node)[dims[0]]
+    elif len(below) == 1 and not shape_of(node) and shape:
+        yield "size", shape.numel()
+
+
+def _sequences(found: Sequence[_Found], same: Sequence[Hashable]) -> list[list[_Found]]:
+    """Return a sequence, and what is left of it without repetitions: a loop over samples repeats a batched loss.
+
+    Args:
+        found: The sequence.
+        same: For each element what is equal for equal elements.
+
+    Returns:
+        The sequence; and its shortest period, with each run of equal elements as short as the runs' ratio allows, if
+        that is another one.
+    """
+    size = len(same)
+    period = next(n for n in range(1, size + 1) if size % n == 0 and [*same[:n]] * (size // n) == [*same])
+    starts = [i for i in range(period) if not i or same[i] != same[i - 1]]
+    lengths = [end - start for start, end in itertools.pairwise([*starts, period])]
+    each = math.gcd(*lengths)
+    short = [found[start] for start, many in zip(starts, lengths, strict=True) for _ in range(many // each)]
+    return [[*found], short] if len(short) < size else [short]
+
+
+def _rounded(numbers: Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(f"{one:.10e}") for one in numbers)
+
+
+def _shown(values: Sequence[Tensor | float]) -> str:
+    return ", ".join(f"shape {list(one.shape)}" if isinstance(one, Tensor) else f"{one:.6g}" for one in values)
 
 
 def _columns_of(node: Node) -> Iterator[tuple[Tensor, Sequence[int]]]:
