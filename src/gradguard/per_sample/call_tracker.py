@@ -646,12 +646,12 @@ class CallTracker:
             return
         if not self.witness.is_active or not (rehearsal or rehearse is not None):
             return
-        given = Skeleton(arguments).tensors
-        self._trace = OperationTrace({id(p) for name, p in self.parameters().items() if name in self.trained}, given)
+        tensors = Skeleton(arguments).tensors
+        self._trace = OperationTrace({id(p) for name, p in self.parameters().items() if name in self.trained}, tensors)
         if rehearsal:
             return
         self._witnessed = self._record(call) if self.witness.is_due else None
-        self._given = versions_of(given)
+        self._given = versions_of(tensors)
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
         states = generator_states if pattern.draws else states_of_torch
         self._state_before = None if self._witnessed is not None else states(accelerators_of(self._seen.values()))
