@@ -19,6 +19,7 @@ from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.call_arguments import (
     Arguments,
     Batch,
+    Part,
     Skeleton,
     Slot,
     Versions,
@@ -577,6 +578,8 @@ class CallTracker:
             self.witness.begin_again()
         if self._capture.verifying and None in pattern.output_axes:
             self.witness.look_at(MANY)  # the rehearsal compares rows of outputs, and a returned loss has none
+        elif follows and any(map(_differ, call.batch.divided)):
+            self.witness.look_at(SOME)  # the trace does not show what the forward does with these values
         if uses_trained and not rehearsal and self.collector.mini_batch is None:
             verifying, pulls = self._capture.verifying, not self.planner.sharded
             self._loss_check.look_between(module, call.batch, verifying)
@@ -596,7 +599,7 @@ class CallTracker:
         if rehearsal:
             return
         self._witnessed = self._record(call) if self.witness.is_due else None
-        self._given = versions_of(Skeleton(arguments).tensors)
+        self._given = versions_of(tensor for tensor, _ in call.batch.dims)
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
         states = generator_states if pattern.draws else states_of_torch
         self._state_before = None if self._witnessed is not None else states(accelerators_of(self._seen.values()))
@@ -678,7 +681,7 @@ class CallTracker:
         """Prepare the run of the whole batch of a looped call."""
         running = RunningCall(loop.module, _NOTHING, None, loop.call.arguments)
         loop.before = frozen(loop.module, loop.call.pattern.changes_buffers)
-        passes_on = any(tensor.requires_grad for tensor in tensor_leaves(running.arguments))  # e.g. an earlier call's
+        passes_on = any(tensor.requires_grad for tensor, _ in loop.call.batch.dims)  # e.g. an earlier call's
         if self._capture.verifying or passes_on:
             self._capture.put_leaves(running, loop.places)
             loop.leaves = running.leaves
@@ -780,6 +783,11 @@ def _bypassed(tracker: "weakref.ref[CallTracker]", name: str, parameter: Tensor)
     """Report a parameter's gradient to the tracker, held weakly: a cycle through a tensor's hook is never freed."""
     if (found := tracker()) is not None:
         found.bypassed(name, parameter)
+
+
+def _differ(part: Part) -> bool:
+    """Return whether the entries of a list or array are not all equal."""
+    return any(repr(one) != repr(part.value[0]) for one in part.value)
 
 
 def _refuse(words: str, gradient: Tensor | None) -> None:

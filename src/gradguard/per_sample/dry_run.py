@@ -279,8 +279,16 @@ class DryRun:
     def axes(self, call: int) -> tuple[list[BatchAxis | None], list[BatchAxis | None]]:
         """Return the batch axis of each input tensor of call number ``call``, and of each output tensor."""
         two, three = self.runs[0][call], self.runs[1][call]
-        inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
-        start = len(inputs)
+        start = len(two.inputs)
+        if start == len(three.inputs):
+            inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
+        elif two.caller < 0 and not two.uses:
+            inputs = []  # a list with a tensor for each sample
+        else:
+            raise UnsupportedGradientError(
+                f"{type(two.module).__name__} got {start} tensors for two samples and {len(three.inputs)} for three, "
+                "so gradguard cannot find the samples in them."
+            )
         outputs: list[BatchAxis | None] = []
         for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True)):
             try:
@@ -365,14 +373,20 @@ class DryRun:
         return observer
 
     def _failed(self, samples: int, error: Exception) -> str:
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._batch.arguments))
-        size = self._batch.size
+        batch = self._batch
+        shapes = ", ".join([str(tuple(tensor.shape)) for tensor, _ in batch.dims])
+        other = (
+            " A tensor has the samples in its second dimension, which is looked at only with batch_first=False: "
+            "transpose it to [batch, ...]."
+            if batch.batch_first and any(dim is None and tensor.shape[1:2] == (batch.size,) for tensor, dim in batch.dims)
+            else ""
+        )
         return (
             f"{type(self._module).__name__} raised {type(error).__name__} when gradguard ran it on {samples} of its "
-            f"{size} samples, to find which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
-            f"input whose batch dimension has size {size} is assumed to have one entry for each sample; make a "
-            "constant of that size a buffer of the module. With batch_first=False, a mask [batch, time] is recognised "
-            f"by its shape: pad this batch to another length than {size}."
+            f"{batch.size} samples, to find which of its inputs (shapes {shapes}) belong to samples: {error}.{other} "
+            f"Every input whose batch dimension has size {batch.size} is assumed to have one entry for each sample; "
+            "make a constant of that size a buffer of the module. With batch_first=False, a mask [batch, time] is "
+            f"recognised by its shape: pad this batch to another length than {batch.size}.{batch.words_on_divided}"
         )
 
 

@@ -107,7 +107,8 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
         raise UnsupportedGradientError(
             f"the per-sample gradient of {found.parameter} is not the gradient of the sample alone (relative error "
             f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
-            "depends on the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
+            "depends on the batch)? Is the batch in another dimension (batch_first=False)?"
+            f"{call.batch.words_on_divided} Nothing was clipped."
         )
 
 
