@@ -113,6 +113,10 @@ class CallObserver(TorchFunctionMode):
         self._returned.append([])
         self.calls.append(call)
 
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is the only module that is running."""
+        return len(self._running) == 1 and self.calls[0].module is module
+
     def leave(self, module: nn.Module, output: Any) -> None:
         """Record that ``module`` ends."""
         number = self._running.pop()
@@ -246,7 +250,7 @@ class DryRun:
         seed: int,
         structure: bool = True,
     ) -> None:
-        self._seed, self.draws, self.changes_buffers = seed, False, False
+        self._seed, self.draws, self.changes_buffers, self._structure = seed, False, False, structure
         self.untold: dict[int, str] = {}
         self._module, self._batch = module, batch
         self._slots, self._observed_by = slots, observed_by
@@ -282,7 +286,7 @@ class DryRun:
         start = len(two.inputs)
         if start == len(three.inputs):
             inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
-        elif two.caller < 0 and not two.uses:
+        elif two.caller < 0 and not (self._structure and two.uses):
             inputs = []  # a list with a tensor for each sample
         else:
             raise UnsupportedGradientError(
