@@ -21,13 +21,16 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 Visit = Callable[[str, Any], Any]
 """Gets the name and the value of a part; returns what stands in its place, or `INSIDE` to look at its parts instead."""
 
-INSIDE = object()
+INSIDE: Any = object()
+"""Returned by a `Visit` for a value of which only the parts may belong to samples."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CLOSED = (
-    torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module, type, Enum, PurePath, slice,
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type, Enum, PurePath, slice,
+    torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module,
     FunctionType, BuiltinFunctionType, MethodType, ModuleType,
 )  # fmt: skip
+"""Classes of values that are never divided, nor looked into."""
+
 _MOST_PARTS = 10_000
 """The most parts of objects that are looked at in one call."""
 
@@ -62,7 +65,7 @@ class _Walk:
         self._open: dict[int, bool] = {}
 
     def __call__(self, name: str, value: Any) -> Any:
-        if isinstance(value, _PLAIN) or isinstance(value, _CLOSED):
+        if isinstance(value, _PLAIN):
             return value
         if (instead := self._visit(name, value)) is not INSIDE:
             return instead
@@ -94,7 +97,9 @@ class _Walk:
                 "tensor or a list with one entry for each sample; or, if it is the same for all samples, a tuple."
             )
         if isinstance(value, Mapping) and not isinstance(value, dict) and not hasattr(value, "__dict__"):
-            raise UnsupportedGradientError(f"{_kind(name, value)} cannot be divided among samples. Pass a dict: dict(it).")
+            raise UnsupportedGradientError(
+                f"{_kind(name, value)} cannot be divided among samples. Pass a dict: dict(it)."
+            )
         parts = [*_parts_of_object(value)]
         self._left -= len(parts)
         if self._left < 0:

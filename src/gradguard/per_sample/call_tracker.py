@@ -148,7 +148,7 @@ class CallTracker:
         self._observer: CallObserver | None = None
         self._handles: list[RemovableHandle] = []
         self._hooks: dict[nn.Module, tuple[int, int]] = {}
-        self._first: dict[nn.Module, int] = {}
+        self._first: dict[nn.Module, RemovableHandle] = {}
         self._last: dict[nn.Module, RemovableHandle] = {}
         self._entered: nn.Module | None = None
         try:
@@ -163,7 +163,7 @@ class CallTracker:
                 )
                 self._handles.append(after)
                 self._hooks[submodule] = after.id, before.id
-                self._first.setdefault(submodule, before.id)
+                self._first.setdefault(submodule, before)
                 if is_fully_sharded(submodule):  # what its hooks do is no operation of the model
                     enter, leave = ForwardHook(self._before_gathering), ForwardHook(self._after_resharding)
                     self._handles.append(submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
@@ -319,9 +319,10 @@ class CallTracker:
     def _enter_before_other_hooks(self, module: nn.Module) -> None:
         """Register a hook before the other hooks of ``module``: where it is the outermost, they are a part of it."""
         hook = ForwardHook(self._enter_outermost)
-        first = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        self._handles.append(first)
-        self._first[module] = first.id
+        if module in self._first and self._first[module].id != self._hooks[module][1]:
+            self._first[module].remove()
+        self._first[module] = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        self._handles.append(self._first[module])
 
     def _leave_after_other_hooks(self, module: nn.Module) -> None:
         """Let an outermost call of ``module`` end after the other forward hooks of ``module``, if it has any."""
@@ -382,7 +383,7 @@ class CallTracker:
         caller = self._stack[-1] if self._stack else None
         running = RunningCall(module, self._next_plan(module), caller, (args, kwargs))
         # Other hooks run between the clipper's two, while parameters are withheld from autograd.
-        is_first = caller is None and self._first[module] != self._hooks[module][1]
+        is_first = caller is None and self._first[module].id != self._hooks[module][1]
         running.exposed = is_first or hook_order(module) != self._hooks[module]
         if caller is None and self._witnessed is not None:
             self._witnessed.draws = running.places.enter_context(Draws())
@@ -450,7 +451,7 @@ class CallTracker:
         if current_graph_task() != -1:
             return
         self._leave_after_other_hooks(module)
-        if not is_fully_sharded(module) and next(iter(hook_tables_of(module)[0])) != self._first[module]:
+        if not is_fully_sharded(module) and next(iter(hook_tables_of(module)[0])) != self._first[module].id:
             self._enter_before_other_hooks(module)
             raise UnsupportedGradientError(
                 f"a hook was registered on {type(module).__name__} with prepend=True after the clipper was made, and "

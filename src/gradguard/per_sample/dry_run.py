@@ -118,7 +118,9 @@ class CallObserver(TorchFunctionMode):
         return len(self._running) == 1 and self.calls[0].module is module
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """Record that ``module`` ends."""
+        """Record that ``module`` ends, unless one of its hooks failed before it started."""
+        if not self._running or self.calls[self._running[-1]].module is not module:
+            return
         number = self._running.pop()
         call, tensors = self.calls[number], tensor_leaves(output)
         known = self._without_samples
@@ -132,7 +134,6 @@ class CallObserver(TorchFunctionMode):
             self._returned[-1] += versions_of(tensors)
         if self._keep_values:
             call.values += [t.clone() for t in tensors]
-        assert call.module is module
 
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -382,7 +383,8 @@ class DryRun:
         other = (
             " A tensor has the samples in its second dimension, which is looked at only with batch_first=False: "
             "transpose it to [batch, ...]."
-            if batch.batch_first and any(dim is None and tensor.shape[1:2] == (batch.size,) for tensor, dim in batch.dims)
+            if batch.batch_first
+            and any(dim is None and tensor.shape[1:2] == (batch.size,) for tensor, dim in batch.dims)
             else ""
         )
         return (

@@ -47,11 +47,11 @@ def own_losses(
         UnsupportedGradientError: If the function takes a tensor that may be made of the batch, or changes a tensor that
             is bound to it.
     """
-    _refuse_undivided(Batch((tuple(args), dict(kwargs)), batch_first, batch_size))
     given = Skeleton((tuple(args), dict(kwargs)))
     bound = _versions(loss_fn)
     seen = set() if time_first is None else time_first
     rows = [_rows(tensor, batch_size, batch_first, place, seen) for place, tensor in enumerate(given.tensors)]
+    _refuse_undivided(Batch((tuple(args), dict(kwargs)), batch_first, batch_size))
     losses: list[Tensor] = []
     for sample in range(batch_size):
         own = [row[sample].clone() for row in rows]  # the function may change its arguments in place
