@@ -19,7 +19,6 @@ from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.call_arguments import (
     Arguments,
     Batch,
-    Part,
     Skeleton,
     Slot,
     Versions,
@@ -654,7 +653,7 @@ class CallTracker:
             self.witness.begin_again()
         if self._capture.verifying and None in pattern.output_axes:
             self.witness.look_at(MANY)  # the rehearsal compares rows of outputs, and a returned loss has none
-        elif follows and any(map(_differ, call.batch.divided)):
+        elif follows and call.batch.divided:
             self.witness.look_at(SOME)  # the trace does not show what the forward does with these values
         if uses_trained and not rehearsal and self.collector.mini_batch is None:
             verifying, pulls = self._capture.verifying, not self.planner.sharded
@@ -859,11 +858,6 @@ def _bypassed(tracker: "weakref.ref[CallTracker]", name: str, parameter: Tensor)
     """Report a parameter's gradient to the tracker, held weakly: a cycle through a tensor's hook is never freed."""
     if (found := tracker()) is not None:
         found.bypassed(name, parameter)
-
-
-def _differ(part: Part) -> bool:
-    """Return whether the entries of a list or array are not all equal."""
-    return any(repr(one) != repr(part.value[0]) for one in part.value)
 
 
 def _refuse(words: str, gradient: Tensor | None) -> None:
