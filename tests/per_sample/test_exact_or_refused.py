@@ -1,7 +1,11 @@
 """Ways in which a gradient can pass a sample by: right or refused in words, in every dtype, never a wrong number."""
 
 import random
+from collections import Counter, UserDict, deque
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 
 import numpy
 import pytest
@@ -872,3 +876,156 @@ def test_scores_of_chosen_tokens_are_refused_where_samples_have_other_numbers_of
     for counts in ([3, 1, 2, 2], [2, 2, 1, 3]):
         with pytest.raises(UnsupportedGradientError, match=r"sample alone|of samples by values"):
             a_step(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    values: object
+    scale: float = 2.0
+
+
+class Lengths(nn.Module):
+    """Divides each sample by its own length, or all samples by the longest one."""
+
+    def __init__(self, of, longest):
+        super().__init__()
+        self.layer, self.of, self.longest = nn.Linear(3, 2), of, longest
+
+    def forward(self, x, given):
+        lengths = [float(length) for length in self.of(given)]
+        return self.layer(x).tanh() / (max(lengths) if self.longest else x.new_tensor(lengths)[:, None])
+
+
+HOLDERS = {
+    "tensor": (torch.tensor, lambda given: given),
+    "list": (list, lambda given: given),
+    "tuple": (tuple, lambda given: given),
+    "list of tensors": (lambda values: [torch.tensor(value) for value in values], lambda given: given),
+    "strings": (lambda values: ["a" * value for value in values], lambda given: map(len, given)),
+    "nested lists": (lambda values: [[1] * value for value in values], lambda given: map(len, given)),
+    "ragged tensors": (lambda values: [torch.ones(value) for value in values], lambda given: map(len, given)),
+    "NumPy": (numpy.array, lambda given: given),
+    "dict of lists": (lambda values: {"n": list(values)}, lambda given: given["n"]),
+    "dataclass, tensor": (lambda values: Given(torch.tensor(values)), lambda given: given.values),
+    "dataclass, list": (lambda values: Given(list(values)), lambda given: given.values),
+    "SimpleNamespace": (lambda values: SimpleNamespace(n=torch.tensor(values)), lambda given: given.n),
+    "UserDict": (lambda values: UserDict(n=torch.tensor(values)), lambda given: given["n"]),
+    "dict of another class": (lambda values: Counter(n=torch.tensor(values)), lambda given: given["n"]),
+}
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("kind", HOLDERS)
+@pytest.mark.parametrize("longest", [False, True], ids=["own", "longest"])
+@pytest.mark.parametrize("late", [False, True], ids=["first", "equal before"])
+def test_a_sample_alone_gets_its_own_entry_of_what_a_module_is_called_with(kind, longest, late):
+    torch.manual_seed(0)
+    hold, of = HOLDERS[kind]
+    model = Lengths(of, longest).double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), mode="exact")
+    x = torch.randn(4, 3, dtype=torch.float64)
+    batches = [*([[1] * 4, [2] * 4, [3] * 4, [5] * 4, [7] * 4] if late else []), [6, 2, 1, 3], [2, 4]]
+    for values in batches:
+        rows = x[: len(values)]
+
+        def step(rows=rows, values=values):
+            model(rows, hold(values)).square().sum(1).mean().backward()
+            found = clipper.per_sample_gradients()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            return found
+
+        if longest and len(set(values)) > 1:
+            with pytest.raises(UnsupportedGradientError, match="alone"):
+                step()
+            break
+        found = step()
+        alone = deepcopy(model)
+        expected = per_sample_gradients(
+            alone,
+            lambda i, run=alone, x=rows, of=values: run(x[i : i + 1], hold(of[i : i + 1])).square().sum(),
+            range(len(values)),
+        )
+        for name, gradients in expected.items():
+            torch.testing.assert_close(found[name], gradients, rtol=1e-10, atol=1e-12)
+    clipper.detach()
+
+
+class Sizes(nn.Module):
+    """Uses a value that is the same for all samples, in a way of ``use``."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.layer, self.use = nn.Linear(3, 2), use
+
+    def forward(self, x, given):
+        return self.layer(x) * self.use(given)
+
+
+def ratio(size):
+    height, width = size
+    return height / width
+
+
+CONSTANTS = {
+    "size, of a later batch's": ([224, 112], lambda size: size[0] / size[1], (4, 2, 4, 2)),
+    "size, of the first batch's": ([224, 112], ratio, (2, 3, 2)),
+    "names": (["a", "b"], len, (3, 2, 3)),
+    "one name": (("a",), len, (1, 2, 1)),
+    "settings": (SimpleNamespace(size=[3, 4], flag=True, none=None, word="w"), lambda g: g.size[0], (4, 2, 4)),
+    "NumPy": (numpy.array([1.0, 2.0]), lambda one: float(one.sum()), (4, 2, 4)),
+    "range": (range(3), len, (2, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTANTS)
+def test_a_constant_beside_the_batch_stays_whole(kind):
+    torch.manual_seed(0)
+    given, use, sizes = CONSTANTS[kind]
+    model = Sizes(use).double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    for size in sizes:
+        x = torch.randn(size, 3, dtype=torch.float64)
+        model(x, given).square().sum(1).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        output = (x @ model.layer.weight.T + model.layer.bias).detach() * use(given)
+        torch.testing.assert_close(model.layer.bias.grad, 2 * use(given) * output.mean(0), rtol=1e-10, atol=1e-12)
+    clipper.detach()
+
+
+def holding_itself(values):
+    one = SimpleNamespace(values=torch.tensor(values))
+    one.itself = one
+    return one
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (frozenset, r"argument 1 of the module, a frozenset,.* a tuple\."),
+        (set, r"argument 1 of the module, a set, may hold values of the samples"),
+        (deque, r"argument 1 of the module, a deque, has an entry for each of the 3 samples"),
+        (lambda values: range(len(values)), "a range, has an entry for each of the 3"),
+        (lambda values: MappingProxyType({"n": torch.tensor(values)}), r"Pass a dict"),
+        (holding_itself, "refers to itself"),
+        (lambda values: SimpleNamespace(words=dict.fromkeys(range(5)), many=[*map(Given, range(11_000))]), "too much"),
+    ],
+)
+def test_an_argument_that_cannot_be_divided_is_refused(given, words):
+    model = Sizes(lambda given: 1.0)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    with pytest.raises(UnsupportedGradientError, match=words):
+        model(torch.ones(3, 3), given([5, 6, 7]))
+    clipper.detach()
+
+
+def test_the_refusal_names_the_list_that_was_divided_and_the_dimension_that_was_not():
+    model = Sizes(lambda size: size[0] / size[1])
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    with pytest.raises(UnsupportedGradientError, match=r"its own entry of 1, .* a first batch of another size"):
+        model(torch.randn(2, 3), [4, 2])
+    model.use = lambda given: given.mean(0).unsqueeze(1)
+    with pytest.raises(UnsupportedGradientError, match=r"second dimension.*transpose it to \[batch, \.\.\.\]"):
+        model(torch.randn(3, 3), torch.ones(5, 3))
+    clipper.detach()

@@ -320,3 +320,115 @@ def test_a_gradient_that_is_not_finite_leaves_the_hooks_as_they_were():
     clipper.pre_step()
     assert "Nothing was clipped" in str(held.value)
     torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+
+
+def outliers_from_the_batch(module, args):
+    return (torch.where(args[0].abs() > 1.0, args[0].mean(0), args[0]),)
+
+
+def scaled(module, args):
+    return ((args[0] - 0.5) / 0.25,)
+
+
+def by_keyword(module, args, kwargs):
+    return (args[0].sin() + 1,), kwargs
+
+
+def output_scaled(module, args, output):
+    return output.tanh() * 2
+
+
+def output_in_dict(module, args, output):
+    return {"out": output, "square": output.square()}
+
+
+def output_of_others(module, args, output):
+    return output + 0.5 * output.detach().roll(1, 0)
+
+
+def register(hook, **options):
+    before = hook not in (output_scaled, output_in_dict, output_of_others)
+    options |= {"with_kwargs": True} if hook is by_keyword else {}
+
+    def put(model):
+        return (model.register_forward_pre_hook if before else model.register_forward_hook)(hook, **options)
+
+    return put
+
+
+def of_samples(output) -> torch.Tensor:
+    output = output["out"] + output["square"] if isinstance(output, dict) else output
+    return output.square().sum(1)
+
+
+@pytest.mark.parametrize("late", [0, 1, 3], ids=["before the clipper", "after it", "at a later step"])
+@pytest.mark.parametrize(
+    "hook", [outliers_from_the_batch, scaled, by_keyword, output_scaled, output_in_dict, output_of_others]
+)
+@pytest.mark.parametrize("kind", [network, lambda: nn.Linear(3, 2).double()], ids=["network", "layer"])
+def test_hooks_of_the_outermost_module_are_a_part_of_it(kind, hook, late):
+    torch.manual_seed(0)
+    model, put = kind(), register(hook)
+    if late == 0:
+        put(model)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    for step in range(1, 6):
+        if step == late:
+            put(model)
+        hooked, x = step >= late, 1.5 * torch.randn(6, 3, dtype=torch.float64)
+        alone = kind()
+        alone.load_state_dict(model.state_dict())
+        if hooked:
+            put(alone)
+        if hooked and hook in (outliers_from_the_batch, output_of_others):
+            with pytest.raises(UnsupportedGradientError, match="alone"):
+                model(x)
+            break
+        of_samples(model(x)).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        for i in range(6):
+            (of_samples(alone(x[i : i + 1])).sum() / 6).backward()
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+    clipper.detach()
+
+
+def test_a_hook_that_is_put_before_the_clippers_is_told_once():
+    model = network()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    for hook in (scaled, by_keyword):
+        register(hook, prepend=True)(model)
+        with pytest.raises(UnsupportedGradientError, match=r"prepend=True.*Repeat this step"):
+            loss(model)
+        for _ in range(3):
+            loss(model).backward()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        plain = network()
+        for one in (scaled,) if hook is scaled else (by_keyword, scaled):
+            register(one)(plain)
+        loss(plain).backward()
+        for one, parameter in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(one, parameter.grad, rtol=1e-10, atol=1e-12)
+    clipper.detach()
+    assert len(model._forward_pre_hooks) == 2
+
+
+def test_a_hook_that_fails_before_the_outermost_module_runs_leaves_no_call_behind():
+    model, fails = network(), [True]
+
+    def hook(module, args):
+        if fails:
+            raise KeyError("the user's")
+
+    model.register_forward_pre_hook(hook)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9))
+    with pytest.raises((KeyError, UnsupportedGradientError), match="the user's"):
+        loss(model)
+    fails.clear()
+    loss(model).backward()
+    clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == 4
+    clipper.detach()

@@ -1,17 +1,25 @@
 """Arguments and outputs of a module: their tensors, and the samples in the tensors."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradguard.errors import InvalidValueError
-from gradguard.torch_private import tree_flatten, tree_map, tree_unflatten, version_of
-
-Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""Positional and keyword arguments of one call."""
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.argument_parts import (
+    INSIDE,
+    Arguments,
+    entries_of,
+    is_array,
+    is_list,
+    mapped,
+    taken,
+    tensors_in,
+)
+from gradguard.torch_private import tree_flatten, tree_unflatten, version_of
 
 Gradients = Sequence[Tensor | None]
 """The gradients of some tensors; None for a tensor that autograd gave none."""
@@ -39,13 +47,27 @@ def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
     Raises:
         InvalidValueError: If no tensor has a batch dimension.
     """
-    for tensor in tensor_leaves(arguments):
-        if tensor.dim():
+    for find in (tensor_leaves, tensors_in):  # most calls need no look into objects
+        for tensor in filter(Tensor.dim, find(arguments)):
             return tensor.shape[0 if batch_first or tensor.dim() == 1 else 1]
     raise InvalidValueError(
         f"{name} was called without a tensor that has a batch dimension, so its samples cannot be distinguished. Call "
         "it with the batch as a tensor, such as model(x)."
     )
+
+
+class Part(NamedTuple):
+    """A part of the arguments that may belong to samples: a tensor, an array, or a list.
+
+    Attributes:
+        name: Where it is, such as ``"0"`` or ``"batch.data['lengths']"``.
+        value: The part.
+        dim: Its batch dimension, 0 for a list; None if it belongs to no sample.
+    """
+
+    name: str
+    value: Any
+    dim: int | None
 
 
 @dataclass(frozen=True)
@@ -55,63 +77,134 @@ class Batch:
     Attributes:
         arguments: The arguments.
         batch_first: Whether the batch is the first dimension of the arguments.
-        size: Number of samples B. Every tensor whose batch dimension has this size belongs to samples.
-        whole: Positions of tensors that belong to no sample, although their batch dimension has this size.
+        size: Number of samples B. Every tensor whose batch dimension has this size belongs to samples, and so does
+            every array, and every list with B entries in which no tensor has a batch dimension.
+        whole: Names of parts that belong to no sample, although their batch dimension has this size.
     """
 
     arguments: Arguments
     batch_first: bool
     size: int
-    whole: frozenset[int] = frozenset()
+    whole: frozenset[str] = frozenset()
 
-    @property
-    def dims(self) -> list[tuple[Tensor, int | None]]:
-        """Each tensor with its batch dimension; None for a tensor that belongs to no sample.
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The tensors, arrays and lists in the arguments.
+
+        Raises:
+            UnsupportedGradientError: If an argument that may hold values of samples cannot be looked into.
+        """
+        found: list[Part] = []
+
+        def note(name: str, value: Any) -> Any:
+            if (dim := self._dim(name, value)) is INSIDE:
+                return INSIDE
+            found.append(Part(name, value, dim))
+            return INSIDE if dim is None and is_list(value) else value
+
+        mapped(note, self.arguments)
+        return found
+
+    def _dim(self, name: str, value: Any) -> Any:
+        """Return the batch dimension of a part, None if it belongs to no sample, and `INSIDE` for another value."""
+        if isinstance(value, Tensor) or is_array(value):
+            return None if name in self.whole else self._dim_of_size(value)
+        if is_list(value):
+            return 0 if name not in self.whole and self._has_entries(value) else None
+        if entries_of(value) == self.size > 1:
+            raise UnsupportedGradientError(
+                f"argument {name} of the module, a {type(value).__name__}, has an entry for each of the {self.size} "
+                "samples and cannot be divided among them. Pass a tensor or a list; or, if it is the same for all "
+                "samples, make it an attribute of the module."
+            )
+        return INSIDE
+
+    def _dim_of_size(self, value: Any) -> int | None:
+        """Return the dimension of a tensor or array that has size B.
 
         With ``batch_first=False`` the batch may also be the first dimension, as in a padding mask ``[B, T]``.
         """
+        shape = value.shape
+        dims = [0] if self.batch_first or len(shape) == 1 else [1, 0]
+        return next((dim for dim in dims if dim < len(shape) and shape[dim] == self.size), None)
+
+    def _has_entries(self, value: Sequence[Any]) -> bool:
+        """Return whether a list has an entry for each sample, rather than tensors with the samples in each."""
+        if len(value) != self.size:
+            return False
+        fits = [self._dim_of_size(tensor) is not None for tensor in tensors_in(value)]
+        return not all(fits) if all(isinstance(one, Tensor) for one in value) else not any(fits)
+
+    @property
+    def dims(self) -> list[tuple[Tensor, int | None]]:
+        """Each tensor with its batch dimension; None for a tensor that belongs to no sample, or to only one."""
         found = list[tuple[Tensor, int | None]]()
-        for i, tensor in enumerate(tensor_leaves(self.arguments)):
-            dims = [0] if self.batch_first or tensor.dim() == 1 else [1, 0]
-            fits = (dim for dim in dims if dim < tensor.dim() and tensor.shape[dim] == self.size)
-            found.append((tensor, None if i in self.whole else next(fits, None)))
+        for _, value, dim in self.parts:
+            if isinstance(value, Tensor):
+                found.append((value, dim))
+            elif is_list(value) and dim is not None:
+                found += [(tensor, None) for tensor in tensors_in(value)]
         return found
 
     @property
-    def of_no_sample(self) -> frozenset[int]:
-        """The positions of tensors without a batch dimension.
-
-        If such a tensor has a dimension of size B in a later call, it has that size by chance.
-        """
-        return frozenset(i for i, (_, dim) in enumerate(self.dims) if dim is None)
+    def divided(self) -> list[Part]:
+        """The lists and arrays of which each sample gets its own entry: torch does not see what is done with them."""
+        return [part for part in self.parts if part.dim is not None and not isinstance(part.value, Tensor)]
 
     @property
-    def other_candidates(self) -> list[int]:
-        """The positions of tensors, other than the first, whose batch dimension may have size B by chance.
+    def words_on_divided(self) -> str:
+        """A sentence on the lists and arrays that are divided among the samples, for a refusal; "" for none."""
+        names = " and ".join([part.name for part in self.divided])
+        return names and (
+            f" The clipper gave a sample alone its own entry of {names}, which had one for each sample: a list that is "
+            "the same for all samples needs a first batch of another size, or is an attribute of the module."
+        )
 
-        Such a tensor is a list of positions, a square mask, or has its batch in another dimension than expected. Any
+    @property
+    def of_no_sample(self) -> frozenset[str]:
+        """The names of parts without a batch dimension.
+
+        If such a part has a dimension of size B in a later call, it has that size by chance.
+        """
+        return frozenset(part.name for part in self.parts if part.dim is None)
+
+    @property
+    def other_candidates(self) -> list[str]:
+        """The names of parts, other than the first tensor, whose batch dimension may have size B by chance.
+
+        Such a part is a list of positions, a square mask, or has its batch in another dimension than expected. Any
         other tensor of this size may hold samples' data, such as the second input of a contrastive model, so it counts
         as samples.
         """
         found = []
-        for i, (tensor, dim) in [one for one in enumerate(self.dims) if one[1][1] is not None][1:]:
+        first = next((part for part in self.parts if part.dim is not None and isinstance(part.value, Tensor)), None)
+        for part in self.parts:
+            if part.dim is None or part is first:
+                continue
+            tensor = part.value
+            if not isinstance(tensor, Tensor):
+                found.append(part.name)
+                continue
             square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] and tensor.unique().numel() <= 2
             positions = tensor.dim() == 1 and not is_inexact(tensor)
-            if square or positions or (dim == 0 and not self.batch_first):
-                found.append(i)
+            if square or positions or (part.dim == 0 and not self.batch_first):
+                found.append(part.name)
         return found
 
     def samples(self, indices: Sequence[int]) -> Arguments:
         """Return the arguments for the samples ``indices``."""
-        dims = iter(self.dims)
 
-        def take(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            leaf, (_, dim) = leaf.detach(), next(dims)
-            return leaf.clone() if dim is None else leaf.index_select(dim, torch.tensor(indices, device=leaf.device))
+        def take(name: str, value: Any) -> Any:
+            if (dim := self._dim(name, value)) is INSIDE or (dim is None and is_list(value)):
+                return INSIDE
+            if is_list(value):
+                return taken(value, indices)
+            if not isinstance(value, Tensor):
+                return value if dim is None else value.take(list(indices), axis=dim)
+            value = value.detach()
+            return value.clone() if dim is None else value.index_select(dim, torch.tensor(indices, device=value.device))
 
-        return _mapped(take, self.arguments)
+        return mapped(take, self.arguments)
 
     def finite_samples(self, number: int) -> list[int]:
         """Return the first ``number`` samples without NaN or inf, or fewer; -inf is accepted if there are too few."""
@@ -142,22 +235,25 @@ def signature(arguments: Arguments) -> Hashable:
 def _form(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.dtype, tuple([size == 1 for size in leaf.shape])
-    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+    if isinstance(leaf, bool | str | None):
+        return leaf
+    inside = tensors_in(leaf) if hasattr(leaf, "__dict__") else ()
+    return (type(leaf), tuple(map(_form, inside))) if inside else type(leaf)
 
 
 def promoted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
     """Return the arguments with floating-point and complex tensors promoted to at least the precision of ``dtype``."""
-    return _mapped(lambda x: x.detach().to(promoted_type(x, dtype)) if isinstance(x, Tensor) else x, arguments)
+
+    def promote(name: str, value: Any) -> Any:
+        del name
+        return value.detach().to(promoted_type(value, dtype)) if isinstance(value, Tensor) else INSIDE
+
+    return mapped(promote, arguments)
 
 
 def promoted_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of ``tensor``, promoted to at least ``dtype`` if it is floating-point or complex."""
     return torch.promote_types(tensor.dtype, dtype) if dtype is not None and is_inexact(tensor) else tensor.dtype
-
-
-def _mapped(function: Callable[[Any], Any], arguments: Arguments) -> Arguments:
-    args, kwargs = tree_map(function, (tuple(arguments[0]), dict(arguments[1])))
-    return args, kwargs
 
 
 def changes_of(tensor: Tensor) -> int:

@@ -65,6 +65,7 @@ from gradguard.state.generators import (
 from gradguard.torch_private import (
     current_graph_task,
     hook_order,
+    hook_tables_of,
     hooks_of_tensor,
     never_compiled,
     parameter_slots,
@@ -149,8 +150,13 @@ class CallTracker:
         self._observer: CallObserver | None = None
         self._handles: list[RemovableHandle] = []
         self._hooks: dict[nn.Module, tuple[int, int]] = {}
+        self._first: dict[nn.Module, RemovableHandle] = {}
+        self._last: dict[nn.Module, RemovableHandle] = {}
+        self._entered: nn.Module | None = None
         try:
             for submodule in module.modules():
+                if hook_tables_of(submodule)[0] and not is_fully_sharded(submodule):
+                    self._enter_before_other_hooks(submodule)
                 before = submodule.register_forward_pre_hook(ForwardHook(self._enter), with_kwargs=True)
                 self._handles.append(before)
                 # Prepended, so other hooks get the output after its tap.
@@ -159,6 +165,7 @@ class CallTracker:
                 )
                 self._handles.append(after)
                 self._hooks[submodule] = after.id, before.id
+                self._first.setdefault(submodule, before)
                 if is_fully_sharded(submodule):  # what its hooks do is no operation of the model
                     enter, leave = ForwardHook(self._before_gathering), ForwardHook(self._after_resharding)
                     self._handles.append(submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
@@ -317,8 +324,53 @@ class CallTracker:
             self._trace.resume()
         self._noted, self._given_to_hooks = False, None
 
+    def _enter_before_other_hooks(self, module: nn.Module) -> None:
+        """Register a hook before the other hooks of ``module``: where it is the outermost, they are a part of it."""
+        hook = ForwardHook(self._enter_outermost)
+        if module in self._first and self._first[module].id != self._hooks[module][1]:
+            self._first[module].remove()
+        self._first[module] = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        self._handles.append(self._first[module])
+
+    def _leave_after_other_hooks(self, module: nn.Module) -> None:
+        """Let an outermost call of ``module`` end after the other forward hooks of ``module``, if it has any."""
+        hooks = [*hook_tables_of(module)[1]]
+        last = self._last.get(module)
+        if is_fully_sharded(module) or hooks[-1] == (self._hooks[module][0] if last is None else last.id):
+            return
+        if last is not None:
+            last.remove()
+        hook = ForwardHook(self._leave_outermost)
+        self._last[module] = module.register_forward_hook(hook, with_kwargs=True, always_call=True)
+        self._handles.append(self._last[module])
+
+    @never_compiled
+    def _enter_outermost(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Enter ``module`` if it is the outermost, before its other hooks change the arguments."""
+        self._entered = None
+        if self._observer is not None or current_graph_task() != -1:
+            return None
+        if self._stack and self._stack[0].module is not module:
+            return None
+        changed = self._enter(module, args, kwargs)
+        self._entered = module if self._stack else None
+        return changed
+
+    @never_compiled
+    def _leave_outermost(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Leave ``module`` if it is the outermost, after its other hooks changed the output."""
+        return self._left(module, args, kwargs, output) if self._is_outermost(module) else None
+
+    def _is_outermost(self, module: nn.Module) -> bool:
+        if self._observer is not None:
+            return self._observer.is_outermost(module)
+        return len(self._stack) == 1 and self._stack[0].module is module
+
     @never_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._entered is module:  # before its other hooks
+            self._entered = None
+            return None
         if self._observer is not None:
             self._given_to_hooks = None
             self._observer.enter(module, (args, kwargs))
@@ -332,6 +384,7 @@ class CallTracker:
         self._noted = False
         given, self._given_to_hooks = self._given_to_hooks, None
         if not self._stack:
+            self._look_at_order(module)
             self._begin(module, (args, kwargs), given)
             if self._loop is not None:
                 self._stack.append(self._start_loop(self._loop))
@@ -340,7 +393,8 @@ class CallTracker:
         caller = self._stack[-1] if self._stack else None
         running = RunningCall(module, self._next_plan(module), caller, (args, kwargs))
         # Other hooks run between the clipper's two, while parameters are withheld from autograd.
-        running.exposed = hook_order(module) != self._hooks[module]
+        is_first = caller is None and self._first[module].id != self._hooks[module][1]
+        running.exposed = is_first or hook_order(module) != self._hooks[module]
         if caller is None and self._witnessed is not None:
             self._witnessed.draws = running.places.enter_context(Draws())
         self._stack.append(running)
@@ -358,6 +412,11 @@ class CallTracker:
 
     @never_compiled
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if module in self._last and self._is_outermost(module):
+            return None  # `_leave_outermost` follows
+        return self._left(module, args, kwargs, output)
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._observer is not None:
             self._observer.leave(module, output)
             self._observer.rows.paused = is_fully_sharded(module)
@@ -401,6 +460,23 @@ class CallTracker:
                     self._noted = True
                 else:
                     self._trace.resume()
+
+    def _look_at_order(self, module: nn.Module) -> None:
+        """Check that an outermost call was entered before other hooks, and let it end after them.
+
+        Raises:
+            UnsupportedGradientError: If another hook came first, and may have changed the arguments.
+        """
+        if current_graph_task() != -1:
+            return
+        self._leave_after_other_hooks(module)
+        if not is_fully_sharded(module) and next(iter(hook_tables_of(module)[0])) != self._first[module].id:
+            self._enter_before_other_hooks(module)
+            raise UnsupportedGradientError(
+                f"a hook was registered on {type(module).__name__} with prepend=True after the clipper was made, and "
+                "may have changed the arguments before the clipper saw them. Repeat this step: the clipper's hook now "
+                "comes first. Nothing of this step was taken."
+            )
 
     def _end(self, running: RunningCall, output: Any, decide: Callable[[bool], None]) -> Any:
         """Tap the output of an outermost call that ends, after looking at what the call did; return it, or None."""
@@ -631,6 +707,8 @@ class CallTracker:
             self.witness.begin_again()
         if self._capture.verifying and None in pattern.output_axes:
             self.witness.look_at(MANY)  # the rehearsal compares rows of outputs, and a returned loss has none
+        elif follows and call.batch.divided:
+            self.witness.look_at(SOME)  # the trace does not show what the forward does with these values
         if uses_trained and not rehearsal and self.collector.mini_batch is None:
             verifying = self._capture.verifying
             self._loss_check.look_between(module, replace(call.batch, arguments=given), verifying)
@@ -651,7 +729,7 @@ class CallTracker:
         if rehearsal:
             return
         self._witnessed = self._record(call) if self.witness.is_due else None
-        self._given = versions_of(tensors)
+        self._given = versions_of(tensor for tensor, _ in call.batch.dims)
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
         states = generator_states if pattern.draws else states_of_torch
         self._state_before = None if self._witnessed is not None else states(accelerators_of(self._seen.values()))
@@ -725,7 +803,7 @@ class CallTracker:
         """Prepare the run of the whole batch of a looped call."""
         running = RunningCall(loop.module, _NOTHING, None, loop.call.arguments)
         loop.before = frozen(loop.module, loop.call.pattern.changes_buffers)
-        passes_on = any(tensor.requires_grad for tensor in tensor_leaves(running.arguments))  # e.g. an earlier call's
+        passes_on = any(tensor.requires_grad for tensor, _ in loop.call.batch.dims)  # e.g. an earlier call's
         if self._capture.verifying or passes_on:
             self._capture.put_leaves(running, loop.places)
             loop.leaves = running.leaves
@@ -793,7 +871,7 @@ class CallTracker:
 
     def recover(self) -> None:
         """Restore the parameters that interrupted calls (by Ctrl-C, for example) have withheld."""
-        self._loop = self._witnessed = None
+        self._loop = self._witnessed = self._entered = None
         if self._trace is not None:
             self._trace.pause()
         self._trace = None

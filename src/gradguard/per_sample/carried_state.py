@@ -21,7 +21,6 @@ from gradguard.per_sample.call_arguments import (
     Skeleton,
     changes_of,
     is_inexact,
-    tensor_leaves,
     versions_of,
     written,
 )
@@ -57,7 +56,7 @@ def as_called(
     Yields:
         A function that restores the module's state at once.
     """
-    device = tensor_leaves(batch.arguments)[0].device
+    device = batch.dims[0][0].device
     context = torch.autocast(*autocast) if autocast else outside_autocast(device)
     with undisturbed(module) as reset, WithoutDropout(), context:
         yield reset

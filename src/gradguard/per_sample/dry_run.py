@@ -117,8 +117,14 @@ class CallObserver(TorchFunctionMode):
         self._returned.append([])
         self.calls.append(call)
 
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is the only module that is running."""
+        return len(self._running) == 1 and self.calls[0].module is module
+
     def leave(self, module: nn.Module, output: Any) -> None:
-        """Record that ``module`` ends."""
+        """Record that ``module`` ends, unless one of its hooks failed before it started."""
+        if not self._running or self.calls[self._running[-1]].module is not module:
+            return
         number = self._running.pop()
         call, tensors = self.calls[number], tensor_leaves(output)
         known = self._without_samples
@@ -132,7 +138,6 @@ class CallObserver(TorchFunctionMode):
             self._returned[-1] += versions_of(tensors)
         if self._keep_values:
             call.values += [t.clone() for t in tensors]
-        assert call.module is module
 
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -254,7 +259,7 @@ class DryRun:
         seed: int,
         structure: bool = True,
     ) -> None:
-        self._seed, self.draws, self.changes_buffers = seed, False, False
+        self._seed, self.draws, self.changes_buffers, self._structure = seed, False, False, structure
         self.untold: dict[int, str] = {}
         self._module, self._batch = module, batch
         self._slots, self._observed_by = slots, observed_by
@@ -290,15 +295,22 @@ class DryRun:
     def axes(self, call: int) -> tuple[list[BatchAxis | None], list[BatchAxis | None]]:
         """Return the batch axis of each input tensor of call number ``call``, and of each output tensor."""
         two, three = self.runs[0][call], self.runs[1][call]
-        for word, own, other in (("gets", two.inputs, three.inputs), ("returns", two.outputs, three.outputs)):
-            if len(own) != len(other):
-                raise UnsupportedGradientError(
-                    f"{type(two.module).__name__} {word} {len(own)} tensors for two samples and {len(other)} for "
-                    "three. Expected the same number for every batch size: put the samples into one tensor, as "
-                    "torch.stack does."
-                )
-        inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
-        start = len(inputs)
+        start = len(two.inputs)
+        if len(two.outputs) != len(three.outputs):
+            raise UnsupportedGradientError(
+                f"{type(two.module).__name__} returns {len(two.outputs)} tensors for two samples and "
+                f"{len(three.outputs)} for three. Expected the same number for every batch size: put the samples into "
+                "one tensor, as torch.stack does."
+            )
+        if start == len(three.inputs):
+            inputs = [self._axis(call, i, *pair) for i, pair in enumerate(zip(two.inputs, three.inputs, strict=True))]
+        elif two.caller < 0 and not (self._structure and two.uses):
+            inputs = []  # a list with a tensor for each sample
+        else:
+            raise UnsupportedGradientError(
+                f"{type(two.module).__name__} gets {start} tensors for two samples and {len(three.inputs)} for three, "
+                "so gradguard cannot find the samples in them. Put the samples into one tensor, as torch.stack does."
+            )
         outputs: list[BatchAxis | None] = []
         for i, pair in enumerate(zip(two.outputs, three.outputs, strict=True)):
             try:
@@ -383,20 +395,27 @@ class DryRun:
         return observer
 
     def _failed(self, samples: int, error: Exception) -> str:
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._batch.arguments))
-        size = self._batch.size
         if "does not require grad" in str(error):
             return (
                 f"{type(self._module).__name__} differentiates its own parameters in forward (as the inner step of "
                 "MAML does), which gradguard cannot follow. Take the inner gradient of each sample by itself, by "
                 "torch.func.grad on a function of the weights, in torch.vmap over samples."
             )
+        batch = self._batch
+        shapes = ", ".join([str(tuple(tensor.shape)) for tensor, _ in batch.dims])
+        other = (
+            " A tensor has the samples in its second dimension, which is looked at only with batch_first=False: "
+            "transpose it to [batch, ...]."
+            if batch.batch_first
+            and any(dim is None and tensor.shape[1:2] == (batch.size,) for tensor, dim in batch.dims)
+            else ""
+        )
         return (
             f"{type(self._module).__name__} raised {type(error).__name__} when gradguard ran it on {samples} of its "
-            f"{size} samples, to find which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
-            f"input whose batch dimension has size {size} is assumed to have one entry for each sample; make a "
-            "constant of that size a buffer of the module. With batch_first=False, a mask [batch, time] is recognised "
-            f"by its shape: pad this batch to another length than {size}."
+            f"{batch.size} samples, to find which of its inputs (shapes {shapes}) belong to samples: {error}.{other} "
+            f"Every input whose batch dimension has size {batch.size} is assumed to have one entry for each sample; "
+            "make a constant of that size a buffer of the module. With batch_first=False, a mask [batch, time] is "
+            f"recognised by its shape: pad this batch to another length than {batch.size}.{batch.words_on_divided}"
         )
 
 

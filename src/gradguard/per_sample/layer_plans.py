@@ -167,7 +167,7 @@ class CallPattern:
 
     Attributes:
         module: The module that is called.
-        whole: Positions of tensor arguments that belong to no sample, although their batch dimension has size B.
+        whole: Names of parts of arguments that belong to no sample, although their batch dimension has size B.
         plans: Plans of the calls of the layers in the module; empty if samples run one by one.
         output_axes: Batch axis of each output tensor.
         changes_buffers: Whether the module changes its buffers.
@@ -180,7 +180,7 @@ class CallPattern:
     """
 
     module: nn.Module
-    whole: frozenset[int]
+    whole: frozenset[str]
     plans: list[Plans]
     output_axes: Axes
     changes_buffers: bool

@@ -114,7 +114,7 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
             if found.largest <= _LINEAR:
                 return
             raise UnsupportedGradientError(_not_linear(call.pattern.module))
-        raise UnsupportedGradientError(_mixes(found))
+        raise UnsupportedGradientError(_mixes(found, words=call.batch.words_on_divided))
     # In float32 `torch.matrix_exp` cannot be told from a clamp here: samples then run one by one, which is exact.
     if far is not None and far.excess > 1 and (follows or call.pattern.precision < 1e-10):
         raise UnsupportedGradientError(_not_linear(call.pattern.module))
@@ -158,17 +158,17 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
         return
     unscaled = _in_full(call, lambda one: compared(one, 0))
     if unscaled is None or unscaled.excess > 1:
-        raise UnsupportedGradientError(_mixes(found, call.batch_size))
+        raise UnsupportedGradientError(_mixes(found, call.batch_size, call.batch.words_on_divided))
     if found.largest > _LINEAR:
         raise UnsupportedGradientError(_not_linear(call.pattern.module))
 
 
-def _mixes(found: Comparison, size: int = 0) -> str:
+def _mixes(found: Comparison, size: int = 0, words: str = "") -> str:
     where = f" in the batch of {size}" if size else ""
     return (
         f"the per-sample gradient of {found.parameter}{where} is not the gradient of the sample alone (relative error "
         f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
-        "depends on the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
+        f"depends on the batch)? Is the batch in another dimension (batch_first=False)?{words} Nothing was clipped."
     )
 
 

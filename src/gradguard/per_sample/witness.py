@@ -156,6 +156,7 @@ class Witness:
         if not calls or found is None:
             return
         words, sample, whole = None, -1, not self.missed
+        on_lists = calls[0].call.batch.words_on_divided
         try:
             if not whole:
                 found = self._of_recorded([*calls, *mini_batch.loops], found)
@@ -181,7 +182,7 @@ class Witness:
             f"on mini-batch {self.mini_batch}, sample {sample} was run alone again, and {words}. The model mixes "
             "samples, or changes gradients on their way, by something that earlier checks did not show or that has "
             "changed since (a flag, a global variable, a buffer, a step counter, a hook on a value, an error clip). "
-            f"{known}Nothing of this step was taken."
+            f"{known}Nothing of this step was taken.{on_lists}"
         )
 
     def _of_recorded(self, calls: Sequence[LoopedCall], found: Mapping[str, Contribution]) -> Contributions:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, tensor_leaves
+from gradguard.per_sample.call_arguments import Batch, Skeleton, tensor_leaves
 from gradguard.per_sample.loss.shared import bound_values
 from gradguard.torch_private import version_of
 
@@ -43,15 +43,15 @@ def own_losses(
 
     Raises:
         InvalidTypeError: If the function returns no tensor.
-        InvalidValueError: If a tensor does not have B rows, or a loss is not one number.
+        InvalidValueError: If a tensor does not have B rows, a list has B entries, or a loss is not one number.
         UnsupportedGradientError: If the function takes a tensor that may be made of the batch, or changes a tensor that
             is bound to it.
     """
-    _refuse_numbers((tuple(args), dict(kwargs)), batch_size)
     given = Skeleton((tuple(args), dict(kwargs)))
     bound = _versions(loss_fn)
     seen = set() if time_first is None else time_first
     rows = [_rows(tensor, batch_size, batch_first, place, seen) for place, tensor in enumerate(given.tensors)]
+    _refuse_undivided(Batch((tuple(args), dict(kwargs)), batch_first, batch_size))
     losses: list[Tensor] = []
     for sample in range(batch_size):
         own = [row[sample].clone() for row in rows]  # the function may change its arguments in place
@@ -85,16 +85,25 @@ def _versions(loss_fn: Any) -> list[tuple[int, int]]:
     return [(id(tensor), version_of(tensor)) for tensor in _bound_tensors(loss_fn)]
 
 
-def _refuse_numbers(tree: Any, batch_size: int) -> None:
-    """Refuse a list of B numbers or strings: the function would get the whole list for each sample."""
-    is_list = isinstance(tree, list | tuple)
-    if is_list and len(tree) == batch_size > 1 and all(isinstance(one, int | float | str) for one in tree):
+def _refuse_undivided(batch: Batch) -> None:
+    """Refuse arguments with samples' values that are in no tensor, or in a tensor of an object.
+
+    Raises:
+        InvalidValueError: If the function would get the values of all samples for each sample.
+        UnsupportedGradientError: If an argument cannot be looked into.
+    """
+    if batch.size > 1 and batch.divided:
+        name, value, _ = batch.divided[0]
         raise InvalidValueError(
-            f"per_sample_losses: {tree!r:.80} has one entry for each of the {batch_size} samples, and only tensors are "
-            "cut into rows. Make it a tensor; or, if it is the same for all samples, bind it by functools.partial."
+            f"per_sample_losses: {value!r:.80} (argument {name}) has one entry for each of the {batch.size} samples, "
+            "and only tensors are cut into rows. Make it a tensor; or, if it is the same for all samples, bind it by "
+            "functools.partial."
         )
-    for one in tree.values() if isinstance(tree, Mapping) else tree if is_list else ():
-        _refuse_numbers(one, batch_size)
+    if len(batch.dims) > len(tensor_leaves(batch.arguments)):
+        raise InvalidValueError(
+            "per_sample_losses: an argument is an object that holds a tensor, and only tensors in tuples, lists and "
+            "dicts are cut into rows. Pass the tensor itself."
+        )
 
 
 def _rows(tensor: Tensor, batch_size: int, batch_first: bool, place: int, time_first: set[int]) -> Sequence[Tensor]:
