@@ -209,19 +209,13 @@ def nothing(*args, **kwargs):
 
 
 def without_operand(note):
-    def form(self, value):
-        found = note(self, value)
-        return found[2] if type(found) is tuple and len(found) == 3 and type(found[0]) is int else found
-
-    return form
+    """A tensor's form without its name and the number of results since."""
+    return lambda self, value: found[2:] if type(found := note(self, value)) is tuple else found
 
 
 def without_functions(note):
-    def form(self, value):
-        found = note(self, value)
-        return found[:2] if type(found) is tuple and len(found) == 3 and type(found[0]) is int else found
-
-    return form
+    """A tensor's form without what made it."""
+    return lambda self, value: found[3:] if type(found := note(self, value)) is tuple else found
 
 
 def without_versions(note):
@@ -253,9 +247,10 @@ MUTANTS = {
     "nothing that a forward does is new": (patch.object(KnownOperations, "is_new", lambda *a: False), "a branch"),
     "numbers are not looked at": (patch.object(KnownOperations, "_changed", lambda *a: []), "a weight"),
     "Functions are not looked at": (
-        patch.object(OperationTrace, "_form", without_functions(OperationTrace._form)), "two samples of many"),
+        patch.object(OperationTrace, "_form_of_tensor", without_functions(OperationTrace._form_of_tensor)),
+        "two samples of many"),
     "operands are not looked at": (
-        patch.object(OperationTrace, "_form", without_operand(OperationTrace._form)), "an operand"),
+        patch.object(OperationTrace, "_form_of_tensor", without_operand(OperationTrace._form_of_tensor)), "an operand"),
     "writing into tensors is not looked at": (
         patch.object(OperationTrace, "_form", without_versions(OperationTrace._form)), "a tensor in place"),
     "one sample stands for all that are new": (patch.object(Witness, "look_at", once), "two samples of many"),

@@ -73,6 +73,48 @@ def test_two_processes_give_what_one_gives(processes):
     processes.run(check, expected)
 
 
+HUGE = float("inf")
+
+
+def overflows(wrap):
+    model = wrap(nn.Linear(6, 3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = samples()
+    found = []
+    for factors in ((1.0, 1.0), (1.0, HUGE), (HUGE, HUGE)):
+        part = x[:2] if dist.get_rank() == 0 else x[2:4]
+        scaler.scale(F.cross_entropy(model(part * factors[dist.get_rank()]), y[: len(part)])).backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        scaler.step(optimizer)
+        scaler.update()
+        weight = model.module.weight if hasattr(model, "module") else model.weight
+        full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        found.append((scaler.get_scale(), full.detach().clone()))
+        optimizer.zero_grad()
+    return found
+
+
+def check_overflows():
+    for wrap in (DistributedDataParallel, fully_shard):
+        torch.manual_seed(3)
+        found = overflows(wrap)
+        assert [scale for scale, _ in found] == [8.0, 8.0, 4.0]  # it is lowered where all samples overflow
+        both = [None, None]
+        dist.all_gather_object(both, [weight for _, weight in found])
+        for own, other in zip(*both, strict=True):
+            assert torch.equal(own, other)
+        assert not torch.equal(found[0][1], found[1][1])
+        assert torch.equal(found[1][1], found[2][1])
+
+
+@pytest.mark.slow
+def test_all_processes_skip_the_scaled_step_or_none(processes):
+    processes.run(check_overflows)
+
+
 # Models sharded by fully_shard: those that mix samples
 
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.together import Place, Together
 from gradguard.errors import UnsupportedGradientError
+from gradguard.listeners import changes_on_the_way
 from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.call_arguments import (
     Arguments,
@@ -470,6 +471,8 @@ class CallTracker:
         if current_graph_task() != -1:
             return
         self._leave_after_other_hooks(module)
+        if changes_on_the_way():  # its backward is refused, with words of its own
+            return
         if not is_fully_sharded(module) and next(iter(hook_tables_of(module)[0])) != self._first[module].id:
             self._enter_before_other_hooks(module)
             raise UnsupportedGradientError(

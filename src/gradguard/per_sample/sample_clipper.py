@@ -772,9 +772,13 @@ class PerSampleGradientClipper:
         if self._group is None:
             return self._take(self._scaler_scale() / self._divisor(size)), size
         taken = self._take(1.0)
-        count = torch.tensor([float(size)], dtype=torch.float64, device=self._device)
-        all_reduce_sum([*taken.values(), count], self._group)
-        size = int(count)
+        told = torch.tensor([float(size), float(self._finite is not None)], dtype=torch.float64, device=self._device)
+        finite = torch.zeros_like(told[:1]) if self._finite is None else self._finite.to(told).view(1)
+        told = torch.cat([told, finite])
+        all_reduce_sum([*taken.values(), told], self._group)
+        size = int(told[0])
+        # All processes skip the scaler's step or none does: a process without samples has nothing to tell.
+        self._finite = None if self._scaler is None else (told[2] > 0) | (told[1] == 0)
         factor = self._scaler_scale() / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size
 
