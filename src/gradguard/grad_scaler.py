@@ -119,8 +119,8 @@ def scale_of_backward(task: int, scaler: Any) -> Tensor | None:
         scaler: The scaler of the loss, or None.
 
     Returns:
-        A copy of the scale, 0-dim, made in the backward; None without an enabled scaler, or for a scaler whose class
-        has a ``scale`` of its own.
+        A copy of the scale, 0-dim, made in the backward; None without an enabled scaler, or for one whose ``scale``
+        was never noticed, such as a class with a ``scale`` of its own.
 
     Raises:
         InvalidValueError: If another GradScaler scaled the loss, or if ``scaler`` did not.
@@ -131,17 +131,13 @@ def scale_of_backward(task: int, scaler: Any) -> Tensor | None:
             "a GradScaler scaled the loss, so every per-sample gradient is too large by the same factor. Pass the "
             "scaler to the clipper: PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
         )
-    if by is None and _is_noticed(scaler) and scaler.is_enabled():
+    if by is None and scaler is not None and scaler in _noticed and scaler.is_enabled():
         raise InvalidValueError(
             "the clipper's GradScaler did not scale the loss of this backward, so every per-sample gradient would be "
             "too small by its scale. Call scaler.scale(loss).backward(), or make the clipper without scaler=. Nothing "
             "was clipped."
         )
     return scale
-
-
-def _is_noticed(scaler: Any) -> bool:
-    return isinstance(scaler, torch.amp.GradScaler) and type(scaler).scale is torch.amp.GradScaler.scale
 
 
 # The replaced methods of GradScaler.
@@ -153,6 +149,9 @@ _of_scale: list[tuple[Callable[[Any, Any], None], Callable[[Tensor | None, Tenso
 _of_steps: dict[int | None, list[_Pair]] = {}  # by the id of a live optimizer; None holds listeners to all optimizers
 _scaled_by: "OrderedDict[int, tuple[int, Tensor | None]]" = OrderedDict()
 """By the number of a recent backward: the id of the scaler of its loss, and the scale."""
+
+_noticed: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Scalers that have scaled a loss since `notice_scaled_losses`."""
 
 
 def _forget(key: int | None, pair: _Pair) -> None:
@@ -191,6 +190,7 @@ def _scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
     for listener, _ in tuple(_of_scale):
         listener(outputs, scaled)
     if scaler.is_enabled():
+        _noticed.add(scaler)
         for tensor in tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(functools.partial(_note_backward, id(scaler), _scale_of(scaler)))

@@ -625,6 +625,12 @@ def traced_scale_of(scaler: Any) -> float | Tensor:
     return scaler._init_scale if scaler._scale is None else scaler._scale
 
 
+RECORDED_SIZE = "_sym_"
+"""In the name of an autograd node's attribute: a size of the operation's input, recorded for the backward."""
+
+PACKING = "_pack_padded_sequence"
+"""The function behind ``torch.nn.utils.rnn.pack_padded_sequence``."""
+
 # The compiler.
 
 

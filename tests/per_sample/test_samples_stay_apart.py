@@ -857,7 +857,7 @@ def test_samples_that_meet_behind_a_cast_are_refused(model, cast, private):
         loss = F.cross_entropy(outputs + shares * outputs.roll(1, 0), y) if shares else F.cross_entropy(outputs, y)
         loss.backward()
         if shares:
-            with pytest.raises(UnsupportedGradientError, match="depend on several samples each"):
+            with pytest.raises(UnsupportedGradientError, match=r"depend on several samples each|shifts = \(1,\)"):
                 clipper.clip_and_accumulate()
         else:
             clipper.clip_and_accumulate()

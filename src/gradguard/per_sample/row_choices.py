@@ -23,6 +23,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from gradguard.per_sample.call_arguments import changes_of
+from gradguard.torch_private import PACKING
 
 _READS = frozenset({"item", "tolist", "__int__", "__index__", "__float__", "numpy", "__array__"})
 """Functions that return values of a tensor to the program."""
@@ -50,7 +51,7 @@ _ORDERING = {"sort": (1, -1), "topk": (2, -1), "msort": (9, 0), "flip": (1, None
 
 _JOINING = {"cat": 0, "concat": 0, "concatenate": 0, "stack": 0, "vstack": 0, "row_stack": 0, "pad_sequence": 0}
 _WITHIN = frozenset({"getitem", "setitem", "index_put", "embedding", "embedding_bag", "masked_select", "masked_scatter",
-                     "take", "put", "narrow", "_pack_padded_sequence"})  # fmt: skip
+                     "take", "put", "narrow", PACKING})  # fmt: skip
 
 
 class Selection(NamedTuple):

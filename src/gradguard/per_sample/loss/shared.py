@@ -67,7 +67,15 @@ from gradguard.per_sample.loss.loss_graph import (
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.per_sample.loss.trained import TrainedValue, as_number
-from gradguard.torch_private import base_of, saved_constant, saved_settings, saved_tensors, tree_flatten, version_of
+from gradguard.torch_private import (
+    RECORDED_SIZE,
+    base_of,
+    saved_constant,
+    saved_settings,
+    saved_tensors,
+    tree_flatten,
+    version_of,
+)
 
 _SHOWING = operations(
     "Sum Nansum Mean View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes "
@@ -1099,9 +1107,6 @@ def _nodes(roots: Sequence[Root], outputs: Outputs) -> dict[Node, bool]:
     return found
 
 
-_RECORDED = "_sym_"
-"""In the name of a setting: a size of the operation's input, recorded for the backward."""
-
 _CHOICES = {"shifts", "k"}
 """Settings that decide which columns the loss takes."""
 
@@ -1116,7 +1121,7 @@ def _numbers_of(node: Node, depends: Dependence) -> Iterator[tuple[Hashable, flo
         *[(one, saved_constant(node, one)) for one in ("alpha", "beta", "value", "self")],
     ]:
         is_number = type(value) is int or (isinstance(value, float) and not math.isnan(value))
-        if is_number and not (_RECORDED in name or name.startswith("dim") or name == "reduction"):
+        if is_number and not (RECORDED_SIZE in name or name.startswith("dim") or name == "reduction"):
             yield name, float(signed(value) if type(value) is int else value)
 
 
@@ -1132,7 +1137,7 @@ def _settings_of(node: Node) -> Iterator[tuple[str, Hashable]]:
     shape = below[0].shape
     for setting, value in settings.items():
         is_list = isinstance(value, list | tuple)
-        is_of_each = setting.endswith("lengths") or setting == "reduction" or _RECORDED in setting
+        is_of_each = setting.endswith("lengths") or setting == "reduction" or RECORDED_SIZE in setting
         if is_of_each or not (is_list or value is None or type(value) in (bool, str) or setting.startswith("dim")):
             continue
         if type(value) is int:
