@@ -79,7 +79,7 @@ HUGE = float("inf")
 def overflows(wrap):
     model = wrap(nn.Linear(6, 3))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), scaler=scaler)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), scaler=scaler, check=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = samples()
     found = []

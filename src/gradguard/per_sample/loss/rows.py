@@ -27,6 +27,7 @@ from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.loss_graph import (
     ADDING,
     ELEMENTWISE,
+    JOINING,
     LABELLED,
     MEANS,
     MOVING,
@@ -412,6 +413,11 @@ class SampleRows:
                 self._refuse_constant(node, value)
         for node in (*unseen, *hiding):
             self._learn(shape_of(node))
+        for node in unseen:
+            if operation(node) in JOINING:  # the joined shape is another one than that of the constant
+                shapes = [input_of(node, place).shape for place in depends.inputs(node)]
+                if any(self._is_doubtful(shape, shape) for shape in shapes):
+                    raise Unreadable(f"its graph does not show all numbers that {node.name()} takes")
         if not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
             return
         outputs.coincide = True
