@@ -119,7 +119,7 @@ def scale_of_backward(task: int, scaler: Any) -> Tensor | None:
         scaler: The scaler of the loss, or None.
 
     Returns:
-        A copy of the scale, 0-dim, made in the backward; None without an enabled scaler, or for one whose ``scale``
+        A copy of the scale when the loss was scaled, 0-dim; None without an enabled scaler, or for one whose ``scale``
         was never noticed, such as a class with a ``scale`` of its own.
 
     Raises:
@@ -191,9 +191,10 @@ def _scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         listener(outputs, scaled)
     if scaler.is_enabled():
         _noticed.add(scaler)
+        note = functools.partial(_note_backward, id(scaler), _scale_of(scaler))
         for tensor in tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(functools.partial(_note_backward, id(scaler), _scale_of(scaler)))
+                tensor.register_hook(note)
     return scaled
 
 

@@ -227,7 +227,7 @@ def test_an_input_written_between_backward_and_clip_counts_as_it_was_or_is_refus
 
 def test_the_reduction_cannot_be_set():
     clipper = PerSampleGradientClipper(nn.Linear(4, 3), FlatNormClipper(1.0))
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="loss_reduction"):
         clipper.loss_reduction = "sum"
 
 
