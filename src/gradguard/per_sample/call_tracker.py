@@ -568,7 +568,7 @@ class CallTracker:
                 self._rehearsed.operations.learn(trace)
             return False
         call = self.last_calls[module]
-        self.witness.by_value |= trace.by_value
+        self.witness.by_value |= trace.origins.by_value
         if call.pattern.operations.is_new(trace, call.batch_size):
             if all(call is not other for other in self._unverified) and self._state.rebound_first():
                 raise UnsupportedGradientError(
@@ -592,7 +592,7 @@ class CallTracker:
                 self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
             if few:
                 return True
-        elif trace.by_value and self._witnessed is not None:
+        elif trace.origins.by_value and self._witnessed is not None:
             self._take_samples(self._witnessed, call, SOME)
         if self._witnessed is None:
             self.witness.missed.add(module)

@@ -6,7 +6,7 @@ sample. No axis is guessed from sizes that may be equal by chance, such as in a 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from gradguard.per_sample.call_arguments import (
 )
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
+from gradguard.per_sample.origins import Origins, name_of, tensors_given
 from gradguard.per_sample.refusals import own_failure, rows_are_chosen
 from gradguard.per_sample.rerun import TOO_RARE, frozen, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.per_sample.row_choices import RowChoices, SafeSelections
@@ -44,8 +45,8 @@ _DROPOUTS = {
     F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.dropout,
 }  # fmt: skip
 
-_NO_VALUES = {"detach", "size", "dim", "numel", "requires_grad_", "stride", "data_ptr", "is_floating_point"}
-"""Functions through which no gradient flows to their arguments."""
+_NO_VALUES = {"detach", "requires_grad_"}
+"""Functions whose result is a tensor, through which no gradient flows to their arguments."""
 
 
 @dataclass
@@ -95,7 +96,8 @@ class CallObserver(TorchFunctionMode):
         super().__init__()
         self._without_samples, self._results = without_samples, list[Tensor]()
         self.alike: set[int] = set()
-        self.rows = RowChoices()
+        self._origins = Origins()
+        self.rows = RowChoices(self._origins)
         self.calls: list[ObservedCall] = []
         self._trained, self._keep_values = slots, keep_values
         self._slots = {id(parameter_slots(module)[slot]): (module, slot) for module, slot in slots}
@@ -148,15 +150,16 @@ class CallObserver(TorchFunctionMode):
             drops = given.get("training", given.get("train", True)) and given.get("p", 0.5)
         if drops:
             self._drawn()
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         self.rows.look_at(name, args, kwargs)
-        result = without_dropout(func, args, kwargs)
-        self.rows.made(name, args, result)
+        given = [*tensors_given(args, kwargs)]
+        run = lambda *args, **kwargs: without_dropout(func, args, kwargs)  # noqa: E731
+        result = self._origins.follow(name, run, args, kwargs, list(map(self._origins.of, given)))
         if stays(func, args, kwargs, result):
             return result
         if id(result) in self._slots:  # dropout of a parameter returned the parameter itself: make another tensor
             result = result.view_as(result)
-        used = [slot for leaf in _leaves(args, kwargs) if (slot := self._slots.get(id(leaf)))]
+        used = [slot for tensor in given if (slot := self._slots.get(id(tensor)))]
         if (
             used
             and self._running
@@ -221,15 +224,6 @@ def _may_have_no_samples(call: ObservedCall) -> bool:
     ids = call.inputs[0] if call.inputs else torch.Size()
     is_one_row = ids[0] not in SIZES if len(ids) == 1 else ids[:1] == (1,)
     return isinstance(call.module, nn.Embedding) and bool(call.uses) and is_one_row
-
-
-def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
-    """Yield the leaves of a function's arguments; few of these are nested, so most need no flattening."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, list | tuple | dict):
-            yield from tree_leaves(value)
-        else:
-            yield value
 
 
 class DryRun:

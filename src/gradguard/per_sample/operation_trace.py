@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradguard.per_sample.call_arguments import changes_of, tensor_leaves
 from gradguard.per_sample.module_state import content_of, form_of
+from gradguard.per_sample.origins import Origin, Origins, name_of
 from gradguard.per_sample.row_choices import RowChoices
 from gradguard.torch_private import never_compiled, pop_function_mode, without_overrides
 
@@ -52,29 +53,11 @@ _READS = frozenset({"__get__", "__len__", "size", "dim", "ndimension", "numel", 
 """Functions that only read properties of a tensor."""
 
 
-_BY_VALUE = frozenset({"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy",
-                       "__array__", "allclose", "equal", "nonzero", "argwhere", "masked_select", "unique", "topk",
-                       "sort", "argsort", "kthvalue", "median", "quantile", "multinomial", "bincount", "argmax",
-                       "argmin", "cumsum"})  # fmt: skip
-"""Functions that return values to the program, or select by values: their effect on a sample may depend on others."""
-
-
-_MAKING = frozenset({"arange", "ones", "zeros", "full", "eye"})
-_KEEPING = frozenset({"getitem", "view", "reshape", "unsqueeze", "expand", "to", "diff", "cumsum", "cat", "all", "any",
-                      "add", "sub", "rsub", "eq", "ne", "lt", "le", "gt", "ge"})  # fmt: skip
-"""Functions that make a tensor from numbers alone, and functions whose result depends on their arguments alone;
-together they compute positions, for example."""
-
-
 _CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "dropout",
                     "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_",
                     "alpha_dropout_"})  # fmt: skip
 """Functions that return their argument itself or a new tensor, by its dtype or by the rate of dropout, which are
 not those of the step in a trial."""
-
-
-_COMPARE = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "where"})
-"""Functions that count as `_BY_VALUE` if an argument requires grad; a comparison of masks or ids does not count."""
 
 
 class _Outside:
@@ -93,11 +76,6 @@ class _Outside:
         return known is None or known is self._tensor()
 
 
-_Known = tuple[weakref.ref[Tensor], int, int, Any]
-"""A tensor that an event may refer to, its name, the number of tensors with this name up to this one, and the function
-or the class of the module that made it."""
-
-
 class OperationTrace(TorchFunctionMode):
     """Record the torch functions that are called between `resume` and `pause`.
 
@@ -108,7 +86,7 @@ class OperationTrace(TorchFunctionMode):
     Attributes:
         events: The calls, without numbers.
         numbers: The numbers in the calls, in order.
-        by_value: Whether a function's effect may depend on values, or on all values of a tensor together.
+        origins: What its tensors are made of.
         rows: The operations that select rows.
     """
 
@@ -117,99 +95,65 @@ class OperationTrace(TorchFunctionMode):
         self._trained = trained
         self.events: list[Any] = []
         self.numbers: list[Any] = []
-        self.by_value = False
-        self.rows = RowChoices()
+        self.origins = Origins()
+        self.rows = RowChoices(self.origins)
         self._paused = True
-        self._known: dict[int, _Known] = {}
         self._count: dict[int, int] = {}
-        self._sources: list[Any] = []
-        self._of_all: dict[int, weakref.ref[Tensor]] = {}
-        self._without_data: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._is_without_data = False
+        self._func: Any = None
+        self._given: list[Origin] = []
         for position, tensor in enumerate(arguments):
-            self._name(tensor, hash(("argument", position)), "argument")
+            self._name(self.origins.of(tensor), hash(("argument", position)), "argument")
 
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
             not self._paused
-            and (name := getattr(func, "__name__", "")) not in _READS
+            and (name := name_of(func)) not in _READS
             # ``requires_grad_()`` on a tensor that requires grad, as hooks of checkpoints call it, changes nothing
             and not (name == "requires_grad_" and not kwargs and args[0].requires_grad and args[1:] in ((), (True,)))
         ):
-            self._is_without_data = True
+            kwargs = kwargs or {}
             self._note(func, args, kwargs)
-            without_data = self._is_without_data
-            compares = name in _COMPARE and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-            if compares or (name in _BY_VALUE and not without_data):
-                self.by_value = True
             self.rows.look_at(name, args, kwargs)
-            result = func(*args, **kwargs) if kwargs else func(*args)
-            self.rows.made(name, args, result)
+            result = self.origins.follow(name, func, args, kwargs, self._given)
             if name in _CASTS and args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
                 self.passes(args[:1], (result,))
             self.made(result)
-            if without_data and type(result) is Tensor and (name in _MAKING or name.strip("_") in _KEEPING):
-                self._without_data[id(result)] = weakref.ref(result), changes_of(result)
-            if type(result) is Tensor and not self.by_value:
-                self._follow_numbers(args, result)
             return result
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _follow_numbers(self, args: Sequence[Any], result: Tensor) -> None:
-        """Set ``by_value`` if a number computed from a whole tensor, such as its maximum, goes into another tensor."""
-        known = [(a, self._of_all.get(id(a))) for a in args if isinstance(a, Tensor)] if self._of_all else []
-        of_all = any(number is not None and number() is a for a, number in known)
-        if result.dim():
-            self.by_value = of_all
-        elif of_all or (args and isinstance(args[0], Tensor) and args[0].dim()):
-            self._of_all[id(result)] = weakref.ref(result)
-
-    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        self._sources = [func]
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._func, self._given = func, []
         forms: list[Any] = [func, *map(self._form, args)]
-        if kwargs:
-            for key, value in kwargs.items():
-                forms += [key, self._form(value)]
+        for key, value in kwargs.items():
+            forms += [key, self._form(value)]
         self.events.append(tuple(forms))
 
-    def _name(self, tensor: Tensor, name: int, made_by: Any) -> None:
-        """Give a tensor a name."""
+    def _name(self, origin: Origin, name: int, made_by: Any) -> tuple[int, int]:
+        """Give a tensor a name and return it."""
         number = self._count[name] = self._count.get(name, 0) + 1
-        self._known[id(tensor)] = weakref.ref(tensor), name, number, made_by
-
-    def _found(self, tensor: Tensor) -> _Known | None:
-        """Return what is known of a tensor; None for a tensor from outside that no event has used."""
-        known = self._known.get(id(tensor))
-        return known if known is not None and known[0]() is tensor else None
+        origin.name, origin.made_by = (name, number), made_by
+        return origin.name
 
     def _form_of_tensor(self, value: Tensor) -> Any:
-        node, known = value.grad_fn, self._found(value)
+        node, known = value.grad_fn, self.origins.of(value)
+        self._given.append(known)
         is_trained = node is None and (value.requires_grad or id(value) in self._trained)
+        if known.name is None and is_trained:
+            return True
         own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
         made_by = type(node) if own else node is None
-        if known is not None:
-            _, name, number, source = known
-            since = self._count[name] - number
-        elif is_trained:
-            self._sources.append(True)
-            return True
-        else:
-            name, since, source = hash(("outside", made_by, value.output_nr)), -1, "outside"
-            self._name(value, name, source)
-            if node is None:
-                self.numbers.append(_Outside(weakref.ref(value)))
-        self._sources.append(source)
+        is_outside = known.name is None
+        name, number = known.name or self._name(known, hash(("outside", made_by, value.output_nr)), "outside")
+        if is_outside and node is None:
+            self.numbers.append(_Outside(known.tensor))
         if node is None and not is_trained:  # a trained one is written into by each step of an optimizer
             self.numbers.append(changes_of(value))
-        return name, since, made_by, is_trained
+        return name, -1 if is_outside else self._count[name] - number, made_by, is_trained
 
     def _form(self, value: Any) -> Any:
         kind = type(value)
         if issubclass(kind, Tensor):  # it may contain values of the batch, of parameters or random numbers
-            if self._is_without_data:
-                known = self._without_data.get(id(value))
-                self._is_without_data = known is not None and known[0]() is value and known[1] == changes_of(value)
             if kind is Tensor or kind is nn.Parameter:
                 return self._form_of_tensor(value)
             with without_overrides():
@@ -239,25 +183,23 @@ class OperationTrace(TorchFunctionMode):
 
     def made(self, result: Any) -> None:
         """Name what the last event, or a module that has ended, returned; known tensors keep their names."""
-        if isinstance(result, Tensor):
-            if self._found(result) is None:
-                self._name(result, hash(tuple(self._sources)), self._sources[0])
-        elif isinstance(result, tuple | list | Mapping):
-            for position, tensor in enumerate(tensor_leaves(result)):
-                if self._found(tensor) is None:
-                    self._name(tensor, hash((position, *self._sources)), self._sources[0])
+        for position, tensor in enumerate([result] if type(result) is Tensor else tensor_leaves(result)):
+            origin = self.origins.of(tensor)
+            if origin.name is None:
+                made_by = [one.made_by for one in self._given]
+                self._name(origin, hash((position, self._func, *made_by)), self._func)
 
     def passes(self, given: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
         """Record that ``changed`` stands for ``given``, without an operation of the model in between."""
-        for before, after in zip(given, changed, strict=False):
-            if before is not after and (known := self._found(before)) is not None:
-                self._known[id(after)] = weakref.ref(after), *known[1:]
+        for before, after in zip(map(self.origins.of, given), map(self.origins.of, changed), strict=False):
+            if before.name is not None:
+                after.name, after.made_by = before.name, before.made_by
 
     def starts(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record that a module starts."""
         kind = type(module)
         own = vars(module).get("forward")
-        self._sources = [kind]
+        self._func, self._given = kind, []
         tensors = [self._form(value) for value in args if isinstance(value, Tensor | tuple | list)]
         tensors += [
             (key, self._form(value)) for key, value in kwargs.items() if isinstance(value, Tensor | tuple | list)
@@ -267,7 +209,7 @@ class OperationTrace(TorchFunctionMode):
     def ends(self, outputs: Sequence[Tensor]) -> None:
         """Record the outputs of the outermost module."""
         self.events.append(("ends", *[self._form(tensor) for tensor in outputs]))
-        self._known.clear()
+        self.origins.forget()
 
     def resume(self) -> None:
         """Record calls from now on."""
@@ -310,7 +252,7 @@ class KnownOperations:
     def is_new(self, trace: OperationTrace, batch_size: int) -> bool:
         """Return whether a forward must be verified, because no verified forward had the same trace."""
         way = trace.way
-        if trace.by_value and (batch_size, way) not in self._numbers:  # at most rehearsals had these events
+        if trace.origins.by_value and (batch_size, way) not in self._numbers:  # at most rehearsals had these events
             new = len(self._ways) <= _MOST_WAYS
         elif way in self._ways:
             changed = self._changed(way, trace.numbers, batch_size)

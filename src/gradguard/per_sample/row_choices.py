@@ -14,29 +14,15 @@ nothing. Slices and concatenations are numbers of the program: they choose rows 
 where the forward has read values before.
 """
 
-import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor, nn
 
-from gradguard.per_sample.call_arguments import changes_of
+from gradguard.per_sample.origins import Origins
 from gradguard.torch_private import PACKING
-
-_READS = frozenset({"item", "tolist", "__int__", "__index__", "__float__", "numpy", "__array__"})
-"""Functions that return values of a tensor to the program."""
-
-_MAKING = frozenset({"arange", "ones", "zeros", "full", "eye", "tril_indices", "triu_indices"})
-_KEEPING = frozenset({"getitem", "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "repeat", "to",
-                      "long", "int", "bool", "flatten", "unflatten", "transpose", "permute", "t", "contiguous", "clone",
-                      "diff", "cumsum", "cat", "stack", "all", "any", "add", "sub", "rsub", "mul", "rmul", "radd",
-                      "floordiv", "floor_divide", "mod", "remainder", "eq", "ne", "lt", "le", "gt", "ge", "tril",
-                      "triu", "bitwise_not", "invert", "logical_not", "get"})  # fmt: skip
-"""Functions that make an index from sizes alone, and functions whose result depends on their arguments alone."""
-
-_INDICES = frozenset({torch.int64, torch.int32, torch.bool, torch.uint8, torch.int16, torch.int8})
 
 _ALONG = {
     "index_select": (1, 2), "gather": (1, 2), "scatter": (1, 2), "scatter_add": (1, 2), "scatter_reduce": (1, 2),
@@ -80,23 +66,22 @@ class Selection(NamedTuple):
 class RowChoices:
     """Record the operations of one forward that select rows.
 
+    Args:
+        origins: What the tensors of the forward are made of.
+
     Attributes:
         selections: The operations, in order.
         paused: Whether operations are not the model's, such as those of the hooks of ``fully_shard``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, origins: Origins) -> None:
+        self._origins = origins
         self.selections: list[Selection] = []
         self.paused = False
-        self._of_sizes: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._has_read = False
 
-    def look_at(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    def look_at(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at a function that is about to be called."""
         if self.paused:
-            return
-        if name in _READS:
-            self._has_read |= not self._is_of_sizes(args[0])
             return
         kind = name if name in _WITHIN else name.strip("_")
         if kind not in _ALL:
@@ -114,18 +99,6 @@ class RowChoices:
             found = self._of_others(kind, args, given)
         if found is not None:
             self.selections.append(found)
-
-    def made(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Look at the result of a function that was called: it may be an index that is made of sizes alone."""
-        if type(result) is not Tensor or result.dtype not in _INDICES or self._has_read:
-            return
-        kind = name.strip("_")
-        if kind in _MAKING or (kind in _KEEPING and all(map(self._is_of_sizes, _tensors(args)))):
-            self._of_sizes[id(result)] = weakref.ref(result), changes_of(result)
-
-    def _is_of_sizes(self, value: Any) -> bool:
-        known = self._of_sizes.get(id(value))
-        return known is not None and known[0]() is value and known[1] == changes_of(value)
 
     def _of_index(self, kind: str, args: Sequence[Any]) -> Selection | None:
         operand, index = args[0], args[1]
@@ -153,12 +126,12 @@ class RowChoices:
                     if (start, stop, step) == (0, size, 1):
                         continue
                     cuts += [start, stop] if step == 1 else [1]
-                    by_value |= self._has_read
+                    by_value |= self._origins.has_read
                 dims += own
             elif isinstance(item, Tensor):
                 if item.dtype in (torch.bool, torch.uint8) and writes and _is_alike(args[2], rows):
                     continue  # ``x[mask] = 0`` puts the same into each row
-                if not self._is_of_sizes(item):
+                if not self._origins.of(item).is_of_sizes:
                     dims += own
                     by_value = True
             elif isinstance(item, int):
@@ -193,7 +166,7 @@ class RowChoices:
             cuts = [part.shape[dim] if dim < part.dim() else 0 for part in parts]
             if dim < len(shape):
                 shape[dim] = sum(cuts)
-        return Selection((kind, number, len(parts), dim), Size(shape), (dim,), self._has_read, tuple(cuts))
+        return Selection((kind, number, len(parts), dim), Size(shape), (dim,), self._origins.has_read, tuple(cuts))
 
     def _of_one_dimension(self, kind: str, args: Sequence[Any], given: Mapping[str, Any]) -> Selection | None:
         place, of_index = _ALONG[kind]
@@ -201,7 +174,7 @@ class RowChoices:
         dim = args[place] if len(args) > place else given.get("dim", given.get("axis"))
         name = {"repeat_interleave": "repeats", "take_along_dim": "indices"}.get(kind, "index")
         index = args[of_index] if len(args) > of_index else given.get(name)
-        if not isinstance(operand, Tensor) or not isinstance(index, Tensor) or self._is_of_sizes(index):
+        if not isinstance(operand, Tensor) or not isinstance(index, Tensor) or self._origins.of(index).is_of_sizes:
             return None
         dims = tuple(range(operand.dim())) if dim is None else (dim % max(1, operand.dim()),)
         return Selection((kind, operand.dim(), *dims), operand.shape, dims, True)
@@ -209,7 +182,7 @@ class RowChoices:
     def _of_order(self, kind: str, args: Sequence[Any], given: Mapping[str, Any]) -> Selection | None:
         place, default = _ORDERING[kind]
         operand = args[0] if args else given.get("input")
-        if not isinstance(operand, Tensor) or not operand.dim() or self._is_of_sizes(operand):
+        if not isinstance(operand, Tensor) or not operand.dim() or self._origins.of(operand).is_of_sizes:
             return None
         dim = args[place] if len(args) > place else given.get("dim", given.get("dims", default))
         if kind == "flip" and len(args) > 2:
@@ -234,7 +207,9 @@ class RowChoices:
             dims = (dim % operand.dim(),)
             numbers = isinstance(start, int) and isinstance(length, int)
             cuts = (start, length) if numbers else ()
-            return Selection((kind, operand.dim(), *dims), operand.shape, dims, self._has_read or not numbers, cuts)
+            return Selection(
+                (kind, operand.dim(), *dims), operand.shape, dims, self._origins.has_read or not numbers, cuts
+            )
         if kind == "index_put":
             items = args[1] if len(args) > 1 else given.get("indices", ())
             return self._of_index("setitem", (operand, tuple(items), args[2] if len(args) > 2 else given.get("values")))
@@ -243,14 +218,6 @@ class RowChoices:
 
 
 _ALL = _WITHIN | _JOINING.keys() | _ALONG.keys() | _ORDERING.keys()
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _consumed(item: Any) -> int:
