@@ -37,7 +37,7 @@ _ORDERING = {"sort": (1, -1), "topk": (2, -1), "msort": (9, 0), "flip": (1, None
 
 _JOINING = {"cat": 0, "concat": 0, "concatenate": 0, "stack": 0, "vstack": 0, "row_stack": 0, "pad_sequence": 0}
 _WITHIN = frozenset({"getitem", "setitem", "index_put", "embedding", "embedding_bag", "masked_select", "masked_scatter",
-                     "take", "put", "narrow", PACKING})  # fmt: skip
+                     "take", "put", "narrow", PACKING.strip("_")})  # fmt: skip
 
 
 class Selection(NamedTuple):
@@ -83,20 +83,19 @@ class RowChoices:
         """Look at a function that is about to be called."""
         if self.paused:
             return
-        kind = name if name in _WITHIN else name.strip("_")
+        kind = name.strip("_")
         if kind not in _ALL:
             return
-        given = kwargs or {}
         if kind == "getitem" or kind == "setitem":
             found = self._of_index(kind, args)
         elif kind in _JOINING:
-            found = self._of_joined(kind, args, given)
+            found = self._of_joined(kind, args, kwargs)
         elif kind in _ALONG:
-            found = self._of_one_dimension(kind, args, given)
+            found = self._of_one_dimension(kind, args, kwargs)
         elif kind in _ORDERING:
-            found = self._of_order(kind, args, given)
+            found = self._of_order(kind, args, kwargs)
         else:
-            found = self._of_others(kind, args, given)
+            found = self._of_others(kind, args, kwargs)
         if found is not None:
             self.selections.append(found)
 
@@ -146,17 +145,17 @@ class RowChoices:
         )
 
     def _of_joined(self, kind: str, args: Sequence[Any], given: Mapping[str, Any]) -> Selection | None:
-        parts = args[0] if args else given.get("tensors", given.get("sequences", ()))
+        parts = _argument(args, given, 0, "tensors", "sequences", default=())
         parts = [part for part in parts if isinstance(part, Tensor)]
         if not parts:
             return None
-        stacked, given_dim = kind in ("stack", "pad_sequence"), given.get("dim", given.get("axis", 0))
+        stacked = kind in ("stack", "pad_sequence")
         number = parts[0].dim() + stacked
-        dim = 0 if kind in ("vstack", "row_stack") else args[1] if len(args) > 1 else given_dim
+        dim = _argument(args, given, 1, "dim", "axis", "batch_first") or 0
+        if kind == "pad_sequence":
+            dim = 0 if dim else 1
         if not isinstance(dim, int) or not number:
             return None
-        if kind == "pad_sequence":
-            dim = 0 if (args[1] if len(args) > 1 else given.get("batch_first", False)) else 1
         dim %= number
         shape = list(parts[0].shape)
         if stacked:
@@ -170,10 +169,9 @@ class RowChoices:
 
     def _of_one_dimension(self, kind: str, args: Sequence[Any], given: Mapping[str, Any]) -> Selection | None:
         place, of_index = _ALONG[kind]
-        operand = args[0] if args else given.get("input")
-        dim = args[place] if len(args) > place else given.get("dim", given.get("axis"))
-        name = {"repeat_interleave": "repeats", "take_along_dim": "indices"}.get(kind, "index")
-        index = args[of_index] if len(args) > of_index else given.get(name)
+        operand = _argument(args, given, 0, "input")
+        dim = _argument(args, given, place, "dim", "axis")
+        index = _argument(args, given, of_index, "index", "indices", "repeats")
         if not isinstance(operand, Tensor) or not isinstance(index, Tensor) or self._origins.of(index).is_of_sizes:
             return None
         dims = tuple(range(operand.dim())) if dim is None else (dim % max(1, operand.dim()),)
@@ -181,10 +179,10 @@ class RowChoices:
 
     def _of_order(self, kind: str, args: Sequence[Any], given: Mapping[str, Any]) -> Selection | None:
         place, default = _ORDERING[kind]
-        operand = args[0] if args else given.get("input")
+        operand = _argument(args, given, 0, "input")
         if not isinstance(operand, Tensor) or not operand.dim() or self._origins.of(operand).is_of_sizes:
             return None
-        dim = args[place] if len(args) > place else given.get("dim", given.get("dims", default))
+        dim = _argument(args, given, place, "dim", "dims", default=default)
         if kind == "flip" and len(args) > 2:
             dim = args[1:]
         if isinstance(dim, int):
@@ -195,15 +193,19 @@ class RowChoices:
 
     def _of_others(self, kind: str, args: Sequence[Any], given: Mapping[str, Any]) -> Selection | None:
         if kind in ("embedding", "embedding_bag"):
-            operand = args[1] if len(args) > 1 else given.get("weight")
-            if not isinstance(operand, Tensor) or _is_parameter(operand):
+            operand = _argument(args, given, 1, "weight")
+            if not isinstance(operand, Tensor) or isinstance(operand, nn.Parameter):
+                return None
+            if operand.is_leaf and operand.requires_grad:
                 return None
             return Selection((kind, 2, 0), operand.shape, (0,), True)
-        operand = args[0] if args else given.get("input")
+        operand = _argument(args, given, 0, "input")
         if not isinstance(operand, Tensor):
             return None
         if kind == "narrow":
-            dim, start, length = (*args[1:], *given.values())[:3]
+            dim, start, length = (
+                _argument(args, given, i, name) for i, name in enumerate(("dim", "start", "length"), 1)
+            )
             dims = (dim % operand.dim(),)
             numbers = isinstance(start, int) and isinstance(length, int)
             cuts = (start, length) if numbers else ()
@@ -211,13 +213,18 @@ class RowChoices:
                 (kind, operand.dim(), *dims), operand.shape, dims, self._origins.has_read or not numbers, cuts
             )
         if kind == "index_put":
-            items = args[1] if len(args) > 1 else given.get("indices", ())
-            return self._of_index("setitem", (operand, tuple(items), args[2] if len(args) > 2 else given.get("values")))
+            items, values = _argument(args, given, 1, "indices"), _argument(args, given, 2, "values")
+            return self._of_index("setitem", (operand, tuple(items), values))
         dims = tuple(range(operand.dim()))
         return Selection((kind, operand.dim()), operand.shape, dims, True)
 
 
 _ALL = _WITHIN | _JOINING.keys() | _ALONG.keys() | _ORDERING.keys()
+
+
+def _argument(args: Sequence[Any], given: Mapping[str, Any], place: int, *names: str, default: Any = None) -> Any:
+    """Return an argument of a function, which stands in ``place`` or has one of ``names``."""
+    return args[place] if len(args) > place else next((given[name] for name in names if name in given), default)
 
 
 def _consumed(item: Any) -> int:
@@ -230,10 +237,6 @@ def _consumed(item: Any) -> int:
 def _is_alike(value: Any, rows: int) -> bool:
     """Return whether a value that is written into rows of ``rows`` dimensions, with theirs, is alike for all rows."""
     return not isinstance(value, Tensor) or value.dim() < rows or value.shape[0] == 1
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
 
 
 class SafeSelections:
