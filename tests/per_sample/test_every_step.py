@@ -1,5 +1,6 @@
 """Exact, or refused, on every step: models, hooks and batches that change after the first."""
 
+import copy
 import random
 import re
 from array import array
@@ -932,6 +933,59 @@ def test_what_is_made_of_sizes_alone_reads_no_values(positions, runs):
     counted.clear()
     step(model, clipper, batch())
     assert len(counted) == runs
+
+
+@pytest.mark.parametrize("view", ["T", "mT", "H", "mH"])
+def test_a_transpose_of_another_tensor_is_found_on_that_very_step(view, monkeypatch):
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            h = self.layer(x).tanh()
+            either = {"alone": 2 * h, "centred": 2 * h - h.mean(0)}
+            return getattr(getattr(either[HIDDEN["transposed"]], view), view) + 1
+
+    monkeypatch.setitem(HIDDEN, "transposed", "alone")
+    model = Transposed().double()
+    clipper = clipper_of(model)
+    several_steps(model, clipper, 2)
+    monkeypatch.setitem(HIDDEN, "transposed", "centred")
+    with pytest.raises(UnsupportedGradientError, match=MIXED):
+        step(model, clipper, batch())
+
+
+@pytest.mark.parametrize(
+    "shifted",
+    [
+        lambda rows, shift: rows.add(other=shift),
+        lambda rows, shift: rows + torch.arange(shift, shift + 1),
+    ],
+    ids=["a keyword", "the bounds of a range"],
+)
+def test_rows_that_data_shift_run_one_by_one(shifted):
+    """Each layer's rows are in other places on the third step, and behind the layer in their own ones again."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            rows, shift = torch.arange(len(x)), (x.detach().mean() > 50).long()
+            there, back = (shifted(rows, by).remainder(len(x)) for by in (shift, -shift))
+            return self.layer(x[there])[back]
+
+    model = Shifted().double()
+    twin = copy.deepcopy(model)
+    clipper = clipper_of(model)
+    for offset in (0, 0, 100):
+        x = batch() + offset
+        step(model, clipper, x)
+        rows = per_sample_gradients(twin, lambda s: squares(twin(s[0])).sum(), [(x[i : i + 1],) for i in range(B)])
+        norms = sum(value.flatten(1).square().sum(1) for value in rows.values()).sqrt()
+        torch.testing.assert_close(clipper.statistics.norms.double(), norms, rtol=1e-9, atol=0)
 
 
 def test_another_length_is_tried_out_a_few_times_and_no_more():
