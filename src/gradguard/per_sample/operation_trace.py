@@ -86,7 +86,7 @@ class OperationTrace(TorchFunctionMode):
     Attributes:
         events: The calls, without numbers.
         numbers: The numbers in the calls, in order.
-        origins: What its tensors are made of.
+        origins: The origins of its tensors.
         rows: The operations that select rows.
     """
 

@@ -1,4 +1,4 @@
-"""What the tensors of one forward are made of, as far as the forward's torch functions show it.
+"""The origins of the tensors in one forward, as far as the torch functions that it calls show them.
 
 Two facts are recorded of a tensor:
 
@@ -66,7 +66,7 @@ def tensors_given(*values: Any) -> Iterator[Tensor]:
 
 
 class Origin:
-    """What is known of one tensor.
+    """The origin of one tensor, as far as it is known.
 
     Args:
         tensor: The tensor.
@@ -95,7 +95,7 @@ class Origin:
 
 
 class Origins:
-    """Record what the tensors of one forward are made of.
+    """Record the origins of the tensors in one forward.
 
     Attributes:
         has_read: Whether a function returned values of data to the program as numbers.
@@ -107,7 +107,7 @@ class Origins:
         self.has_read = self.by_value = False
 
     def of(self, tensor: Tensor) -> Origin:
-        """Return what is known of a tensor."""
+        """Return the origin of a tensor, to be read or added to."""
         origin = self._known.get(id(tensor))
         if origin is None or origin.tensor() is not tensor:
             origin = self._known[id(tensor)] = Origin(tensor)
@@ -123,7 +123,7 @@ class Origins:
             func: The function.
             args: Its arguments.
             kwargs: Its keyword arguments.
-            given: What is known of the tensors in its arguments.
+            given: The origins of the tensors in its arguments.
 
         Returns:
             The result.
@@ -148,5 +148,5 @@ class Origins:
         return result
 
     def forget(self) -> None:
-        """Drop what is known of the tensors."""
+        """Drop the origins."""
         self._known.clear()

@@ -9,8 +9,8 @@ dimension that grows from two samples to three: ``x[:, index]``, ``table[ids]`` 
 nothing. On each step the operations are compared with those of the dry runs. Of an operation that no dry run has had,
 each dimension whose size is a multiple of the number of samples may hold samples.
 
-An index that is made of sizes alone, such as ``arange(len(x))``, is the same for all batches of one size, so it chooses
-nothing. Slices and concatenations are numbers of the program: they choose rows where they cut through a sample, or
+An index that is made of sizes alone (`origins`), such as ``arange(len(x))``, is the same for all batches of one size,
+so it chooses nothing. Slices and concatenations are numbers of the program: they choose rows where they cut through a sample, or
 where the forward has read values before.
 """
 
@@ -67,7 +67,7 @@ class RowChoices:
     """Record the operations of one forward that select rows.
 
     Args:
-        origins: What the tensors of the forward are made of.
+        origins: The origins of the tensors of the forward.
 
     Attributes:
         selections: The operations, in order.
