@@ -34,7 +34,7 @@ from gradguard.per_sample.refusals import own_failure, rows_are_chosen
 from gradguard.per_sample.rerun import TOO_RARE, frozen, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.per_sample.row_choices import RowChoices, SafeSelections
 from gradguard.state.generators import generator_states, have_drawn
-from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
+from gradguard.torch_private import each_operation, never_compiled, parameter_slots
 
 SIZES = (2, 3)
 
@@ -160,12 +160,7 @@ class CallObserver(TorchFunctionMode):
         if id(result) in self._slots:  # dropout of a parameter returned the parameter itself: make another tensor
             result = result.view_as(result)
         used = [slot for tensor in given if (slot := self._slots.get(id(tensor)))]
-        if (
-            used
-            and self._running
-            and name not in _NO_VALUES
-            and any(isinstance(t, Tensor) and is_inexact(t) for t in tree_leaves(result))
-        ):
+        if used and self._running and name not in _NO_VALUES and any(map(is_inexact, tensor_leaves(result))):
             call = self.calls[self._running[-1]]
             call.uses.update(used)
             call.operations.append(self._known(call.module, func, args, kwargs, result))

@@ -10,8 +10,8 @@ nothing. On each step the operations are compared with those of the dry runs. Of
 each dimension whose size is a multiple of the number of samples may hold samples.
 
 An index that is made of sizes alone (`origins`), such as ``arange(len(x))``, is the same for all batches of one size,
-so it chooses nothing. Slices and concatenations are numbers of the program: they choose rows where they cut through a sample, or
-where the forward has read values before.
+so it chooses nothing. Slices and concatenations are numbers of the program: they choose rows where they cut through a
+sample, or where the forward has read values before.
 """
 
 from collections import defaultdict
