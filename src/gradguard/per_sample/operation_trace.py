@@ -29,7 +29,7 @@ from numbers import Number
 from types import FunctionType
 from typing import Any
 
-from torch import Size, Tensor, nn
+from torch import Size, Tensor, dtype, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
@@ -58,6 +58,10 @@ _CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat1
                     "alpha_dropout_"})  # fmt: skip
 """Functions that return their argument itself or a new tensor, by its dtype or by the rate of dropout, which are
 not those of the step in a trial."""
+
+
+_BY_THEMSELVES = frozenset({bool, str, type(None), type(Ellipsis), dtype})
+"""Classes of values that an event contains as they are: those of most arguments besides tensors and numbers."""
 
 
 class _Outside:
@@ -153,6 +157,8 @@ class OperationTrace(TorchFunctionMode):
 
     def _form(self, value: Any) -> Any:
         kind = type(value)
+        if kind in _BY_THEMSELVES:
+            return value
         if issubclass(kind, Tensor):  # it may contain values of the batch, of parameters or random numbers
             if kind is Tensor or kind is nn.Parameter:
                 return self._form_of_tensor(value)
@@ -165,8 +171,6 @@ class OperationTrace(TorchFunctionMode):
             return kind, *map(self._form, value)
         if kind is slice:
             return kind, self._form(value.start), self._form(value.stop), self._form(value.step)
-        if kind is bool:
-            return value
         if isinstance(value, Number):
             self.numbers.append(value)
             return Number
